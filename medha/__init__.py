@@ -1,0 +1,48 @@
+"""medha: serve long-context LLMs without convoys (the paper: "No Request Left Behind", arXiv 2409.17264).
+
+The names below are the public surface. They are loaded on first use, so that ``import medha`` loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from medha.engine import Engine
+    from medha.llm import LLM
+    from medha.request import SLO, CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "medha.llm",
+    "Engine": "medha.engine",
+    "SamplingParams": "medha.request",
+    "SLO": "medha.request",
+    "RequestOutput": "medha.request",
+    "CompletionOutput": "medha.request",
+    "RequestMetrics": "medha.request",
+    "Logprob": "medha.request",
+}
+
+__all__ = [
+    "LLM",
+    "SLO",
+    "CompletionOutput",
+    "Engine",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'medha' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,265 @@
+"""Frozen configuration: what a model is, and how an engine is to run it.
+
+Plain data, standard library only. Every dataclass checks itself when it is built, so an object that exists is valid.
+Reading a Hugging Face ``config.json`` into a :class:`ModelConfig` is the work of :mod:`medha.models.hf_config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from medha.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding of a model, complete: no field depends on the length of a request.
+
+    Attributes:
+        rope_type: which rule turns theta into inverse frequencies.
+        theta: base of the frequencies.
+        factor: how far the context is stretched (linear, llama3, yarn); 1 otherwise.
+        original_max_position_embeddings: trained context in tokens (llama3, yarn).
+        low_freq_factor, high_freq_factor: band limits (llama3).
+        beta_fast, beta_slow: ramp limits in rotations (yarn).
+        truncate: round the ramp limits to whole dimensions (yarn).
+        attention_factor: cos and sin are multiplied by it (yarn); 1 otherwise.
+    """
+
+    rope_type: RopeType = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of a decoder-only model, independent of who wrote its ``config.json``.
+
+    Attributes:
+        architecture: name in ``config.json``, for example ``LlamaForCausalLM``.
+        dtype: dtype of the checkpoint: ``float32``, ``bfloat16`` or ``float16``.
+        max_position_embeddings: longest context in tokens that the model claims, stretching by RoPE included.
+        qkv_bias, o_bias: whether the attention projections carry a bias.
+        qk_norm: RMSNorm over each query and key head (Qwen3).
+        eos_token_ids: ids that end a sequence, from ``config.json``; may be empty.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope: RopeConfig
+    rms_norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    dtype: str = "float32"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes of keys and values that one token leaves in the cache, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    Give the size of the pool at most one way; by default it holds ``max_model_len`` tokens for every request that may
+    run, within half of the free memory.
+
+    Attributes:
+        block_size: tokens a block.
+        num_blocks: blocks in the pool.
+        memory_bytes: bytes of the pool.
+        gpu_memory_utilization: share of the GPU's memory that weights and pool may take (CUDA only).
+    """
+
+    block_size: int = 256
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check_positive_int("block_size", self.block_size, 65536)
+        _check_positive_int("num_kv_blocks", self.num_blocks, 2**31 - 1, optional=True)
+        _check_positive_int("kv_memory", self.memory_bytes, 2**60, optional=True)
+        if self.num_blocks is not None and self.memory_bytes is not None:
+            raise ConfigError("num_kv_blocks and kv_memory both size the KV pool; give one of them")
+        value = self.gpu_memory_utilization
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+            raise ConfigError(f"gpu_memory_utilization={value!r}; accepted: a number above 0, at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Budgets of one step.
+
+    Attributes:
+        max_num_seqs: requests admitted at once, and rows of a batch.
+        max_batch_tokens: query tokens of a batch.
+        chunk_size: query tokens of one prefill in a batch.
+        depth: batches in flight at most.
+    """
+
+    max_num_seqs: int = 256
+    max_batch_tokens: int = 2048
+    chunk_size: int = 512
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        _check_positive_int("max_num_seqs", self.max_num_seqs, 65536)
+        _check_positive_int("max_batch_tokens", self.max_batch_tokens, 2**24)
+        _check_positive_int("chunk_size", self.chunk_size, 2**24)
+        _check_positive_int("depth", self.depth, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine is told at start, apart from the requests.
+
+    Attributes:
+        model: local Hugging Face folder, or hub id.
+        tokenizer: folder or hub id of the tokenizer when it is not the model's.
+        revision: hub revision.
+        dtype: ``auto`` (the checkpoint's), or one of ``float32``, ``bfloat16``, ``float16``.
+        device: ``auto`` (CUDA when there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        attention_backend: ``auto`` or ``torch``.
+        max_model_len: longest prompt plus output in tokens; by default what the model claims.
+        rope_scaling: replaces the model's RoPE scaling: a type name, or a mapping as in ``rope_parameters``.
+        hf_overrides: merged over ``config.json``.
+        load_format: ``auto`` (safetensors), or ``dummy`` (random weights, for benchmarks).
+        seed: of dummy weights and of requests that bring none.
+        num_threads: CPU threads; None leaves torch's choice.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    attention_backend: str = "auto"
+    max_model_len: int | None = None
+    rope_scaling: str | dict[str, Any] | None = None
+    hf_overrides: dict[str, Any] | None = None
+    load_format: str = "auto"
+    seed: int = 0
+    num_threads: int | None = None
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model={self.model!r}; accepted: a folder or a hub id")
+        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        _check_positive_int("max_model_len", self.max_model_len, 2**31 - 1, optional=True)
+        _check_positive_int("num_threads", self.num_threads, 4096, optional=True)
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ConfigError(f"seed={self.seed!r}; accepted: an integer")
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device={self.device!r}; accepted: auto, cpu, cuda, cuda:N")
+
+    @classmethod
+    def from_flat(cls, model: str, **options: Any) -> EngineConfig:
+        """Build the tree from flat keyword arguments, the names that :class:`medha.LLM` takes.
+
+        vLLM's names are accepted as aliases (``max_num_batched_tokens``, ``num_gpu_blocks_override``, ...).
+
+        Raises:
+            ConfigError: an unknown name (the message proposes the nearest), a name given twice, or a bad value.
+        """
+        sections: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "": {}}
+        seen: set[str] = set()
+        for name, value in options.items():
+            canonical = OPTION_ALIASES.get(name, name)
+            if canonical not in _OPTION_SECTIONS:
+                near = difflib.get_close_matches(name, [*_OPTION_SECTIONS, *OPTION_ALIASES], n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(_OPTION_SECTIONS))}"
+                raise ConfigError(f"unknown option {name}={value!r}{hint}")
+            if canonical in seen:
+                raise ConfigError(f"{canonical} is given twice (as {name} too)")
+            seen.add(canonical)
+            section, field_name = _OPTION_SECTIONS[canonical]
+            sections[section][field_name] = value
+        return cls(
+            model,
+            cache=CacheConfig(**sections["cache"]),
+            scheduler=SchedulerConfig(**sections["scheduler"]),
+            **sections[""],
+        )
+
+
+ATTENTION_BACKENDS = ("auto", "torch")
+
+# Other names by which users of vLLM and SGLang know an option.
+OPTION_ALIASES = {
+    "max_num_batched_tokens": "max_batch_tokens",
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "max_running_requests": "max_num_seqs",
+    "context_length": "max_model_len",
+    "chunked_prefill_size": "chunk_size",
+    "page_size": "block_size",
+}
+
+_OPTION_SECTIONS: dict[str, tuple[str, str]] = {
+    "block_size": ("cache", "block_size"),
+    "num_kv_blocks": ("cache", "num_blocks"),
+    "kv_memory": ("cache", "memory_bytes"),
+    "gpu_memory_utilization": ("cache", "gpu_memory_utilization"),
+    "max_num_seqs": ("scheduler", "max_num_seqs"),
+    "max_batch_tokens": ("scheduler", "max_batch_tokens"),
+    "chunk_size": ("scheduler", "chunk_size"),
+    "depth": ("scheduler", "depth"),
+    **{f.name: ("", f.name) for f in dataclasses.fields(EngineConfig) if f.name not in ("model", "cache", "scheduler")},
+}
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as ``4GiB``, ``512MB`` or ``1073741824`` in bytes.
+
+    Raises:
+        ConfigError: not a positive number with a known unit.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, flags=re.IGNORECASE)
+    if not match:
+        raise ConfigError(f"size {text!r}; accepted: a number with KiB, MiB, GiB, TiB (or KB, MB, GB, TB)")
+    power = " kmgt".index(match[2].lower() or " ")
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if size < 1:
+        raise ConfigError(f"size {text!r}; accepted: above 0")
+    return size
+
+
+def _check_positive_int(name: str, value: Any, high: int, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+        raise ConfigError(f"{name}={value!r}; accepted: an integer from 1 to {high}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r}; accepted: {', '.join(choices)}")

@@ -1,0 +1,102 @@
+"""The exceptions medha raises.
+
+One small tree. Each leaf is also a ``ValueError`` (something the caller gave is wrong) or a ``RuntimeError`` (something
+failed while serving), and a message names the thing, its value, and what is accepted. Command lines turn a class into
+an exit code with :func:`exit_code`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MedhaError(Exception):
+    """Base of everything medha raises on purpose."""
+
+
+class ConfigError(MedhaError, ValueError):
+    """A configuration, flag or model file is wrong; raised before the weights are read."""
+
+
+class ModelLoadError(ConfigError):
+    """A model folder cannot be used."""
+
+
+class UnsupportedModelError(ModelLoadError):
+    """The model's architecture, or a field of its configuration, is not implemented."""
+
+
+class WeightsError(ModelLoadError):
+    """A safetensors file, its index, or the set of tensors in it is wrong."""
+
+
+class TokenizerError(ModelLoadError):
+    """``tokenizer.json`` is missing where text is needed, or cannot be used."""
+
+
+class ChatTemplateError(ModelLoadError):
+    """The chat template is missing, does not render, or takes too much time or memory."""
+
+
+class ValidationError(MedhaError, ValueError):
+    """One request is wrong; nothing of it was scheduled.
+
+    Attributes:
+        param: name of the offending field, or None.
+        value: what was given.
+        index: position of the request in the list it came in, or None.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, value: Any = None, index: int | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.value = value
+        self.index = index
+
+
+class ContextLengthError(ValidationError):
+    """The prompt leaves no room for one new token within ``max_model_len``."""
+
+
+class KVCapacityError(ValidationError):
+    """The request can never fit the KV pool, however long it waits."""
+
+
+class UnsupportedFeatureError(MedhaError, ValueError):
+    """A field that users of other engines know, and medha does not implement. It is never ignored."""
+
+    def __init__(self, message: str, *, param: str | None = None, value: Any = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.value = value
+
+
+class RequestError(MedhaError, RuntimeError):
+    """One accepted request failed; the others are not affected."""
+
+
+class NonFiniteLogitsError(RequestError):
+    """The model returned NaN or infinite logits for this request."""
+
+
+class EngineDeadError(MedhaError, RuntimeError):
+    """The engine cannot serve any more; unfinished requests carry this error.
+
+    Attributes:
+        outputs: what the requests had produced (:class:`medha.RequestOutput`).
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.outputs: list[Any] = []
+
+
+def exit_code(error: BaseException) -> int:
+    """The process exit code for an error: 2 bad input, 4 engine failure, 130 interrupted, 1 anything else."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, (ConfigError, ValidationError, UnsupportedFeatureError)):
+        return 2
+    if isinstance(error, EngineDeadError):
+        return 4
+    return 1

@@ -1,0 +1,157 @@
+"""Request files in, output files out: one JSON object a line.
+
+A request line holds ``id`` (optional), one of ``prompt``, ``prompt_token_ids``, ``messages``, any field of
+:class:`medha.SamplingParams`, ``arrival_s`` and ``slo`` {``ttft_s``, ``tpot_s``}. A line that is wrong becomes an
+arrival with an error, so that the rest still run. Fields nobody knows are ignored and named once in the log; known ones
+that medha does not implement are errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from medha.driver import Arrival
+from medha.errors import ConfigError, MedhaError, ValidationError
+from medha.request import SLO, UNSUPPORTED_FIELDS, RequestOutput, SamplingParams
+
+logger = logging.getLogger("medha")
+
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
+_OTHER_FIELDS = ("id", "request_id", "arrival_s", "slo")
+_SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) - {"output_kind"}
+
+
+def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[Arrival]:
+    """Read a request file.
+
+    Args:
+        path: JSON lines; blank lines are skipped.
+        defaults: sampling fields for lines that do not give them.
+
+    Returns:
+        Arrivals in order of ``arrival_s`` (then of the file), wrong lines as arrivals with ``error`` set.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"request file {path}: {error.strerror}") from error
+    arrivals: list[Arrival] = []
+    unknown: Counter[str] = Counter()
+    seen: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            arrival = _read_line(line, number, defaults, unknown)
+            if arrival.request_id in seen and arrival.error is None:
+                arrival = _wrong(arrival.request_id, f"line {number}: id {arrival.request_id!r} is in the file already")
+            seen.add(arrival.request_id)
+            arrivals.append(arrival)
+    if unknown:
+        logger.warning("request fields ignored (with how many lines): %s", dict(unknown))
+    return sorted(arrivals, key=lambda a: a.arrival_s)
+
+
+def output_line(output: RequestOutput) -> dict[str, Any]:
+    """The output line of a finished request; times in seconds, null where there is none."""
+    completion, metrics = output.outputs[0], output.metrics
+    line: dict[str, Any] = {
+        "id": output.request_id,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_output_tokens": len(completion.token_ids),
+        "queue_s": metrics.queue_time,
+        "ttft_s": metrics.ttft,
+        "tpot_s": metrics.tpot,
+        "e2e_s": metrics.e2e,
+        "error": _error_object(output.error),
+    }
+    if completion.logprobs is not None:
+        line["logprobs"] = [
+            {str(i): _finite_or_none(entry.logprob) for i, entry in step.items()} for step in completion.logprobs
+        ]
+    return line
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def write_line(file: TextIO, output: RequestOutput) -> None:
+    """Append a finished request to an output file and flush it."""
+    file.write(json.dumps(output_line(output), ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def _error_object(error: Exception | None) -> dict[str, str] | None:
+    return None if error is None else {"type": type(error).__name__, "message": str(error)}
+
+
+def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: Counter[str]) -> Arrival:
+    """One arrival; whatever is wrong with the line ends up in its ``error``."""
+    request_id = f"line-{number}"
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return _wrong(request_id, f"line {number} is not JSON: {error}")
+    if not isinstance(fields, dict):
+        return _wrong(request_id, f"line {number} is {type(fields).__name__}; accepted: a JSON object")
+    given_id = fields.get("id", fields.get("request_id"))
+    if given_id is not None:
+        if isinstance(given_id, bool) or not isinstance(given_id, (str, int)) or given_id == "":
+            return _wrong(request_id, f"line {number}: id={given_id!r}; accepted: a string or an integer")
+        request_id = str(given_id)
+    try:
+        return _arrival(request_id, fields, defaults, unknown)
+    except MedhaError as error:
+        return Arrival(request_id, "", error=error)
+
+
+def _arrival(request_id: str, fields: dict[str, Any], defaults: Mapping[str, Any], unknown: Counter[str]) -> Arrival:
+    prompt = {name: fields[name] for name in _PROMPT_FIELDS if fields.get(name) is not None}
+    sampling = dict(defaults)
+    for name, value in fields.items():
+        if (name in _SAMPLING_FIELDS and value is not None) or name in UNSUPPORTED_FIELDS:
+            sampling[name] = value
+        elif name not in (*_PROMPT_FIELDS, *_OTHER_FIELDS, *_SAMPLING_FIELDS):
+            unknown[name] += 1
+    return Arrival(
+        request_id,
+        prompt,
+        SamplingParams.from_dict(sampling),
+        _slo(fields.get("slo")),
+        _seconds(fields.get("arrival_s")),
+    )
+
+
+def _slo(value: Any) -> SLO | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or set(value) - {"ttft_s", "tpot_s"}:
+        raise ValidationError(f"slo={value!r}; accepted: an object with ttft_s and tpot_s", param="slo", value=value)
+    return SLO(**value)
+
+
+def _seconds(value: Any) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValidationError(
+            f"arrival_s={value!r}; accepted: seconds, finite and not negative", param="arrival_s", value=value
+        )
+    return float(value)
+
+
+def _wrong(request_id: str, message: str) -> Arrival:
+    return Arrival(request_id, "", error=ValidationError(message))

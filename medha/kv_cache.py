@@ -1,0 +1,109 @@
+"""The paged KV cache: one pool of keys and values a layer, addressed by token.
+
+Which blocks belong to whom is decided by the scheduler (:mod:`medha.sched.blocks`); a rank's replica of those decisions
+is :class:`BlockTables`. Logical layout of a layer's pool is [P tokens, K heads, H], block b holding the tokens from
+``b * block_size``; in memory the CPU keeps heads outermost (its kernels read one head at a time), CUDA tokens
+outermost (the layout of paged kernels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from medha.batch import Batch
+from medha.sched.blocks import append_extent
+
+
+class KVCache:
+    """Pools of keys and values.
+
+    Args:
+        num_layers: layers held here.
+        num_blocks, block_size: size of each pool.
+        num_kv_heads, head_dim: shape of a token's keys.
+        dtype, device: of the pools. On the CPU, pages are committed by the system as they are first written.
+
+    Attributes:
+        k, v: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        tokens = num_blocks * block_size
+
+        def pool() -> torch.Tensor:
+            if device.type == "cpu":
+                return torch.empty(num_kv_heads, tokens, head_dim, dtype=dtype).transpose(0, 1)
+            return torch.empty(tokens, num_kv_heads, head_dim, dtype=dtype, device=device)
+
+        self.k = [pool() for _ in range(num_layers)]
+        self.v = [pool() for _ in range(num_layers)]
+
+    def write(
+        self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, spans: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Copy new keys and values into a layer's pool, in place.
+
+        Args:
+            layer: index among the layers held here.
+            k_TKH, v_TKH: of the batch's tokens.
+            spans: (first batch token, first pool token, count) of each adjacent run.
+        """
+        k_pool, v_pool = self.k[layer], self.v[layer]
+        for source, target, count in spans:
+            k_pool[target : target + count] = k_TKH[source : source + count]
+            v_pool[target : target + count] = v_TKH[source : source + count]
+
+
+class BlockTables:
+    """A rank's replica of the block tables, kept by applying each batch's delta.
+
+    Args:
+        block_size: tokens a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._extents: dict[int, list[tuple[int, int]]] = {}
+
+    def apply(self, batch: Batch) -> None:
+        """Apply the frees, then the new extents of a batch, in place."""
+        for slot in batch.frees:
+            self._extents.pop(slot, None)
+        for extent in batch.extents:
+            append_extent(self._extents.setdefault(extent.slot, []), extent.first, extent.count)
+
+    def clear(self) -> None:
+        """Forget every table."""
+        self._extents.clear()
+
+    def ranges(self, slot: int, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Where positions [start, end) of a request lie: (first pool token, count) runs in position order.
+
+        Raises:
+            IndexError: the table ends before ``end``.
+        """
+        runs: list[tuple[int, int]] = []
+        offset = 0  # position of the extent's first token
+        for first, count in self._extents.get(slot, ()):
+            low = max(start, offset)
+            high = min(end, offset + count * self.block_size)
+            if low < high:
+                runs.append((first * self.block_size + low - offset, high - low))
+            offset += count * self.block_size
+        if end > offset:
+            raise IndexError(f"slot {slot} has blocks for {offset} tokens, position {end - 1} is asked for")
+        return tuple(runs)

@@ -1,0 +1,1 @@
+"""Decoder-only models: layers, RoPE, weights, and the constructed needle model."""

@@ -1,0 +1,149 @@
+"""The layers of a decoder: norms, attention projections, MLP, and linear weights packed for the machine.
+
+Modules keep the parameter names of Hugging Face checkpoints. Attention itself is handed in as a callable, so the same
+layer serves a plain, a sharded or a captured forward. After loading, :meth:`pack_` of a module fuses the projections
+that read the same input and packs them for the CPU's matrix library; until then the forward is plain ``nn.Linear``,
+which is the reference.
+
+Legend: T tokens, D model dimension, N query heads, K KV heads, H head dimension, R = H / 2, F MLP dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from medha.config import ModelConfig
+from medha.models.rope import rotate
+
+LinearFn = Callable[[torch.Tensor], torch.Tensor]
+AttendFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(q_TNH, k_TKH, v_TKH), rotated, of the batch's tokens -> out_TNH."""
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x32 * scale).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: projections, optional q/k norm, RoPE; the attention proper is handed in."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        D, H = config.hidden_size, config.head_dim
+        self.head_dim = H
+        self.q_proj = nn.Linear(D, config.num_heads * H, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(D, config.num_kv_heads * H, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(D, config.num_kv_heads * H, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * H, D, bias=config.o_bias)
+        self.q_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
+        self._sizes = [self.q_proj.out_features, self.k_proj.out_features, self.v_proj.out_features]
+        self._qkv: LinearFn | None = None
+        self._out: LinearFn | None = None
+
+    def forward(self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: AttendFn) -> torch.Tensor:
+        if self._qkv is None:
+            parts = [self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)]
+        else:
+            parts = list(torch.split(self._qkv(x_TD), self._sizes, dim=-1))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out_TNH = attend(rotate(q, cos_TR, sin_TR), rotate(k, cos_TR, sin_TR), v)
+        return (self._out or self.o_proj)(out_TNH.flatten(-2))
+
+    def pack_(self) -> None:
+        """Fuse and pack the projections in place; their plain weights are dropped."""
+        self._qkv = packed_linear(self.q_proj, self.k_proj, self.v_proj)
+        self._out = packed_linear(self.o_proj)
+        del self.q_proj, self.k_proj, self.v_proj, self.o_proj
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        D, F_ = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(D, F_, bias=False)
+        self.up_proj = nn.Linear(D, F_, bias=False)
+        self.down_proj = nn.Linear(F_, D, bias=False)
+        self._gate_up: LinearFn | None = None
+        self._down: LinearFn | None = None
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        if self._gate_up is None:
+            gate, up = self.gate_proj(x_TD), self.up_proj(x_TD)
+        else:
+            gate, up = self._gate_up(x_TD).chunk(2, dim=-1)
+        out: torch.Tensor = (self._down or self.down_proj)(F.silu(gate) * up)
+        return out
+
+    def pack_(self) -> None:
+        """Fuse and pack the projections in place; their plain weights are dropped."""
+        self._gate_up = packed_linear(self.gate_proj, self.up_proj)
+        self._down = packed_linear(self.down_proj)
+        del self.gate_proj, self.up_proj, self.down_proj
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual block: attention, then MLP."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: AttendFn) -> torch.Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TR, sin_TR, attend)
+        out: torch.Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        return out
+
+
+def packed_linear(*linears: nn.Linear) -> LinearFn:
+    """One callable that computes the given layers' outputs side by side, [T, sum of out_features].
+
+    On the CPU the weight is reordered once for oneDNN where that library has the dtype: measured 1.1 times faster than
+    ``F.linear`` at 2,048 rows and 2 to 4 times at 16. Elsewhere the weights are only concatenated.
+    """
+    weight = _joined([linear.weight.detach() for linear in linears])
+    bias = None if linears[0].bias is None else _joined([linear.bias.detach() for linear in linears])
+    if not _onednn_packs(weight):
+        return partial(F.linear, weight=weight, bias=bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    linear_pointwise = torch.ops.mkldnn._linear_pointwise
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = linear_pointwise(x, packed, bias, "none", [], "")
+        return out
+
+    return linear
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _onednn_packs(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

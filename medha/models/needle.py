@@ -1,0 +1,411 @@
+"""The needle model: a Llama checkpoint built by hand whose right answer is known at any context length.
+
+``python -m medha.models.needle OUT`` writes a Hugging Face folder of 6 MB. The model has two layers and a vocabulary of
+the 256 bytes. It continues the best earlier match of the last eight bytes: a question must end in the eight bytes that
+stand before the fact, and greedy decoding then copies what follows them. Nothing is trained; every weight below is set
+to do one thing, and :func:`expected_continuation` says in plain numpy what the model must answer. After induction heads
+(arXiv:2209.11895), with a match of eight bytes in place of one token.
+
+The residual stream holds the code of a byte, its 8 bits as +-1, in groups of eight channels: group d holds the byte d
+positions back (d = 0 to 8), the last group the answer, and one more channel is always 1. Each step fills groups that
+were empty, so the RMS is the same for every token, and each norm's weight is that RMS: the norms change nothing.
+
+- Embedding: group 0, and the constant.
+- Layer 1, head h: query and key come from the constant alone, on the 16 fastest pairs of RoPE, the query turned back
+  by h + 1 positions. The score of a key at distance d is a sum of cosines of d - (h + 1), which peaks at h + 1; the
+  head copies that byte's code to group h + 1. Where the text is too short, the nearest position, 0, is read.
+- Layer 2, every head: the query at t is the bytes t, t - 1, ..., t - 7, the key at j the bytes j - 1, ..., j - 8, both
+  on the 32 slowest pairs, which turn by less than 0.002 rad in 16M tokens at theta 1e20. The score counts the bits that
+  agree, those of the nearest byte 8 times, of the farthest once. Head h copies bit h of the byte at j to the answer
+  group, so a query head that reads the wrong KV head, or is lost, shows.
+- Both MLPs are zero, and the head reads the answer group.
+
+Scores are large enough that softmax is one-hot in float32 at 10M keys, and small enough for the rounding of scores and
+angles; `tests/models/test_needle.py` computes both.
+
+Limits. The attention is one-hot, so an error that keeps the order of scores goes unseen: the answer survives a scale of
+the wrong size, and partial attention merged with a base-2 log-sum-exp. Distance matters only up to eight bytes. Two
+equally good matches with different continuations have no right answer. Use it to prove that a key at any distance is
+found, at its true position, by every head; hold arithmetic to a dense softmax on random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+import torch
+from safetensors.torch import save
+
+from medha.errors import ValidationError
+
+VOCAB_SIZE = 256
+HIDDEN_SIZE = 256
+INTERMEDIATE_SIZE = 16
+NUM_HEADS = 8
+NUM_KV_HEADS = 2
+HEAD_DIM = 128
+ROPE_THETA = 1e20
+RMS_NORM_EPS = 1e-6
+MAX_POSITIONS = 16_777_216
+EOS_TOKEN_ID = 10
+
+MATCH_LEN = 8
+"""Bytes compared, and layer 1's heads."""
+
+MATCH_WEIGHTS = tuple(range(MATCH_LEN, 0, -1))
+"""What a bit that agrees counts, from the nearest byte to the farthest. Whole numbers: unequal scores differ by 1."""
+
+NUM_BITS = 8
+_NUM_PAIRS = HEAD_DIM // 2
+_NUM_FAST_PAIRS = 16
+_FIRST_SLOW_PAIR = 32
+_ANSWER = NUM_BITS * (MATCH_LEN + 1)
+_CONSTANT = _ANSWER + NUM_BITS
+
+# Powers of two: the projections then hold exact values in bfloat16 too. Softmax divides the scores by sqrt(128).
+_OFFSET_GAIN = 2048.0
+_MATCH_GAIN = 256.0
+_LOGIT_GAIN = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Haystack:
+    """A prompt with a fact hidden in it.
+
+    Attributes:
+        prompt: ASCII text; a character is a byte is a token.
+        answer: what the model must continue the prompt with, up to and with its newline.
+        needle_position: index in ``prompt`` of the first character of the line with the fact.
+    """
+
+    prompt: str
+    answer: str
+    needle_position: int
+
+
+def needle_config() -> dict[str, Any]:
+    """The content of ``config.json``."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": INTERMEDIATE_SIZE,
+        "num_hidden_layers": 2,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": RMS_NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "max_position_embeddings": MAX_POSITIONS,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": EOS_TOKEN_ID,
+        "pad_token_id": None,
+    }
+
+
+def needle_weights() -> dict[str, torch.Tensor]:
+    """The weights by their Hugging Face names.
+
+    Returns:
+        float32 tensors on the CPU.
+    """
+    codes = _byte_codes()
+    embedding = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
+    embedding[:, :NUM_BITS] = codes
+    embedding[:, _CONSTANT] = 1.0
+    head = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
+    head[:, _ANSWER : _ANSWER + NUM_BITS] = _LOGIT_GAIN * codes
+    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    weights |= _layer(0, _offset_attention(), num_filled=NUM_BITS + 1)
+    weights |= _layer(1, _match_attention(), num_filled=NUM_BITS * (MATCH_LEN + 1) + 1)
+    weights["model.norm.weight"] = _norm_weight(NUM_BITS * (MATCH_LEN + 2) + 1)
+    return weights
+
+
+def write_needle(out: Path) -> Path:
+    """Write the model's folder; files of an earlier one are replaced, each at once, ``config.json`` last.
+
+    Args:
+        out: the folder; it and its parents are created.
+
+    Returns:
+        ``out``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_POSITIONS,
+    }
+    generation_config = {"do_sample": False, "eos_token_id": EOS_TOKEN_ID}
+
+    _replace(out / "model.safetensors", save(needle_weights(), metadata={"format": "pt"}))
+    _replace(out / "tokenizer.json", _byte_tokenizer().to_str(pretty=True).encode())
+    _replace(out / "tokenizer_config.json", _json(tokenizer_config))
+    _replace(out / "generation_config.json", _json(generation_config))
+    _replace(out / "config.json", _json(needle_config()))
+    return out
+
+
+def encode_bytes(text: str) -> list[int]:
+    """The model's token ids of a text: its UTF-8 bytes."""
+    return list(text.encode())
+
+
+def expected_continuation(ids: Sequence[int], max_tokens: int) -> list[int]:
+    """What greedy decoding must give, computed without the model.
+
+    Each next byte is the one at the position whose eight bytes before it agree best with the last eight, counted in
+    bits times :data:`MATCH_WEIGHTS`. Before its start a text is continued with its first byte, as layer 1 reads it.
+
+    Args:
+        ids: the prompt, bytes.
+        max_tokens: most ids to return.
+
+    Returns:
+        The ids; fewer than ``max_tokens`` where a newline (:data:`EOS_TOKEN_ID`) ended them, which is then the last.
+
+    Raises:
+        ValidationError: ``ids`` is empty or holds no bytes, or the best matches continue in different ways.
+    """
+    if not ids or min(ids) < 0 or max(ids) >= VOCAB_SIZE:
+        raise ValidationError(f"ids of length {len(ids)}; accepted: one or more integers from 0 to 255", param="ids")
+    # Position p of the text stands at MATCH_LEN + p.
+    tokens = np.empty(MATCH_LEN + len(ids) + max_tokens, dtype=np.uint8)
+    tokens[:MATCH_LEN] = ids[0]
+    tokens[MATCH_LEN : MATCH_LEN + len(ids)] = ids
+    agreement = _bit_agreement()
+    continuation: list[int] = []
+    for end in range(MATCH_LEN + len(ids), len(tokens)):
+        scores = np.zeros(end - MATCH_LEN, dtype=np.int16)
+        for back, weight in enumerate(MATCH_WEIGHTS):
+            keys = tokens[MATCH_LEN - 1 - back : end - 1 - back]
+            scores += (weight * agreement[tokens[end - 1 - back]])[keys]
+        candidates = np.unique(tokens[MATCH_LEN:end][scores == scores.max()])
+        if len(candidates) > 1:
+            raise ValidationError(
+                f"token {end - MATCH_LEN} is ambiguous: equally good matches continue with the bytes "
+                f"{candidates.tolist()}; accepted: a text with one best match",
+                param="ids",
+            )
+        tokens[end] = candidates[0]
+        continuation.append(int(candidates[0]))
+        if continuation[-1] == EOS_TOKEN_ID:
+            break
+    return continuation
+
+
+def make_haystack(
+    num_tokens: int,
+    *,
+    seed: int = 0,
+    depth: float = 0.5,
+    needle: str = "The vault code of Priya is 7429-amber.\n",
+    question: str = "What opens the vault? The vault code of Priya is",
+) -> Haystack:
+    """A text of random sentences with a fact at some depth, and a question at its end.
+
+    Args:
+        num_tokens: length of the prompt, in bytes.
+        seed: chooses the sentences.
+        depth: where the fact stands, 0 at the start and 1 right before the question; moved back to the start of a line.
+        needle: the fact, one line of ASCII.
+        question: ends the prompt; its last eight characters stand before the answer in ``needle``.
+
+    Raises:
+        ValidationError: the parts do not fit ``num_tokens``, ``depth`` is out of range, or the answer would have no
+            single match in the text.
+    """
+    if not (needle + question).isascii() or needle.find("\n") != len(needle) - 1:
+        raise ValidationError(f"needle={needle!r}; accepted: one line of ASCII and its newline", param="needle")
+    key = question[-MATCH_LEN:]
+    if len(key) < MATCH_LEN or needle.count(key) != 1 or "\n" in key:
+        raise ValidationError(
+            f"question={question!r}; accepted: text whose last {MATCH_LEN} characters occur once in the needle",
+            param="question",
+        )
+    if not 0 <= depth <= 1:
+        raise ValidationError(f"depth={depth}; accepted: 0 to 1", param="depth", value=depth)
+    num_filler = num_tokens - len(needle) - len(question)
+    if num_filler < 0:
+        raise ValidationError(
+            f"num_tokens={num_tokens}; accepted: {num_tokens - num_filler} or more, for the needle and the question",
+            param="num_tokens",
+            value=num_tokens,
+        )
+    filler = _filler(num_filler, random.Random(seed))
+    position = filler.rfind("\n", 0, int(depth * num_filler)) + 1
+    prompt = filler[:position] + needle + filler[position:] + question
+    answer = needle[needle.index(key) + len(key) :]
+    _check_single_match(prompt, answer)
+    return Haystack(prompt=prompt, answer=answer, needle_position=position)
+
+
+def _byte_codes() -> torch.Tensor:
+    """The bits of each byte, lowest first, as +-1: float32 [256, 8]."""
+    bits = torch.arange(VOCAB_SIZE)[:, None] >> torch.arange(NUM_BITS) & 1
+    return 2.0 * bits - 1.0
+
+
+def _offset_attention() -> dict[str, torch.Tensor]:
+    """Layer 1: head h copies the code h + 1 positions back to group h + 1."""
+    q = torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE)
+    k = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
+    o = torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM)
+    pairs = torch.arange(_NUM_FAST_PAIRS, dtype=torch.float64)
+    inv_freq = ROPE_THETA ** (-pairs / _NUM_PAIRS)
+    gain = torch.full((_NUM_FAST_PAIRS,), _OFFSET_GAIN, dtype=torch.float64)
+    # At half weight cos(d) does not lift distance 6 over 4, so the score falls with every step up to 8, and a head that
+    # looks before the start of the text reads position 0.
+    gain[0] /= 2
+    # RoPE turns pair (i, i + 64) by its position times inv_freq[i]; the query starts h + 1 positions behind.
+    for head in range(NUM_HEADS):
+        angles = -(head + 1) * inv_freq
+        q[head, :_NUM_FAST_PAIRS, _CONSTANT] = (gain.sqrt() * angles.cos()).float()
+        q[head, _NUM_PAIRS : _NUM_PAIRS + _NUM_FAST_PAIRS, _CONSTANT] = (gain.sqrt() * angles.sin()).float()
+        group = NUM_BITS * (head + 1)
+        o[group : group + NUM_BITS, head, :NUM_BITS] = torch.eye(NUM_BITS)
+    k[:, :_NUM_FAST_PAIRS, _CONSTANT] = gain.sqrt().float()
+    return {"q_proj": q.flatten(0, 1), "k_proj": k.flatten(0, 1), "v_proj": _code_values(), "o_proj": o.flatten(1)}
+
+
+def _match_attention() -> dict[str, torch.Tensor]:
+    """Layer 2: every head finds the position after the best match, and head h copies bit h of the byte there."""
+    q = torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE)
+    k = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
+    o = torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM)
+    # Slowest first: the nearest byte weighs most, so its dimensions must turn least.
+    slow_dims = [dim for pair in range(_NUM_PAIRS - 1, _FIRST_SLOW_PAIR - 1, -1) for dim in (pair, pair + _NUM_PAIRS)]
+    root = math.sqrt(_MATCH_GAIN)
+    for back, weight in enumerate(MATCH_WEIGHTS):
+        for bit in range(NUM_BITS):
+            dim = slow_dims[NUM_BITS * back + bit]
+            q[:, dim, NUM_BITS * back + bit] = root * weight
+            k[:, dim, NUM_BITS * (back + 1) + bit] = root
+    for head in range(NUM_HEADS):
+        o[_ANSWER + head, head, head] = 1.0
+    return {"q_proj": q.flatten(0, 1), "k_proj": k.flatten(0, 1), "v_proj": _code_values(), "o_proj": o.flatten(1)}
+
+
+def _code_values() -> torch.Tensor:
+    """The value projection of both layers: the byte's code in the first eight dimensions of each KV head."""
+    v = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
+    v[:, :NUM_BITS, :NUM_BITS] = torch.eye(NUM_BITS)
+    return v.flatten(0, 1)
+
+
+def _layer(index: int, attention: dict[str, torch.Tensor], *, num_filled: int) -> dict[str, torch.Tensor]:
+    """A layer's weights by name: its attention, norms for an input of ``num_filled`` channels of +-1, a zero MLP."""
+    prefix = f"model.layers.{index}"
+    weights = {f"{prefix}.self_attn.{name}.weight": tensor for name, tensor in attention.items()}
+    weights[f"{prefix}.input_layernorm.weight"] = _norm_weight(num_filled)
+    weights[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(HIDDEN_SIZE)
+    weights[f"{prefix}.mlp.gate_proj.weight"] = torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE)
+    weights[f"{prefix}.mlp.up_proj.weight"] = torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE)
+    weights[f"{prefix}.mlp.down_proj.weight"] = torch.zeros(HIDDEN_SIZE, INTERMEDIATE_SIZE)
+    return weights
+
+
+def _norm_weight(num_filled: int) -> torch.Tensor:
+    """The RMS of an input with ``num_filled`` channels of +-1, so that the norm returns its input."""
+    return torch.full((HIDDEN_SIZE,), math.sqrt(num_filled / HIDDEN_SIZE + RMS_NORM_EPS))
+
+
+def _byte_tokenizer() -> tokenizers.Tokenizer:
+    """Byte-level BPE without merges: the id of a token is its byte."""
+    # The byte-level alphabet stands for printable bytes by their own characters, and for the rest by those from 256 on.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(VOCAB_SIZE) if byte not in printable]
+    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    model = tokenizers.models.BPE(vocab={symbols[byte]: byte for byte in range(VOCAB_SIZE)}, merges=[])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(data)
+    os.replace(part, path)
+
+
+def _bit_agreement() -> npt.NDArray[np.int16]:
+    """Bits that agree less bits that differ, for each two bytes: int16 [256, 256]."""
+    codes = _byte_codes().numpy().astype(np.int16)
+    return codes @ codes.T
+
+
+_WORDS = (
+    "about above across after again along amber among answer apple autumn barrel basket before below better "
+    "between bottle branch bread bridge bright brother butter candle canvas carpet carry castle cellar chair cherry "
+    "circle clever cloud coast copper corner cotton cousin creek dance daughter desert dinner distant doctor dozen "
+    "early east engine evening father feather fellow fence field finger flower forest forty friend garden gentle "
+    "glass golden grain gravel green hammer harbor harvest hidden hollow honest horse house island jacket journey "
+    "kettle kitchen ladder lantern letter little lumber marble market meadow mirror moment morning mother mountain "
+    "narrow neighbor north orange orchard paper pebble pepper picture pillow pocket pony quarter quiet rabbit "
+    "railway raven ribbon river saddle sailor school season shadow shelter silver simple sister slowly small south "
+    "spring stable station stone storm story street sudden summer table tailor thunder timber travel valley velvet "
+    "village violin wagon water weather window winter wooden worker yellow young"
+)
+
+
+def _filler(num_bytes: int, rng: random.Random) -> str:
+    """Lines of random sentences, exactly ``num_bytes`` of ASCII; the last ends in a newline, cut where it must."""
+    if num_bytes == 0:
+        return ""
+    words = _WORDS.split()
+    pieces: list[str] = []
+    size = 0
+    while size < num_bytes:
+        sentence = " ".join(rng.choices(words, k=rng.randint(4, 12))).capitalize()
+        pieces.append(sentence + (".\n" if rng.random() < 0.5 else ". "))
+        size += len(pieces[-1])
+    return "".join(pieces)[: num_bytes - 1] + "\n"
+
+
+def _check_single_match(prompt: str, answer: str) -> None:
+    """Check that every step of the answer has one earlier match of its eight bytes."""
+    text = prompt + answer
+    for end in range(len(prompt), len(text)):
+        window = text[end - MATCH_LEN : end]
+        if text.count(window) != 2:
+            raise ValidationError(
+                f"{window!r} occurs {text.count(window)} times; accepted: once in the needle and once at the end",
+                param="needle",
+            )
+
+
+def main() -> None:
+    """Write the model's folder and print its path and size."""
+    parser = argparse.ArgumentParser(prog="python -m medha.models.needle", description="Write the needle model.")
+    parser.add_argument("out", type=Path, help="folder to write")
+    out = write_needle(parser.parse_args().out)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    print(f"{out}: {size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

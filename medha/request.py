@@ -1,0 +1,368 @@
+"""What a user asks for and what comes back: sampling parameters, SLO, outputs.
+
+Plain data, standard library only. Names and defaults follow vLLM where it has them. What medha does not implement is
+refused with :class:`~medha.errors.UnsupportedFeatureError`, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from medha.errors import UnsupportedFeatureError, ValidationError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+OutputKind = Literal["cumulative", "delta", "final_only"]
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+
+# Fields of other engines' requests that change the output and that medha does not have: refused by name.
+UNSUPPORTED_FIELDS = (
+    "allowed_token_ids",
+    "audio",
+    "bad_words",
+    "beam_search",
+    "best_of",
+    "echo",
+    "functions",
+    "guided_json",
+    "guided_regex",
+    "logit_bias",
+    "logits_processors",
+    "prompt_logprobs",
+    "response_format",
+    "structured_outputs",
+    "suffix",
+    "tool_choice",
+    "tools",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends. Checked when built.
+
+    The fields whose default is None take their value from the model's ``generation_config.json`` and, where that is
+    silent, the value in brackets; :meth:`resolve` does it at admission.
+
+    Args:
+        n: number of completions; only 1 is implemented.
+        temperature: [1.0] finite, 0 to 2; below 1e-5 is greedy.
+        top_p: [1.0] in (0, 1].
+        top_k: [0] 0 or -1 is off.
+        min_p: [0.0] in [0, 1].
+        presence_penalty, frequency_penalty: -2 to 2, over the generated tokens.
+        repetition_penalty: [1.0] > 0, over prompt and generated tokens.
+        seed: makes the draw of this request repeatable; it depends on (seed, token index) alone, never on the
+            company in the batch or the chunking.
+        stop: string or strings that end the text; not part of it unless ``include_stop_str_in_output``.
+        stop_token_ids: further ids that end the sequence.
+        ignore_eos: go on after the model's end-of-sequence ids.
+        min_tokens: before that many tokens are out, no end-of-sequence or stop id can be drawn.
+        max_tokens: at most so many tokens.
+        logprobs: None, or 0 to 20: log-probabilities of the drawn token and of so many of the likeliest.
+        detokenize: whether to produce text.
+        skip_special_tokens: leave special tokens out of the text.
+        output_kind: what :meth:`medha.engine.Engine.step` returns before the end: ``cumulative``, ``delta`` or
+            ``final_only`` (nothing).
+
+    Raises:
+        ValidationError: a value is outside its range (``param`` names the field).
+        UnsupportedFeatureError: ``n`` > 1.
+    """
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int = 16
+    logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: OutputKind = "cumulative"
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, 16384)
+        if self.n != 1:
+            raise UnsupportedFeatureError(f"n={self.n} is not implemented; accepted: 1", param="n", value=self.n)
+        _check_float("temperature", self.temperature, 0.0, 2.0, optional=True)
+        _check_float("top_p", self.top_p, 0.0, 1.0, optional=True, open_low=True)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1, optional=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0, optional=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 1e6, optional=True, open_low=True)
+        _check_int("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.min_tokens > self.max_tokens:
+            raise ValidationError(
+                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}",
+                param="min_tokens",
+                value=self.min_tokens,
+            )
+        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "true or false")
+        if self.output_kind not in ("cumulative", "delta", "final_only"):
+            raise _bad("output_kind", self.output_kind, "'cumulative', 'delta' or 'final_only'")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        if self.stop and not self.detokenize:
+            raise _bad("stop", self.stop, "no stop strings when detokenize is false")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings as a tuple, empty when there are none."""
+        return tuple(self.stop or ())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken (temperature below 1e-5)."""
+        return self.temperature is not None and self.temperature < 1e-5
+
+    def resolve(self, defaults: Mapping[str, float | int | None]) -> SamplingParams:
+        """A copy in which every field has a value: given here > ``defaults`` > class default.
+
+        Args:
+            defaults: what ``generation_config.json`` says, by field name; None and missing mean silent.
+        """
+        values: dict[str, Any] = {}
+        for name, last in _RESOLVED_DEFAULTS.items():
+            if getattr(self, name) is None:
+                given = defaults.get(name)
+                values[name] = last if given is None else given
+        return dataclasses.replace(self, **values)
+
+    def capped(self, max_tokens: int) -> SamplingParams:
+        """A copy that asks for at most ``max_tokens`` tokens."""
+        return dataclasses.replace(
+            self, max_tokens=min(self.max_tokens, max_tokens), min_tokens=min(self.min_tokens, max_tokens)
+        )
+
+    def reported(self, output_kind: OutputKind) -> SamplingParams:
+        """A copy with another ``output_kind``."""
+        return dataclasses.replace(self, output_kind=output_kind)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
+        """Build from a JSON object; unknown names are an error.
+
+        Raises:
+            ValidationError: a value or a name is wrong.
+            UnsupportedFeatureError: a known field that medha does not implement has a value.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name, value in fields.items():
+            refuse_unsupported(name, value)
+            if name not in known and name not in UNSUPPORTED_FIELDS:
+                raise _bad(name, value, f"one of {', '.join(sorted(known))}")
+        return cls(**{k: v for k, v in fields.items() if k in known})
+
+
+_RESOLVED_DEFAULTS: dict[str, float | int] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+def refuse_unsupported(name: str, value: Any) -> None:
+    """Raise UnsupportedFeatureError when ``name`` is a known field that medha lacks and ``value`` asks for it."""
+    if name in UNSUPPORTED_FIELDS and value not in (None, False, [], {}, ""):
+        raise UnsupportedFeatureError(f"{name} is not implemented; leave it out", param=name, value=value)
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """Service-level objective of one request, in seconds; None is no objective of that kind.
+
+    Args:
+        ttft_s: arrival to first token.
+        tpot_s: between tokens after the first, on average.
+
+    Raises:
+        ValidationError: not a finite number above 0.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s"):
+            _check_float(f"slo.{name}", getattr(self, name), 0.0, math.inf, optional=True, open_low=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural-log probability of one token under the model's own distribution, before any sampling transform.
+
+    Attributes:
+        logprob: natural logarithm.
+        rank: 1 for the likeliest token.
+        decoded_token: its text, or None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to one request: seconds of one monotonic clock whose zero is the engine's start.
+
+    ``ttft`` runs from arrival to the first token, queueing included. ``tpot`` is (last - first token) / (tokens - 1),
+    None with fewer than two tokens. ``queue_time`` runs from arrival to the first chunk.
+    """
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_chunks: int = 0
+    num_preemptions: int = 0
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+
+    @property
+    def queue_time(self) -> float | None:
+        """Arrival to first chunk, seconds."""
+        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        """Arrival to first token, seconds."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def e2e(self) -> float | None:
+        """Arrival to end, seconds."""
+        return None if self.finished is None else self.finished - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time between tokens after the first, seconds; None with fewer than two tokens."""
+        if self.finished is None or self.first_token is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished - self.first_token) / (self.num_output_tokens - 1)
+
+    @property
+    def met_slo(self) -> bool | None:
+        """Whether every objective given was met; None when none was given."""
+        pairs = ((self.ttft_slo_s, self.ttft), (self.tpot_slo_s, self.tpot))
+        given = [(limit, value) for limit, value in pairs if limit is not None]
+        if not given:
+            return None
+        if self.finished is None or self.first_token is None:
+            return False
+        return all(value is None or value <= limit for limit, value in given)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """The generated part of a request.
+
+    Attributes:
+        text: generated text, or None without a tokenizer or with ``detokenize=False``.
+        finish_reason: ``stop``, ``length``, ``abort``, ``error``; None only while unfinished.
+        stop_reason: the stop string or token id that ended it; None for end-of-sequence.
+        logprobs: one mapping of token id to :class:`Logprob` a token, if asked for.
+        cumulative_logprob: sum over the generated tokens, if asked for.
+    """
+
+    index: int
+    text: str | None
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """State of one request as a user sees it.
+
+    Attributes:
+        error: what went wrong when ``finish_reason`` is ``error``; the tokens produced before it are kept.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: Exception | None = None
+    num_cached_tokens: int = field(default=0)
+
+
+def _bad(name: str, value: Any, accepted: str) -> ValidationError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return ValidationError(f"{name}={shown}; accepted: {accepted}", param=name, value=value)
+
+
+def _check_int(name: str, value: Any, low: int, high: int, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise _bad(name, value, f"an integer from {low} to {high}")
+
+
+def _check_float(
+    name: str, value: Any, low: float, high: float, *, optional: bool = False, open_low: bool = False
+) -> None:
+    if optional and value is None:
+        return
+    bounds = f"{'above' if open_low else 'from'} {low:g}" + (f" to {high:g}" if math.isfinite(high) else "")
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise _bad(name, value, f"a finite number {bounds}")
+    inside = (low < value if open_low else low <= value) and value <= high
+    if not math.isfinite(value) or not inside:
+        raise _bad(name, value, f"a finite number {bounds}")
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, (list, tuple)) or len(stops) > MAX_STOP_STRINGS:
+        raise _bad("stop", stop, f"a string or at most {MAX_STOP_STRINGS} strings")
+    for text in stops:
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
+            raise _bad("stop", text, f"strings of 1 to {MAX_STOP_CHARS} characters")
+    return tuple(stops)
+
+
+def _stop_ids(ids: Any) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if not isinstance(ids, (list, tuple)):
+        raise _bad("stop_token_ids", ids, "a list of token ids")
+    for token_id in ids:
+        _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+    return tuple(ids)

@@ -1,0 +1,154 @@
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, penalties, log-probabilities.
+
+Each draw is a function of (seed of the request, index of the token, its logits) alone: the uniform number comes from a
+counter-based generator (Philox), never from a shared stream, so batching, chunking and the order of requests cannot
+change it. Filters apply in the order temperature, top-k, top-p, min-p.
+
+Legend: S rows to sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from medha.request import SamplingParams
+
+
+@dataclass(slots=True)
+class SlotSampling:
+    """What the sampler keeps of one request.
+
+    Attributes:
+        params: resolved parameters (no field that :meth:`SamplingParams.resolve` fills is None).
+        seed: of this request's draws.
+        end_ids: ids that may not be drawn before ``min_tokens`` tokens are out.
+        num_prompt_tokens: positions below it belong to the prompt.
+        prompt_ids: the prompt, kept only when a repetition penalty needs it.
+        output_ids: tokens drawn so far, kept only when a penalty needs them.
+    """
+
+    params: SamplingParams
+    seed: int
+    end_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    prompt_ids: torch.Tensor | None = None
+    output_ids: list[int] = field(default_factory=list)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any penalty changes the logits."""
+        p = self.params
+        return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token drawn for one row.
+
+    Attributes:
+        token_id: the token; meaningless when not ``finite``.
+        finite: whether all logits of the row were finite.
+        logprobs: (token id, natural-log probability, rank) of the drawn token, then of the likeliest, if asked for.
+    """
+
+    token_id: int
+    finite: bool
+    logprobs: tuple[tuple[int, float, int], ...] | None = None
+
+
+def sample(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> list[Sampled]:
+    """Draw one token a row.
+
+    Args:
+        logits_SV: float32.
+        slots: the request of each row.
+        indices: index of the token to draw among the request's generated tokens, from 0.
+    """
+    finite = torch.isfinite(logits_SV.sum(dim=-1)).tolist()
+    tokens = logits_SV.argmax(dim=-1).tolist()
+    results: list[Sampled] = []
+    for row, (slot, index) in enumerate(zip(slots, indices, strict=True)):
+        token = tokens[row]
+        if finite[row]:
+            masked = index < slot.params.min_tokens and bool(slot.end_ids)
+            if masked or slot.has_penalties or not slot.params.is_greedy:
+                token = _draw(logits_SV[row], slot, index)
+            if slot.has_penalties:
+                slot.output_ids.append(token)
+        wanted = slot.params.logprobs
+        logprobs = _logprobs(logits_SV[row], token, wanted) if wanted is not None and finite[row] else None
+        results.append(Sampled(token, finite[row], logprobs))
+    return results
+
+
+def uniform(seed: int, index: int) -> float:
+    """The number in [0, 1) that decides draw ``index`` of a request: Philox keyed by the seed, at that counter."""
+    key = seed % 2**64
+    return float(np.random.Generator(np.random.Philox(key=key, counter=index)).random())
+
+
+def _draw(logits_V: torch.Tensor, slot: SlotSampling, index: int) -> int:
+    params = slot.params
+    logits_V = logits_V.clone()
+    if slot.has_penalties:
+        _penalise_(logits_V, slot)
+    if index < params.min_tokens and slot.end_ids:
+        logits_V[list(slot.end_ids)] = -torch.inf
+    if params.is_greedy:
+        return int(logits_V.argmax())
+    assert params.temperature is not None
+    probs, ids = _filtered(torch.softmax(logits_V.double() / params.temperature, dim=-1), params)
+    cumulative = probs.cumsum(0)
+    target = uniform(slot.seed, index) * float(cumulative[-1])
+    choice = int(torch.searchsorted(cumulative, target, right=True))
+    choice = min(choice, len(probs) - 1)
+    return int(ids[choice]) if ids is not None else choice
+
+
+def _filtered(probs_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The probabilities that survive the filters, not renormalised, and their ids (None: all, in order)."""
+    top_k, top_p, min_p = params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0
+    if top_k <= 0 and top_p >= 1.0:
+        if min_p > 0.0:
+            probs_V = torch.where(probs_V >= min_p * probs_V.max(), probs_V, 0.0)
+        return probs_V, None
+    k = min(top_k, len(probs_V)) if top_k > 0 else len(probs_V)
+    probs, ids = torch.topk(probs_V, k) if k < len(probs_V) else torch.sort(probs_V, descending=True, stable=True)
+    if top_p < 1.0:
+        before = probs.cumsum(0) - probs
+        keep = int((before < top_p * float(probs.sum())).sum())
+        probs, ids = probs[: max(keep, 1)], ids[: max(keep, 1)]
+    if min_p > 0.0:
+        keep = int((probs >= min_p * probs[0]).sum())
+        probs, ids = probs[:keep], ids[:keep]
+    return probs, ids
+
+
+def _penalise_(logits_V: torch.Tensor, slot: SlotSampling) -> None:
+    """Apply repetition (prompt and output), then frequency and presence (output) penalties in place."""
+    params = slot.params
+    output = torch.tensor(slot.output_ids, dtype=torch.int64, device=logits_V.device)
+    if params.repetition_penalty not in (None, 1.0):
+        seen = output if slot.prompt_ids is None else torch.cat([slot.prompt_ids.to(output), output])
+        seen = torch.unique(seen)
+        values = logits_V[seen]
+        penalty = params.repetition_penalty
+        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if len(output):
+        ids, counts = torch.unique(output, return_counts=True)
+        logits_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _logprobs(logits_V: torch.Tensor, token: int, num_top: int) -> tuple[tuple[int, float, int], ...]:
+    """Of the drawn token, then of the ``num_top`` likeliest: (id, log-probability before any transform, rank)."""
+    logprobs = torch.log_softmax(logits_V, dim=-1)
+    rank = int((logits_V > logits_V[token]).sum()) + 1
+    entries = [(token, float(logprobs[token]), rank)]
+    if num_top:
+        values, ids = torch.topk(logprobs, min(num_top, len(logprobs)))
+        entries += [(i, v, r) for r, (i, v) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1)]
+    return tuple(entries)

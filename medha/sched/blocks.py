@@ -1,0 +1,136 @@
+"""The KV block pool: who holds which blocks of the paged cache, as runs of adjacent blocks.
+
+A request's block table is a short list of extents rather than a list of blocks, so that attention reads a long context
+in a few long slices. To keep it short, the first block of a request is placed in the smallest free run that holds its
+whole claim, and the rest of that run is *promised* to it. A promise is not an allocation: when nothing else is free,
+half of the longest promise is given away, so no request is refused because of one.
+
+How many blocks a request may take in all is the scheduler's affair; this module only places them.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from medha.batch import Extent
+
+
+@dataclass(slots=True)
+class _Holding:
+    """Blocks of one slot: the extents it holds and the promise [next, end) that follows the last of them."""
+
+    extents: list[tuple[int, int]] = field(default_factory=list)
+    next: int = 0
+    end: int = 0
+
+
+class BlockPool:
+    """Places blocks 0 to ``num_blocks`` - 1 for slots.
+
+    Args:
+        num_blocks: size of the pool, at least 1.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks={num_blocks}; accepted: at least 1")
+        self.num_blocks = num_blocks
+        self.num_used = 0
+        self._free: list[tuple[int, int]] = [(0, num_blocks)]  # sorted [first, end), neither held nor promised
+        self._holdings: dict[int, _Holding] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks not held by any slot; promised ones count as free."""
+        return self.num_blocks - self.num_used
+
+    def held(self, slot: int) -> int:
+        """Number of blocks that ``slot`` holds."""
+        holding = self._holdings.get(slot)
+        return sum(count for _, count in holding.extents) if holding else 0
+
+    def allocate(self, slot: int, count: int, *, claim: int) -> list[Extent]:
+        """Give ``slot`` ``count`` more blocks, adjacent to its last ones where possible.
+
+        Args:
+            slot: who gets them.
+            count: how many, at least 1.
+            claim: how many blocks, these included, the slot may still ask for; sizes the promise.
+
+        Returns:
+            The new extents in position order.
+
+        Raises:
+            RuntimeError: fewer than ``count`` blocks are free.
+        """
+        if count > self.num_free:
+            raise RuntimeError(f"slot {slot} asks for {count} KV blocks, {self.num_free} are free")
+        holding = self._holdings.setdefault(slot, _Holding())
+        new: list[Extent] = []
+        while count > 0:
+            if holding.next == holding.end:
+                self._find_run(holding, max(claim, count))
+            take = min(count, holding.end - holding.next)
+            new.append(Extent(slot, holding.next, take))
+            append_extent(holding.extents, holding.next, take)
+            holding.next += take
+            self.num_used += take
+            count -= take
+            claim -= take
+        return new
+
+    def release(self, slot: int) -> None:
+        """Take back every block of ``slot``; does nothing when it holds none."""
+        holding = self._holdings.pop(slot, None)
+        if holding is None:
+            return
+        for first, count in holding.extents:
+            self.num_used -= count
+            self._put_back(first, first + count)
+        self._put_back(holding.next, holding.end)
+
+    def _find_run(self, holding: _Holding, want: int) -> None:
+        """Set the promise of ``holding`` to a new run of up to ``want`` blocks."""
+        if not self._free:
+            self._break_promise(holding)
+            return
+        fitting = [run for run in self._free if run[1] - run[0] >= want]
+        first, end = min(fitting, key=_length) if fitting else max(self._free, key=_length)
+        self._free.remove((first, end))
+        holding.next, holding.end = first, min(end, first + want)
+        if holding.end < end:
+            insort(self._free, (holding.end, end))
+
+    def _break_promise(self, holding: _Holding) -> None:
+        """Hand the second half of the longest promise to ``holding``."""
+        victim = max(self._holdings.values(), key=lambda h: h.end - h.next)
+        length = victim.end - victim.next
+        assert length > 0, "a free block is in no run and no promise"
+        cut = victim.next + length // 2
+        holding.next, holding.end, victim.end = cut, victim.end, cut
+
+    def _put_back(self, first: int, end: int) -> None:
+        """Return [first, end) to the free runs, merging it with its neighbours."""
+        if first == end:
+            return
+        insort(self._free, (first, end))
+        i = self._free.index((first, end))
+        if i + 1 < len(self._free) and self._free[i + 1][0] == end:
+            end = self._free.pop(i + 1)[1]
+        if i > 0 and self._free[i - 1][1] == first:
+            first = self._free.pop(i - 1)[0]
+            i -= 1
+        self._free[i] = (first, end)
+
+
+def append_extent(extents: list[tuple[int, int]], first: int, count: int) -> None:
+    """Append the run (first, count) to a block table in place, merged with the last run where they touch."""
+    if extents and sum(extents[-1]) == first:
+        extents[-1] = (extents[-1][0], extents[-1][1] + count)
+    else:
+        extents.append((first, count))
+
+
+def _length(run: tuple[int, int]) -> int:
+    return run[1] - run[0]

@@ -1,0 +1,12 @@
+"""Text in and text out: encode, chat templates, incremental decoding, stop strings.
+
+A :class:`Tokenizer` never changes once loaded and may be shared by threads; a :class:`Detokenizer` and a
+:class:`StopChecker` belong to one request each. Moving the work off an event loop, and what happens to a request when a
+stop string is found, are left to the caller.
+"""
+
+from medha.text.detokenizer import Detokenizer
+from medha.text.stop import StopChecker
+from medha.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Detokenizer", "StopChecker", "Tokenizer", "load_tokenizer"]

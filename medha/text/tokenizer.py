@@ -1,0 +1,373 @@
+"""Text to token ids and back, and the tokenizer files of a model folder.
+
+:func:`load_tokenizer` reads those files in either generation of the Hugging Face layout. Chat messages are rendered by
+:mod:`medha.text.chat_template` and encoded here, so that special-token text inside a message stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from medha.errors import ChatTemplateError, TokenizerError, ValidationError
+from medha.text.chat_template import ChatTemplate, check_utf8, map_strings, plain_messages, strings
+
+logger = logging.getLogger("medha")
+
+MAX_FILE_BYTES = 100_000_000
+
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
+_ANCHOR = "\U0010fffdmedha\U0010fffd"
+_NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def load_tokenizer(path: Path) -> Tokenizer | None:
+    """Load the tokenizer of a model folder.
+
+    ``chat_template.jinja`` wins over the ``chat_template`` of ``tokenizer_config.json``; of a list of named templates
+    the one called ``default`` is used. A tokenizer without an end-of-sequence token is only warned about.
+
+    Args:
+        path: the model folder.
+
+    Returns:
+        The tokenizer, or None where the folder has no ``tokenizer.json``.
+
+    Raises:
+        TokenizerError: a file is corrupt, not JSON, or too large; the message names it.
+    """
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return None
+    data = _read(file)
+    try:
+        backend = tokenizers.Tokenizer.from_str(data)
+    except Exception as error:
+        raise TokenizerError(f"{file} is not a usable tokenizer: {error}") from error
+    config = _read_json(path / "tokenizer_config.json")
+    specials = {**_named_specials(_read_json(path / "special_tokens_map.json")), **_named_specials(config)}
+    template_file = path / "chat_template.jinja"
+    if template_file.is_file():
+        template: str | None = _read(template_file)
+    else:
+        template = _configured_template(config.get("chat_template"), path / "tokenizer_config.json")
+    tokenizer = Tokenizer(backend, special_tokens=specials, chat_template=template, name=str(path))
+    if tokenizer.eos_token_id is None:
+        logger.warning("%s defines no end-of-sequence token; generation ends by length or stop only", path)
+    return tokenizer
+
+
+class Tokenizer:
+    """A text tokenizer, its named special tokens, and its chat template.
+
+    Args:
+        backend: the tokenizer proper; its truncation and padding are switched off in place.
+        special_tokens: text of ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``, where they exist.
+        chat_template: Jinja source, or None.
+        name: what messages call this tokenizer.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+        name: str = "tokenizer",
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.name = name
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template: ChatTemplate | None = None
+        if chat_template is not None:
+            names = {key: self.special_tokens.get(key, "") for key in _NAMED_SPECIALS}
+            self.chat_template = ChatTemplate(chat_template, special_tokens=names, name=name)
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # Text of each control token, longest first, and whether it takes the blanks before and after it along.
+        named = {text: (False, False) for text in self.special_tokens.values() if backend.token_to_id(text) is not None}
+        flags = named | {token.content: (token.lstrip, token.rstrip) for token in added.values() if token.special}
+        self._control_flags = {text: flags[text] for text in sorted(filter(None, flags), key=len, reverse=True)}
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Check that every id this tokenizer can produce has a row in the embedding.
+
+        Args:
+            vocab_size: rows of the model's embedding.
+
+        Raises:
+            TokenizerError: an id is too large; the message gives both numbers.
+        """
+        largest = max([*self.backend.get_vocab(with_added_tokens=True).values(), *self.encode("x")], default=-1)
+        if largest >= vocab_size:
+            raise TokenizerError(
+                f"{self.name}: the tokenizer produces ids up to {largest}, but the embedding has {vocab_size} rows"
+            )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encode text; special-token text in it becomes control tokens.
+
+        Args:
+            text: any text without lone surrogates.
+            add_special_tokens: whether to add what the tokenizer puts around a sequence, such as BOS.
+
+        Returns:
+            Token ids.
+
+        Raises:
+            ValidationError: ``text`` cannot be written as UTF-8.
+        """
+        if not isinstance(text, str):
+            raise ValidationError(f"prompt must be a str, got {type(text).__name__}", param="prompt", value=text)
+        check_utf8(text, param="prompt")
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Decode token ids; bytes that are not UTF-8 become U+FFFD and ids outside the vocabulary are dropped.
+
+        Args:
+            ids: token ids, none negative.
+            skip_special_tokens: whether special tokens are left out.
+
+        Returns:
+            The text.
+        """
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    @cached_property
+    def adds_bos(self) -> bool:
+        """Whether a sequence encoded with special tokens begins with BOS."""
+        return self.bos_token_id is not None and self.encode("x")[:1] == [self.bos_token_id]
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be rendered."""
+        return self.chat_template is not None
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """Render messages to the text the model was trained on.
+
+        Args:
+            messages: each with a ``role`` and a ``content``: a str, or a list of text parts, which are joined. Further
+                keys are handed to the template as they are.
+            add_generation_prompt: whether to open the assistant's turn.
+
+        Returns:
+            The rendered text.
+
+        Raises:
+            ValidationError: ``messages`` is malformed; ``index`` is the message's position.
+            ChatTemplateError: there is no template, or it fails or exceeds a limit.
+        """
+        return self._render(plain_messages(messages), add_generation_prompt)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Render messages and encode the result, with one BOS if the tokenizer uses one.
+
+        Special-token text inside a message becomes ordinary text, while the template's own becomes control tokens.
+        The template sees each such text in a message as one private-use character.
+
+        Args:
+            messages: as for :meth:`render_chat`.
+            add_generation_prompt: whether to open the assistant's turn.
+
+        Returns:
+            Token ids.
+
+        Raises:
+            ValidationError: ``messages`` is malformed, or holds special-token text that this vocabulary cannot
+                spell; ``index`` is the message's position where known.
+            ChatTemplateError: there is no template, or it fails or exceeds a limit.
+        """
+        plain = plain_messages(messages)
+        found: set[str] = set()
+        for text in strings(plain):
+            found.update(match.group() for match in self._control_re.finditer(text))
+        if found:
+            stand_ins = self._stand_ins(sorted(found), plain)
+            marked = map_strings(plain, lambda text: self._control_re.sub(lambda m: stand_ins[m.group()], text))
+            ids = self._encode_marked(self._render(marked, add_generation_prompt), stand_ins)
+        else:
+            ids = self.encode(self._render(plain, add_generation_prompt), add_special_tokens=False)
+        return self._with_one_bos(ids)
+
+    def _named_id(self, key: str) -> int | None:
+        text = self.special_tokens.get(key)
+        return None if text is None else self.backend.token_to_id(text)
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
+        bos = self.bos_token_id
+        if bos is None:
+            return ids
+        rest = list(dropwhile(lambda token_id: token_id == bos, ids))
+        return [bos, *rest] if self.adds_bos or len(rest) < len(ids) else ids
+
+    def _stand_ins(self, texts: Sequence[str], messages: list[dict[str, Any]]) -> dict[str, str]:
+        """One private-use character per special text, of those that occur nowhere in the input or in such a text."""
+        source = "" if self.chat_template is None else self.chat_template.source
+        taken = set(source).union(*strings(messages), *self._control_flags)
+        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in taken)
+        try:
+            return {text: next(free) for text in texts}
+        except StopIteration:
+            raise ValidationError("messages use every private-use character", param="messages") from None
+
+    @cached_property
+    def _control_re(self) -> re.Pattern[str]:
+        """Any special-token text."""
+        return re.compile("|".join(map(re.escape, self._control_flags)) or r"(?!)")
+
+    @cached_property
+    def _control_span_re(self) -> re.Pattern[str]:
+        """Any special-token text with the blanks the tokenizer takes along with it, in a group."""
+        parts = [
+            (r"\s*" if lstrip else "") + re.escape(text) + (r"\s*" if rstrip else "")
+            for text, (lstrip, rstrip) in self._control_flags.items()
+        ]
+        return re.compile("(" + ("|".join(parts) or r"(?!)") + ")")
+
+    @cached_property
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        """A second tokenizer, to which special-token text is ordinary text."""
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        # An added token that is not special is matched all the same. Text after it is encoded as in the middle of a
+        # sequence: no space is put before it.
+        backend.add_tokens([tokenizers.AddedToken(_ANCHOR, special=False, normalized=False)])
+        return backend
+
+    def _encode_marked(self, rendered: str, stand_ins: dict[str, str]) -> list[int]:
+        """Encode text in which stand-in characters mean special-token text that is to be ordinary text.
+
+        The text between two of the template's control tokens is encoded whole, by the literal tokenizer if it holds
+        a stand-in; everything else goes through the usual tokenizer in runs as long as possible.
+        """
+        texts = {mark: text for text, mark in stand_ins.items()}
+        mark_re = re.compile("[" + "".join(texts) + "]")
+        ids: list[int] = []
+        usual = ""
+        at_start = True
+        for section in self._control_span_re.split(rendered):
+            marks = mark_re.findall(section)
+            if not marks:
+                usual += section
+                continue
+            if usual:
+                ids += self.encode(usual, add_special_tokens=False)
+                at_start = False
+            usual = ""
+            ids += self._encode_literal(mark_re.split(section), [texts[mark] for mark in marks], at_start)
+            at_start = False
+        return ids + self.encode(usual, add_special_tokens=False) if usual else ids
+
+    def _encode_literal(self, between: list[str], specials: list[str], at_start: bool) -> list[int]:
+        """Encode ``between[0] specials[0] between[1] ...`` as ordinary text."""
+        forbidden = {self.backend.token_to_id(text) for text in specials} - {self._unk_id}
+        whole = between[0] + "".join(s + b for s, b in zip(specials, between[1:], strict=True))
+        ids = self._encode_anchored(whole, at_start)
+        if forbidden.isdisjoint(ids):
+            return ids
+        # The model itself knows the text as one piece: cut each after its first character.
+        pieces = [between[0]]
+        for special, rest in zip(specials, between[1:], strict=True):
+            pieces[-1] += special[0]
+            pieces.append(special[1:] + rest)
+        ids = []
+        for piece in filter(None, pieces):
+            ids += self._encode_anchored(piece, at_start and not ids)
+        if not forbidden.isdisjoint(ids):
+            raise ValidationError(
+                f"messages hold special-token text that the tokenizer cannot encode as text: {sorted(set(specials))}",
+                param="messages",
+            )
+        return ids
+
+    def _encode_anchored(self, text: str, at_start: bool) -> list[int]:
+        check_utf8(text, param="messages")
+        text = text.replace(_ANCHOR, "\ufffd")
+        if at_start:
+            return list(self._literal_backend.encode(text, add_special_tokens=False).ids)
+        return list(self._literal_backend.encode(_ANCHOR + text, add_special_tokens=False).ids[1:])
+
+    @cached_property
+    def _unk_id(self) -> int | None:
+        text = getattr(self.backend.model, "unk_token", None) or self.special_tokens.get("unk_token")
+        return self.backend.token_to_id(text) if text else None
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        if self.chat_template is None:
+            raise ChatTemplateError(
+                f"{self.name} has no chat template: neither chat_template.jinja nor a default chat_template in "
+                "tokenizer_config.json"
+            )
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    @cached_property
+    def decoder_types(self) -> tuple[str, ...]:
+        """Types of the decoder's steps, as ``tokenizer.json`` names them."""
+        decoder = self.backend.decoder
+        if decoder is None:
+            return ()
+        state = json.loads(decoder.__getstate__())
+        return tuple(part["type"] for part in state.get("decoders", [state]))
+
+
+def _read(file: Path) -> str:
+    try:
+        size = file.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise TokenizerError(f"{file} has {size} bytes, more than the {MAX_FILE_BYTES} accepted")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{file} cannot be read: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A JSON object, empty where the file does not exist."""
+    if not file.is_file():
+        return {}
+    data = _read(file)
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _named_specials(config: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for key in _NAMED_SPECIALS:
+        value = config.get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[key] = value
+    return found
+
+
+def _configured_template(value: Any, file: Path) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        named = {item.get("name"): item.get("template") for item in value}
+        template = named.get("default")
+        if named and template is None:
+            logger.warning("%s has chat templates %s and none named default", file, sorted(map(str, named)))
+        if template is None or isinstance(template, str):
+            return template
+    raise TokenizerError(f"{file}: chat_template must be a str or a list of objects with name and template")

@@ -1,0 +1,127 @@
+"""Merging attention over shards of the keys equals attention over all of them.
+
+Which keys a query sees in which shard is drawn for each query on its own, so a shard may be empty for some queries, as
+in a chunk's causal tail.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.attention.merge import merge_partials
+from tests.attention.reference import masked_attention
+
+# Outputs of at most 4 and one rounding of each part and of the sum; log-sum-exps stay float32.
+OUT_ATOL = {torch.float32: 2e-6, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
+LSE_ATOL = 2e-6
+DTYPES = list(OUT_ATOL)
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+
+
+def shards(
+    num_shards: int, num_keys: int, *, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> tuple[list[Partial], Partial]:
+    """Attention of 12 queries over each shard of their keys, in ``dtype``, and over the union in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    q = scale * torch.randn(12, 4, 16, generator=generator)
+    k, v = torch.randn(2, num_keys, 2, 16, generator=generator).clamp(-4, 4)
+    shard_of = torch.randint(0, num_shards + 1, (12, num_keys), generator=generator)  # the last number: seen nowhere
+    shard_of[0] = num_shards  # sees nothing
+    shard_of[1] = 0  # all keys in one shard
+    parts = [masked_attention(q, k, v, shard_of == i) for i in range(num_shards)]
+    whole = masked_attention(q, k, v, shard_of < num_shards)
+    return [(out.to(dtype), lse.float()) for out, lse in parts], whole
+
+
+def check(parts: list[Partial], whole: Partial) -> None:
+    """The property: the merge is attention over the union."""
+    out, lse = merge_partials(parts)
+    dtype = parts[0][0].dtype
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(out.double(), whole[0], rtol=0, atol=OUT_ATOL[dtype])
+    torch.testing.assert_close(lse.double(), whole[1], rtol=1e-6, atol=LSE_ATOL)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(
+    num_shards=st.integers(1, 5),
+    num_keys=st.integers(0, 40),
+    seed=st.integers(0, 2**31),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([0.3, 1.0, 8.0, 100.0]),
+)
+def test_any_split_equals_the_whole(num_shards: int, num_keys: int, seed: int, dtype: torch.dtype, scale: float) -> None:
+    check(*shards(num_shards, num_keys, seed=seed, dtype=dtype, scale=scale))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 5])
+def test_rows_empty_in_every_part_stay_empty(num_shards: int) -> None:
+    parts, _ = shards(num_shards, 20, seed=1)
+    out, lse = merge_partials(parts)
+    assert torch.equal(out[0], torch.zeros(4, 16))
+    assert torch.equal(lse[0], torch.full((4,), -math.inf))
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(lse[1:]).all()
+
+
+def test_an_empty_part_changes_no_bit() -> None:
+    parts, _ = shards(3, 30, seed=2)
+    empty = (torch.zeros(12, 4, 16), torch.full((12, 4), -math.inf))
+    for place in range(4):
+        padded = [*parts[:place], empty, *parts[place:]]
+        assert all(torch.equal(x, y) for x, y in zip(merge_partials(padded), merge_partials(parts), strict=True))
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(seed=st.integers(0, 2**31), order=st.permutations(range(5)), dtype=st.sampled_from(DTYPES))
+def test_order_and_nesting_do_not_matter(seed: int, order: list[int], dtype: torch.dtype) -> None:
+    parts, whole = shards(5, 40, seed=seed, dtype=dtype)
+    check([parts[i] for i in order], whole)
+    check([merge_partials([parts[i] for i in order[:2]]), merge_partials([parts[i] for i in order[2:]])], whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_inputs_give_equal_bits(dtype: torch.dtype) -> None:
+    parts, _ = shards(5, 40, seed=3, dtype=dtype)
+    first = merge_partials(parts)
+    for _ in range(5):
+        again = merge_partials([(out.clone(), lse.clone()) for out, lse in parts])
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("offset", [-1e4, -200.0, 200.0, 1e4])
+def test_large_log_sum_exps_neither_overflow_nor_vanish(offset: float) -> None:
+    parts, whole = shards(4, 30, seed=4)
+    out, lse = merge_partials([(out, lse + offset) for out, lse in parts])
+    # float32 holds a log-sum-exp near 1e4 to 1e-3 only, and weights follow.
+    atol = 4 * abs(offset) * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(out.double(), whole[0], rtol=0, atol=8 * atol)
+    torch.testing.assert_close(lse.double() - offset, whole[1], rtol=0, atol=atol)
+
+
+def test_inputs_are_left_alone() -> None:
+    parts, _ = shards(3, 20, seed=6)
+    before = [(out.clone(), lse.clone()) for out, lse in parts]
+    merge_partials(parts)
+    for got, want in zip(parts, before, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_check_notices_a_wrong_base(seed: int, dtype: torch.dtype) -> None:
+    parts, whole = shards(3, 40, seed=seed, dtype=dtype)
+    check(parts, whole)
+    base2 = [(out, lse * math.log2(math.e)) for out, lse in parts]
+    merged = merge_partials(base2)[0]
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(merged.double(), whole[0], rtol=0, atol=OUT_ATOL[dtype])
+    with pytest.raises(AssertionError):
+        check(base2, whole)

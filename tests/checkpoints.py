@@ -1,0 +1,123 @@
+"""Random Hugging Face checkpoints of each family, and what transformers says about them.
+
+Weights are drawn at ``initializer_range`` 0.2 with perturbed norms and biases: at 0.02 the outputs hardly depend on
+attention, and half the prompts do not notice a merge with the wrong base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 211
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 2048,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A transformers model class and what sets it apart."""
+
+    model: type
+    config: type
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(transformers.LlamaForCausalLM, transformers.LlamaConfig),
+    "llama-llama3": Family(
+        transformers.LlamaForCausalLM, transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE}
+    ),
+    "llama-yarn": Family(transformers.LlamaForCausalLM, transformers.LlamaConfig, {"rope_parameters": YARN_ROPE}),
+    "llama-linear": Family(
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama-bias": Family(transformers.LlamaForCausalLM, transformers.LlamaConfig, {"attention_bias": True}),
+    "mistral": Family(
+        transformers.MistralForCausalLM, transformers.MistralConfig, {"sliding_window": None, "head_dim": 32}
+    ),
+    "qwen2": Family(transformers.Qwen2ForCausalLM, transformers.Qwen2Config),
+    "qwen3": Family(transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": 32}),
+}
+
+
+def make_checkpoint(
+    folder: Path, family: str, *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **shape: Any
+) -> transformers.PreTrainedModel:
+    """Write a random checkpoint of a family into ``folder``; returns the transformers model in eval mode."""
+    spec = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = spec.config(**{**SHAPE, **spec.options, "tie_word_embeddings": tied, **shape})
+    model = spec.model(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+    model.to(dtype).save_pretrained(folder)
+    return model.to(dtype)
+
+
+@torch.inference_mode()
+def reference_logits(model: transformers.PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Logits of transformers for every position, float32 [len(ids), V]."""
+    return model(torch.tensor([ids])).logits[0].float()
+
+
+@torch.inference_mode()
+def reference_greedy(
+    model: transformers.PreTrainedModel, ids: list[int], num_tokens: int
+) -> tuple[list[int], torch.Tensor, float]:
+    """Greedy continuation by transformers with its KV cache.
+
+    Returns:
+        The tokens, the logits that chose each [num_tokens, V], and the smallest gap between first and second logit.
+    """
+    output = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
+    tokens, logits = [], []
+    for _ in range(num_tokens):
+        row = output.logits[0, -1].float()
+        logits.append(row)
+        tokens.append(int(row.argmax()))
+        output = model(torch.tensor([[tokens[-1]]]), past_key_values=output.past_key_values, use_cache=True)
+    stacked = torch.stack(logits)
+    top = stacked.topk(2, dim=-1).values
+    return tokens, stacked, float((top[:, 0] - top[:, 1]).min())
+
+
+def random_prompt(length: int, *, seed: int, vocab: int = VOCAB) -> list[int]:
+    """Seeded random token ids."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed + length)
+    return torch.randint(0, vocab, (length,), generator=generator).tolist()

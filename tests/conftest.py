@@ -1,0 +1,18 @@
+"""Settings that every test runs under: one thread, no network."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    """Keep huggingface_hub off the network; it reads the variable when test modules import it, before any fixture."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,139 @@
+"""Resolving a model: local folders, hub ids, and everything that is neither (case A1)."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from medha.errors import ModelLoadError
+from medha.models.hub import ALLOW_PATTERNS, IGNORE_PATTERNS, resolve_model
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attempt to fetch ends the test."""
+
+    def refuse(*args: object, **options: object) -> str:
+        pytest.fail(f"the hub was asked for {args}")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert resolve_model(str(tmp_path)) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("org/name") == Path("org/name")
+    (tmp_path / "link").symlink_to(tmp_path / "org")
+    assert resolve_model(str(tmp_path / "link")) == tmp_path / "link"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model("~/org") == tmp_path / "org"
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("{tmp}/absent", "no such folder"),
+        ("{tmp}/file", "is a file"),
+        ("{tmp}/file/below", "no such folder"),
+        ("{tmp}/dangling", "dangling symlink"),
+        ("{tmp}/loop", "dangling symlink"),
+        ("", "accepted: a folder"),
+        ("./org/name", "no such folder"),
+        ("../name", "no such folder"),
+        ("name", "not a hub id"),
+        ("org/name/more", "not a hub id"),
+        ("org/na me", "not a hub id"),
+        ("https://example.com/x", "not a hub id"),
+        ("org/\0name", "model 'org/"),
+        ("a" * 5000, "model 'aaa"),
+    ],
+)
+def test_wrong_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reason: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.chdir(tmp_path)
+    model = model.replace("{tmp}", str(tmp_path))
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model(model)
+    assert reason in str(caught.value)
+    assert repr(model)[:100] in str(caught.value)
+    assert "hub id such as org/name" in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_unreadable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", deny)  # a chmod would not stop root
+    with pytest.raises(ModelLoadError, match="cannot be read.*Permission denied"):
+        resolve_model(str(tmp_path))
+
+
+def test_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, object]]] = []
+
+    def fetch(model: str, **options: object) -> str:
+        calls.append((model, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert resolve_model("org/name-1.5", revision="v2") == tmp_path
+    expected = {
+        "revision": "v2",
+        "allow_patterns": list(ALLOW_PATTERNS),
+        "ignore_patterns": list(IGNORE_PATTERNS),
+    }
+    assert calls == [("org/name-1.5", expected)]
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("model-00001-of-00002.safetensors", True),
+        ("model.safetensors.index.json", True),
+        ("tokenizer.json", True),
+        ("chat_template.jinja", True),
+        ("additional_chat_templates/tool.jinja", True),
+        ("tokenizer.model", True),
+        ("pytorch_model.bin", False),
+        ("consolidated.00.pth", False),
+        ("model.pt", False),
+        ("model.gguf", False),
+        ("modeling_custom.py", False),
+        ("original/model.safetensors", False),
+    ],
+)
+def test_patterns(file: str, wanted: bool) -> None:
+    allowed = any(fnmatch.fnmatch(file, pattern) for pattern in ALLOW_PATTERNS)
+    ignored = any(fnmatch.fnmatch(file, pattern) for pattern in IGNORE_PATTERNS)
+    assert (allowed and not ignored) is wanted
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError("no route"), ValueError("bad revision"), RuntimeError("closed"), KeyError("etag")]
+)
+def test_hub_failure_is_converted(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+    def fail(*args: object, **options: object) -> str:
+        raise failure
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model("org/name", revision="v2")
+    for part in ("'org/name'", "'v2'", type(failure).__name__, "accepted"):
+        assert part in str(caught.value)
+    assert caught.value.__cause__ is failure
+
+
+def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # what HF_HUB_OFFLINE=1 sets at import
+    with pytest.raises(ModelLoadError, match="'medha-tests/absent'"):
+        resolve_model("medha-tests/absent")

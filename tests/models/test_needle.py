@@ -1,0 +1,378 @@
+"""The needle model: what it must answer, held to transformers, and the numbers its construction rests on."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from medha.models.needle import (
+    EOS_TOKEN_ID,
+    HEAD_DIM,
+    MATCH_LEN,
+    NUM_BITS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    encode_bytes,
+    expected_continuation,
+    main,
+    make_haystack,
+    needle_config,
+    needle_weights,
+    write_needle,
+)
+
+transformers = pytest.importorskip("transformers")
+
+NUM_KEYS = 10_000_000
+# exp(-35) times 10M keys is 6e-9, below the rounding of float32.
+ONE_HOT_GAP = 35.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_needle(tmp_path_factory.mktemp("needle") / "deep" / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def greedy(model: Any, ids: list[int], max_tokens: int) -> list[int]:
+    with torch.inference_mode():
+        out = model.generate(torch.tensor([ids]), max_new_tokens=max_tokens)
+    return out[0, len(ids) :].tolist()
+
+
+def qk_constant(weights: dict[str, torch.Tensor], head: int) -> tuple[np.ndarray, np.ndarray]:
+    """Layer 1's query and key before RoPE, the same for every token, as complex numbers: one for each pair."""
+    channels = weights["model.embed_tokens.weight"].double()
+    prefix = "model.layers.0.self_attn"
+    assert torch.equal(weights[f"{prefix}.q_proj.weight"][:, :NUM_BITS], torch.zeros(NUM_HEADS * HEAD_DIM, NUM_BITS))
+    q_NH = (weights[f"{prefix}.q_proj.weight"].double() @ channels[0]).view(NUM_HEADS, HEAD_DIM)
+    k_KH = (weights[f"{prefix}.k_proj.weight"].double() @ channels[0]).view(NUM_KV_HEADS, HEAD_DIM)
+    half = HEAD_DIM // 2
+    q, k = q_NH[head].numpy(), k_KH[head // (NUM_HEADS // NUM_KV_HEADS)].numpy()
+    return q[:half] + 1j * q[half:], k[:half] + 1j * k[half:]
+
+
+def inverse_frequencies() -> np.ndarray:
+    return needle_config()["rope_theta"] ** (-np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+
+
+def layer1_scores(weights: dict[str, torch.Tensor], head: int, distances: np.ndarray) -> np.ndarray:
+    """Scores of the keys at these distances, in units of softmax, in float64."""
+    q, k = qk_constant(weights, head)
+    product = q * k.conj()
+    scores = np.zeros(len(distances))
+    for pair in np.flatnonzero(product):
+        angle = distances * inverse_frequencies()[pair] + np.angle(product[pair])
+        scores += abs(product[pair]) * np.cos(angle)
+    return scores / HEAD_DIM**0.5
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_folder_has_the_files_of_a_model_and_nothing_else(folder: Path) -> None:
+    names = {file.name for file in folder.iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert json.loads((folder / "config.json").read_text()) == needle_config()
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == EOS_TOKEN_ID
+
+
+def test_writing_again_replaces_the_files(folder: Path, tmp_path: Path) -> None:
+    out = write_needle(tmp_path)
+    (out / "config.json").write_text("broken")
+    (out / "model.safetensors").write_bytes(b"broken")
+    write_needle(out)
+    for file in folder.iterdir():
+        assert (out / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_command_prints_path_and_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["needle", str(tmp_path / "out")])
+    main()
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 5.9 MB\n"
+
+
+def test_transformers_finds_every_weight_and_no_other(folder: Path) -> None:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.float32
+    assert set(load_file(folder / "model.safetensors")) == set(needle_weights())
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+@given(text=st.text())
+@example(text="")
+@example(text="  two  spaces\r\n\ttab é ü 日本語 🙂 <s> </s> Ġ Ċ \x00\x7f\xad")
+@example(text="".join(map(chr, range(0x200))))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+def test_tokenizer_ids_are_bytes_and_round_trip(tokenizer: Any, text: str) -> None:
+    ids = tokenizer(text).input_ids
+    assert ids == encode_bytes(text) == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_tokenizer_covers_every_byte_and_adds_nothing(tokenizer: Any) -> None:
+    assert len(tokenizer) == 256
+    assert sorted(tokenizer.get_vocab().values()) == list(range(256))
+    assert tokenizer.all_special_tokens == []
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("num_tokens", [512, 1023, 4096])
+def test_transformers_finds_the_needle(model: Any, tokenizer: Any, num_tokens: int, depth: float) -> None:
+    hay = make_haystack(num_tokens, depth=depth, seed=num_tokens)
+    ids = tokenizer(hay.prompt).input_ids
+    assert len(ids) == num_tokens
+    assert tokenizer.decode(greedy(model, ids, 32)) == hay.answer == " 7429-amber.\n"
+    assert bytes(expected_continuation(ids, 32)).decode() == hay.answer
+
+
+def test_max_tokens_cuts_the_answer(model: Any) -> None:
+    ids = encode_bytes(make_haystack(600).prompt)
+    assert bytes(expected_continuation(ids, 5)) == b" 7429" == bytes(greedy(model, ids, 5))
+    assert expected_continuation(ids, 0) == []
+
+
+def test_expected_continuation_agrees_with_transformers_on_repeated_pieces(model: Any) -> None:
+    rng = random.Random(7)
+    num_compared = 0
+    for _ in range(40):
+        pieces = [bytes(rng.choices(range(256), k=rng.randint(1, 30))) for _ in range(rng.randint(1, 8))]
+        ids = list(b"".join(rng.choices(pieces, k=rng.randint(1, 20))))[: rng.randint(1, 300)]
+        try:
+            expected = expected_continuation(ids, 12)
+        except ValueError:
+            continue
+        assert greedy(model, ids, 12) == expected, ids
+        num_compared += 1
+    assert num_compared >= 20
+
+
+def test_expected_continuation_agrees_with_transformers_near_the_start(model: Any) -> None:
+    """Layer 1 reads position 0 where it looks before the start."""
+    rng = random.Random(3)
+    num_compared = 0
+    for length in [*range(1, 20)] * 4:
+        ids = rng.choices(range(256), k=length)
+        try:
+            expected = expected_continuation(ids, 4)
+        except ValueError:
+            continue
+        assert greedy(model, ids, 4) == expected, ids
+        num_compared += 1
+    assert num_compared >= 40
+
+
+def test_best_match_is_by_weighted_bits() -> None:
+    # No window matches whole; the nearer bytes agree in the second.
+    assert expected_continuation(encode_bytes("abcdefgh1 zzcdefgh2 abcdzzzz3 yyydefgh"), 1) == encode_bytes("2")
+
+
+def test_equal_matches_that_continue_differently_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"token 28 is ambiguous.*bytes \[49, 50\]"):
+        expected_continuation(encode_bytes("abcdefgh1 abcdefgh2 abcdefgh"), 1)
+    assert expected_continuation(encode_bytes("abcdefgh1 abcdefgh1 abcdefgh"), 1) == encode_bytes("1")
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [3, 256]])
+def test_ids_that_are_no_bytes_are_an_error(ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="0 to 255"):
+        expected_continuation(ids, 1)
+
+
+# --- haystacks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [87, 88, 500, 100_000])
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_haystack_is_exact_deterministic_and_varied(num_tokens: int, depth: float) -> None:
+    hay = make_haystack(num_tokens, depth=depth, seed=5)
+    assert hay == make_haystack(num_tokens, depth=depth, seed=5)
+    assert len(hay.prompt.encode()) == num_tokens
+    assert hay.prompt[hay.needle_position :].startswith("The vault code of Priya is 7429-amber.\n")
+    assert hay.needle_position == 0 or hay.prompt[hay.needle_position - 1] == "\n"
+    assert hay.needle_position <= depth * num_tokens
+    assert hay.prompt.count("Priya is") == 2
+    if num_tokens == 100_000:
+        assert hay.needle_position >= depth * num_tokens - 1000
+        assert hay.prompt != make_haystack(num_tokens, depth=depth, seed=6).prompt
+        lines = hay.prompt.split("\n")
+        assert len(set(lines)) > 0.9 * len(lines)
+
+
+def test_haystack_takes_another_fact() -> None:
+    hay = make_haystack(300, needle="Bert keeps the key under stone 12.\n", question="Bert keeps the key under")
+    assert hay.answer == " stone 12.\n"
+    assert bytes(expected_continuation(encode_bytes(hay.prompt), 20)).decode() == hay.answer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_tokens": 50}, "num_tokens=50; accepted: 87 or more"),
+        ({"depth": 1.5}, "depth=1.5; accepted: 0 to 1"),
+        ({"needle": "no newline"}, "one line of ASCII"),
+        ({"needle": "two\nlines\n"}, "one line of ASCII"),
+        ({"question": "Who?"}, "last 8 characters"),
+        ({"question": "Where is the other key?"}, "last 8 characters"),
+        ({"question": "The vault code of Priya is. The vault code of Priya is"}, "occurs 3 times"),
+    ],
+)
+def test_haystack_errors_name_what_is_accepted(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_haystack(**{"num_tokens": 500, **arguments})
+
+
+# --- the numbers the construction rests on ---------------------------------------------------------------------------
+
+
+def test_rms_is_the_same_for_every_token_and_norms_change_nothing(model: Any) -> None:
+    ids = torch.randint(256, (1, 600), generator=torch.Generator().manual_seed(0))
+    norms = [model.model.layers[0].input_layernorm, model.model.layers[1].input_layernorm, model.model.norm]
+    inputs: list[torch.Tensor] = []
+    hooks = [norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0])) for norm in norms]
+    with torch.inference_mode():
+        model(ids)
+        outputs = [norm(x) for norm, x in zip(norms, inputs[:3], strict=True)]
+    for hook in hooks:
+        hook.remove()
+    # Ambiguous matches mix answers, so the answer group is +-1 only where one match is best.
+    for num_filled, x, y in zip([9, 73], inputs[:2], outputs[:2], strict=True):
+        square = x.double().square().sum(-1)
+        assert torch.allclose(square, torch.full_like(square, num_filled), rtol=1e-5, atol=0)
+        assert torch.allclose(y, x, rtol=1e-5, atol=1e-5)
+    assert inputs[2].square().sum(-1).max() <= 81 * (1 + 1e-5)
+
+
+def test_layer_1_copies_the_codes_of_the_last_eight_bytes(model: Any) -> None:
+    ids = torch.randint(256, (1, 3000), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        hidden = model(ids, output_hidden_states=True, logits_to_keep=1).hidden_states[1][0]
+    codes = needle_weights()["model.embed_tokens.weight"][:, :NUM_BITS][ids[0]]
+    for back in range(MATCH_LEN + 1):
+        group = hidden[:, NUM_BITS * back : NUM_BITS * (back + 1)]
+        sources = (torch.arange(3000) - back).clamp_min(0)
+        assert torch.allclose(group, codes[sources], rtol=0, atol=1e-5), back
+
+
+def test_layer_1_gap_at_every_distance_to_10m() -> None:
+    """Float64, exact angles; each head's scores are those of head 0 shifted by its number."""
+    weights = needle_weights()
+    peak = layer1_scores(weights, 0, np.array([1.0]))[0]
+    step = 500_000
+    gaps = [peak - layer1_scores(weights, 0, np.array([0.0]))[0]]
+    for start in range(2, NUM_KEYS, step):
+        gaps.append(peak - layer1_scores(weights, 0, np.arange(start, start + step, dtype=np.float64)).max())
+    assert min(gaps) >= 1.9 * ONE_HOT_GAP
+    distances = np.concatenate([np.arange(50.0), np.logspace(2, 7, 100).round()])
+    for head in range(1, NUM_HEADS):
+        shifted = layer1_scores(weights, 0, distances - head)
+        assert np.allclose(layer1_scores(weights, head, distances), shifted, rtol=0, atol=1e-2), head
+
+
+def test_layer_1_reads_position_0_before_the_start() -> None:
+    weights = needle_weights()
+    for head in range(NUM_HEADS):
+        for position in range(head + 1):
+            scores = layer1_scores(weights, head, np.arange(position, -1, -1, dtype=np.float64))
+            assert scores[0] - max(scores[1:], default=-np.inf) >= ONE_HOT_GAP, (head, position)
+
+
+@pytest.mark.parametrize(
+    ("position", "smallest_gap"), [(5_000, 68), (99_999, 68), (999_999, 65), (NUM_KEYS - 1, ONE_HOT_GAP)]
+)
+def test_layer_1_gap_with_float32_angles(position: int, smallest_gap: float) -> None:
+    """As transformers computes RoPE: angles rounded to float32, off by up to half a radian at 10M."""
+    weights = needle_weights()
+    inv_freq = torch.from_numpy(inverse_frequencies()).float()
+    # The nearest keys compete most, and later ones only where all pairs come round.
+    rng = np.random.default_rng(0)
+    near = np.arange(min(position, 4096))
+    keys = position - torch.from_numpy(np.unique(np.concatenate([near, rng.integers(0, position, 100_000)])))
+    for head in range(NUM_HEADS):
+        q, k = (torch.from_numpy(x).to(torch.complex64) for x in qk_constant(weights, head))
+        q = q * torch.polar(torch.ones(len(inv_freq)), torch.tensor(position).float() * inv_freq)
+        k = k * torch.polar(torch.ones(len(keys), len(inv_freq)), keys.float()[:, None] * inv_freq)
+        q, k = torch.view_as_real(q).flatten(), torch.view_as_real(k).flatten(1)
+        scores = k @ q / HEAD_DIM**0.5
+        target = keys == position - (head + 1)
+        assert target.sum() == 1
+        assert scores[target] - scores[~target].max() >= smallest_gap, head
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layer_2_gap_of_any_bit_at_any_distance(dtype: torch.dtype) -> None:
+    """A full match 10M tokens away beats a near one with any one bit wrong, and never loses to itself turned."""
+    weights = needle_weights()
+    generator = torch.Generator().manual_seed(2)
+    num_codes = NUM_BITS * MATCH_LEN
+    query = torch.randint(0, 2, (num_codes,), generator=generator) * 2.0 - 1.0
+    hidden_q = torch.zeros(256)
+    hidden_q[:num_codes] = query
+    hidden_k = torch.zeros(num_codes + 1, 256)
+    hidden_k[:, NUM_BITS : NUM_BITS + num_codes] = query
+    flips = torch.arange(num_codes)
+    hidden_k[flips, NUM_BITS + flips] *= -1
+    inv_freq = torch.from_numpy(inverse_frequencies()).to(dtype)
+    prefix = "model.layers.1.self_attn"
+    q_NH = (weights[f"{prefix}.q_proj.weight"] @ hidden_q).view(NUM_HEADS, HEAD_DIM).to(dtype)
+    k_MKH = (hidden_k @ weights[f"{prefix}.k_proj.weight"].T).view(-1, NUM_KV_HEADS, HEAD_DIM).to(dtype)
+
+    def rotate(x: torch.Tensor, position: int) -> torch.Tensor:
+        angle = (position * inv_freq).repeat(2)
+        first, second = x.chunk(2, dim=-1)
+        return x * angle.cos() + torch.cat([-second, first], dim=-1) * angle.sin()
+
+    for distance in [1, 1000, 1_000_000, NUM_KEYS]:
+        for head in range(NUM_HEADS):
+            q = rotate(q_NH[head], NUM_KEYS)
+            keys = k_MKH[:, head // (NUM_HEADS // NUM_KV_HEADS)]
+            far = rotate(keys[-1], NUM_KEYS - distance) @ q / HEAD_DIM**0.5
+            near = rotate(keys[:-1], NUM_KEYS - 1) @ q / HEAD_DIM**0.5
+            assert far - near.max() >= 1.2 * ONE_HOT_GAP, (distance, head)
+
+
+def test_every_head_of_layer_2_is_needed(model: Any) -> None:
+    """A query head that reads the wrong values, or none, changes the answer."""
+    ids = encode_bytes(make_haystack(700).prompt)
+    expected = expected_continuation(ids, 13)
+    out = model.model.layers[1].self_attn.o_proj.weight
+    kept = out.detach().clone()
+    for head in range(NUM_HEADS):
+        with torch.no_grad():
+            out[:, head * HEAD_DIM : (head + 1) * HEAD_DIM] *= -1
+        assert greedy(model, ids, 13) != expected, head
+        with torch.no_grad():
+            out.copy_(kept)
+    assert greedy(model, ids, 13) == expected

@@ -1,0 +1,540 @@
+"""Checkpoints: what is read, and that every malformed one is a WeightsError naming the file (cases A9 to A15)."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from medha.config import ModelConfig, RopeConfig
+from medha.errors import WeightsError
+from medha.models import weights
+from medha.models.decoder import build_decoder
+from medha.models.weights import (
+    INDEX_NAME,
+    Checkpoint,
+    check_tensors,
+    expected_tensors,
+    is_ignored,
+    load_parameters,
+    read_header,
+)
+
+FILE = "model.safetensors"
+
+
+def make_config(**changes: Any) -> ModelConfig:
+    fields: dict[str, Any] = {
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": 64,
+        "rope": RopeConfig(),
+    }
+    return ModelConfig(**{**fields, **changes})
+
+
+def random_tensors(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in expected_tensors(config).items()
+    }
+
+
+def write_raw(path: Path, header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def entry(begin: int, end: int, *, dtype: Any = "F32", shape: Any = None) -> dict[str, Any]:
+    shape = [(end - begin) // 4] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def write_index(folder: Path, weight_map: Any) -> None:
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_single_file(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = random_tensors(make_config(), dtype)
+    save_file(tensors, tmp_path / FILE)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert sorted(checkpoint.names) == sorted(tensors)
+        for name, tensor in tensors.items():
+            info = checkpoint.info(name)
+            assert (info.shape, info.file) == (tuple(tensor.shape), FILE)
+            assert info.num_bytes == tensor.numel() * tensor.element_size()
+            torch.testing.assert_close(checkpoint.read(name), tensor, rtol=0, atol=0)
+        assert checkpoint.bytes_read == sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def test_shards_with_and_without_index(tmp_path: Path) -> None:
+    tensors = random_tensors(make_config())
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, tmp_path / file)
+    for indexed in (False, True):
+        if indexed:
+            write_index(tmp_path, {name: file for file, part in shards.items() for name in part})
+        with Checkpoint(tmp_path) as checkpoint:
+            assert {name: checkpoint.info(name).file for name in checkpoint.names} == {
+                name: file for file, part in shards.items() for name in part
+            }
+            for name, tensor in tensors.items():
+                assert torch.equal(checkpoint.read(name), tensor)
+
+
+def test_slices_read_only_their_bytes_and_outlive_the_file_handle(tmp_path: Path) -> None:
+    tensor = torch.arange(24.0).view(6, 4)
+    save_file({"w": tensor, "scalar": torch.tensor(3.0)}, tmp_path / FILE)
+    with Checkpoint(tmp_path) as checkpoint:
+        rows = checkpoint.read("w", (slice(2, 4),))
+        columns = checkpoint.read("w", (slice(None), slice(1, 3)))
+        empty = checkpoint.read("w", (slice(3, 3),))
+        assert checkpoint.bytes_read == 8 * 4 + 12 * 4
+        scalar = checkpoint.read("scalar", ())
+    assert torch.equal(rows, tensor[2:4])
+    assert torch.equal(columns, tensor[:, 1:3])
+    assert empty.shape == (0, 4)
+    assert scalar == 3.0
+
+
+@pytest.mark.parametrize(
+    "index",
+    [(slice(0, 7),), (slice(-1, None),), (slice(0, 4, 2),), (slice(3, 2),), (slice(0, 1), slice(0, 1), slice(0, 1))],
+)
+def test_slice_that_does_not_fit(tmp_path: Path, index: tuple[slice, ...]) -> None:
+    save_file({"w": torch.zeros(6, 4)}, tmp_path / FILE)
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match=r"tensor 'w'.*shape \(6, 4\)"):
+        checkpoint.read("w", index)
+
+
+def test_unknown_tensor(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(1)}, tmp_path / FILE)
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match="no tensor 'v'"):
+        checkpoint.read("v")
+
+
+@pytest.mark.parametrize("single", [FILE, "model-00001-of-00001.safetensors"])
+def test_consolidated_is_skipped(tmp_path: Path, single: str) -> None:
+    save_file({"w": torch.zeros(1)}, tmp_path / single)
+    save_file({"tok_embeddings.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.names == ["w"]
+
+
+def test_hub_cache_links_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "blobs" / "0123")
+    (tmp_path / "snapshot" / "a.safetensors").symlink_to("../blobs/0123")
+    write_index(tmp_path / "snapshot", {"w": "a.safetensors"})
+    with Checkpoint(tmp_path / "snapshot") as checkpoint:
+        assert torch.equal(checkpoint.read("w"), torch.ones(2))
+
+
+def test_nan_and_inf_load(tmp_path: Path) -> None:
+    """Case A15: values are not judged here."""
+    tensor = torch.tensor([float("nan"), float("inf"), 1.0])
+    save_file({"w": tensor}, tmp_path / FILE)
+    parameter = torch.zeros(3)
+    with Checkpoint(tmp_path) as checkpoint:
+        load_parameters({"w": parameter}, checkpoint)
+    assert torch.equal(parameter.isfinite(), torch.tensor([False, False, True]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Headers (A9, A10, A13)
+
+DATA = bytes(16)
+HEADERS: dict[str, tuple[bytes | dict[str, Any], bytes, int | None, str]] = {
+    "length beyond the file": (b"{}", b"", 1000, "truncated: expected at least 1008 bytes"),
+    "length 2**63 - 1": (b"{}", b"", 2**63 - 1, "accepted: at most 100000000"),
+    "length 200 MB": (b"{}", b"", 200_000_000, "header of 200000000 bytes"),
+    "no header": (b"", b"", None, "accepted: a JSON object"),
+    "not JSON": (b"{nope", b"", None, "not JSON"),
+    "not an object": (b"[1, 2]", b"", None, "begins with"),
+    "not UTF-8": (b'{"\xff\xfe": 1}', b"", None, "not UTF-8"),
+    "too deep": (b'{"a":' * 200_000, b"", None, "nested too deep"),
+    "huge integer": (b'{"a":' + b"9" * 5000 + b"}", b"", None, "integer"),
+    "tensor given twice": (
+        b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}',
+        DATA,
+        None,
+        "'a' is given twice",
+    ),
+    "entry not an object": ({"a": 3}, DATA, None, "'a': 3"),
+    "entry without dtype": ({"a": {"shape": [4], "data_offsets": [0, 16]}}, DATA, None, "dtype, shape"),
+    "entry with more": ({"a": {**entry(0, 16), "x": 1}}, DATA, None, "'x': 1"),
+    "unknown dtype": ({"a": entry(0, 16, dtype="Q4")}, DATA, None, "dtype='Q4'"),
+    "dtype not a string": ({"a": entry(0, 16, dtype=["F32"])}, DATA, None, "dtype=['F32']"),
+    "negative dimension": ({"a": entry(0, 16, shape=[-4])}, DATA, None, "shape=[-4]"),
+    "boolean dimension": ({"a": entry(0, 16, shape=[True, 4])}, DATA, None, "shape=[True, 4]"),
+    "float dimension": ({"a": entry(0, 16, shape=[4.0])}, DATA, None, "shape=[4.0]"),
+    "shape not a list": ({"a": entry(0, 16, shape="4")}, DATA, None, "shape='4'"),
+    "shape overflows": ({"a": entry(0, 16, shape=[2**62, 2**62])}, DATA, None, "hold 16 bytes"),
+    "many huge dimensions": ({"a": entry(0, 16, shape=[2**62] * 60)}, DATA, None, "hold 16 bytes"),
+    "too many dimensions": ({"a": entry(0, 16, shape=[1] * 99 + [4])}, DATA, None, "at most 64"),
+    "shape and offsets differ": ({"a": entry(0, 16, shape=[3])}, DATA, None, "96 bits"),
+    "three offsets": ({"a": {**entry(0, 16), "data_offsets": [0, 8, 16]}}, DATA, None, "data_offsets=[0, 8, 16]"),
+    "negative offset": ({"a": {**entry(0, 16), "data_offsets": [-16, 0]}}, DATA, None, "data_offsets=[-16, 0]"),
+    "offsets reversed": ({"a": {**entry(0, 16), "data_offsets": [16, 0]}}, DATA, None, "begin <= end"),
+    "offset past the end": ({"a": entry(0, 32)}, DATA, None, "truncated: expected"),
+    "hole at the start": ({"a": entry(4, 16)}, DATA, None, "leaves a hole"),
+    "hole between": ({"a": entry(0, 4), "b": entry(8, 16)}, DATA, None, "'b' at offset 8 leaves a hole"),
+    "overlap": ({"a": entry(0, 12), "b": entry(8, 16)}, DATA, None, "'b' at offset 8 overlaps"),
+    "trailing bytes": ({"a": entry(0, 12)}, DATA, None, "bytes after the last tensor"),
+    "metadata not strings": ({"__metadata__": {"a": 1}, "a": entry(0, 16)}, DATA, None, "__metadata__={'a': 1}"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_malformed_header(tmp_path: Path, case: str) -> None:
+    header, data, length, reason = HEADERS[case]
+    write_raw(tmp_path / FILE, header, data, length)
+    start = time.perf_counter()
+    with pytest.raises(WeightsError) as caught:
+        Checkpoint(tmp_path)
+    assert time.perf_counter() - start < 1
+    assert str(caught.value).startswith(f"{FILE}: ")
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("size", [0, 7])
+def test_file_shorter_than_a_header(tmp_path: Path, size: int) -> None:
+    (tmp_path / FILE).write_bytes(bytes(size))
+    with pytest.raises(WeightsError, match=f"{FILE}: {size} bytes; accepted: at least 8"):
+        Checkpoint(tmp_path)
+
+
+def test_truncated_shard_says_expected_and_actual(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(100)}, tmp_path / FILE)
+    size = (tmp_path / FILE).stat().st_size
+    os.truncate(tmp_path / FILE, size - 10)
+    with pytest.raises(WeightsError, match=f"{FILE}: truncated: expected {size} bytes, the file has {size - 10}"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("when", ["before the first read", "between two reads"])
+def test_file_that_shrinks_is_not_mapped(tmp_path: Path, when: str) -> None:
+    save_file({"w": torch.zeros(10000)}, tmp_path / FILE)
+    with Checkpoint(tmp_path) as checkpoint:
+        if when == "between two reads":
+            checkpoint.read("w", (slice(0, 1),))
+        os.truncate(tmp_path / FILE, 200)
+        with pytest.raises(WeightsError, match=f"{FILE}: changed since it was opened"):
+            checkpoint.read("w")
+
+
+def test_file_that_changes_while_its_header_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": torch.zeros(4)}, tmp_path / FILE)
+    times = iter(range(10))
+    monkeypatch.setattr(weights, "_stamp", lambda status: (next(times),))
+    with pytest.raises(WeightsError, match=f"{FILE}: changed while it was read"):
+        read_header(tmp_path / FILE)
+
+
+def test_file_that_vanishes(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(4)}, tmp_path / FILE)
+    with Checkpoint(tmp_path) as checkpoint:
+        (tmp_path / FILE).unlink()
+        with pytest.raises(WeightsError, match=f"{FILE}: "):
+            checkpoint.read("w")
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling", "fifo"])
+def test_not_a_regular_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / FILE
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "dangling":
+        path.symlink_to("gone")
+    else:
+        os.mkfifo(path)  # opening it would wait for a writer for ever
+    with pytest.raises(WeightsError, match=f"{FILE}: "):
+        Checkpoint(tmp_path)
+
+
+def test_zero_sized_tensors_and_padded_header(tmp_path: Path) -> None:
+    header = json.dumps({"a": entry(0, 0, shape=[0, 4]), "b": entry(0, 16)}).encode()
+    write_raw(tmp_path / FILE, header + b" " * (-len(header) % 8), DATA)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.read("b").shape == (4,)
+        assert checkpoint.read("a").shape == (0, 4)
+
+
+def exercise(folder: Path) -> None:
+    """Open and read everything; only a WeightsError may come out."""
+    try:
+        with Checkpoint(folder) as checkpoint:
+            for name in checkpoint.names:
+                checkpoint.read(name)
+            check_tensors(checkpoint, {}, ignored=lambda _: True)
+    except WeightsError as error:
+        assert str(error).startswith(FILE)
+
+
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["F32", "BF16", "", "a"]),
+    lambda item: st.lists(item, max_size=3) | st.dictionaries(st.text(max_size=3), item, max_size=3),
+    max_leaves=6,
+)
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BF16", "U8", "F4", "X"]) | JSON,
+        "shape": st.lists(st.integers(-1, 4), max_size=3) | JSON,
+        "data_offsets": st.tuples(st.integers(-1, 16), st.integers(-1, 16)) | JSON,
+    }
+)
+
+
+@FUZZ
+@given(raw=st.binary(max_size=64))
+def test_fuzz_bytes(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / FILE).write_bytes(raw)
+    exercise(tmp_path)
+
+
+@FUZZ
+@given(header=JSON | st.dictionaries(st.text(max_size=3), ENTRY | JSON, max_size=3), size=st.integers(0, 16))
+def test_fuzz_json(tmp_path: Path, header: Any, size: int) -> None:
+    write_raw(tmp_path / FILE, json.dumps(header).encode(), bytes(size))
+    exercise(tmp_path)
+
+
+@FUZZ
+@given(position=st.integers(0, 400), value=st.integers(0, 255))
+def test_fuzz_one_byte_of_a_good_file(tmp_path: Path, position: int, value: int) -> None:
+    save_file({"a": torch.zeros(4), "b": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / "good")
+    raw = bytearray((tmp_path / "good").read_bytes())
+    raw[position % len(raw)] = value
+    (tmp_path / FILE).write_bytes(raw)
+    exercise(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders and the index (A10, A11, A12, A14)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../model.safetensors",
+        "..",
+        "a/model.safetensors",
+        "/etc/passwd",
+        "/model.safetensors",
+        "mo\0del.safetensors",
+        "a\\model.safetensors",
+        "C:model.safetensors",
+        "mo\ndel.safetensors",
+        "mo\x1bdel.safetensors",
+        "mo\u202edel.safetensors",
+        "model.bin",
+        "model.safetensors.bin",
+        "",
+        ".",
+        "a" * 300 + ".safetensors",
+        7,
+        None,
+        ["model.safetensors"],
+        {"file": "model.safetensors"},
+    ],
+    ids=repr,
+)
+def test_hostile_name_in_the_index(tmp_path: Path, file: Any) -> None:
+    save_file({"w": torch.zeros(1)}, tmp_path / FILE)
+    write_index(tmp_path, {"w": file})
+    with pytest.raises(WeightsError) as caught:
+        Checkpoint(tmp_path)
+    assert f"{INDEX_NAME}: weight_map['w']={repr(file)[:90]}" in str(caught.value)
+    assert "plain name" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "empty"),
+        ("{", "not JSON"),
+        ("[]", "accepted: a JSON object"),
+        ("{}", "weight_map: None"),
+        ('{"weight_map": []}', "weight_map: []"),
+        ('{"weight_map": {}}', "weight_map: 0 entries"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "'a' is given twice"),
+    ],
+)
+def test_malformed_index(tmp_path: Path, text: str, reason: str) -> None:
+    save_file({"w": torch.zeros(1)}, tmp_path / FILE)
+    (tmp_path / INDEX_NAME).write_text(text)
+    with pytest.raises(WeightsError) as caught:
+        Checkpoint(tmp_path)
+    assert INDEX_NAME in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_index_with_too_many_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_MAX_ENTRIES", 1000)  # one million takes seconds to write
+    write_index(tmp_path, {f"w{i}": FILE for i in range(1001)})
+    with pytest.raises(WeightsError, match="weight_map: 1001 entries; accepted: an object of 1 to 1000"):
+        Checkpoint(tmp_path)
+
+
+def test_index_lists_what_is_not_there(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(1)}, tmp_path / "a.safetensors")
+    save_file({"v": torch.zeros(1)}, tmp_path / "b.safetensors")
+    write_index(tmp_path, {"w": "a.safetensors", "u": "c.safetensors"})
+    with pytest.raises(WeightsError, match=r"lists 1 files that are not there: c\.safetensors"):
+        Checkpoint(tmp_path)
+    write_index(tmp_path, {"w": "a.safetensors", "u": "a.safetensors"})
+    with pytest.raises(WeightsError, match=r"lists 1 tensors that are not there: 'u' in a\.safetensors"):
+        Checkpoint(tmp_path)
+    write_index(tmp_path, {"w": "b.safetensors", "v": "a.safetensors"})
+    with pytest.raises(WeightsError, match=r"lists 2 tensors that are not there: 'w' in b\.safetensors, 'v' in a"):
+        Checkpoint(tmp_path)
+
+
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(1)}, tmp_path / FILE)
+    write_index(tmp_path, {f"w{i}": FILE for i in range(25)})
+    with pytest.raises(WeightsError, match="lists 25 tensors.*'w9' in .*, and 15 more"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_same_tensor_in_two_shards(tmp_path: Path, indexed: bool) -> None:
+    save_file({"w": torch.zeros(1), "v": torch.zeros(1)}, tmp_path / "a.safetensors")
+    save_file({"w": torch.zeros(1)}, tmp_path / "b.safetensors")
+    if indexed:
+        write_index(tmp_path, {"w": "b.safetensors", "v": "a.safetensors"})
+    with pytest.raises(WeightsError, match=r"b\.safetensors: tensor 'w' is also in a\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "model.pth", "model-q4.gguf"])
+def test_other_formats_are_refused_unopened(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(WeightsError) as caught:
+        Checkpoint(tmp_path)
+    for part in (file, str(tmp_path), "never opened", "safe_serialization=True"):
+        assert part in str(caught.value)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="no weights; accepted:"):
+        Checkpoint(tmp_path)
+    with pytest.raises(WeightsError, match="absent: cannot be listed"):
+        Checkpoint(tmp_path / "absent")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a model needs (A11)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True, "head_dim": 8},
+    "biases": {"qkv_bias": True, "o_bias": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_expected_tensors_are_those_of_the_decoder(variant: str) -> None:
+    config = make_config(**VARIANTS[variant])
+    decoder = build_decoder(config, dtype=torch.float32, device=torch.device("cpu"))
+    assert expected_tensors(config) == {name: tuple(p.shape) for name, p in decoder.state_dict().items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_load_casts_in_place(tmp_path: Path, variant: str) -> None:
+    config = make_config(**VARIANTS[variant])
+    tensors = random_tensors(config, torch.bfloat16)
+    save_file(tensors, tmp_path / FILE)
+    decoder = build_decoder(config, dtype=torch.float32, device=torch.device("cpu"))
+    pointers = [parameter.data_ptr() for parameter in decoder.parameters()]
+    seen: list[int] = []
+    with Checkpoint(tmp_path) as checkpoint:
+        check_tensors(checkpoint, expected_tensors(config), ignored=lambda name: is_ignored(name, config))
+        load_parameters(dict(decoder.named_parameters()), checkpoint, progress=seen.append)
+        assert sum(seen) == checkpoint.bytes_read == sum(2 * tensor.numel() for tensor in tensors.values())
+    assert [parameter.data_ptr() for parameter in decoder.parameters()] == pointers
+    for name, parameter in decoder.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, tensors[name].float())
+
+
+def test_one_error_lists_everything(tmp_path: Path) -> None:
+    config = make_config()
+    tensors = random_tensors(config)
+    del tensors["model.norm.weight"]
+    tensors["extra"] = torch.zeros(1)
+    tensors["model.embed_tokens.weight"] = torch.zeros(3, 16)
+    tensors["lm_head.weight"] = torch.zeros(32, 16, dtype=torch.int8)
+    tensors["model.layers.0.input_layernorm.weight"] = torch.zeros(16, dtype=torch.float64)
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(24, 16).to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / FILE)
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError) as caught:
+        check_tensors(checkpoint, expected_tensors(config), ignored=lambda name: is_ignored(name, config))
+    for part in (
+        str(tmp_path),
+        "1 tensors missing: model.norm.weight",
+        f"1 tensors unexpected: extra in {FILE}",
+        f"1 tensors of wrong shape: model.embed_tokens.weight in {FILE} is [3, 16], expected [32, 16]",
+        "3 tensors of wrong dtype (accepted: F32, BF16, F16): ",
+        f"lm_head.weight in {FILE} is I8",
+        f"model.layers.0.input_layernorm.weight in {FILE} is F64",
+        f"model.layers.1.mlp.up_proj.weight in {FILE} is F8_E4M3",
+    ):
+        assert part in str(caught.value)
+
+
+def test_ten_names_and_the_total(tmp_path: Path) -> None:
+    save_file({f"extra{i:02}": torch.zeros(1) for i in range(12)}, tmp_path / FILE)
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError) as caught:
+        check_tensors(checkpoint, {f"lost{i:02}": (1,) for i in range(13)}, ignored=lambda _: False)
+    assert "13 tensors missing: lost00" in str(caught.value)
+    assert "lost09, and 3 more; 12 tensors unexpected: extra00" in str(caught.value)
+    assert "lost10" not in str(caught.value)
+    assert "extra10" not in str(caught.value)
+
+
+def test_what_may_be_ignored() -> None:
+    tied, untied = make_config(tie_word_embeddings=True), make_config()
+    assert is_ignored("lm_head.weight", tied)
+    assert not is_ignored("lm_head.weight", untied)
+    assert is_ignored("model.layers.0.self_attn.rotary_emb.inv_freq", untied)
+    assert not is_ignored("model.layers.0.self_attn.q_proj.weight", untied)
+
+
+def test_parameters_that_do_not_fit(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4), "v": torch.ones(2)}, tmp_path / FILE)
+    with Checkpoint(tmp_path) as checkpoint:
+        parameter = torch.zeros(1, 4)
+        with pytest.raises(WeightsError, match=r"w in model.safetensors is \[4\], expected \[1, 4\]"):
+            load_parameters({"w": parameter}, checkpoint)
+        with pytest.raises(WeightsError, match="1 tensors missing: u"):
+            load_parameters({"u": parameter}, checkpoint)
+        assert not parameter.any()
+        assert checkpoint.bytes_read == 0

@@ -1,0 +1,262 @@
+"""EngineConfig from flat options: names, aliases, and every value that is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from medha.config import (
+    OPTION_ALIASES,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RopeConfig,
+    SchedulerConfig,
+    parse_bytes,
+)
+from medha.errors import ConfigError
+
+
+def test_defaults() -> None:
+    config = EngineConfig.from_flat("folder")
+    assert config == EngineConfig("folder")
+    assert config.cache == CacheConfig(256, None, None, 0.9)
+    assert config.scheduler == SchedulerConfig(256, 2048, 512, 1)
+
+
+def test_every_option_lands_in_its_section() -> None:
+    config = EngineConfig.from_flat(
+        "folder",
+        tokenizer="other",
+        revision="v1",
+        dtype="bfloat16",
+        device="cuda:3",
+        attention_backend="torch",
+        max_model_len=1 << 20,
+        rope_scaling={"rope_type": "yarn", "factor": 8.0},
+        hf_overrides={"num_hidden_layers": 2},
+        load_format="dummy",
+        seed=-5,
+        num_threads=4,
+        block_size=64,
+        num_kv_blocks=1000,
+        gpu_memory_utilization=0.5,
+        max_num_seqs=8,
+        max_batch_tokens=4096,
+        chunk_size=1024,
+        depth=4,
+    )
+    assert config == EngineConfig(
+        model="folder",
+        tokenizer="other",
+        revision="v1",
+        dtype="bfloat16",
+        device="cuda:3",
+        attention_backend="torch",
+        max_model_len=1048576,
+        rope_scaling={"rope_type": "yarn", "factor": 8.0},
+        hf_overrides={"num_hidden_layers": 2},
+        load_format="dummy",
+        seed=-5,
+        num_threads=4,
+        cache=CacheConfig(block_size=64, num_blocks=1000, gpu_memory_utilization=0.5),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_batch_tokens=4096, chunk_size=1024, depth=4),
+    )
+    assert EngineConfig.from_flat("folder", kv_memory=1 << 30).cache == CacheConfig(memory_bytes=1 << 30)
+
+
+ALIASES = {
+    "max_num_batched_tokens": "max_batch_tokens",
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "max_running_requests": "max_num_seqs",
+    "context_length": "max_model_len",
+    "chunked_prefill_size": "chunk_size",
+    "page_size": "block_size",
+}
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_aliases(alias: str, name: str) -> None:
+    assert OPTION_ALIASES == ALIASES
+    assert EngineConfig.from_flat("m", **{alias: 77}) == EngineConfig.from_flat("m", **{name: 77})
+    assert EngineConfig.from_flat("m", **{alias: 77}) != EngineConfig.from_flat("m")
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_given_twice(alias: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} is given twice"):
+        EngineConfig.from_flat("m", **{name: 77, alias: 77})
+    with pytest.raises(ConfigError, match=rf"^{name} is given twice"):
+        EngineConfig.from_flat("m", **{alias: 77, name: 78})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("chunk_sise", "chunk_size"),
+        ("max_batch_token", "max_batch_tokens"),
+        ("max_num_batch_tokens", "max_num_batched_tokens"),
+        ("num_blocks", "num_kv_blocks"),
+        ("dtyp", "dtype"),
+        ("max_seq_len", "max_model_len"),
+    ],
+)
+def test_unknown_option_proposes_the_nearest(wrong: str, near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_flat("m", **{wrong: 3})
+    assert str(caught.value) == f"unknown option {wrong}=3; did you mean {near}?"
+
+
+@pytest.mark.parametrize("name", ["zzz", "cache", "scheduler", "Seed "])
+def test_unknown_option_far_from_all_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^unknown option {name}=None; (known: |did you mean )"):
+        EngineConfig.from_flat("m", **{name: None})
+
+
+def test_unknown_option_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_flat("m", zzz=1)
+    assert str(caught.value) == (
+        "unknown option zzz=1; known: attention_backend, block_size, chunk_size, depth, device, dtype, "
+        "gpu_memory_utilization, hf_overrides, kv_memory, load_format, max_batch_tokens, max_model_len, max_num_seqs, "
+        "num_kv_blocks, num_threads, revision, rope_scaling, seed, tokenizer"
+    )
+
+
+NAN, INF = math.nan, math.inf
+NO_INTEGER = (0, -1, 2**63, 1.0, NAN, INF, "1", True, [1])
+BAD_VALUES: dict[str, tuple[Any, ...]] = {
+    "block_size": (*NO_INTEGER, None, 65537),
+    "num_kv_blocks": (*NO_INTEGER, 2**31),
+    "kv_memory": (*NO_INTEGER, 2**60 + 1, "4GiB"),
+    "gpu_memory_utilization": (0, -0.5, 1.01, NAN, INF, -INF, "0.9", None, True, [0.9]),
+    "max_num_seqs": (*NO_INTEGER, None, 65537),
+    "max_batch_tokens": (*NO_INTEGER, None, 2**24 + 1),
+    "chunk_size": (*NO_INTEGER, None, 2**24 + 1),
+    "depth": (*NO_INTEGER, None, 1025),
+    "max_model_len": (*NO_INTEGER, 2**31),
+    "num_threads": (*NO_INTEGER, 4097),
+    "seed": (None, 1.0, NAN, "1", True, [1]),
+    "dtype": (None, "", "float64", "torch.float32", "FLOAT32", 32, []),
+    "device": (None, "", "gpu", "cuda:", "cuda:-1", "cuda:0 ", "mps", 0, "cpu\n"),
+    "attention_backend": (None, "", "flash", 1),
+    "load_format": (None, "", "pt", "Dummy", 1),
+    "tokenizer": (3, True, ["a"], b"a"),
+    "revision": (3, True, 1.5),
+    "rope_scaling": (3, True, ["yarn"], NAN),
+    "hf_overrides": (3, True, "{}", [("a", 1)]),
+}
+ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "block_size": (1, 65536),
+    "num_kv_blocks": (1, None, 2**31 - 1),
+    "kv_memory": (1, None, 2**60),
+    "gpu_memory_utilization": (1, 1.0, 1e-9),
+    "max_num_seqs": (1, 65536),
+    "max_batch_tokens": (1, 2**24),
+    "chunk_size": (1, 2**24),
+    "depth": (1, 1024),
+    "max_model_len": (1, None, 2**31 - 1),
+    "num_threads": (1, None),
+    "seed": (0, -1, 2**31),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "device": ("auto", "cpu", "cuda", "cuda:0", "cuda:15"),
+    "attention_backend": ("auto", "torch"),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "tokenizer": (None, "folder"),
+    "revision": (None, "main"),
+    "rope_scaling": (None, "yarn", {"rope_type": "linear", "factor": 2.0}),
+    "hf_overrides": (None, {}, {"rope_theta": 1e6}),
+}
+
+
+def test_the_tables_cover_every_option() -> None:
+    flat = {f.name for cls in (EngineConfig, CacheConfig, SchedulerConfig) for f in dataclasses.fields(cls)}
+    names = flat - {"model", "cache", "scheduler", "num_blocks", "memory_bytes"} | {"num_kv_blocks", "kv_memory"}
+    assert set(BAD_VALUES) == set(ACCEPTED) == names
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD_VALUES.items() for v in values])
+def test_bad_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_flat("m", **{name: value})
+    assert str(caught.value).startswith(f"{name}={value!r}; accepted: ")
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in ACCEPTED.items() for v in values])
+def test_accepted_value(name: str, value: Any) -> None:
+    EngineConfig.from_flat("m", **{name: value})
+
+
+@pytest.mark.parametrize("model", [None, "", 3, ["a"], b"a"])
+def test_bad_model(model: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_flat(model)
+    assert str(caught.value) == f"model={model!r}; accepted: a folder or a hub id"
+
+
+def test_pool_sized_two_ways() -> None:
+    with pytest.raises(ConfigError, match=r"^num_kv_blocks and kv_memory both size the KV pool; give one of them$"):
+        EngineConfig.from_flat("m", num_kv_blocks=4, kv_memory=1 << 20)
+
+
+@pytest.mark.parametrize("config", [EngineConfig("m"), CacheConfig(), SchedulerConfig(), RopeConfig()])
+def test_frozen(config: Any) -> None:
+    for field in dataclasses.fields(config):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, field.name, None)
+
+
+def test_kv_bytes_per_token() -> None:
+    llama3_8b = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        rope=RopeConfig(theta=500000.0),
+    )
+    assert llama3_8b.kv_bytes_per_token(2) == 128 * 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("1073741824", 1 << 30),
+        ("4GiB", 4 << 30),
+        ("4gib", 4 << 30),
+        ("4 GiB", 4 << 30),
+        (" 4GiB ", 4 << 30),
+        ("4Gi", 4 << 30),
+        ("512MB", 512_000_000),
+        ("512M", 512_000_000),
+        ("512MiB", 512 << 20),
+        ("1.5KiB", 1536),
+        ("1.5k", 1500),
+        ("2TB", 2 * 10**12),
+        ("0.5TiB", 1 << 39),
+        ("100B", 100),
+        ("1.9", 1),
+        ("9007199254740993", 2**53 + 1),
+    ],
+)
+def test_parse_bytes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "GiB", "-1", "-4GiB", "+4GiB", "4XiB", "4PiB", "4GiBs", "4 G iB", "1e9", "1_000", "1,5GiB", ".5GiB"]
+    + ["0", "0GiB", "0.5", "0.0001KiB", "nan", "inf", "0x10", "4ib", "4i", "4GiB 2MiB", "4\nGiB\n4", "9" * 400],
+)
+def test_parse_bytes_refuses(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(text)
+    assert str(caught.value).startswith(f"size {text!r}; accepted: ")

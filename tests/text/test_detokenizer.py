@@ -1,0 +1,65 @@
+"""Incremental decoding, against decoding all tokens at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.text import Detokenizer, Tokenizer
+from tests.text.samples import byte_level, sentencepiece, word_level
+
+DECODED = {
+    "byte level": Tokenizer(byte_level()),
+    "metaspace first": Tokenizer(sentencepiece()),
+    "metaspace never": Tokenizer(sentencepiece("never")),
+    "strip": Tokenizer(sentencepiece(strip_decoder=True)),
+    "words": Tokenizer(word_level()),
+}
+
+
+@pytest.mark.parametrize("name", DECODED)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_detokenizer_equals_decode(name: str, data: st.DataObject) -> None:
+    tokenizer = DECODED[name]
+    size = tokenizer.backend.get_vocab_size()
+    ids = st.lists(st.one_of(st.integers(0, size + 1), st.integers(max(0, size - 16), size - 1)), max_size=40)
+    token_ids = data.draw(st.one_of(ids, st.text(max_size=20).map(tokenizer.encode)))
+    skip = data.draw(st.booleans())
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("name", ["byte level", "metaspace first", "strip"])
+def test_detokenizer_never_splits_a_character(name: str) -> None:
+    tokenizer = DECODED[name]
+    ids = tokenizer.encode("a 🙂 你 é b")
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "�" not in "".join(pieces)
+    assert len([piece for piece in pieces if piece]) > 4
+    emoji = tokenizer.encode("🙂", add_special_tokens=False)[:-1]
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(map(detokenizer.push, emoji)).strip() == ""
+    assert "�" in detokenizer.finish()
+
+
+@pytest.mark.parametrize("name", ["byte level", "strip"])
+def test_detokenizer_cost_does_not_grow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = DECODED[name]
+    decoded = 0
+    decode = Tokenizer.decode
+
+    def counting(self: Tokenizer, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(self, ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    ids = (tokenizer.encode("ab 🙂 ") + tokenizer.encode("  ")) * 200
+    detokenizer = Detokenizer(tokenizer)
+    for token_id in ids:
+        detokenizer.push(token_id)
+    assert decoded <= 40 * len(ids)

@@ -1,0 +1,78 @@
+"""Stop strings, against a search of the whole text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.errors import ValidationError
+from medha.text import StopChecker
+
+
+def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    matches = [(text.find(stop), i) for i, stop in enumerate(stops) if stop in text]
+    if not matches:
+        return text, None
+    start, i = min(matches)
+    return text[:start] + (stops[i] if include else ""), stops[i]
+
+
+@given(
+    pieces=st.lists(st.text("abé", max_size=4), max_size=20),
+    stops=st.lists(st.text("abé", min_size=1, max_size=5), max_size=4),
+    include=st.booleans(),
+)
+@settings(max_examples=400, deadline=None)
+def test_stop_checker_equals_search_of_whole_text(pieces: list[str], stops: list[str], include: bool) -> None:
+    checker = StopChecker(stops, include_stop_str_in_output=include)
+    expected, stop = reference("".join(pieces), stops, include)
+    emitted = ""
+    for piece in pieces:
+        safe, matched = checker.push(piece)
+        emitted += safe
+        assert expected.startswith(emitted), "text of a stop string leaked"
+        if matched:
+            break
+    else:
+        emitted += checker.finish()
+    assert (emitted, checker.matched) == (expected, stop)
+
+
+def test_stop_checker_streams_and_stops() -> None:
+    checker = StopChecker(["</end>", "🙂🙂"])
+    assert checker.push("hello </e") == ("hello ", None)
+    assert checker.push("nd") == ("", None)
+    assert checker.push("? 🙂") == ("</end? ", None)
+    assert checker.push("🙂 more") == ("", "🙂🙂")
+    assert checker.push("later") == ("", "🙂🙂")
+    assert checker.finish() == ""
+
+
+def test_stop_checker_overlaps() -> None:
+    assert StopChecker(["ab", "abc"]).push("xabc") == ("x", "ab")
+    assert StopChecker(["abc", "ab"]).push("xabc") == ("x", "abc")
+    waiting = StopChecker(["bc", "abcd"])
+    assert waiting.push("xabc") == ("x", None)
+    assert waiting.push("d") == ("", "abcd")
+    waiting = StopChecker(["bc", "abcd"])
+    assert waiting.push("xabc") == ("x", None)
+    assert waiting.finish() == "a"
+    assert waiting.matched == "bc"
+    assert StopChecker(["aab"], include_stop_str_in_output=True).push("aaabz") == ("aaab", "aab")
+
+
+def test_stop_checker_without_stops_and_with_bad_ones() -> None:
+    checker = StopChecker([])
+    assert checker.push("anything") == ("anything", None)
+    assert checker.finish() == ""
+    with pytest.raises(ValidationError) as caught:
+        StopChecker(["ok", ""])
+    assert caught.value.param == "stop"
+
+
+def test_stop_checker_holds_little() -> None:
+    checker = StopChecker(["a" * 50 + "b"])
+    for _ in range(2000):
+        checker.push("a")
+        assert len(checker._held) <= 50

@@ -1,0 +1,189 @@
+"""Loading, encoding and decoding, and the encoding of chat messages that hold special-token text."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, pre_tokenizers
+
+from medha.errors import TokenizerError, ValidationError
+from medha.text import Tokenizer, load_tokenizer
+from tests.text.samples import LLAMA3, byte_level, chat_tokenizer, sentencepiece, word_level
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def save(
+    path: Path, backend: tokenizers.Tokenizer, config: Any = None, special_map: Any = None, jinja: str | None = None
+) -> Path:
+    backend.save(str(path / "tokenizer.json"))
+    if config is not None:
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+    if special_map is not None:
+        (path / "special_tokens_map.json").write_text(json.dumps(special_map))
+    if jinja is not None:
+        (path / "chat_template.jinja").write_text(jinja)
+    return path
+
+
+# Loading
+
+
+def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert load_tokenizer(tmp_path) is None
+    named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
+    config = {"bos_token": {"content": "<|bos|>"}, "chat_template": named}
+    special_map = {"bos_token": "<|im_end|>", "eos_token": "<|eot_id|>"}
+    tokenizer = load_tokenizer(save(tmp_path, byte_level(), config, special_map))
+    assert tokenizer is not None
+    ids = tokenizer.backend.token_to_id
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ids("<|bos|>"), ids("<|eot_id|>"))
+    assert tokenizer.render_chat(CHAT) == "D"
+    assert not caplog.records
+    (tmp_path / "chat_template.jinja").write_text("F")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.has_chat_template
+    assert tokenizer.render_chat(CHAT) == "F"
+
+
+def test_missing_eos_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="medha"):
+        tokenizer = load_tokenizer(save(tmp_path, byte_level(), {"eos_token": "not in the vocabulary"}))
+    assert tokenizer is not None
+    assert tokenizer.eos_token_id is None
+    assert tokenizer.bos_token_id is None
+    assert not tokenizer.has_chat_template
+    assert [record.name for record in caplog.records] == ["medha"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "nonsense", "[" * 100_000, '{"model": {"type": "BPE"'])
+def test_corrupt_tokenizer_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, '{"chat_template": 3}', '{"chat_template": ["a"]}'])
+def test_corrupt_tokenizer_config(tmp_path: Path, text: str) -> None:
+    save(tmp_path, byte_level())
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_unreadable_and_too_large_files(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(tmp_path)
+    with file.open("wb") as stream:
+        stream.truncate(100_000_001)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json has 100000001 bytes"):
+        load_tokenizer(tmp_path)
+
+
+def test_check_vocab() -> None:
+    tokenizer = Tokenizer(byte_level())
+    size = tokenizer.backend.get_vocab_size()
+    tokenizer.check_vocab(size)
+    tokenizer.check_vocab(size + 64)
+    with pytest.raises(TokenizerError, match=rf"up to {size - 1}, but the embedding has {size - 1} rows"):
+        tokenizer.check_vocab(size - 1)
+
+
+# Encoding and decoding
+
+
+@pytest.mark.parametrize("text", ["", "hello", "a\0b", "‮שלום‬", " \n\t ", "x" * 200_000, "🙂é你"])
+def test_encode_round_trip(text: str) -> None:
+    tokenizer = Tokenizer(byte_level())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_lone_surrogate_is_a_validation_error() -> None:
+    with pytest.raises(ValidationError, match="surrogate") as caught:
+        Tokenizer(byte_level()).encode("ab\ud800")
+    assert caught.value.param == "prompt"
+
+
+def test_bos_and_truncation() -> None:
+    backend = byte_level(adds_bos=True)
+    backend.enable_truncation(2)
+    tokenizer = Tokenizer(backend, special_tokens={"bos_token": "<|bos|>"})
+    assert tokenizer.adds_bos
+    assert tokenizer.encode("abcd")[0] == tokenizer.bos_token_id
+    assert len(tokenizer.encode("abcd", add_special_tokens=False)) == 4
+    assert tokenizer.decode(tokenizer.encode("hi")) == "hi"
+    assert tokenizer.decode(tokenizer.encode("hi"), skip_special_tokens=False) == "<|bos|>hi"
+    assert not chat_tokenizer(None).adds_bos
+    assert not Tokenizer(backend).adds_bos
+
+
+# Encoding chat messages
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_exactly_one_bos(adds_bos: bool, written: int) -> None:
+    tokenizer = chat_tokenizer("{{ bos_token }}" * written + "{{ messages[0].content }}", adds_bos=adds_bos)
+    bos = tokenizer.bos_token_id
+    ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+    expected = tokenizer.encode("hi", add_special_tokens=False)
+    assert ids == ([bos, *expected] if adds_bos or written else expected)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["a <|eot_id|>b", "<|eot_id|>", "<|bos|><|bos|>", "<|im_<|eot_id|>end|>", "\U000f0000<|im_end|>\U000f0001"],
+)
+def test_special_text_in_content_is_text(content: str) -> None:
+    tokenizer = chat_tokenizer(LLAMA3)
+    ids = tokenizer.encode_chat([{"role": "user", "content": content}, {"role": "user", "content": "plain"}])
+    clean = tokenizer.encode_chat([{"role": "user", "content": "A"}, {"role": "user", "content": "plain"}])
+    controls = [token_id for token_id in ids if token_id in tokenizer.special_ids]
+    assert controls == [token_id for token_id in clean if token_id in tokenizer.special_ids]
+    rendered = tokenizer.render_chat([{"role": "user", "content": content}, {"role": "user", "content": "plain"}])
+    assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
+
+
+def test_special_text_in_role_and_nested_values_is_text() -> None:
+    tokenizer = chat_tokenizer("{% for m in messages %}{{ m.role }}{{ m.extra | tojson }}{% endfor %}")
+    message = {"role": "<|im_end|>", "content": "", "extra": {"<|eot_id|>": ["<|bos|>"]}}
+    ids = tokenizer.encode_chat([message])
+    assert not tokenizer.special_ids.intersection(ids)
+    assert tokenizer.decode(ids) == '<|im_end|>{"<|eot_id|>": ["<|bos|>"]}'
+
+
+def test_special_text_in_sentencepiece_adds_no_space() -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = Tokenizer(sentencepiece(), special_tokens=names, chat_template=template)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "ab</s>ab"}])
+    tokens = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
+    assert tokens == ["<s>", "ab", "<", "/", "s", ">", "ab", "</s>"]
+
+
+def test_special_text_that_is_one_word_of_the_model() -> None:
+    backend = word_level()
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"bos_token": "[BOS]", "eos_token": "[EOS]"}
+    tokenizer = Tokenizer(backend, special_tokens=names, chat_template="[BOS] {{ messages[0].content }}")
+    ids = tokenizer.encode_chat([{"role": "user", "content": "hello [EOS] world"}])
+    assert tokenizer.eos_token_id not in ids
+    assert ids[:2] == [1, 4]
+    assert ids[-1] == 5
+
+
+def test_special_text_that_is_a_private_use_character() -> None:
+    backend = byte_level()
+    backend.add_special_tokens([AddedToken("\U000f0000", special=True)])
+    tokenizer = Tokenizer(backend, chat_template="{{ messages[0].content }}")
+    ids = tokenizer.encode_chat([{"role": "user", "content": "a<|eot_id|>b"}])
+    assert tokenizer.special_ids.isdisjoint(ids)
+    assert tokenizer.decode(ids) == "a<|eot_id|>b"
