@@ -18,7 +18,8 @@ from medha.engine import Engine, ModelLimits
 from medha.errors import ConfigError
 from medha.kv_cache import KVCache
 from medha.models.decoder import Decoder, build_decoder, fill_random_
-from medha.models.hf_config import load_generation_config, load_model_config
+from medha.models.generation_config import load_generation_config
+from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.runner import Runner
@@ -30,7 +31,6 @@ logger = logging.getLogger("medha")
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FALLBACK_MEMORY = 4 << 30
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def build_engine(
@@ -72,7 +72,7 @@ def build_engine(
         dtype=dtype,
         device=device,
     )
-    defaults = {name: getattr(generation, name) for name in _SAMPLING_DEFAULTS}
+    defaults = generation.sampling_defaults()
     eos = generation.eos_token_ids or model_config.eos_token_ids
     if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = (tokenizer.eos_token_id,)

@@ -54,9 +54,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(transformers.LlamaForCausalLM, transformers.LlamaConfig),
-    "llama-llama3": Family(
-        transformers.LlamaForCausalLM, transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE}
-    ),
+    "llama-llama3": Family(transformers.LlamaForCausalLM, transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
     "llama-yarn": Family(transformers.LlamaForCausalLM, transformers.LlamaConfig, {"rope_parameters": YARN_ROPE}),
     "llama-linear": Family(
         transformers.LlamaForCausalLM,

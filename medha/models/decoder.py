@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from medha.config import ModelConfig
-from medha.models.layers import DecoderLayer, LinearFn, RMSNorm, packed_linear
+from medha.models.layers import DecoderLayer, LinearFn, RMSNorm, packed_weight
 
 LayerAttendFn = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(index among the layers held here, q_TNH, k_TKH, v_TKH) -> out_TNH."""
@@ -90,11 +90,9 @@ class Decoder(nn.Module):
             layer.self_attn.pack_()
             layer.mlp.pack_()
         if self.has_head:
-            head = self.lm_head
-            if head is None:
-                head = nn.Linear(0, 0, bias=False, device="meta")
-                head.weight = nn.Parameter(self._embedding_weight, requires_grad=False)
-            self._head = packed_linear(head)
+            self._head = packed_weight(
+                (self._embedding_weight if self.lm_head is None else self.lm_head.weight).detach()
+            )
             self.lm_head = None
 
     @property

@@ -1,8 +1,9 @@
 """Dense attention in float64, and the rule that holds every faster path to it.
 
 The rule is that of flash-attention: an output may be off by twice what ``F.scaled_dot_product_attention`` is off by in
-the same dtype, plus two units in the last place. Log-sum-exps are natural logarithms, -inf for an empty range; they are
-float32 whatever the dtype of the inputs, so their tolerance is absolute.
+the same dtype, plus two units in the last place, at least 5e-6, since the weights of merged parts carry the rounding of
+a float32 log-sum-exp. Log-sum-exps are natural logarithms, -inf for an empty range, and float32 whatever the dtype of
+the inputs, so their tolerance does not grow with it: ``LSE_ATOL``, and a millionth of the largest.
 
 Legend: T query tokens of the batch, L query tokens of a segment, S keys, N query heads, K KV heads, H head dimension, P
 tokens in the pool.
@@ -67,11 +68,12 @@ def assert_attention_close(
         *(x.transpose(0, 1)[None].contiguous() for x in qkv), attn_mask=mask_LS, enable_gqa=True
     )
     allowed = 2 * _error(sdpa[0].transpose(0, 1), want_LNH)
-    allowed += 2 * torch.finfo(q_LNH.dtype).eps * float(want_LNH.abs().max())
+    allowed += max(5e-6, 2 * torch.finfo(q_LNH.dtype).eps * float(want_LNH.abs().max()))
     error = _error(out_LNH, want_LNH)
     assert error <= allowed, f"output is off by {error:.3g}, {allowed:.3g} is allowed"
+    allowed = LSE_ATOL[q_LNH.dtype] + 1e-6 * float(want_LN.abs().max())
     error = _error(lse_LN, want_LN)
-    assert error <= LSE_ATOL[q_LNH.dtype], f"log-sum-exp is off by {error:.3g}"
+    assert error <= allowed, f"log-sum-exp is off by {error:.3g}, {allowed:.3g} is allowed"
 
 
 def assert_segments_close(

@@ -45,8 +45,14 @@ def check(parts: list[Partial], whole: Partial) -> None:
     dtype = parts[0][0].dtype
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
-    torch.testing.assert_close(out.double(), whole[0], rtol=0, atol=OUT_ATOL[dtype])
-    torch.testing.assert_close(lse.double(), whole[1], rtol=1e-6, atol=LSE_ATOL)
+    torch.testing.assert_close(out.double(), whole[0], rtol=0, atol=OUT_ATOL[dtype] + 8 * rounding(parts))
+    torch.testing.assert_close(lse.double(), whole[1], rtol=0, atol=LSE_ATOL + rounding(parts))
+
+
+def rounding(parts: list[Partial]) -> float:
+    """What a float32 log-sum-exp as large as the largest here is rounded by; relative weights are off by as much."""
+    lse = torch.stack([lse for _, lse in parts])
+    return float(lse[lse.isfinite()].abs().max()) * torch.finfo(torch.float32).eps if lse.isfinite().any() else 0.0
 
 
 @settings(max_examples=150, derandomize=True, deadline=None)
@@ -57,7 +63,9 @@ def check(parts: list[Partial], whole: Partial) -> None:
     dtype=st.sampled_from(DTYPES),
     scale=st.sampled_from([0.3, 1.0, 8.0, 100.0]),
 )
-def test_any_split_equals_the_whole(num_shards: int, num_keys: int, seed: int, dtype: torch.dtype, scale: float) -> None:
+def test_any_split_equals_the_whole(
+    num_shards: int, num_keys: int, seed: int, dtype: torch.dtype, scale: float
+) -> None:
     check(*shards(num_shards, num_keys, seed=seed, dtype=dtype, scale=scale))
 
 
@@ -99,11 +107,7 @@ def test_equal_inputs_give_equal_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("offset", [-1e4, -200.0, 200.0, 1e4])
 def test_large_log_sum_exps_neither_overflow_nor_vanish(offset: float) -> None:
     parts, whole = shards(4, 30, seed=4)
-    out, lse = merge_partials([(out, lse + offset) for out, lse in parts])
-    # float32 holds a log-sum-exp near 1e4 to 1e-3 only, and weights follow.
-    atol = 4 * abs(offset) * torch.finfo(torch.float32).eps
-    torch.testing.assert_close(out.double(), whole[0], rtol=0, atol=8 * atol)
-    torch.testing.assert_close(lse.double() - offset, whole[1], rtol=0, atol=atol)
+    check([(out, lse + offset) for out, lse in parts], (whole[0], whole[1] + offset))
 
 
 def test_inputs_are_left_alone() -> None:
@@ -120,8 +124,10 @@ def test_the_check_notices_a_wrong_base(seed: int, dtype: torch.dtype) -> None:
     parts, whole = shards(3, 40, seed=seed, dtype=dtype)
     check(parts, whole)
     base2 = [(out, lse * math.log2(math.e)) for out, lse in parts]
-    merged = merge_partials(base2)[0]
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(merged.double(), whole[0], rtol=0, atol=OUT_ATOL[dtype])
     with pytest.raises(AssertionError):
         check(base2, whole)
+    natural = merge_partials(base2)[1] / math.log2(math.e)
+    with pytest.raises(AssertionError):  # the outputs alone give it away
+        torch.testing.assert_close(merge_partials(base2)[0].double(), whole[0], rtol=0, atol=2 * OUT_ATOL[dtype])
+    with pytest.raises(AssertionError):  # and so does a log-sum-exp that is turned back afterwards
+        torch.testing.assert_close(natural.double(), whole[1], rtol=0, atol=1e-3)

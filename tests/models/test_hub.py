@@ -74,7 +74,7 @@ def test_unreadable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "scandir", deny)  # a chmod would not stop root
-    with pytest.raises(ModelLoadError, match="cannot be read.*Permission denied"):
+    with pytest.raises(ModelLoadError, match=r"cannot be read.*Permission denied"):
         resolve_model(str(tmp_path))
 
 

@@ -1,0 +1,109 @@
+"""What every benchmark prints and writes: configuration, hardware, versions, warm-up, runs, median and spread."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import medha
+from medha.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of repeated runs of one thing.
+
+    Attributes:
+        median_s: median over the runs.
+        min_s, max_s: spread.
+        runs: how many counted, warm-up apart.
+    """
+
+    median_s: float
+    min_s: float
+    max_s: float
+    runs: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        """Summarise the runs."""
+        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+def interleaved(
+    contestants: dict[str, Callable[[], object]], *, warmup: int, runs: int, on_run: Callable[[], None] = lambda: None
+) -> dict[str, Timing]:
+    """Time several callables in turn (a b c a b c ...), so that a slow spell of the machine hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for i in range(warmup + runs):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            run()
+            elapsed = time.perf_counter() - start
+            on_run()
+            if i >= warmup:
+                seconds[name].append(elapsed)
+    return {name: Timing.of(values) for name, values in seconds.items()}
+
+
+def environment() -> dict[str, Any]:
+    """Date, hardware and versions of a run."""
+    import torch
+
+    versions = {"medha": medha.__version__, **{name: metadata.version(name) for name in ("torch", "numpy")}}
+    for name in ("transformers", "flashinfer-python"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "versions": versions,
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def check_writable(path: Path | None) -> None:
+    """Find out before a run that its report cannot be written.
+
+    Raises:
+        ConfigError: the folder is missing or not writable.
+    """
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"report file {path} cannot be written; accepted: a file in a writable folder")
+
+
+def write_report(path: Path | None, report: dict[str, Any]) -> None:
+    """Write a report as JSON, replacing a former one whole."""
+    if path is not None:
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(report, indent=2, default=_plain) + "\n")
+        partial.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Timing) else str(value)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,249 @@
+"""Read the RoPE fields of a Hugging Face ``config.json``.
+
+Both generations are read: ``rope_theta`` with ``rope_scaling``, and the newer ``rope_parameters``. What would change
+the output and is not implemented is refused. YaRN's attention factor follows transformers: arXiv 2309.00071 (v2)
+equation 22 unless the file states its own. Standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from medha.config import RopeConfig
+from medha.errors import ConfigError, UnsupportedModelError
+from medha.models.json_fields import MAX_LENGTH, Fields, short_repr
+
+logger = logging.getLogger("medha")
+
+ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_COMMON_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
+_STRETCH_KEYS = (*_COMMON_KEYS, "factor", "original_max_position_embeddings")
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": _COMMON_KEYS,
+    "linear": (*_COMMON_KEYS, "factor"),
+    "llama3": (*_STRETCH_KEYS, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_STRETCH_KEYS, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+_INERT_KEYS = ("finetuned",)  # written by the first YaRN checkpoints, read by nobody
+_KNOWN_ROPE_KEYS = {*_INERT_KEYS, *(key for keys in _ROPE_KEYS.values() for key in keys)}
+
+
+def read_rope(
+    reader: Fields, claimed: int, *, rope_scaling: str | Mapping[str, Any] | None, max_model_len: int | None
+) -> tuple[RopeConfig, int]:
+    """The RoPE of the model, and the longest context in tokens that it then claims.
+
+    Args:
+        reader: the fields of ``config.json``.
+        claimed: ``max_position_embeddings``.
+        rope_scaling: replaces the scaling of the file: a type name, or a mapping as in ``rope_parameters``.
+        max_model_len: length in tokens that a ``rope_scaling`` without a factor stretches to.
+
+    Raises:
+        ConfigError: a field is missing or wrong, or two disagree.
+        UnsupportedModelError: a type of RoPE that is not implemented, or one that differs by layer.
+    """
+    name = "rope_scaling" if reader.raw.get("rope_parameters") is None else "rope_parameters"
+    rope = Fields(_rope_parameters(reader), f"{reader.where}: {name}")
+    outer = reader.optional_integer("original_max_position_embeddings", 1, MAX_LENGTH)
+    if outer is not None and rope.raw.get("rope_type") in ("llama3", "yarn"):
+        rope.raw = {**rope.raw, "original_max_position_embeddings": outer}  # as transformers: the outer one wins
+    if rope_scaling is not None:
+        trained = rope.integer("original_max_position_embeddings", 1, MAX_LENGTH, outer or claimed)
+        rope = _replace_scaling(rope, rope_scaling, trained, max_model_len)
+        if rope.raw["rope_type"] != "llama3":
+            claimed = rope.integer("original_max_position_embeddings", 1, MAX_LENGTH, trained)
+    _check_rope_keys(rope)
+    return _build_rope(rope, claimed)
+
+
+def merge_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``rope_parameters`` of ``config.json`` under those of ``hf_overrides``, each in either generation.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as :func:`read_rope`.
+    """
+    given = _rope_parameters(Fields(overrides, "hf_overrides"))
+    kept = _rope_parameters(Fields(raw, "config.json"))
+    if any(name in overrides and not overrides[name] for name in ("rope_scaling", "rope_parameters")):
+        kept = {name: value for name, value in kept.items() if name == "rope_theta"}
+    return {**kept, **given}
+
+
+def _rope_parameters(reader: Fields) -> dict[str, Any]:
+    """The RoPE fields of both generations as one flat object, nulls dropped.
+
+    Raises:
+        ConfigError: the two generations, or two spellings of one key, disagree.
+        UnsupportedModelError: parameters that differ by layer type.
+    """
+    old = _flat_rope(reader, "rope_scaling")
+    new = _flat_rope(reader, "rope_parameters")
+    theta = reader.raw.get("rope_theta")
+    for other in (old, new):
+        if theta is not None and other.get("rope_theta", theta) != theta:
+            raise ConfigError(
+                f"{reader.where}: rope_theta={short_repr(theta)}, and rope_theta={short_repr(other['rope_theta'])} "
+                "inside rope_scaling or rope_parameters, disagree; accepted: one of them, or the same value"
+            )
+    theta = old.get("rope_theta") if theta is None else theta
+    if old and new:
+        theta = new.get("rope_theta") if theta is None else theta
+        if {"rope_type": "default", "rope_theta": theta, **old} != {"rope_type": "default", "rope_theta": theta, **new}:
+            raise ConfigError(
+                f"{reader.where}: rope_scaling={short_repr(old)} and rope_parameters={short_repr(new)} disagree; "
+                "accepted: one of them, or the same values"
+            )
+    return {**({} if theta is None else {"rope_theta": theta}), **old, **new}
+
+
+def _flat_rope(reader: Fields, name: str) -> dict[str, Any]:
+    raw = reader.raw.get(name)
+    if raw is None:
+        return {}
+    if not isinstance(raw, Mapping):
+        raise reader.wrong(name, "an object or null")
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            raise UnsupportedModelError(
+                f"{reader.where}: {name}: {short_repr(key)} holds an object: RoPE that differs by layer is not "
+                "implemented; accepted: one set of parameters for all layers"
+            )
+    # yarn's null factor means something (see _build_rope), and so does null truncate
+    flat = {key: value for key, value in raw.items() if value is not None or key in ("factor", "truncate")}
+    if "type" in flat:
+        old_name = flat.pop("type")
+        if flat.setdefault("rope_type", old_name) != old_name:
+            raise ConfigError(
+                f"{reader.where}: {name}: type={short_repr(old_name)} and rope_type={short_repr(flat['rope_type'])} "
+                "disagree; accepted: one of them, or the same value"
+            )
+    return flat
+
+
+def _replace_scaling(rope: Fields, scaling: str | Mapping[str, Any], trained: int, max_model_len: int | None) -> Fields:
+    """The parameters under the scaling that the caller asks for; theta stays unless it is given."""
+    given: Any = {"rope_type": scaling} if isinstance(scaling, str) else scaling
+    flat = _flat_rope(Fields({"rope_scaling": given}, "option"), "rope_scaling")
+    if "rope_type" not in flat:
+        raise ConfigError(f"rope_scaling={short_repr(scaling)} has no rope_type; accepted: {', '.join(_ROPE_TYPES)}")
+    if "rope_theta" in rope.raw:
+        flat.setdefault("rope_theta", rope.raw["rope_theta"])
+    result = Fields(flat, "rope_scaling")
+    if flat["rope_type"] in ("llama3", "yarn"):
+        flat.setdefault("original_max_position_embeddings", trained)
+    if flat["rope_type"] in ("linear", "yarn") and flat.get("factor") is None:
+        if max_model_len is None:
+            raise ConfigError(
+                f"rope_scaling={short_repr(scaling)} needs max_model_len, the length to stretch to; "
+                "accepted: max_model_len in tokens, or a mapping with a factor"
+            )
+        trained = result.integer("original_max_position_embeddings", 1, MAX_LENGTH, trained)
+        flat["factor"] = max(1.0, max_model_len / trained)
+    return result
+
+
+def _check_rope_keys(rope: Fields) -> None:
+    rope_type = rope.raw.get("rope_type")
+    if rope_type is None and not set(rope.raw) <= set(_COMMON_KEYS):
+        raise rope.wrong("rope_type", ", ".join(_ROPE_TYPES))
+    if rope_type in ("dynamic", "longrope"):
+        raise UnsupportedModelError(
+            f"{rope.where}: rope_type={rope_type!r} is not implemented: its inverse frequencies change with the length "
+            "of the sequence, so keys written by earlier chunks of a prompt would be wrong; "
+            f"accepted: {', '.join(_ROPE_TYPES)}"
+        )
+    if rope_type is not None and rope_type not in _ROPE_TYPES:
+        raise rope.wrong("rope_type", ", ".join(_ROPE_TYPES))
+    if rope.raw.get("partial_rotary_factor", 1) != 1:
+        raise UnsupportedModelError(
+            f"{rope.where}: partial_rotary_factor={short_repr(rope.raw['partial_rotary_factor'])} is not implemented; "
+            "accepted: 1"
+        )
+    used = _ROPE_KEYS[rope_type or "default"]
+    unused = sorted(str(key) for key in rope.raw if key not in used and key not in _INERT_KEYS)
+    for key in unused:
+        if key not in _KNOWN_ROPE_KEYS:
+            near = difflib.get_close_matches(key, used, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"accepted: {', '.join(used)}"
+            raise ConfigError(f"{rope.where}: unknown key {short_repr(key)}={short_repr(rope.raw.get(key))}; {hint}")
+    if unused:
+        logger.warning("%s: %s have no effect with rope_type=%r", rope.where, ", ".join(unused), rope_type or "default")
+
+
+def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
+    theta = rope.number("rope_theta", 1, 1e30, above=True, default=10000.0)
+    rope_type = rope.raw.get("rope_type", "default")
+    if rope_type == "default":
+        return RopeConfig(theta=theta), claimed
+    if rope_type == "linear":
+        factor = rope.number("factor", 1, MAX_LENGTH)
+        return RopeConfig("linear", theta=theta, factor=factor), _length(rope, claimed * factor)
+    explicit = rope.optional_integer("original_max_position_embeddings", 1, MAX_LENGTH)
+    original = claimed if explicit is None else explicit
+    if rope_type == "llama3":
+        return _build_llama3(rope, theta, original), claimed
+    if "factor" in rope.raw and rope.raw["factor"] is None:
+        rope.raw = {**rope.raw, "factor": claimed / original}
+    yarn = _build_yarn(rope, theta, original)
+    return yarn, claimed if explicit is None else max(claimed, _length(rope, original * yarn.factor))
+
+
+def _build_llama3(rope: Fields, theta: float, original: int) -> RopeConfig:
+    low = rope.number("low_freq_factor", 0, 1e9, above=True)
+    high = rope.number("high_freq_factor", 0, 1e9, above=True)
+    if high <= low:
+        raise ConfigError(
+            f"{rope.where}: high_freq_factor={high:g} with low_freq_factor={low:g}; accepted: a larger one"
+        )
+    return RopeConfig(
+        "llama3",
+        theta=theta,
+        factor=rope.number("factor", 1, MAX_LENGTH),
+        original_max_position_embeddings=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _build_yarn(rope: Fields, theta: float, original: int) -> RopeConfig:
+    factor = rope.number("factor", 1, MAX_LENGTH)
+    beta_fast = rope.optional_number("beta_fast", 0, 1e9) or 32.0  # 0 means the default, as in transformers
+    beta_slow = rope.optional_number("beta_slow", 0, 1e9) or 1.0
+    if beta_fast < beta_slow:
+        raise ConfigError(
+            f"{rope.where}: beta_fast={beta_fast:g} is below beta_slow={beta_slow:g}; accepted: at least it"
+        )
+    return RopeConfig(
+        "yarn",
+        theta=theta,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        truncate=rope.boolean("truncate", default=True),
+        attention_factor=_yarn_attention_factor(rope, factor),
+    )
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    explicit = rope.optional_number("attention_factor", 0, 1e9, above=True)
+    mscale = rope.optional_number("mscale", 0, 1e9)
+    mscale_all_dim = rope.optional_number("mscale_all_dim", 0, 1e9)
+    if explicit is not None:
+        return explicit
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+
+
+def _length(rope: Fields, tokens: float) -> int:
+    if tokens > MAX_LENGTH:
+        raise rope.wrong("factor", f"one that stretches the context to at most {MAX_LENGTH} tokens")
+    return round(tokens)

@@ -1,0 +1,149 @@
+"""Read a JSON object from a file of a model folder, and check its fields one by one.
+
+The file may be hostile: its size and depth are bounded, a key given twice is refused, and messages stay short.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medha.errors import ConfigError
+
+MAX_LENGTH = 2**31 - 1
+"""Longest context that a field may claim, in tokens."""
+
+
+def read_json_object(path: Path, *, max_bytes: int = 10_000_000) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        ConfigError: missing, unreadable, larger than ``max_bytes``, not JSON, nested too deep, a key given twice, or
+            not an object.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"{path}: not a file; accepted: a JSON object")
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; accepted: a JSON object") from error
+    if len(data) > max_bytes:
+        raise ConfigError(f"{path}: larger than {max_bytes} bytes; accepted: a JSON object of at most that size")
+    return parse_json_object(data, str(path))
+
+
+def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
+    """The object in UTF-8 JSON text; ``where`` names its source in messages.
+
+    Raises:
+        ConfigError: not JSON, nested too deep, a key given twice, or not an object.
+    """
+    if not data.strip():
+        raise ConfigError(f"{where}: empty; accepted: a JSON object")
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_unique_keys)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not UTF-8 at byte {error.start}; accepted: a JSON object") from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno} column {error.colno}"
+        raise ConfigError(f"{where}: not JSON: {error.msg} at {place}; accepted: a JSON object") from error
+    except RecursionError as error:
+        raise ConfigError(f"{where}: nested too deep; accepted: a JSON object") from error
+    except ValueError as error:  # a key given twice, or an integer of thousands of digits
+        raise ConfigError(f"{where}: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: holds a {type(value).__name__}, {short_repr(value)}; accepted: a JSON object")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {short_repr(key)} is given twice in one object")
+            seen.add(key)
+    return result
+
+
+def short_repr(value: Any) -> str:
+    """``repr`` for a message, cut where a hostile file would fill the screen."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits have no repr
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+class Fields:
+    """Typed, checked access to the fields of one JSON object: null reads as absent, a wrong one is a ConfigError."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def wrong(self, name: str, accepted: str) -> ConfigError:
+        """The error to raise for a field that is missing, or whose value is not accepted."""
+        if name not in self.raw:
+            return ConfigError(f"{self.where}: {name} is missing; accepted: {accepted}")
+        return ConfigError(f"{self.where}: {name}={short_repr(self.raw[name])}; accepted: {accepted}")
+
+    def optional_integer(self, name: str, low: int, high: int) -> int | None:
+        """An integer from low to high, or None where absent."""
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.wrong(name, f"an integer from {low} to {high}")
+        return value
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer from low to high; where absent the default, and without one an error."""
+        value = self.optional_integer(name, low, high)
+        value = default if value is None else value
+        if value is None:
+            raise self.wrong(name, f"an integer from {low} to {high}")
+        return value
+
+    def optional_number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
+        """A number from low to high, or None where absent; ``above`` leaves low itself out."""
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not low <= value <= high or (above and value == low):  # NaN fails the comparison
+            start = f"above {low:g} up" if above else f"from {low:g}"
+            raise self.wrong(name, f"a number {start} to {high:g}")
+        return float(value)
+
+    def number(self, name: str, low: float, high: float, *, above: bool = False, default: float | None = None) -> float:
+        """A number from low to high; where absent the default, and without one an error."""
+        value = self.optional_number(name, low, high, above=above)
+        value = default if value is None else value
+        if value is None:
+            raise self.wrong(name, f"a number of at least {low:g}")
+        return value
+
+    def boolean(self, name: str, *, default: bool = False) -> bool:
+        """True or false; the default where absent."""
+        value = self.raw.get(name, default)
+        if value is None:  # transformers tests these for truth, so null is false even where absent means true
+            return False
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """One id, or a list of ids, each in the vocabulary."""
+        value = self.raw.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+                raise self.wrong(name, f"token ids from 0 to {vocab_size - 1} (one, a list, or null)")
+        return tuple(dict.fromkeys(ids))

@@ -1,0 +1,92 @@
+"""Engines on random checkpoints, sharing one loaded model, and what they generate with the logits behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import medha.runner
+from medha.attention.torch_backend import TorchBackend
+from medha.config import ModelConfig, SchedulerConfig
+from medha.engine import Engine, ModelLimits
+from medha.kv_cache import KVCache
+from medha.models.decoder import Decoder, build_decoder
+from medha.models.hf_config import load_model_config
+from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
+from medha.request import SamplingParams
+from medha.runner import Runner
+from medha.sched.scheduler import Scheduler
+
+CPU = torch.device("cpu")
+
+
+def load_decoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The packed decoder of a folder."""
+    config = load_model_config(folder)
+    with Checkpoint(folder) as checkpoint:
+        check_tensors(checkpoint, expected_tensors(config), ignored=lambda name: is_ignored(name, config))
+        model = build_decoder(config, dtype=dtype, device=CPU)
+        load_parameters(dict(model.named_parameters()), checkpoint)
+    model.pack_()
+    return model
+
+
+def make_engine(
+    model: Decoder,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 64,
+    max_model_len: int = 8192,
+    dtype: torch.dtype = torch.float32,
+    **scheduler: int,
+) -> Engine:
+    """A fresh engine without a tokenizer around a loaded decoder."""
+    config: ModelConfig = model.config
+    cache = KVCache(
+        num_layers=config.num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device=CPU,
+    )
+    return Engine(
+        Runner(model, cache, TorchBackend(), CPU),
+        Scheduler(SchedulerConfig(**scheduler), num_blocks=num_blocks, block_size=block_size),
+        ModelLimits(config.vocab_size, max_model_len),
+    )
+
+
+def run_to_end(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    """Greedy tokens of each prompt, all added at once; the pool must be empty again at the end."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, output_kind="final_only")
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            tokens[output.request_id] = output.outputs[0].token_ids
+    assert engine.scheduler.pool.num_used == 0
+    return [tokens[str(i)] for i in range(len(prompts))]
+
+
+def run_with_logits(
+    engine: Engine, prompts: Sequence[list[int]], num_tokens: int
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """As :func:`run_to_end`, with the logits that chose each token, [num_tokens, V] a prompt."""
+    logits: dict[int, list[torch.Tensor]] = {}
+    original = medha.runner.sample
+
+    def recording(logits_SV, slots, indices):  # type: ignore[no-untyped-def]
+        for row, slot in zip(logits_SV, slots, strict=True):
+            logits.setdefault(slot.seed, []).append(row.clone())
+        return original(logits_SV, slots, indices)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(medha.runner, "sample", recording)
+        tokens = run_to_end(engine, prompts, num_tokens)
+    return tokens, [torch.stack(logits[i]) for i in range(len(prompts))]  # request i draws with seed i

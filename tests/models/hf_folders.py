@@ -1,0 +1,56 @@
+"""A small ``config.json`` with some fields changed, and what reading it must raise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha.config import ModelConfig
+from medha.errors import ConfigError
+from medha.models.hf_config import load_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+}
+REMOVE = object()
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 1024,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+def family(name: str, **changes: Any) -> dict[str, Any]:
+    architecture = {"mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[name]
+    return {"architectures": [architecture], "model_type": name, **changes}
+
+
+def load(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> ModelConfig:
+    """Load LLAMA with some fields changed or removed."""
+    raw = {key: value for key, value in {**LLAMA, **(changes or {})}.items() if value is not REMOVE}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return load_model_config(folder, **options)
+
+
+def refused(folder: Path, error: type[ConfigError], changes: dict[str, Any], parts: list[str], **options: Any) -> None:
+    """The exact class is raised, and its message holds every part."""
+    with pytest.raises(ConfigError) as caught:
+        load(folder, changes, **options)
+    assert type(caught.value) is error, caught.value
+    for part in parts:
+        assert part in str(caught.value)
+    assert len(str(caught.value)) < 1000

@@ -1,0 +1,219 @@
+"""The decoder against transformers with the same random weights, whole, packed and in stages."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from medha.config import ModelConfig
+from medha.models.decoder import Decoder, build_decoder, fill_random_
+from medha.models.hf_config import load_model_config
+from medha.models.layers import MLP, RMSNorm, packed_linear
+from medha.models.rope import cos_sin, inverse_frequencies
+from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, random_prompt, reference_logits
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 40
+RELATIVE = 1e-4  # of the largest logit, float32
+
+
+class Checkpoint(NamedTuple):
+    """A random checkpoint, read by both sides."""
+
+    config: ModelConfig
+    weights: dict[str, torch.Tensor]
+    reference: transformers.PreTrainedModel
+
+
+@pytest.fixture(scope="module", params=[(name, tied) for name in FAMILIES for tied in (False, True)], ids=str)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    family, tied = request.param
+    return load_checkpoint(tmp_path_factory.mktemp(family), family, tied=tied)
+
+
+def load_checkpoint(folder: Path, family: str, *, tied: bool) -> Checkpoint:
+    reference = make_checkpoint(folder, family, tied=tied)
+    return Checkpoint(load_model_config(folder), load_file(folder / "model.safetensors"), reference)
+
+
+def build(checkpoint: Checkpoint, layers: range | None = None) -> Decoder:
+    decoder = build_decoder(checkpoint.config, dtype=torch.float32, device=CPU, layers=layers)
+    names = decoder.state_dict().keys()
+    decoder.load_state_dict({name: checkpoint.weights[name] for name in names})
+    return decoder
+
+
+def causal_attend(_: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
+    heads_first = (x.transpose(0, 1)[None] for x in (q_TNH, k_TKH, v_TKH))
+    return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def logits(stages: list[Decoder], ids: list[int]) -> torch.Tensor:
+    """Logits of every position, float32 [len(ids), V], through a chain of decoders."""
+    config = stages[0].config
+    inv_freq = inverse_frequencies(config.rope, config.head_dim)
+    cos, sin = cos_sin(torch.arange(len(ids)), inv_freq, config.rope.attention_factor)
+    x = stages[0].embed(torch.tensor(ids))
+    for stage in stages:
+        x = stage(x, cos, sin, causal_attend)
+    return stages[-1].logits(x)
+
+
+def assert_logits_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=0, atol=RELATIVE * float(want.abs().max()))
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole model
+
+
+def test_logits_of_transformers(checkpoint: Checkpoint) -> None:
+    ids = random_prompt(NUM_TOKENS, seed=1)
+    want = reference_logits(checkpoint.reference, ids)
+    assert want.shape == (NUM_TOKENS, VOCAB)
+    assert_logits_close(logits([build(checkpoint)], ids), want)
+
+
+def test_packed_logits_of_transformers(checkpoint: Checkpoint) -> None:
+    decoder = build(checkpoint)
+    decoder.pack_()
+    for length in (NUM_TOKENS, 1):
+        ids = random_prompt(length, seed=2)
+        assert_logits_close(logits([decoder], ids), reference_logits(checkpoint.reference, ids))
+
+
+def test_packing_drops_the_plain_weights(checkpoint: Checkpoint) -> None:
+    decoder = build(checkpoint)
+    decoder.pack_()
+    left = {name for name, _ in decoder.named_parameters()}
+    assert all("norm" in name or "embed_tokens" in name for name in left)
+
+
+def test_names_are_those_of_the_checkpoint(checkpoint: Checkpoint) -> None:
+    decoder = Decoder(checkpoint.config)
+    shapes = {name: tensor.shape for name, tensor in decoder.state_dict().items()}
+    assert shapes == {name: tensor.shape for name, tensor in checkpoint.weights.items()}
+    assert ("lm_head.weight" in shapes) == (not checkpoint.config.tie_word_embeddings)
+
+
+def test_the_check_notices_attention(checkpoint: Checkpoint) -> None:
+    """Weights large enough that a lost key or a wrong position shows in the logits."""
+    decoder, ids = build(checkpoint), random_prompt(NUM_TOKENS, seed=3)
+    want = reference_logits(checkpoint.reference, ids)
+    changed = logits([decoder], [(ids[0] + 1) % VOCAB, *ids[1:]])
+    assert float((changed[-1] - want[-1]).abs().max()) > 10 * RELATIVE * float(want.abs().max())
+    turned = logits([decoder], ids[::-1])
+    assert not torch.allclose(turned[-1], want[-1], atol=10 * RELATIVE * float(want.abs().max()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stages
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cuts", [(0, 1, 3), (0, 2, 3), (0, 1, 2, 3)])
+def test_stages_in_a_row_are_the_whole(checkpoint: Checkpoint, cuts: tuple[int, ...], packed: bool) -> None:
+    stages = [build(checkpoint, range(a, b)) for a, b in pairwise(cuts)]
+    whole = build(checkpoint)
+    for decoder in (*stages, whole):
+        if packed:
+            decoder.pack_()
+    ids = random_prompt(NUM_TOKENS, seed=4)
+    assert torch.equal(logits(stages, ids), logits([whole], ids))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_holds_only_its_own_weights(tied: bool, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(tmp_path, "qwen3", tied=tied)
+    stages = [Decoder(checkpoint.config, layers) for layers in (range(0, 1), range(1, 2), range(2, 3))]
+    names = [set(stage.state_dict()) for stage in stages]
+    assert [stage.num_layers for stage in stages] == [1, 1, 1]
+    assert set.union(*names) == set(checkpoint.weights)
+    for i, held in enumerate(names):
+        assert {int(name.split(".")[2]) for name in held if ".layers." in name} == {i}
+    assert [stage.has_embedding for stage in stages] == [True, False, False]
+    assert [stage.has_head for stage in stages] == [False, False, True]
+    assert ["model.embed_tokens.weight" in held for held in names] == [True, False, tied]
+    assert ["model.norm.weight" in held for held in names] == [False, False, True]
+    assert ["lm_head.weight" in held for held in names] == [False, False, not tied]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Building and layers
+
+
+def test_build_and_random_fill(tmp_path: Path) -> None:
+    config = load_checkpoint(tmp_path, "qwen2", tied=False).config
+    first, again, other = (build_decoder(config, dtype=torch.bfloat16, device=CPU) for _ in range(3))
+    for decoder, seed in ((first, 1), (again, 1), (other, 2)):
+        fill_random_(decoder, seed=seed, std=0.02)
+    weights, repeated, differing = (decoder.state_dict() for decoder in (first, again, other))
+    assert not first.training
+    for name, tensor in weights.items():
+        assert tensor.dtype == torch.bfloat16
+        assert not tensor.requires_grad
+        assert torch.equal(tensor, repeated[name])
+        if "norm" in name:
+            assert torch.equal(tensor, torch.ones_like(tensor))
+        else:
+            assert not torch.equal(tensor, differing[name])
+    assert float(weights["lm_head.weight"].float().std()) == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_of_transformers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours, theirs = RMSNorm(64, 1e-5).to(dtype), LlamaRMSNorm(64, 1e-5).to(dtype)
+    weight = torch.empty(64).uniform_(0.5, 1.5).to(dtype)
+    ours.load_state_dict({"weight": weight})
+    theirs.load_state_dict({"weight": weight})
+    x = (torch.randn(33, 64) * torch.logspace(-4, 3, 33)[:, None]).to(dtype)
+    with torch.inference_mode():
+        assert ours(x).dtype == dtype
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
+        heads = x.view(33, 4, 16)
+        per_head = RMSNorm(16, 1e-5).to(dtype)
+        per_head.load_state_dict({"weight": weight[:16]})
+        assert torch.equal(per_head(heads)[:, 2], per_head(heads[:, 2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 33])
+def test_packed_linear_equals_linears_side_by_side(rows: int, bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(48, n, bias=bias, dtype=dtype) for n in (64, 16, 10)]
+    x = torch.randn(rows, 48).to(dtype)
+    with torch.inference_mode():
+        want = torch.cat([linear(x) for linear in linears], dim=-1)
+        got = packed_linear(*linears)(x)
+        assert got.dtype == dtype
+        atol = 2 * torch.finfo(dtype).eps * float(want.abs().max())
+        torch.testing.assert_close(got, want, rtol=0, atol=max(atol, 1e-6))
+        one = packed_linear(linears[0])(x)
+        torch.testing.assert_close(one, want[:, :64], rtol=0, atol=max(atol, 1e-6))
+
+
+def test_mlp_is_swiglu(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(tmp_path, "llama", tied=False)
+    prefix = "model.layers.1.mlp."
+    mlp = MLP(checkpoint.config)
+    mlp.load_state_dict({n.removeprefix(prefix): w for n, w in checkpoint.weights.items() if n.startswith(prefix)})
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        want = checkpoint.reference.model.layers[1].mlp(x)
+        torch.testing.assert_close(mlp(x), want, rtol=1e-5, atol=1e-5)
+        mlp.pack_()
+        torch.testing.assert_close(mlp(x), want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,357 @@
+"""config.json: what is read, and what each wrong field says (cases A2 to A5, A19)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from medha.config import ModelConfig, RopeConfig
+from medha.errors import ConfigError, UnsupportedModelError
+from medha.models.hf_config import load_model_config, parse_hf_overrides
+from tests.models.hf_folders import LLAMA, REMOVE, YARN, family, load, refused
+
+CUSTOM = {"AutoModel": "custom.Model"}
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "dangling", "fifo"])
+def test_no_such_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "config.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "dangling":
+        path.symlink_to("gone")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"config\.json: (cannot be read|not a file)"):
+        load_model_config(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Families (A3, A5) and dimensions (A4)
+
+
+def test_llama(tmp_path: Path) -> None:
+    assert load(tmp_path) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position_embeddings=8192,
+        rope=RopeConfig(),
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_key_value_heads": REMOVE}, {"num_kv_heads": 4}),
+        ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
+        (family("mistral", sliding_window=None, num_key_value_heads=None), {"num_kv_heads": 4}),
+        (
+            family("mistral", sliding_window=None, num_key_value_heads=REMOVE, num_attention_heads=16),
+            {"num_kv_heads": 8},
+        ),
+        (family("mistral", sliding_window=None, head_dim=None), {"head_dim": 16, "qkv_bias": False}),
+        (family("mistral", sliding_window=None, max_position_embeddings=REMOVE), {"max_position_embeddings": 131072}),
+        ({"max_position_embeddings": REMOVE}, {"max_position_embeddings": 2048}),
+        (family("qwen2"), {"qkv_bias": True, "o_bias": False, "qk_norm": False, "head_dim": 16, "eos_token_ids": ()}),
+        (family("qwen2", head_dim=32), {"head_dim": 32}),
+        (family("qwen3"), {"qkv_bias": False, "qk_norm": True, "head_dim": 128, "bos_token_id": None}),
+        (family("qwen3", attention_bias=True), {"qkv_bias": True, "o_bias": True}),
+        (family("qwen3", max_position_embeddings=REMOVE), {"max_position_embeddings": 32768}),
+        ({"attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
+        ({"architectures": REMOVE}, {"architecture": "LlamaForCausalLM"}),
+        ({"architectures": [], "model_type": "qwen3"}, {"architecture": "Qwen3ForCausalLM"}),
+        ({"model_type": REMOVE}, {"architecture": "LlamaForCausalLM"}),
+        ({"head_dim": 20, "hidden_size": 63}, {"head_dim": 20, "hidden_size": 63}),
+        ({"rms_norm_eps": 1e-5, "tie_word_embeddings": True}, {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}),
+        ({"pretraining_tp": 2, "hidden_act": None, "quantization_config": None}, {"dtype": "float32"}),
+        ({"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        ({"dtype": "torch.float16"}, {"dtype": "float16"}),
+        ({"dtype": "float16", "torch_dtype": "bfloat16"}, {"dtype": "float16"}),
+        ({"bos_token_id": None, "eos_token_id": None}, {"bos_token_id": None, "eos_token_ids": ()}),
+        ({"eos_token_id": [5, 7, 5], "bos_token_id": 0}, {"bos_token_id": 0, "eos_token_ids": (5, 7)}),
+        ({"vocab_size": 2}, {"bos_token_id": 1, "eos_token_ids": ()}),
+    ],
+)
+def test_fields_and_defaults(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = load(tmp_path, changes)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["'GPT2LMHeadModel'", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["'LlamaForSequenceClassification'"]),
+        ({"architectures": ["CustomModel"], "auto_map": CUSTOM}, ["'CustomModel'"]),
+        ({"architectures": REMOVE, "model_type": "gpt2"}, ["model_type='gpt2'", "llama, mistral, qwen2, qwen3"]),
+        ({"architectures": REMOVE, "model_type": REMOVE}, ["model_type=None"]),
+    ],
+)
+def test_unknown_architecture(tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
+    refused(tmp_path, UnsupportedModelError, changes, ["config.json", "supported", *parts])
+
+
+def test_auto_map_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="medha"):
+        load(tmp_path, {"auto_map": CUSTOM})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "auto_map is ignored" in caplog.text
+
+
+BAD_DIMS = [0, -1, True, "64", 64.0, 2**40, 10**400, [64], float("nan")]
+
+
+@pytest.mark.parametrize("value", BAD_DIMS, ids=lambda value: repr(value)[:20])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+    ],
+)
+def test_wrong_dimension(tmp_path: Path, field: str, value: Any) -> None:
+    parts = [f"config.json: {field}={repr(value)[:90]}", "accepted: an integer from 1 to"]
+    refused(tmp_path, ConfigError, {field: value}, parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        *(
+            ({field: REMOVE}, [f"{field} is missing", "accepted: an integer"])
+            for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        ),
+        ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
+        ({"num_key_value_heads": 8}, ["num_attention_heads=4", "num_key_value_heads=8"]),
+        ({"head_dim": 15}, ["head_dim=15 is odd"]),
+        ({"hidden_size": 60}, ["head_dim=15 is odd"]),
+        ({"hidden_size": 66}, ["hidden_size=66", "num_attention_heads=4"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps=0", "above 0"]),
+        ({"rms_norm_eps": "1e-6"}, ["rms_norm_eps='1e-6'"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings='yes'", "true or false"]),
+        ({"attention_bias": 1}, ["attention_bias=1"]),
+        ({"dtype": "float64"}, ["dtype='float64'", "float32, bfloat16, float16"]),
+        ({"torch_dtype": 16}, ["torch_dtype=16"]),
+        ({"architectures": "LlamaForCausalLM"}, ["architectures='LlamaForCausalLM'", "a list of names"]),
+        ({"model_type": 3}, ["model_type=3"]),
+        ({"model_type": "qwen2"}, ["architectures=['LlamaForCausalLM']", "model_type='qwen2'"]),
+        ({"bos_token_id": 128}, ["bos_token_id=128", "from 0 to 127"]),
+        ({"bos_token_id": [1]}, ["bos_token_id=[1]"]),
+        ({"eos_token_id": 128}, ["eos_token_id=128", "from 0 to 127"]),
+        ({"eos_token_id": [1, -1]}, ["eos_token_id=[1, -1]"]),
+        ({"eos_token_id": True}, ["eos_token_id=True"]),
+        ({"eos_token_id": "2"}, ["eos_token_id='2'"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types=", "a list of 2 names"]),
+    ],
+)
+def test_wrong_field(tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
+    refused(tmp_path, ConfigError, changes, ["config.json", *parts])
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_what_transformers_saves_reads_back(tmp_path: Path, kind: str, explicit: bool) -> None:
+    classes: dict[str, Any] = {
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+    }
+    fields = {key: value for key, value in LLAMA.items() if key not in ("architectures", "model_type")}
+    if explicit:
+        fields |= {"head_dim": 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": [3, 4]}
+    theirs = classes[kind](**fields)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model_config(tmp_path, max_model_len=1024)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == getattr(theirs, "head_dim", 16)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.bos_token_id == theirs.bos_token_id
+    eos = theirs.eos_token_id
+    assert ours.eos_token_ids == tuple([] if eos is None else eos if isinstance(eos, list) else [eos])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refused rather than computed differently
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("hidden_act", "relu2"),
+        ("mlp_bias", True),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("partial_rotary_factor", 0.5),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("attention_multiplier", 0.0078125),
+        ("residual_multiplier", 0.22),
+        ("embedding_multiplier", 12.0),
+        ("logits_scaling", 8.0),
+        ("logit_scale", 0.0625),
+        ("rope_interleaved", True),
+        ("use_qk_norm", True),
+        ("attention_chunk_size", 8192),
+        ("no_rope_layers", [1, 0]),
+        ("num_local_experts", 8),
+    ],
+)
+def test_unimplemented_field(tmp_path: Path, field: str, value: Any) -> None:
+    refused(tmp_path, UnsupportedModelError, {field: value}, [f"config.json: {field}={value!r}", "accepted:"])
+
+
+def test_neutral_values_are_fine(tmp_path: Path) -> None:
+    changes = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0, "residual_multiplier": 1.0}
+    assert load(tmp_path, changes) == load(tmp_path)
+
+
+def test_mistral_has_no_attention_bias(tmp_path: Path) -> None:
+    changes = family("mistral", sliding_window=None, attention_bias=True)
+    refused(tmp_path, UnsupportedModelError, changes, ["attention_bias=True", "MistralForCausalLM"])
+
+
+TWO_KINDS = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        (family("mistral", sliding_window=4096), 4096),
+        (family("mistral"), 4096),  # absent: the default of transformers
+        (family("qwen2", use_sliding_window=True, sliding_window=1024, max_window_layers=1), 1024),
+        (family("qwen3", use_sliding_window=True, max_window_layers=0), 4096),
+        (family("qwen3", sliding_window=512, layer_types=TWO_KINDS), 512),
+        ({"layer_types": TWO_KINDS, "sliding_window": 512}, 512),
+        ({"dual_chunk_attention_config": {"chunk_size": 4096}}, 4096),
+    ],
+)
+def test_window_in_effect(tmp_path: Path, changes: dict[str, Any], window: int) -> None:
+    refused(tmp_path, UnsupportedModelError, changes, [str(window), f"--max-model-len {window} or less", "8192"])
+    refused(tmp_path, UnsupportedModelError, changes, ["window"], max_model_len=window + 1)
+    assert load(tmp_path, changes, max_model_len=window).max_position_embeddings == 8192
+    load(tmp_path, {**changes, "max_position_embeddings": window})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        family("mistral", sliding_window=None),
+        family("mistral", sliding_window=8192),
+        family("qwen2", use_sliding_window=False, sliding_window=512),
+        family("qwen2", sliding_window=512),
+        family("qwen2", use_sliding_window=True, sliding_window=None),
+        family("qwen2", use_sliding_window=True, sliding_window=512, max_window_layers=2),
+        family("qwen3", use_sliding_window=True, sliding_window=512, layer_types=["full_attention"] * 2),
+    ],
+)
+def test_window_without_effect(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert load(tmp_path, changes).max_position_embeddings == 8192
+
+
+def test_unknown_layer_type(tmp_path: Path) -> None:
+    changes = family("qwen3", layer_types=["full_attention", "linear_attention"])
+    refused(tmp_path, UnsupportedModelError, changes, ["layer_types", "'linear_attention'"], max_model_len=1)
+
+
+def test_sliding_layers_without_a_window(tmp_path: Path) -> None:
+    changes = {"layer_types": TWO_KINDS, "sliding_window": None}
+    refused(tmp_path, UnsupportedModelError, changes, ["layer_types", "sliding_window=None"], max_model_len=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# hf_overrides (A19)
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "expected"),
+    [
+        ({}, {"max_position_embeddings": 100}, {"max_position_embeddings": 100}),
+        ({}, {"rms_norm_eps": 1e-3}, {"rms_norm_eps": 1e-3}),
+        ({"quantization_config": {"bits": 4}}, {"quantization_config": None}, {}),
+        ({}, {"rope_theta": 5e5}, {"rope": RopeConfig(theta=5e5)}),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rope_theta": 5e5}, {"theta": 5e5}),
+        ({"rope_theta": 1e6}, {"rope_parameters": YARN}, {"theta": 1e6, "factor": 4.0}),
+        (
+            {"rope_theta": 1e6, "rope_scaling": YARN},
+            {"rope_parameters": {"factor": 8.0}},
+            {"theta": 1e6, "factor": 8.0},
+        ),
+        ({"rope_parameters": YARN}, {"rope_scaling": {"type": "yarn", "factor": 8.0}}, {"factor": 8.0}),
+        ({"rope_theta": 1e6, "rope_scaling": YARN}, {"rope_scaling": None}, {"rope": RopeConfig(theta=1e6)}),
+        (family("mistral"), {"sliding_window": None}, {"architecture": "MistralForCausalLM"}),
+        ({"architectures": ["CustomForCausalLM"]}, {"architectures": ["LlamaForCausalLM"]}, {}),
+    ],
+)
+def test_overrides(
+    tmp_path: Path, changes: dict[str, Any], overrides: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = load(tmp_path, changes, hf_overrides=overrides)
+    for name, value in expected.items():
+        assert getattr(config if hasattr(config, name) else config.rope, name) == value
+
+
+def test_overrides_leave_the_mapping_alone(tmp_path: Path) -> None:
+    overrides = {"rope_parameters": {"type": "yarn", "factor": 2.0}}
+    load(tmp_path, hf_overrides=overrides, rope_scaling="yarn", max_model_len=10_000)
+    assert overrides == {"rope_parameters": {"type": "yarn", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ({"max_position_embedings": 5}, ["'max_position_embedings'=5", "did you mean max_position_embeddings?"]),
+        ({"zzz": 1}, ["'zzz'=1", "accepted: a field of config.json"]),
+        ({"vocab_size": "128"}, ["config.json with hf_overrides: vocab_size='128'"]),
+        ({"rope_parameters": "yarn"}, ["hf_overrides: rope_parameters='yarn'"]),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ["hf_overrides: rope_parameters: factor is missing"]),
+        ({"rope_theta": "big"}, ["rope_theta='big'"]),
+        ({"eos_token_id": 1000}, ["eos_token_id=1000"]),
+    ],
+)
+def test_wrong_overrides(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -> None:
+    refused(tmp_path, ConfigError, {}, ["hf_overrides", *parts], hf_overrides=overrides)
+
+
+def test_overrides_on_the_command_line() -> None:
+    assert parse_hf_overrides('{"rope_theta": 5e5}') == {"rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "empty"),
+        ("{rope_theta: 5}", "not JSON"),
+        ("[1]", "accepted: a JSON object"),
+        ('"yarn"', "accepted: a JSON object"),
+        ('{"a": 1, "a": 2}', "given twice"),
+        ("\udc80", "not JSON"),
+    ],
+)
+def test_wrong_overrides_on_the_command_line(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hf_overrides(text)
+    assert "hf_overrides" in str(caught.value)
+    assert reason in str(caught.value)

@@ -1,0 +1,280 @@
+"""The RoPE fields of config.json and the rope_scaling option: what is read, and what each wrong one says (A6 to A8)."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from medha.config import RopeConfig
+from medha.errors import ConfigError, UnsupportedModelError
+from tests.models.hf_folders import LLAMA, LLAMA3, YARN, family, load, refused
+
+
+def test_both_generations_read_alike(tmp_path: Path) -> None:
+    for rope in (YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default"}):
+        theta = {"rope_theta": 5e5}
+        new = load(tmp_path, {"rope_parameters": {**rope, **theta}})
+        assert load(tmp_path, {"rope_scaling": rope, **theta}) == new
+        assert load(tmp_path, {"rope_parameters": rope, **theta}) == new
+        renamed = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
+        assert load(tmp_path, {"rope_scaling": renamed, **theta}) == new
+        both = {"rope_scaling": renamed, "rope_parameters": {**rope, **theta}, **theta}
+        assert load(tmp_path, both) == new
+        assert new.rope.theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope", "length"),
+    [
+        ({}, RopeConfig(theta=10000.0), 8192),
+        ({"rope_theta": None, "rope_scaling": None, "rope_parameters": None}, RopeConfig(), 8192),
+        ({"rope_scaling": {}, "rope_parameters": {}}, RopeConfig(), 8192),
+        ({"rope_theta": 500000}, RopeConfig(theta=5e5), 8192),
+        ({"rope_parameters": {"rope_theta": 2e6}}, RopeConfig(theta=2e6), 8192),
+        ({"rope_scaling": {"type": "default"}}, RopeConfig(), 8192),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeConfig("linear", factor=2.0), 16384),
+        (
+            {"rope_scaling": LLAMA3},
+            RopeConfig(
+                "llama3",
+                factor=8.0,
+                original_max_position_embeddings=1024,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+            ),
+            8192,
+        ),
+        (
+            {"rope_scaling": {**YARN, "attention_factor": 1.5, "beta_fast": 16, "truncate": False, "finetuned": True}},
+            RopeConfig(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=2048,
+                beta_fast=16.0,
+                truncate=False,
+                attention_factor=1.5,
+            ),
+            8192,
+        ),
+    ],
+)
+def test_rope_fields(tmp_path: Path, changes: dict[str, Any], rope: RopeConfig, length: int) -> None:
+    config = load(tmp_path, changes)
+    assert config.rope == rope
+    assert config.max_position_embeddings == length
+
+
+@pytest.mark.parametrize(
+    ("changes", "original", "factor", "length"),
+    [
+        ({"max_position_embeddings": 2048, "rope_scaling": YARN}, 2048, 4.0, 8192),
+        ({"max_position_embeddings": 9000, "rope_scaling": YARN}, 2048, 4.0, 9000),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 8192, 4.0, 8192),
+        ({"original_max_position_embeddings": 1024, "rope_scaling": YARN}, 1024, 4.0, 8192),
+        ({"rope_scaling": {**YARN, "factor": None}}, 2048, 4.0, 8192),
+    ],
+)
+def test_yarn_length(tmp_path: Path, changes: dict[str, Any], original: int, factor: float, length: int) -> None:
+    config = load(tmp_path, changes)
+    assert config.rope.original_max_position_embeddings == original
+    assert config.rope.factor == factor
+    assert config.max_position_embeddings == length
+
+
+PARITY: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 2.5}, "rope_theta": 1e6},
+    "llama3": {"rope_scaling": LLAMA3, "rope_theta": 5e5},
+    "llama3 v5, no original": {
+        "rope_parameters": {
+            "rope_theta": 5e5,
+            **{key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"},
+        }
+    },
+    "yarn": {"rope_scaling": YARN},
+    "yarn, no original": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "yarn, outer original": {"rope_scaling": YARN, "original_max_position_embeddings": 1024},
+    "yarn, factor 1": {"rope_scaling": {**YARN, "factor": 1.0}},
+    "yarn, null factor": {"rope_scaling": {**YARN, "factor": None}},
+    "yarn, mscale": {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0}},
+    "yarn, mscale alone": {"rope_scaling": {**YARN, "mscale": 0.707}},
+    "yarn, mscale 0": {"rope_scaling": {**YARN, "mscale": 0.0, "mscale_all_dim": 1.0}},
+    "yarn, attention factor": {"rope_scaling": {**YARN, "attention_factor": 1.25, "mscale": 2.0}},
+    "yarn v5": {"rope_parameters": {**YARN, "rope_theta": 1e6, "beta_fast": 64.0, "beta_slow": 2.0}},
+}
+
+
+@pytest.mark.parametrize("case", PARITY)
+@pytest.mark.filterwarnings("ignore")
+def test_parity_with_transformers(tmp_path: Path, case: str) -> None:
+    changes = PARITY[case]
+    ours = load(tmp_path, changes).rope
+    given = copy.deepcopy(changes)  # transformers writes into it
+    if case == "yarn, null factor":  # 5.x compares the null before it replaces it; give it what it would compute
+        given["rope_scaling"]["factor"] = LLAMA["max_position_embeddings"] / YARN["original_max_position_embeddings"]
+    theirs = transformers.LlamaConfig(**{**LLAMA, **given})
+    attention_factor = 1.0
+    if ours.rope_type != "default":
+        _, attention_factor = ROPE_INIT_FUNCTIONS[ours.rope_type](theirs, "cpu")  # completes rope_parameters too
+    assert ours.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    parameters: dict[str, Any] = dict(theirs.rope_parameters or {})
+    assert ours.rope_type == parameters["rope_type"]
+    assert ours.theta == parameters["rope_theta"]
+    for name in ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast"):
+        if name in parameters:
+            assert getattr(ours, name) == parameters[name], name
+
+
+BAD_FACTORS = [0, 0.5, -1, True, "4", float("nan"), float("inf"), [4.0], 10**400]
+
+
+@pytest.mark.parametrize("factor", BAD_FACTORS, ids=lambda value: repr(value)[:20])
+@pytest.mark.parametrize("rope", [YARN, LLAMA3, {"rope_type": "linear"}], ids=lambda rope: rope["rope_type"])
+def test_wrong_factor(tmp_path: Path, rope: dict[str, Any], factor: Any) -> None:
+    parts = [f"rope_scaling: factor={repr(factor)[:90]}", "accepted: a number from 1"]
+    refused(tmp_path, ConfigError, {"rope_scaling": {**rope, "factor": factor}}, parts)
+
+
+@pytest.mark.parametrize(
+    ("rope", "parts"),
+    [
+        ({"rope_type": "bogus"}, ["rope_type='bogus'", "default, linear, llama3, yarn"]),
+        ({"type": "mrope", "mrope_section": [16, 24, 24]}, ["rope_type='mrope'"]),
+        ({"rope_type": "proportional"}, ["rope_type='proportional'"]),
+        ({"rope_type": 3}, ["rope_type=3"]),
+        ({"rope_type": ["yarn"]}, ["rope_type=['yarn']"]),
+        ({"factor": 2.0}, ["rope_type is missing"]),
+        ({"rope_type": "yarn"}, ["factor is missing"]),
+        ({"rope_type": "linear"}, ["factor is missing"]),
+        ({"rope_type": "linear", "factor": None}, ["factor=None"]),
+        ({"rope_type": "linear", "factor": 1e9}, ["factor=1000000000.0", "at most 2147483647 tokens"]),
+        ({**LLAMA3, "low_freq_factor": None}, ["low_freq_factor is missing"]),
+        ({**LLAMA3, "high_freq_factor": None}, ["high_freq_factor is missing"]),
+        ({**LLAMA3, "high_freq_factor": 1.0}, ["high_freq_factor=1", "low_freq_factor=1"]),
+        ({**LLAMA3, "low_freq_factor": "1"}, ["low_freq_factor='1'"]),
+        ({**YARN, "original_max_position_embeddings": 0}, ["original_max_position_embeddings=0"]),
+        ({**YARN, "original_max_position_embeddings": 2048.0}, ["original_max_position_embeddings=2048.0"]),
+        ({**YARN, "attention_factor": -1.0}, ["attention_factor=-1.0"]),
+        ({**YARN, "mscale": float("nan")}, ["mscale=nan"]),
+        ({**YARN, "beta_fast": 1, "beta_slow": 2}, ["beta_fast=1", "beta_slow=2"]),
+        ({**YARN, "truncate": 1}, ["truncate=1"]),
+        ({**YARN, "beta_fst": 1}, ["unknown key 'beta_fst'=1", "did you mean beta_fast?"]),
+        ({**YARN, "type": "linear"}, ["type='linear'", "rope_type='yarn'", "disagree"]),
+        ({"rope_theta": 0}, ["rope_theta=0", "above 1"]),
+        ({"rope_theta": "1e6"}, ["rope_theta='1e6'"]),
+        ("yarn", ["rope_scaling='yarn'", "an object or null"]),
+        ([YARN], ["rope_scaling=[", "an object or null"]),
+    ],
+)
+def test_wrong_rope(tmp_path: Path, rope: Any, parts: list[str]) -> None:
+    refused(tmp_path, ConfigError, {"rope_scaling": rope}, ["config.json: rope_scaling", *parts[1:]])
+    refused(tmp_path, ConfigError, {"rope_scaling": rope}, parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'", "length of the sequence"]),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            ["'longrope'", "earlier chunks"],
+        ),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor=0.5"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["'full_attention'", "by layer"]),
+    ],
+)
+def test_unsupported_rope(tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
+    """Case A8 among them."""
+    refused(tmp_path, UnsupportedModelError, changes, parts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}},
+        {"rope_scaling": YARN, "rope_parameters": {**YARN, "beta_fast": 16}},
+        {"rope_scaling": YARN, "rope_parameters": LLAMA3},
+        {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}},
+        {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"rope_theta": 1e4, "rope_scaling": {**YARN, "rope_theta": 1e6}},
+        {"rope_scaling": {**YARN, "rope_theta": 1e4}, "rope_parameters": {**YARN, "rope_theta": 1e6}},
+    ],
+)
+def test_generations_disagree(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Case A7."""
+    refused(tmp_path, ConfigError, changes, ["config.json", "disagree", "rope_parameters"])
+
+
+def test_keys_of_another_type_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="medha"):
+        config = load(tmp_path, {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32, "mscale": None}})
+    assert config.rope == RopeConfig("linear", factor=2.0)
+    assert "beta_fast have no effect" in caplog.text
+    assert "mscale" not in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rope_scaling as an option
+
+
+@pytest.mark.parametrize(
+    ("changes", "scaling", "max_model_len", "expected"),
+    [
+        ({}, None, 100_000, ("default", 1.0, None, 8192)),
+        ({}, "default", None, ("default", 1.0, None, 8192)),
+        ({"rope_scaling": YARN}, "default", None, ("default", 1.0, None, 2048)),
+        ({}, "yarn", 10_000_000, ("yarn", 10_000_000 / 8192, 8192, 10_000_000)),
+        ({}, "yarn", 9_999_999, ("yarn", 9_999_999 / 8192, 8192, 9_999_999)),
+        ({}, "yarn", 1000, ("yarn", 1.0, 8192, 8192)),
+        ({}, "linear", 16384, ("linear", 2.0, None, 16384)),
+        ({"rope_scaling": YARN}, "yarn", 65536, ("yarn", 32.0, 2048, 65536)),
+        ({"rope_scaling": LLAMA3}, "yarn", 65536, ("yarn", 64.0, 1024, 65536)),
+        ({"original_max_position_embeddings": 4096}, "linear", 8192, ("linear", 2.0, None, 8192)),
+        ({}, {"rope_type": "yarn", "factor": 4.0}, None, ("yarn", 4.0, 8192, 32768)),
+        ({}, {"type": "yarn"}, 32768, ("yarn", 4.0, 8192, 32768)),
+        ({}, {**YARN, "factor": 2.0}, None, ("yarn", 2.0, 2048, 4096)),
+        ({}, LLAMA3, None, ("llama3", 8.0, 1024, 8192)),
+        (
+            family("mistral", sliding_window=None, max_position_embeddings=32768),
+            "yarn",
+            10_000_000,
+            ("yarn", 10_000_000 / 32768, 32768, 10_000_000),
+        ),
+    ],
+)
+def test_scaling_option(
+    tmp_path: Path,
+    changes: dict[str, Any],
+    scaling: Any,
+    max_model_len: int | None,
+    expected: tuple[str, float, int | None, int],
+) -> None:
+    config = load(tmp_path, {"rope_theta": 5e5, **changes}, rope_scaling=scaling, max_model_len=max_model_len)
+    rope = config.rope
+    assert rope.theta == 5e5
+    actual = (rope.rope_type, rope.factor, rope.original_max_position_embeddings, config.max_position_embeddings)
+    assert actual == expected
+
+
+@pytest.mark.parametrize(
+    ("scaling", "error", "parts"),
+    [
+        ("yarn", ConfigError, ["rope_scaling='yarn'", "needs max_model_len"]),
+        ("linear", ConfigError, ["rope_scaling='linear'", "needs max_model_len"]),
+        ("llama3", ConfigError, ["rope_scaling: low_freq_factor is missing"]),
+        ("bogus", ConfigError, ["rope_type='bogus'", "default, linear, llama3, yarn"]),
+        ("dynamic", UnsupportedModelError, ["'dynamic'"]),
+        ({"factor": 4.0}, ConfigError, ["has no rope_type"]),
+        ({"rope_type": "yarn", "factor": 0.5}, ConfigError, ["factor=0.5"]),
+        ({"rope_type": "linear", "factr": 2.0}, ConfigError, ["factr", "needs max_model_len"]),
+        (7, ConfigError, ["rope_scaling=7"]),
+    ],
+)
+def test_wrong_scaling_option(tmp_path: Path, scaling: Any, error: type[ConfigError], parts: list[str]) -> None:
+    refused(tmp_path, error, {}, parts, rope_scaling=scaling)

@@ -1,0 +1,193 @@
+"""RoPE against transformers, and against exact arithmetic where transformers' float32 angles are wrong."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, localcontext
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from medha.config import RopeConfig
+from medha.models.rope import cos_sin, inverse_frequencies, rotate
+
+LLAMA3 = {"rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4096}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "default", "rope_theta": 1000000.0},
+    {"rope_type": "default", "rope_theta": 500000.0},
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    {"rope_type": "linear", "rope_theta": 500000.0, "factor": 2.5},
+    {"rope_type": "llama3", **LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192},
+    {"rope_type": "llama3", **LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "low_freq_factor": 0.5,
+        "high_freq_factor": 20.0,
+        "original_max_position_embeddings": 1024,
+    },
+    {"rope_type": "yarn", **YARN},
+    {"rope_type": "yarn", **YARN, "truncate": False},
+    {"rope_type": "yarn", **YARN, "rope_theta": 1000000.0, "original_max_position_embeddings": 32768},
+    {"rope_type": "yarn", **YARN, "rope_theta": 150000.0, "factor": 32.0, "truncate": False},
+    {"rope_type": "yarn", **YARN, "beta_fast": 64.0, "beta_slow": 2.0},
+    {"rope_type": "yarn", **YARN, "factor": 1.0},
+    {"rope_type": "yarn", **YARN, "original_max_position_embeddings": 8},  # every dimension is interpolated
+    {"rope_type": "yarn", **YARN, "original_max_position_embeddings": 2**40},  # none is
+]
+HEAD_DIMS = [16, 64, 128]
+
+
+def rope_config(rope: dict[str, Any], attention_factor: float = 1.0) -> RopeConfig:
+    fields = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return RopeConfig(theta=rope["rope_theta"], attention_factor=attention_factor, **fields)
+
+
+def hf_rotary(rope: dict[str, Any], head_dim: int) -> LlamaRotaryEmbedding:
+    config = transformers.LlamaConfig(
+        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=dict(rope)
+    )
+    return LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("rope", ROPES, ids=str)
+def test_inverse_frequencies_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
+    reference = hf_rotary(rope, head_dim)
+    inv_freq = inverse_frequencies(rope_config(rope), head_dim)
+    assert inv_freq.dtype == torch.float64
+    # A power of theta in float32 is off by about ln(theta) units in the last place.
+    torch.testing.assert_close(inv_freq, reference.inv_freq.double(), rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=str)
+def test_cos_and_sin_of_transformers(rope: dict[str, Any]) -> None:
+    reference = hf_rotary(rope, 64)
+    factor = reference.attention_scaling
+    positions = torch.arange(0, 300)
+    want_cos, want_sin = reference(torch.empty(0), positions[None])
+    inv_freq = inverse_frequencies(rope_config(rope), 64)
+    for got, want in zip(cos_sin(positions, inv_freq, factor), (want_cos, want_sin), strict=True):
+        assert got.dtype == torch.float32
+        assert got.shape == (300, 32)
+        # transformers' angles are float32: 300 rad times what its inverse frequencies are off by.
+        torch.testing.assert_close(torch.cat([got, got], dim=-1), want[0], rtol=0, atol=2e-4)
+
+
+def test_yarn_scales_cos_and_sin() -> None:
+    reference = hf_rotary({"rope_type": "yarn", **YARN}, 64)
+    assert reference.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
+    inv_freq = inverse_frequencies(rope_config({"rope_type": "yarn", **YARN}), 64)
+    plain, scaled = (cos_sin(torch.arange(9), inv_freq, factor) for factor in (1.0, 1.5))
+    for x, y in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(y, 1.5 * x)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Far positions
+
+
+def exact_angle(position: int, theta: float, i: int, head_dim: int) -> float:
+    """Position times theta ** (-2 i / head_dim) modulo a whole turn, in 60 digits."""
+    with localcontext() as context:
+        context.prec = 60
+        turn = 2 * Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
+        angle = position * Decimal(theta) ** (Decimal(-2 * i) / Decimal(head_dim))
+        return float(angle % turn)
+
+
+@pytest.mark.parametrize("position", [10_000_000, 9_999_999, 8_388_609, 2**31 - 1])
+@pytest.mark.parametrize("theta", [10000.0, 500000.0, 1000000.0])
+def test_angles_are_exact_at_ten_million(theta: float, position: int) -> None:
+    positions = torch.tensor([position])
+    inv_freq = inverse_frequencies(RopeConfig(theta=theta), 128)
+    cos, sin = cos_sin(positions, inv_freq)
+    angles = [exact_angle(position, theta, i, 128) for i in range(64)]
+    assert max(abs(float(c) - math.cos(a)) for c, a in zip(cos[0], angles, strict=True)) < 1e-6
+    assert max(abs(float(s) - math.sin(a)) for s, a in zip(sin[0], angles, strict=True)) < 1e-6
+    # Why the angles are float64: products in float32 are off by far more than any rounding of the model.
+    product = positions.float()[:, None] * inv_freq.float()
+    assert max(abs(float(c) - math.cos(a)) for c, a in zip(product.cos()[0], angles, strict=True)) > 0.05
+
+
+def test_float_positions_are_accepted() -> None:
+    inv_freq = inverse_frequencies(RopeConfig(), 16)
+    ints = torch.tensor([0, 3, 10_000_000])
+    for x, y in zip(cos_sin(ints, inv_freq), cos_sin(ints.double(), inv_freq), strict=True):
+        assert torch.equal(x, y)
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(
+    start=st.integers(0, 10_000_000),
+    pieces=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    head_dim=st.sampled_from([16, 80, 128]),
+)
+def test_chunks_of_any_size_agree_to_the_bit(start: int, pieces: list[int], head_dim: int) -> None:
+    inv_freq = inverse_frequencies(RopeConfig(theta=500000.0), head_dim)
+    positions = torch.arange(start, start + sum(pieces))
+    whole = cos_sin(positions, inv_freq, 1.1)
+    parts = [cos_sin(piece, inv_freq, 1.1) for piece in positions.split(pieces)]
+    for i in range(2):
+        assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rotation
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+def test_rotate_is_that_of_transformers(head_dim: int) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(30, 6, head_dim), torch.randn(30, 2, head_dim)
+    cos, sin = cos_sin(torch.arange(30) * 777, inverse_frequencies(RopeConfig(), head_dim))
+    wide_cos, wide_sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+    want_q, want_k = apply_rotary_pos_emb(q[None], k[None], wide_cos[None], wide_sin[None], unsqueeze_dim=2)
+    for got, want in ((rotate(q, cos, sin), want_q[0]), (rotate(k, cos, sin), want_k[0])):
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotate_rounds_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(20, 4, 32).to(dtype)
+    before = x.clone()
+    cos, sin = cos_sin(torch.arange(20), inverse_frequencies(RopeConfig(), 32))
+    out = rotate(x, cos, sin)
+    assert out.dtype == dtype
+    assert torch.equal(out, rotate(x.float(), cos, sin).to(dtype))
+    assert torch.equal(x, before)
+
+
+def test_rotate_takes_views_and_leaves_position_zero() -> None:
+    torch.manual_seed(2)
+    fused = torch.randn(5, 12 * 16)
+    view = fused[:, 16:80].unflatten(-1, (4, 16))
+    cos, sin = cos_sin(torch.arange(5), inverse_frequencies(RopeConfig(), 16))
+    out = rotate(view, cos, sin)
+    assert torch.equal(out, rotate(view.contiguous(), cos, sin))
+    assert torch.equal(out[0], view[0])
+
+
+def test_products_depend_on_the_distance_alone() -> None:
+    torch.manual_seed(3)
+    q, k = torch.randn(2, 1, 1, 64)
+    inv_freq = inverse_frequencies(RopeConfig(theta=500000.0), 64)
+
+    def product(q_position: int, k_position: int) -> float:
+        turned = [
+            rotate(x, *cos_sin(torch.tensor([p]), inv_freq)).double() for x, p in ((q, q_position), (k, k_position))
+        ]
+        return float((turned[0] * turned[1]).sum())
+
+    assert product(10_000_000, 9_999_000) == pytest.approx(product(1000, 0), abs=1e-5)
+    assert product(1000, 0) != pytest.approx(product(1001, 0), abs=1e-2)

@@ -1,0 +1,200 @@
+"""The KV block pool against a model that keeps one list of blocks a slot."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from medha.batch import Extent
+from medha.sched.blocks import BlockPool, append_extent
+
+
+def blocks_of(extents: list[Extent]) -> list[int]:
+    return [block for extent in extents for block in range(extent.first, extent.first + extent.count)]
+
+
+def num_extents(blocks: list[int]) -> int:
+    return sum(i == 0 or blocks[i - 1] + 1 != block for i, block in enumerate(blocks))
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any sequence of allocations, claims that lie included, and releases."""
+
+    @initialize(num_blocks=st.integers(1, 40))
+    def start(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.tables: dict[int, list[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_blocks - sum(map(len, self.tables.values()))
+
+    @precondition(lambda self: self.num_free > 0)
+    @rule(slot=st.integers(0, 5), data=st.data(), more=st.integers(0, 30))
+    def allocate(self, slot: int, data: st.DataObject, more: int) -> None:
+        # Whatever has been promised to others, every block that nobody holds can be had.
+        count = data.draw(st.integers(1, self.num_free) | st.integers(1, min(3, self.num_free)))
+        taken = {block for table in self.tables.values() for block in table}
+        new = self.pool.allocate(slot, count, claim=count + more)
+        assert all(extent.slot == slot and extent.count >= 1 for extent in new)
+        blocks = blocks_of(new)
+        assert len(blocks) == len(set(blocks)) == count
+        assert not taken & set(blocks)
+        assert set(blocks) <= set(range(self.pool.num_blocks))
+        self.tables.setdefault(slot, []).extend(blocks)
+
+    @rule(slot=st.integers(0, 5), excess=st.integers(1, 50))
+    def allocate_too_much(self, slot: int, excess: int) -> None:
+        count = self.num_free + excess
+        with pytest.raises(RuntimeError) as caught:
+            self.pool.allocate(slot, count, claim=count)
+        assert str(caught.value) == f"slot {slot} asks for {count} KV blocks, {self.num_free} are free"
+
+    @rule(slot=st.integers(0, 5))
+    def release(self, slot: int) -> None:
+        self.pool.release(slot)
+        self.tables.pop(slot, None)
+
+    @invariant()
+    def counts(self) -> None:
+        assert self.pool.num_free == self.num_free
+        assert self.pool.num_used == self.pool.num_blocks - self.num_free
+        assert [self.pool.held(slot) for slot in range(6)] == [len(self.tables.get(slot, ())) for slot in range(6)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for slot in range(6):
+            self.pool.release(slot)
+        assert self.pool.num_used == 0
+        total = self.pool.num_blocks
+        assert self.pool.allocate(9, total, claim=total) == [Extent(9, 0, total)]
+
+
+PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None, derandomize=True)
+TestPoolMachine = PoolMachine.TestCase
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    claims=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    spare=st.integers(0, 10),
+    growth=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 8)), max_size=40),
+)
+def test_requests_whose_claims_fit_get_one_extent_each(
+    claims: list[int], spare: int, growth: list[tuple[int, int]]
+) -> None:
+    pool = BlockPool(sum(claims) + spare)
+    tables: dict[int, list[int]] = {slot: [] for slot in range(len(claims))}
+    for slot, count in [*growth, *((slot, 20) for slot in tables)]:
+        left = claims[slot] - len(tables[slot]) if slot in tables else 0
+        if left > 0:
+            tables[slot] += blocks_of(pool.allocate(slot, min(count, left), claim=left))
+    assert [len(table) for table in tables.values()] == claims
+    assert [num_extents(table) for table in tables.values()] == [1] * len(claims)
+    assert pool.num_used == sum(claims)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(claim=st.integers(1, 60), spare=st.integers(0, 20), counts=st.lists(st.integers(1, 10), min_size=1, max_size=60))
+def test_a_request_alone_gets_one_extent(claim: int, spare: int, counts: list[int]) -> None:
+    pool = BlockPool(claim + spare)
+    table: list[int] = []
+    for count in counts:
+        count = min(count, claim - len(table))
+        if count:
+            new = pool.allocate(3, count, claim=claim - len(table))
+            assert new == [Extent(3, len(table), count)]
+            table += blocks_of(new)
+
+
+def test_first_block_goes_into_the_smallest_run_that_holds_the_claim() -> None:
+    pool = BlockPool(20)
+    for slot, count in enumerate((6, 1, 3, 1, 4, 5)):
+        pool.allocate(slot, count, claim=count)
+    for slot in (0, 2, 4):
+        pool.release(slot)  # free: [0, 6), [7, 10), [11, 15)
+    assert pool.allocate(10, 1, claim=4) == [Extent(10, 11, 1)]
+    assert pool.allocate(11, 1, claim=3) == [Extent(11, 7, 1)]
+    assert pool.allocate(12, 1, claim=6) == [Extent(12, 0, 1)]
+
+
+def test_claim_that_fits_nowhere_takes_the_longest_run_first() -> None:
+    pool = BlockPool(10)
+    for slot, count in enumerate((3, 2, 5)):
+        pool.allocate(slot, count, claim=count)
+    pool.release(0)
+    pool.release(2)
+    assert pool.allocate(7, 7, claim=7) == [Extent(7, 5, 5), Extent(7, 0, 2)]
+
+
+def test_a_promise_never_causes_a_refusal() -> None:
+    pool = BlockPool(10)
+    assert pool.allocate(0, 1, claim=10) == [Extent(0, 0, 1)]
+    assert pool.num_free == 9
+    # Nothing is left but the promise [1, 10): its second half goes first, then half of what remains, and so on.
+    assert pool.allocate(1, 9, claim=9) == [
+        Extent(1, 5, 5),
+        Extent(1, 3, 2),
+        Extent(1, 2, 1),
+        Extent(1, 1, 1),
+    ]
+    with pytest.raises(RuntimeError, match=r"^slot 0 asks for 1 KV blocks, 0 are free$"):
+        pool.allocate(0, 1, claim=9)
+    pool.release(1)
+    assert pool.allocate(0, 9, claim=9) == [Extent(0, 1, 9)]
+
+
+def test_free_runs_are_taken_before_a_promise_is_broken() -> None:
+    pool = BlockPool(10)
+    pool.allocate(0, 1, claim=8)
+    assert pool.allocate(1, 2, claim=8) == [Extent(1, 8, 2)]
+    assert pool.allocate(0, 7, claim=7) == [Extent(0, 1, 7)]
+
+
+def test_growth_goes_on_where_the_table_ends_when_those_blocks_are_free_by_then() -> None:
+    pool = BlockPool(10)
+    for slot, count in enumerate((2, 1, 3, 4)):
+        pool.allocate(slot, count, claim=count)
+    pool.release(0)
+    pool.release(2)  # free: [0, 2), [3, 6)
+    assert pool.allocate(9, 3, claim=5) == [Extent(9, 3, 3)]
+    pool.release(3)  # free: [0, 2), [6, 10)
+    assert pool.allocate(9, 2, claim=2) == [Extent(9, 6, 2)]
+
+
+def test_release_gives_all_back_and_may_be_repeated() -> None:
+    pool = BlockPool(8)
+    pool.allocate(0, 3, claim=8)
+    pool.allocate(1, 2, claim=2)
+    pool.release(0)
+    assert (pool.num_used, pool.num_free, pool.held(0), pool.held(1)) == (2, 6, 0, 2)
+    pool.release(0)
+    pool.release(99)
+    assert pool.num_used == 2
+    pool.release(1)
+    assert pool.allocate(2, 8, claim=8) == [Extent(2, 0, 8)]
+
+
+def test_refusal_changes_nothing() -> None:
+    pool = BlockPool(4)
+    pool.allocate(0, 2, claim=4)
+    with pytest.raises(RuntimeError, match=r"^slot 1 asks for 3 KV blocks, 2 are free$"):
+        pool.allocate(1, 3, claim=3)
+    assert (pool.num_used, pool.held(1)) == (2, 0)
+    assert pool.allocate(0, 2, claim=2) == [Extent(0, 2, 2)]
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_empty_pool_is_refused(num_blocks: int) -> None:
+    with pytest.raises(ValueError, match=f"^num_blocks={num_blocks}; accepted: at least 1$"):
+        BlockPool(num_blocks)
+
+
+def test_append_extent_merges_what_touches() -> None:
+    extents: list[tuple[int, int]] = []
+    for run in ((4, 2), (6, 1), (8, 1), (3, 1), (4, 1)):
+        append_extent(extents, *run)
+    assert extents == [(4, 3), (8, 1), (3, 2)]

@@ -1,0 +1,146 @@
+"""What may import what, what is public, and what loads no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import medha
+
+ROOT = Path(medha.__file__).parents[1]
+PLAIN = {"medha.errors", "medha.config", "medha.request", "medha.batch"}
+TOP = {"medha.build", "medha.engine", "medha.llm", "medha.runner"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(ROOT.glob("medha/**/*.py"))}
+
+
+def import_nodes(node: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements below a node; with ``at_import`` only those that run when the module is imported."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield node
+    if at_import and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return
+    children = list(ast.iter_child_nodes(node))
+    if at_import and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        children = node.orelse  # type: ignore[assignment]
+    for child in children:
+        yield from import_nodes(child, at_import=at_import)
+
+
+def imported(name: str, *, at_import: bool) -> set[str]:
+    """Modules that a module imports; ``from medha.a import b`` is ``medha.a.b`` if that is a module."""
+    found: set[str] = set()
+    for node in import_nodes(ast.parse(MODULES[name].read_text()), at_import=at_import):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+            continue
+        base = node.module or ""
+        if node.level:
+            package = name.split(".") if MODULES[name].name == "__init__.py" else name.split(".")[:-1]
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
+        for alias in node.names:
+            full = f"{base}.{alias.name}"
+            found.add(full if full in MODULES else base)
+    return found
+
+
+def inside(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def is_standard(name: str) -> bool:
+    return name.split(".")[0] in sys.stdlib_module_names
+
+
+def test_the_walk_sees_the_modules() -> None:
+    assert set(MODULES) >= PLAIN | TOP | {"medha", "medha.sched", "medha.sched.scheduler", "medha.models.decoder"}
+    assert "medha.sched.blocks" in imported("medha.sched.scheduler", at_import=True)
+    assert "medha.llm" in imported("medha", at_import=False)
+    assert "medha.llm" not in imported("medha", at_import=True)
+
+
+@pytest.mark.parametrize("name", sorted(PLAIN))
+def test_plain_modules_import_the_standard_library_and_each_other(name: str) -> None:
+    others = {m for m in imported(name, at_import=False) if not is_standard(m)}
+    assert others <= PLAIN
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if inside(m, "medha.sched")])
+def test_sched_imports_numpy_at_most(name: str) -> None:
+    others = {m for m in imported(name, at_import=False) if not is_standard(m)}
+    assert {m for m in others if not inside(m, "numpy", "medha.sched")} <= PLAIN
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"), [("medha.models", "medha.parallel"), ("medha.parallel", "medha.models")]
+)
+def test_models_and_parallel_know_neither_each_other_nor_the_engine(package: str, forbidden: str) -> None:
+    for name in MODULES:
+        if inside(name, package):
+            assert not [m for m in imported(name, at_import=False) if inside(m, forbidden, *TOP)], name
+
+
+def test_no_import_cycle() -> None:
+    graph = {name: {m for m in imported(name, at_import=True) if m in MODULES} for name in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("import cycle: " + " -> ".join(reversed(error.args[1])))
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_light_modules_load_no_torch() -> None:
+    light = ["medha", *sorted(PLAIN), "medha.sched.scheduler", "medha.timeline"]
+    heavy = "{'torch', 'tokenizers', 'safetensors', 'transformers', 'huggingface_hub', 'rich', 'typer'}"
+    assert run(f"import sys, {', '.join(light)}; print(sorted({heavy} & set(sys.modules)))") == "[]"
+    code = f"import sys, medha, {', '.join(sorted(PLAIN))}; print('numpy' in sys.modules)"
+    assert run(code) == "False"
+
+
+def test_a_request_can_be_written_without_torch() -> None:
+    code = "import sys; from medha import SLO, SamplingParams; SamplingParams(), SLO(); print('torch' in sys.modules)"
+    assert run(code) == "False"
+
+
+PUBLIC = [
+    "LLM",
+    "SLO",
+    "CompletionOutput",
+    "Engine",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def test_public_names() -> None:
+    assert medha.__all__ == PUBLIC
+    assert set(PUBLIC) <= set(dir(medha))
+    with pytest.raises(AttributeError, match=r"^module 'medha' has no attribute 'Nothing'$"):
+        medha.Nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_resolves(name: str) -> None:
+    thing = getattr(medha, name)
+    assert thing.__name__ == name
+    assert thing.__module__.startswith("medha.")
+    assert thing.__doc__

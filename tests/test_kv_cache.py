@@ -1,0 +1,164 @@
+"""The KV pool and a rank's block tables: what is written at a position is read back at it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.batch import Batch, Extent
+from medha.kv_cache import BlockTables, KVCache
+
+CPU = torch.device("cpu")
+
+
+def make_cache(num_blocks: int = 12, block_size: int = 4, *, num_layers: int = 2) -> KVCache:
+    return KVCache(
+        num_layers=num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+def make_tables(block_size: int, *extents: Extent) -> BlockTables:
+    tables = BlockTables(block_size)
+    tables.apply(Batch(0, (), extents))
+    return tables
+
+
+def read(pool_PKH: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    return torch.cat([pool_PKH[first : first + count] for first, count in ranges])
+
+
+def test_pools_have_the_logical_shape_and_heads_outermost_on_the_cpu() -> None:
+    cache = make_cache(12, 4, num_layers=3)
+    assert len(cache.k) == len(cache.v) == 3
+    for pool in (*cache.k, *cache.v):
+        assert pool.shape == (48, 2, 8)
+        assert pool.stride() == (8, 48 * 8, 1)
+    assert len({pool.data_ptr() for pool in (*cache.k, *cache.v)}) == 6
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    blocks=st.permutations(range(12)),
+    lengths=st.lists(st.integers(1, 16), min_size=1, max_size=3),
+    chunks=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    seed=st.integers(0, 2**31),
+)
+def test_chunks_written_at_any_blocks_read_back_in_position_order(
+    blocks: list[int], lengths: list[int], chunks: list[int], seed: int
+) -> None:
+    cache = make_cache()
+    free = iter(blocks)
+    extents = [Extent(slot, next(free), 1) for slot, length in enumerate(lengths) for _ in range(-(-length // 4))]
+    tables = make_tables(4, *extents)
+    generator = torch.Generator().manual_seed(seed)
+    data = [torch.randn(2, 2, length, 2, 8, generator=generator) for length in lengths]  # layer, k or v, position
+    done = [0] * len(lengths)
+    step = 0
+    while any(d < length for d, length in zip(done, lengths, strict=True)):
+        spans, parts, row = [], [], 0
+        for slot, length in enumerate(lengths):
+            end = min(length, done[slot] + chunks[step % len(chunks)])
+            for first, count in tables.ranges(slot, done[slot], end):
+                spans.append((row, first, count))
+                row += count
+            parts.append(data[slot][:, :, done[slot] : end])
+            done[slot] = end
+        batch = torch.cat(parts, dim=2)
+        for layer in range(2):
+            cache.write(layer, batch[layer, 0], batch[layer, 1], spans)
+        step += 1
+    for slot, length in enumerate(lengths):
+        ranges = tables.ranges(slot, 0, length)
+        for layer in range(2):
+            assert torch.equal(read(cache.k[layer], ranges), data[slot][layer, 0])
+            assert torch.equal(read(cache.v[layer], ranges), data[slot][layer, 1])
+
+
+def test_write_touches_only_its_spans_and_its_layer() -> None:
+    cache = make_cache()
+    for pool in (*cache.k, *cache.v):
+        pool.fill_(-1.0)
+    k, v = torch.rand(2, 5, 2, 8)
+    cache.write(1, k, v, [(0, 7, 2), (4, 40, 1)])  # tokens 2 and 3 of the batch are written nowhere
+    for pool, new in ((cache.k[1], k), (cache.v[1], v)):
+        want = torch.full((48, 2, 8), -1.0)
+        want[7:9], want[40] = new[:2], new[4]
+        assert torch.equal(pool, want)
+    assert torch.equal(cache.k[0], torch.full((48, 2, 8), -1.0))
+    assert torch.equal(cache.v[0], torch.full((48, 2, 8), -1.0))
+
+
+def test_write_rounds_to_the_dtype_of_the_pool() -> None:
+    cache = KVCache(
+        num_layers=1, num_blocks=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.bfloat16, device=CPU
+    )
+    k = torch.tensor([[[1.0, 1.001]]])
+    cache.write(0, k, k, [(0, 3, 1)])
+    assert torch.equal(cache.k[0][3], k[0].bfloat16())
+
+
+def test_ranges_across_extents() -> None:
+    tables = make_tables(4, Extent(7, 5, 2), Extent(7, 1, 1), Extent(7, 9, 3))
+    assert tables.ranges(7, 0, 24) == ((20, 8), (4, 4), (36, 12))
+    assert tables.ranges(7, 0, 1) == ((20, 1),)
+    assert tables.ranges(7, 3, 9) == ((23, 5), (4, 1))
+    assert tables.ranges(7, 8, 12) == ((4, 4),)
+    assert tables.ranges(7, 11, 13) == ((7, 1), (36, 1))
+    assert tables.ranges(7, 23, 24) == ((47, 1),)
+    assert tables.ranges(7, 5, 5) == ()
+
+
+def test_touching_extents_are_one_range() -> None:
+    tables = make_tables(4, Extent(0, 2, 1), Extent(0, 3, 2))
+    assert tables.ranges(0, 0, 12) == ((8, 12),)
+    tables.apply(Batch(1, (), (Extent(0, 5, 1),)))
+    assert tables.ranges(0, 1, 16) == ((9, 15),)
+
+
+def test_blocks_before_the_last_extent_do_not_merge() -> None:
+    tables = make_tables(4, Extent(0, 3, 1), Extent(0, 2, 1))
+    assert tables.ranges(0, 0, 8) == ((12, 4), (8, 4))
+
+
+def test_apply_frees_before_it_extends() -> None:
+    tables = make_tables(4, Extent(1, 0, 2), Extent(2, 2, 1))
+    tables.apply(Batch(1, (), (Extent(1, 6, 1), Extent(3, 0, 2)), (1,)))  # slot 1 and its blocks are handed out again
+    assert tables.ranges(1, 0, 4) == ((24, 4),)
+    assert tables.ranges(3, 0, 8) == ((0, 8),)
+    assert tables.ranges(2, 0, 4) == ((8, 4),)
+    with pytest.raises(IndexError):
+        tables.ranges(1, 0, 5)
+
+
+def test_freeing_an_unknown_slot_does_nothing() -> None:
+    tables = make_tables(4, Extent(1, 0, 1))
+    tables.apply(Batch(1, (), (), (9,)))
+    assert tables.ranges(1, 0, 4) == ((0, 4),)
+
+
+def test_clear_forgets_every_table() -> None:
+    tables = make_tables(4, Extent(1, 0, 1), Extent(2, 1, 1))
+    tables.clear()
+    for slot in (1, 2):
+        with pytest.raises(IndexError):
+            tables.ranges(slot, 0, 1)
+
+
+@pytest.mark.parametrize(("slot", "start", "end"), [(1, 0, 9), (1, 8, 9), (1, 100, 101), (5, 0, 1)])
+def test_a_position_beyond_the_table_is_an_error(slot: int, start: int, end: int) -> None:
+    tables = make_tables(4, Extent(1, 3, 1), Extent(1, 0, 1))
+    held = 8 if slot == 1 else 0
+    with pytest.raises(IndexError, match=rf"^slot {slot} has blocks for {held} tokens, position {end - 1} is asked"):
+        tables.ranges(slot, start, end)
+
+
+def test_no_position_of_an_unknown_slot_is_no_range() -> None:
+    assert make_tables(4).ranges(3, 0, 0) == ()

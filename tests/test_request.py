@@ -1,0 +1,342 @@
+"""What a request may ask for, what is refused and by which name, and the arithmetic of its metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from medha.errors import UnsupportedFeatureError, ValidationError
+from medha.request import SLO, UNSUPPORTED_FIELDS, RequestMetrics, SamplingParams
+
+NAN, INF = math.nan, math.inf
+
+# Case B6: every field at each of these. A field accepts the values named here, at its other fields' defaults, and
+# refuses the rest.
+PROBES = {
+    "nan": NAN,
+    "inf": INF,
+    "-inf": -INF,
+    "-1": -1,
+    "0": 0,
+    "2**63": 2**63,
+    "text": "1",
+    "None": None,
+    "True": True,
+    "1.5": 1.5,
+    "list": [[]],
+    "dict": {"a": 1},
+    "10**400": 10**400,
+}
+ACCEPTED = {
+    "n": "",
+    "temperature": "0 None 1.5",
+    "top_p": "None",
+    "top_k": "-1 0 None",
+    "min_p": "0 None",
+    "presence_penalty": "-1 0 1.5",
+    "frequency_penalty": "-1 0 1.5",
+    "repetition_penalty": "None 1.5",
+    "seed": "-1 0 None",
+    "stop": "text None",
+    "stop_token_ids": "None",
+    "ignore_eos": "True",
+    "min_tokens": "0",
+    "max_tokens": "",
+    "logprobs": "0 None",
+    "detokenize": "True",
+    "skip_special_tokens": "True",
+    "include_stop_str_in_output": "True",
+    "output_kind": "",
+}
+# The ends of each range: accepted, and just outside.
+EDGES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "n": ((1,), ()),
+    "temperature": ((0.0, 1e-5, 2, 2.0), (-1e-9, 2.0000001, 2**63)),
+    "top_p": ((1e-9, 1, 1.0), (0.0, 1.0000001)),
+    "top_k": ((1, 2**31 - 1), (-2, 2**31)),
+    "min_p": ((0.0, 1, 1.0), (-1e-9, 1.0000001)),
+    "presence_penalty": ((-2, -2.0, 2, 2.0), (-2.0000001, 2.0000001)),
+    "frequency_penalty": ((-2, -2.0, 2, 2.0), (-2.0000001, 2.0000001)),
+    "repetition_penalty": ((1e-9, 1e6), (0.0, 1e6 + 1)),
+    "seed": ((-(2**63), 2**63 - 1), (-(2**63) - 1,)),
+    "stop": ((["a"] * 16, "x" * 256, [], ()), (["a"] * 17, "x" * 257, "", [""], [1], ["a", None], b"a", {"a"})),
+    "stop_token_ids": (([0, 2**31 - 1], [], ()), ([-1], [2**31], [True], [1.0], ["1"], [None], {1}, 7)),
+    "ignore_eos": ((False,), (1, 0.0)),
+    "min_tokens": ((16,), (2**31,)),
+    "max_tokens": ((1, 2**31 - 1), (2**31,)),
+    "logprobs": ((1, 20), (21,)),
+    "detokenize": ((False,), (1,)),
+    "skip_special_tokens": ((False,), (1,)),
+    "include_stop_str_in_output": ((False,), (1,)),
+    "output_kind": (("cumulative", "delta", "final_only"), ("", "final", "DELTA")),
+}
+
+
+def refuse(name: str, value: Any) -> ValidationError:
+    """Check that a field refuses a value, by its name and saying what is accepted."""
+    with pytest.raises(ValidationError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert str(caught.value).startswith(f"{name}=")
+    assert "; accepted: " in str(caught.value)
+    assert len(str(caught.value)) < 300
+    return caught.value
+
+
+def test_the_tables_cover_every_field() -> None:
+    names = [f.name for f in dataclasses.fields(SamplingParams)]
+    assert list(ACCEPTED) == list(EDGES) == names
+
+
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_every_field_at_every_probe(name: str, probe: str) -> None:
+    value = PROBES[probe]
+    if probe in ACCEPTED[name].split():
+        SamplingParams(**{name: value})
+    else:
+        refuse(name, value)
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_of_every_range(name: str) -> None:
+    inside, outside = EDGES[name]
+    for value in inside:
+        SamplingParams(**{name: value})
+    for value in outside:
+        refuse(name, value)
+
+
+def test_message_names_field_value_and_range() -> None:
+    error = refuse("top_p", 1.5)
+    assert str(error) == "top_p=1.5; accepted: a finite number above 0 to 1"
+    assert error.value == 1.5
+    assert str(refuse("max_tokens", 0)) == "max_tokens=0; accepted: an integer from 1 to 2147483647"
+    assert str(refuse("output_kind", "x")) == "output_kind='x'; accepted: 'cumulative', 'delta' or 'final_only'"
+    assert len(str(refuse("temperature", "x" * 10_000_000))) < 200
+
+
+def test_defaults() -> None:
+    assert SamplingParams() == SamplingParams(
+        n=1, temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None, max_tokens=16
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().seed = 1  # type: ignore[misc]
+
+
+def test_more_than_one_completion_is_unsupported() -> None:
+    for n in (2, 16384):
+        with pytest.raises(UnsupportedFeatureError, match=f"^n={n} is not implemented") as caught:
+            SamplingParams(n=n)
+        assert (caught.value.param, caught.value.value) == ("n", n)
+    refuse("n", 16385)
+
+
+def test_min_tokens_above_max_tokens() -> None:
+    SamplingParams(min_tokens=5, max_tokens=5)
+    with pytest.raises(ValidationError, match=r"^min_tokens=6 exceeds max_tokens=5$") as caught:
+        SamplingParams(min_tokens=6, max_tokens=5)
+    assert caught.value.param == "min_tokens"
+
+
+def test_stop_lists_become_tuples() -> None:
+    assert SamplingParams(stop="ab").stop_strings == ("ab",)
+    assert SamplingParams(stop=["ab", "c"]).stop_strings == ("ab", "c")
+    assert SamplingParams(stop=["ab"]) == SamplingParams(stop="ab") == SamplingParams(stop=("ab",))
+    assert SamplingParams().stop_strings == ()
+    assert SamplingParams(stop_token_ids=[3, 1]).stop_token_ids == (3, 1)
+    mine = ["ab"]
+    params = SamplingParams(stop=mine)
+    mine.append("")
+    assert params.stop_strings == ("ab",)
+    assert refuse("stop", ["ok", "", "bad"]).value == ""
+
+
+def test_stop_strings_need_text() -> None:
+    SamplingParams(detokenize=False, stop_token_ids=[1])
+    with pytest.raises(ValidationError, match=r"^stop=") as caught:
+        SamplingParams(detokenize=False, stop="a")
+    assert caught.value.param == "stop"
+
+
+@pytest.mark.parametrize(
+    ("temperature", "greedy"), [(0, True), (0.0, True), (9e-6, True), (1e-5, False), (1.0, False), (None, False)]
+)
+def test_greedy(temperature: float | None, greedy: bool) -> None:
+    assert SamplingParams(temperature=temperature).is_greedy is greedy
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "default", "last"),
+    [
+        ("temperature", 0.0, 0.6, 1.0),
+        ("top_p", 0.5, 0.9, 1.0),
+        ("top_k", 0, 20, 0),
+        ("min_p", 0.0, 0.1, 0.0),
+        ("repetition_penalty", 1.0, 1.2, 1.0),
+    ],
+)
+def test_resolve_takes_the_request_then_the_model_then_the_class(
+    name: str, given: float, default: float, last: float
+) -> None:
+    def resolved(params: SamplingParams, defaults: dict[str, Any]) -> Any:
+        return getattr(params.resolve(defaults), name)
+
+    assert resolved(SamplingParams(**{name: given}), {name: default}) == given
+    assert resolved(SamplingParams(), {name: default}) == default
+    assert resolved(SamplingParams(), {name: None}) == last
+    assert resolved(SamplingParams(), {}) == last
+
+
+def test_resolve_fills_every_field_and_keeps_the_rest() -> None:
+    params = SamplingParams(seed=3, stop=["a"], max_tokens=7, top_k=5, logprobs=2)
+    resolved = params.resolve({"temperature": 0.6, "top_k": 20, "max_tokens": 99, "seed": 5})
+    assert resolved == dataclasses.replace(params, temperature=0.6, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    assert resolved.resolve({"temperature": 0.1}) == resolved
+    assert params.temperature is None
+
+
+def test_resolve_checks_the_defaults() -> None:
+    with pytest.raises(ValidationError, match=r"^temperature=-1"):
+        SamplingParams().resolve({"temperature": -1})
+
+
+def test_capped() -> None:
+    params = SamplingParams(max_tokens=100, min_tokens=50, seed=1)
+    assert params.capped(1000) == params
+    assert params.capped(70) == SamplingParams(max_tokens=70, min_tokens=50, seed=1)
+    assert params.capped(20) == SamplingParams(max_tokens=20, min_tokens=20, seed=1)
+
+
+def test_reported() -> None:
+    assert SamplingParams(seed=1).reported("delta") == SamplingParams(seed=1, output_kind="delta")
+
+
+def test_from_dict() -> None:
+    assert SamplingParams.from_dict({}) == SamplingParams()
+    assert SamplingParams.from_dict({"temperature": 0, "stop": ["a"], "seed": None}) == SamplingParams(
+        temperature=0, stop="a"
+    )
+    with pytest.raises(ValidationError, match=r"^top_p=2;"):
+        SamplingParams.from_dict({"top_p": 2})
+    with pytest.raises(UnsupportedFeatureError, match=r"^n=2 "):
+        SamplingParams.from_dict({"n": 2})
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "allowed_token_ids": [1],
+    "audio": {"voice": "a"},
+    "bad_words": ["a"],
+    "beam_search": True,
+    "best_of": 2,
+    "echo": True,
+    "functions": [{"name": "f"}],
+    "guided_json": {"type": "object"},
+    "guided_regex": "a*",
+    "logit_bias": {"5": -100},
+    "logits_processors": ["a.b"],
+    "prompt_logprobs": 1,
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a"},
+    "suffix": "tail",
+    "tool_choice": "auto",
+    "tools": [{"type": "function"}],
+    "truncate_prompt_tokens": 10,
+    "use_beam_search": True,
+}
+
+
+def test_the_table_covers_every_unsupported_field() -> None:
+    assert tuple(UNSUPPORTED) == UNSUPPORTED_FIELDS
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED.items())
+def test_unsupported_field_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        SamplingParams.from_dict({"temperature": 0.5, name: value})
+    assert str(caught.value) == f"{name} is not implemented; leave it out"
+    assert (caught.value.param, caught.value.value) == (name, value)
+
+
+@pytest.mark.parametrize("empty", [None, False, [], {}, ""], ids=repr)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_field_may_be_empty(name: str, empty: Any) -> None:
+    assert SamplingParams.from_dict({"seed": 4, name: empty}) == SamplingParams(seed=4)
+
+
+def test_zero_prompt_logprobs_asks_for_something() -> None:
+    # In vLLM 0 returns the log-probability of each prompt token itself; dropping it would ignore a request.
+    with pytest.raises(UnsupportedFeatureError, match=r"^prompt_logprobs is not implemented"):
+        SamplingParams.from_dict({"prompt_logprobs": 0})
+
+
+@pytest.mark.parametrize("name", ["temprature", "max_new_tokens", "Temperature", "stop_strings", ""])
+def test_unknown_name_is_refused(name: str) -> None:
+    for value in (1, None):
+        with pytest.raises(ValidationError, match=f"^{name}={value}; accepted: one of detokenize, ") as caught:
+            SamplingParams.from_dict({name: value})
+        assert (caught.value.param, caught.value.value) == (name, value)
+
+
+@pytest.mark.parametrize("name", ["ttft_s", "tpot_s"])
+def test_slo(name: str) -> None:
+    for value in (None, 1e-9, 1, 0.5, 1e9):
+        assert getattr(SLO(**{name: value}), name) == value
+    for value in (NAN, INF, -INF, 0, 0.0, -0.0, -1, -1e-9, "1", True, [1.0], 10**400):
+        with pytest.raises(ValidationError) as caught:
+            SLO(**{name: value})
+        assert caught.value.param == f"slo.{name}"
+        assert str(caught.value).startswith(f"slo.{name}=")
+        assert str(caught.value).endswith("; accepted: a finite number above 0")
+
+
+METRICS = RequestMetrics(
+    arrival=10.0, first_scheduled=10.5, first_token=12.0, finished=15.0, num_prompt_tokens=100, num_output_tokens=7
+)
+
+
+def test_metrics() -> None:
+    assert (METRICS.queue_time, METRICS.ttft, METRICS.e2e, METRICS.tpot) == (0.5, 2.0, 5.0, 0.5)
+    assert METRICS.met_slo is None
+
+
+def test_metrics_before_anything_happened() -> None:
+    metrics = RequestMetrics(arrival=3.0)
+    assert (metrics.queue_time, metrics.ttft, metrics.e2e, metrics.tpot) == (None, None, None, None)
+    assert metrics.met_slo is None
+    assert RequestMetrics(arrival=3.0, ttft_slo_s=1.0).met_slo is False
+
+
+@pytest.mark.parametrize(("tokens", "tpot"), [(0, None), (1, None), (2, 3.0), (4, 1.0)])
+def test_tpot_needs_two_tokens(tokens: int, tpot: float | None) -> None:
+    assert dataclasses.replace(METRICS, num_output_tokens=tokens).tpot == tpot
+    assert dataclasses.replace(METRICS, num_output_tokens=tokens, finished=None).tpot is None
+
+
+def test_times_at_zero_count() -> None:
+    metrics = RequestMetrics(arrival=0.0, first_scheduled=0.0, first_token=0.0, finished=0.0, num_output_tokens=2)
+    assert (metrics.queue_time, metrics.ttft, metrics.e2e, metrics.tpot) == (0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "met"),
+    [
+        ({"ttft_slo_s": 2.0}, True),
+        ({"ttft_slo_s": 1.999}, False),
+        ({"tpot_slo_s": 0.5}, True),
+        ({"tpot_slo_s": 0.499}, False),
+        ({"ttft_slo_s": 2.0, "tpot_slo_s": 0.5}, True),
+        ({"ttft_slo_s": 2.0, "tpot_slo_s": 0.4}, False),
+        ({"ttft_slo_s": 1.0, "tpot_slo_s": 0.5}, False),
+        ({"tpot_slo_s": 0.001, "num_output_tokens": 1}, True),
+        ({"ttft_slo_s": 1.0, "tpot_slo_s": 0.001, "num_output_tokens": 1}, False),
+        ({"ttft_slo_s": 9.0, "finished": None}, False),
+        ({"ttft_slo_s": 9.0, "first_token": None, "num_output_tokens": 0}, False),
+        ({"finished": None}, None),
+    ],
+)
+def test_met_slo(changes: dict[str, Any], met: bool | None) -> None:
+    assert dataclasses.replace(METRICS, **changes).met_slo is met

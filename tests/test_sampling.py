@@ -1,0 +1,358 @@
+"""Sampling: exact distributions, draws that depend on the request alone, penalties, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha import sampling
+from medha.request import SamplingParams
+from medha.sampling import Sampled, SlotSampling, sample, uniform
+
+VOCAB = 16
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 100},
+    {"top_p": 0.6},
+    {"top_p": 1e-9},
+    {"min_p": 0.15},
+    {"top_k": 9, "top_p": 0.85},
+    {"temperature": 0.7, "top_k": 10, "top_p": 0.95, "min_p": 0.05},
+    {"temperature": 1.5, "top_p": 0.9, "min_p": 0.1},
+]
+
+
+def slot(seed: int = 0, *, end_ids: tuple[int, ...] = (), prompt: Sequence[int] = (), **params: Any) -> SlotSampling:
+    resolved = SamplingParams(**params).resolve({})
+    prompt_ids = torch.tensor(prompt, dtype=torch.int32) if prompt else None
+    return SlotSampling(resolved, seed, end_ids, len(prompt), prompt_ids)
+
+
+def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
+    return 1.5 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(results: list[Sampled]) -> list[int]:
+    return [result.token_id for result in results]
+
+
+def filtered(logits_V: torch.Tensor, params: SamplingParams) -> list[float]:
+    """The distribution that the parameters ask for, by the textbook: temperature, top-k, top-p, min-p."""
+    scaled = [x / params.temperature for x in logits_V.tolist()]
+    weights = [math.exp(x - max(scaled)) for x in scaled]
+    ranked = sorted(range(len(weights)), key=lambda i: -weights[i])
+    if params.top_k > 0:
+        ranked = ranked[: params.top_k]
+    total = math.fsum(weights[i] for i in ranked)
+    kept, mass = [], 0.0
+    for i in ranked:  # the smallest set of the likeliest tokens that holds top_p of the mass
+        if params.top_p < 1.0 and mass >= params.top_p:
+            break
+        kept.append(i)
+        mass += weights[i] / total
+    kept = [i for i in kept if weights[i] >= params.min_p * weights[ranked[0]]]
+    total = math.fsum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(len(weights))]
+
+
+def chi_square_p(counts: Sequence[float], expected: Sequence[float]) -> float:
+    """Probability of counts at least so unlike ``expected``; tokens expected less than 5 times are pooled."""
+    cells = sorted(zip(expected, counts, strict=True))
+    pooled: list[tuple[float, float]] = []
+    rest_e, rest_n = 0.0, 0.0
+    for e, n in cells:
+        assert e > 0 or n == 0, "a filtered token was drawn"
+        rest_e, rest_n = rest_e + e, rest_n + n
+        if rest_e >= 5:
+            pooled.append((rest_e, rest_n))
+            rest_e, rest_n = 0.0, 0.0
+    if len(pooled) < 2:
+        return 1.0
+    statistic = sum((n - e) ** 2 / e for e, n in pooled)
+    args = torch.tensor([(len(pooled) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(args[0], args[1]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Greedy and the distribution
+
+
+@pytest.mark.parametrize("temperature", [0.0, 9e-6])
+def test_greedy_takes_the_likeliest(temperature: float) -> None:
+    logits = logits_of(1, 50)
+    slots = [slot(i, temperature=temperature, top_k=3, top_p=0.5) for i in range(50)]
+    assert tokens(sample(logits, slots, [7] * 50)) == logits.argmax(-1).tolist()
+
+
+def test_no_rows() -> None:
+    assert sample(torch.empty(0, VOCAB), [], []) == []
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_distribution_over_seeds_and_over_indices(params: dict[str, Any]) -> None:
+    n = 2000
+    logits = logits_of(2)[0]
+    expected = [n * p for p in filtered(logits, slot(**params).params)]
+    rows = logits.expand(n, VOCAB)
+    over_seeds = tokens(sample(rows, [slot(seed, **params) for seed in range(n)], [0] * n))
+    over_indices = tokens(sample(rows, [slot(7, **params)] * n, range(n)))
+    for drawn in (over_seeds, over_indices):
+        assert chi_square_p(np.bincount(drawn, minlength=VOCAB).tolist(), expected) > 1e-4
+
+
+def test_chi_square_notices_a_wrong_temperature_and_matches_the_tables() -> None:
+    logits = logits_of(2)[0]
+    drawn = tokens(sample(logits.expand(2000, VOCAB), [slot(i, temperature=1.15) for i in range(2000)], [0] * 2000))
+    expected = [2000 * p for p in filtered(logits, slot().params)]
+    assert chi_square_p(np.bincount(drawn, minlength=VOCAB).tolist(), expected) < 1e-4
+    # Upper 5% points: 3.841 at one degree of freedom, 7.815 at three.
+    for cells, point in ((2, 3.841), (4, 7.815)):
+        off = math.sqrt(point * 10_000 / 2)
+        counts = [10_000 + off, 10_000 - off, *[10_000] * (cells - 2)]
+        assert chi_square_p(counts, [10_000.0] * cells) == pytest.approx(0.05, abs=1e-4)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    temperature=st.floats(0.1, 2.0),
+    top_k=st.integers(-1, 20),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.floats(0.0, 1.0),
+)
+def test_exact_probabilities(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Evenly spaced uniforms give each token its probability, to within one draw."""
+    n = 100
+    drawing = slot(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = logits_of(seed)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "uniform", lambda _, index: (index + 0.5) / n)
+        drawn = tokens(sample(logits.expand(n, VOCAB), [drawing] * n, range(n)))
+    expected = filtered(logits, drawing.params)
+    counts = np.bincount(drawn, minlength=VOCAB)
+    for count, p in zip(counts.tolist(), expected, strict=True):
+        assert abs(count - n * p) <= 1.0
+        assert p > 0 or count == 0
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_unit_interval(number: float, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "uniform", lambda *_: number)
+    logits = logits_of(3, 20)
+    for row, result in zip(logits, sample(logits, [slot(**params)] * 20, [0] * 20), strict=True):
+        assert filtered(row, slot(**params).params)[result.token_id] > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a draw depends on
+
+
+def mixed_slots() -> list[Callable[[], SlotSampling]]:
+    makers: list[Callable[[], SlotSampling]] = [lambda i=i, p=p: slot(i, **p) for i, p in enumerate(FILTERS)]
+    makers.append(lambda: slot(3, temperature=0.0, logprobs=3))
+    makers.append(lambda: slot(4, min_tokens=5, end_ids=(1, 2), logprobs=0))
+    makers.append(lambda: slot(5, repetition_penalty=1.3, prompt=[1, 5, 9], logprobs=2))
+    makers.append(lambda: slot(6, frequency_penalty=0.5, presence_penalty=-0.5))
+    return makers
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(order=st.permutations(range(len(FILTERS) + 4)), size=st.integers(1, 16), seed=st.integers(0, 2**31))
+def test_company_and_order_change_nothing(order: list[int], size: int, seed: int) -> None:
+    makers = mixed_slots()
+    logits = logits_of(seed, len(makers), 300)
+    indices = [(seed + 3 * i) % 1000 for i in range(len(makers))]
+    alone = [sample(logits[i : i + 1], [make()], [indices[i]])[0] for i, make in enumerate(makers)]
+    chosen = order[:size]
+    together = sample(logits[chosen], [makers[i]() for i in chosen], [indices[i] for i in chosen])
+    assert together == [alone[i] for i in chosen]
+
+
+def test_logits_are_left_alone() -> None:
+    makers = mixed_slots()
+    logits = logits_of(8, len(makers))
+    before = logits.clone()
+    sample(logits, [make() for make in makers], [0] * len(makers))
+    assert torch.equal(logits, before)
+
+
+def test_uniform_is_fixed_for_all_time() -> None:
+    # A request repeated with its seed draws the same tokens on every machine and in every release.
+    assert uniform(0, 0) == 0.011546754286331562
+    assert uniform(1234, 56789) == 0.354059630315015
+
+
+def test_uniform_differs_over_seed_and_index() -> None:
+    numbers = {uniform(seed, index) for seed in range(-50, 50) for index in range(100)}
+    assert len(numbers) == 10_000
+    assert all(0.0 <= number < 1.0 for number in numbers)
+    values = np.sort(list(numbers))
+    gap = np.abs(values - np.arange(10_000) / 10_000).max()
+    assert gap < 0.0223  # Kolmogorov-Smirnov at p = 1e-4
+
+
+def test_uniform_takes_every_seed_and_index() -> None:
+    for seed in (-(2**63), -1, 0, 2**63 - 1):
+        for index in (0, 10_000_000, 2**31):
+            assert 0.0 <= uniform(seed, index) < 1.0
+    assert uniform(-1, 0) != uniform(1, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# min_tokens and penalties
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_holds_end_ids_back(temperature: float) -> None:
+    logits = torch.zeros(VOCAB)
+    logits[3], logits[7], logits[9] = 20.0, 19.0, 12.0
+    drawing = slot(temperature=temperature, min_tokens=4, end_ids=(3, 7), logprobs=1)
+    drawn = sample(logits.expand(8, VOCAB), [drawing] * 8, range(8))
+    assert tokens(drawn)[:4] == [9] * 4
+    assert set(tokens(drawn)[4:]) <= {3, 7}
+    assert drawn[0].logprobs is not None  # of the model's own distribution
+    assert drawn[0].logprobs[1][0] == 3
+    assert drawn[0].logprobs[0][2] == 3
+
+
+def test_min_tokens_without_end_ids_does_nothing() -> None:
+    logits = logits_of(4, 30)
+    plain = sample(logits, [slot(i) for i in range(30)], range(30))
+    assert sample(logits, [slot(i, min_tokens=16) for i in range(30)], range(30)) == plain
+
+
+def penalised(logits: list[float], prompt: list[int], output: list[int], params: SamplingParams) -> list[float]:
+    """Penalties one token at a time: repetition over prompt and output, the others over the output."""
+    result = list(logits)
+    for token in set(prompt) | set(output):
+        r = params.repetition_penalty
+        result[token] = result[token] / r if result[token] > 0 else result[token] * r
+    for token in set(output):
+        result[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    return result
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.4},
+        {"repetition_penalty": 0.7},
+        {"presence_penalty": 0.9},
+        {"frequency_penalty": 0.4},
+        {"frequency_penalty": -0.3, "presence_penalty": 1.2},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    ],
+    ids=str,
+)
+def test_penalties_against_a_plain_reference(params: dict[str, Any], temperature: float) -> None:
+    prompt = [2, 2, 5, 11]
+    drawing = slot(9, prompt=prompt, temperature=temperature, **params)
+    output: list[int] = []
+    for index in range(40):
+        logits = logits_of(index % 3)
+        want = penalised(logits[0].tolist(), prompt, output, drawing.params)
+        if temperature:
+            cumulative = np.cumsum(filtered(torch.tensor(want, dtype=torch.float64), drawing.params))
+            expected = int(np.searchsorted(cumulative, uniform(9, index), side="right"))
+        else:
+            expected = int(np.argmax(want))
+        output += tokens(sample(logits, [drawing], [index]))
+        assert output[-1] == expected
+    assert len(set(output)) > 1
+
+
+def test_penalties_change_the_outcome() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4], logits[0, 6] = 1.0, 0.9
+    for params in ({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.5}):
+        drawing = slot(temperature=0.0, **params)
+        assert [tokens(sample(logits, [drawing], [i]))[0] for i in range(2)] == [4, 6]
+    assert tokens(sample(logits, [slot(temperature=0.0, repetition_penalty=1.5, prompt=[4])], [0])) == [6]
+    assert tokens(sample(logits, [slot(temperature=0.0, presence_penalty=0.5, prompt=[4])], [0])) == [4]
+
+
+def test_penalties_and_min_tokens_together() -> None:
+    logits = torch.full((1, VOCAB), -5.0)
+    logits[0, 0], logits[0, 1], logits[0, 2] = 3.0, 2.0, 1.9
+    drawing = slot(temperature=0.0, presence_penalty=2.0, min_tokens=2, end_ids=(0,))
+    assert [tokens(sample(logits, [drawing], [i]))[0] for i in range(3)] == [1, 2, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.3, "top_k": 4}, {"temperature": 2.0}])
+def test_logprobs_are_of_the_model_itself(params: dict[str, Any], num_top: int) -> None:
+    logits = logits_of(10, 25)
+    reference = torch.log_softmax(logits.double(), dim=-1)
+    results = sample(logits, [slot(i, logprobs=num_top, **params) for i in range(25)], range(25))
+    for row, result in zip(reference, results, strict=True):
+        assert result.logprobs is not None
+        ranking = sorted(range(VOCAB), key=lambda i: -float(row[i]))
+        token, logprob, rank = result.logprobs[0]
+        assert token == result.token_id
+        assert logprob == pytest.approx(float(row[token]), abs=2e-6)
+        assert rank == ranking.index(token) + 1
+        top = result.logprobs[1:]
+        assert [entry[0] for entry in top] == ranking[:num_top]
+        assert [entry[2] for entry in top] == list(range(1, min(num_top, VOCAB) + 1))
+        assert [entry[1] for entry in top] == pytest.approx([float(row[i]) for i in ranking[:num_top]], abs=2e-6)
+
+
+def test_no_logprobs_unless_asked() -> None:
+    assert sample(logits_of(11), [slot()], [0])[0].logprobs is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Logits that are not finite
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_row_that_is_not_finite_is_flagged_and_harms_nobody(everywhere: bool, bad: float) -> None:
+    makers = mixed_slots()
+    logits = logits_of(12, len(makers))
+    indices = list(range(len(makers)))
+    clean = sample(logits, [make() for make in makers], indices)
+    assert all(result.finite for result in clean)
+    for victims in ([0], [3, 12, 13, 14, 15], indices):
+        broken = logits.clone()
+        for row in victims:
+            broken[row, :: 1 if everywhere else VOCAB] = bad
+        slots = [make() for make in makers]
+        results = sample(broken, slots, indices)
+        for row, result in enumerate(results):
+            if row in victims:
+                assert not result.finite
+                assert result.logprobs is None
+                assert slots[row].output_ids == []
+                assert 0 <= result.token_id < VOCAB
+            else:
+                assert result == clean[row]
+
+
+def test_infinities_of_both_signs_are_flagged() -> None:
+    logits = logits_of(13)
+    logits[0, 1], logits[0, 2] = math.inf, -math.inf
+    assert not sample(logits, [slot()], [0])[0].finite
+
+
+def test_large_finite_logits_are_finite() -> None:
+    logits = torch.full((1, VOCAB), -1e4)
+    logits[0, 6] = 1e4
+    assert sample(logits, [slot(temperature=0.5, top_p=0.9)], [0]) == [Sampled(6, finite=True)]
