@@ -76,6 +76,8 @@ def build_engine(
     eos = generation.eos_token_ids or model_config.eos_token_ids
     if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = (tokenizer.eos_token_id,)
+    if not eos:
+        logger.warning("%s defines no end-of-sequence token; generation ends by length or stop only", folder)
     logger.info(
         "%s on %s in %s, context %d, KV pool %d blocks of %d tokens; sampling defaults %s, end-of-sequence ids %s",
         model_config.architecture, device, dtype, max_model_len, num_blocks, block_size, defaults, list(eos),

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import re
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Literal
 
 from medha.errors import ConfigError
@@ -177,8 +178,16 @@ class EngineConfig:
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _check_positive_int("max_model_len", self.max_model_len, 2**31 - 1, optional=True)
         _check_positive_int("num_threads", self.num_threads, 4096, optional=True)
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ConfigError(f"seed={self.seed!r}; accepted: an integer")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or abs(self.seed) >= 2**63:
+            raise ConfigError(f"seed={self.seed!r}; accepted: a 64-bit integer")
+        for name in ("tokenizer", "revision"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name}={value!r}; accepted: a string")
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, (str, dict)):
+            raise ConfigError(f"rope_scaling={self.rope_scaling!r}; accepted: a type name or a mapping")
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
+            raise ConfigError(f"hf_overrides={self.hf_overrides!r}; accepted: a mapping")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r}; accepted: auto, cpu, cuda, cuda:N")
 
@@ -200,7 +209,7 @@ class EngineConfig:
                 hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(_OPTION_SECTIONS))}"
                 raise ConfigError(f"unknown option {name}={value!r}{hint}")
             if canonical in seen:
-                raise ConfigError(f"{canonical} is given twice (as {name} too)")
+                raise ConfigError(f"{canonical} is given twice, under its own name or an alias")
             seen.add(canonical)
             section, field_name = _OPTION_SECTIONS[canonical]
             sections[section][field_name] = value
@@ -243,13 +252,13 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigError: not a positive number with a known unit.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, flags=re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(?:([kmgt])(i?))?b?\s*", text, flags=re.IGNORECASE)
     if not match:
         raise ConfigError(f"size {text!r}; accepted: a number with KiB, MiB, GiB, TiB (or KB, MB, GB, TB)")
-    power = " kmgt".index(match[2].lower() or " ")
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    power = " kmgt".index((match[2] or " ").lower())
+    size = int(Decimal(match[1]) * (1024 if match[3] else 1000) ** power)
     if size < 1:
-        raise ConfigError(f"size {text!r}; accepted: above 0")
+        raise ConfigError(f"size {text!r}; accepted: at least one byte")
     return size
 
 

@@ -7,6 +7,7 @@ table at the end can say right or wrong.
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,64 +16,104 @@ from rich.console import Console
 from medha.build import build_engine
 from medha.config import EngineConfig
 from medha.display import Display, results_table
-from medha.driver import Arrival, drive
+from medha.driver import Arrival, Joiner, drive
+from medha.engine import Engine
 from medha.models.needle import make_haystack, write_needle
 from medha.request import RequestOutput, SamplingParams
 
 LONG_PROMPT_TOKENS = 32_768
 
+_CHUNK_SIZE = 256
+_PARAMS = SamplingParams(temperature=0.0, max_tokens=48, output_kind="delta")
 _CODES = {"Ada": "31-plum", "Bruno": "58-fern", "Chen": "07-jade", "Divya": "92-rust", "Emre": "64-opal"}
 _FACTS = "".join(f"The code of {name} is {code}.\n" for name, code in _CODES.items())
 
 
 @dataclass(frozen=True, slots=True)
-class DemoRequest:
-    """A request of the demo and its right answer."""
+class Question:
+    """A request of the demo and its right answer.
+
+    Attributes:
+        after: how many tokens of the document have been read when it arrives.
+    """
 
     request_id: str
     prompt: str
     answer: str
-    arrival_s: float
+    after: int
 
 
-def demo_requests(long_prompt_tokens: int = LONG_PROMPT_TOKENS) -> list[DemoRequest]:
-    """One long document at time 0 and a short question every few seconds after."""
+def questions(long_prompt_tokens: int = LONG_PROMPT_TOKENS) -> list[Question]:
+    """One about a long document, and short ones that arrive while it is read."""
     haystack = make_haystack(long_prompt_tokens, depth=0.4)
-    long = DemoRequest("document", haystack.prompt, haystack.answer.rstrip("\n"), 0.0)
     shorts = [
-        DemoRequest(f"chat-{i}", f"{_FACTS}Which code? The code of {name} is", f" {code}.", 2.0 + 4.0 * i)
-        for i, (name, code) in enumerate(_CODES.items())
-    ]
-    return [long, *shorts]
-
-
-def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console | None = None) -> int:
-    """Run the demo; returns 0 when every answer is right, 3 otherwise."""
-    console = console or Console()
-    requests = demo_requests(long_prompt_tokens)
-    params = SamplingParams(temperature=0.0, max_tokens=48, output_kind="delta")
-    with tempfile.TemporaryDirectory(prefix="medha-needle-") as folder:
-        model = write_needle(Path(folder) / "needle")
-        config = EngineConfig.from_flat(
-            str(model), max_model_len=long_prompt_tokens + 256, max_num_seqs=8, chunk_size=256, max_batch_tokens=512
+        Question(
+            f"chat-{i}",
+            f"{_FACTS}Which code? The code of {name} is",
+            f" {code}.",
+            after=i * long_prompt_tokens // (len(_CODES) + 1),
         )
-        engine = build_engine(config)
+        for i, (name, code) in enumerate(_CODES.items(), start=1)
+    ]
+    return [Question("document", haystack.prompt, haystack.answer.rstrip("\n"), after=0), *shorts]
+
+
+def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console | None = None, live: bool = True) -> int:
+    """Run the demo; returns 0 when every answer is right, 3 otherwise.
+
+    Args:
+        long_prompt_tokens: length of the document.
+        console: where answers and table go; stdout by default.
+        live: draw the running requests on stderr if it is a terminal.
+    """
+    console = console or Console()
+    asked = questions(long_prompt_tokens)
     console.print(
-        f"Reading a document of {long_prompt_tokens:,} tokens with a fact hidden in it, while "
-        f"{len(requests) - 1} short questions arrive."
+        f"One document of {long_prompt_tokens:,} tokens with a fact hidden in it is read,\n"
+        f"while {len(asked) - 1} short questions arrive."
     )
-    arrivals = [Arrival(r.request_id, r.prompt, params, arrival_s=r.arrival_s) for r in requests]
-    texts: dict[str, str] = {}
-    finished: list[RequestOutput] = []
-    with Display(engine, console) as display:
-        for output in drive(engine, arrivals, on_step=display.refresh):
-            display.update(output)
-            texts[output.request_id] = texts.get(output.request_id, "") + (output.outputs[0].text or "")
-            if output.finished:
-                finished.append(output)
-    expected = {r.request_id: r.answer for r in requests}
-    finished.sort(key=lambda output: output.metrics.arrival)
-    console.print(results_table(finished, texts=texts, expected=expected))
-    num_right = sum(texts[request_id] == answer for request_id, answer in expected.items())
+    engine = _needle_engine(long_prompt_tokens)
+    stderr = Console(stderr=True) if live else None
+    with Display(engine, lines=console, live=stderr, num_requests=len(asked)) as display:
+        outputs = _serve(engine, asked, display)
+    expected = {question.request_id: question.answer for question in asked}
+    console.print(results_table(outputs, expected=expected))
+    num_right = sum(output.outputs[0].text == expected[output.request_id] for output in outputs)
     console.print(f"{num_right} of {len(expected)} answers right.")
     return 0 if num_right == len(expected) else 3
+
+
+def _needle_engine(long_prompt_tokens: int) -> Engine:
+    with tempfile.TemporaryDirectory(prefix="medha-demo-") as folder:
+        model = write_needle(Path(folder) / "needle")
+        config = EngineConfig.from_flat(
+            str(model),
+            max_model_len=long_prompt_tokens + 256,
+            max_num_seqs=8,
+            chunk_size=_CHUNK_SIZE,
+            max_batch_tokens=2 * _CHUNK_SIZE,
+        )
+        return build_engine(config)
+
+
+def _serve(engine: Engine, asked: list[Question], display: Display) -> list[RequestOutput]:
+    """Ask the first question at once and the others as the first one's prompt is read; outputs in order of arrival."""
+    first, *rest = asked
+    waiting = deque(rest)
+
+    def ask_what_is_due() -> None:
+        display.refresh()
+        progress = {request_id: done for request_id, done, _ in engine.prefills()}
+        while waiting and progress.get(first.request_id, waiting[0].after) >= waiting[0].after:
+            question = waiting.popleft()
+            engine.add_request(question.request_id, question.prompt, _PARAMS)
+
+    joiner = Joiner()
+    finished = []
+    for piece in drive(engine, [Arrival(first.request_id, first.prompt, _PARAMS)], on_step=ask_what_is_due):
+        display.update(piece)
+        whole = joiner.add(piece)
+        if whole is not None:
+            display.finish(whole)
+            finished.append(whole)
+    return sorted(finished, key=lambda output: output.metrics.arrival)

@@ -1,49 +1,79 @@
-"""What a person sees while requests run: progress of long prefills, answers as they stream, a table at the end."""
+"""What a person sees while requests run: progress of long prefills, answers as they stream, a table at the end.
+
+Answers go to stdout. The part that is redrawn (bars, streaming text, a count) is drawn on stderr, and only if that is a
+terminal.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import TextIO
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console, Group
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from medha.engine import Engine
-from medha.jsonl import write_line
-from medha.request import RequestOutput
+from medha.request import CompletionOutput, RequestOutput
+
+if TYPE_CHECKING:
+    from medha.engine import Engine
+
+logger = logging.getLogger("medha")
 
 _RATE_WINDOW_S = 10.0
 _REFRESH_S = 0.125
-_MAX_LINES = 8
-_MAX_CHARS = 200
+_MAX_ROWS = 8
+_MAX_CHARS = 400
+_ID_WIDTH = 16
 
 
 class Display:
-    """Several requests at once: progress bars and streaming lines on a terminal, a line a request elsewhere.
+    """Many requests at once: a line for each that ends and, on a terminal, the state of those that run.
 
     Args:
         engine: asked for the progress of prefills.
-        console: where to draw.
+        lines: where a line for each finished request is printed; None prints none.
+        live: where the running requests are drawn, if it is a terminal; None draws nothing.
+        num_requests: how many there will be.
         long_prompt: prompts of at least so many tokens get a progress bar.
-        live: redraw in place if the console is a terminal.
     """
 
-    def __init__(self, engine: Engine, console: Console, *, long_prompt: int = 4096, live: bool = True) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        lines: Console | None,
+        live: Console | None,
+        num_requests: int,
+        long_prompt: int = 4096,
+    ) -> None:
         self._engine = engine
-        self._console = console
+        self._lines = lines
         self._long_prompt = long_prompt
-        self._texts: dict[str, str] = {}
-        self._prefills: dict[str, _Prefill] = {}
+        self._num_requests = num_requests
+        self._num_done = 0
+        self._tails: dict[str, str] = {}
+        self._rates: dict[str, _Rate] = {}
         self._last_refresh = 0.0
         self._live: Live | None = None
-        if live and console.is_terminal:
-            self._live = Live(console=console, auto_refresh=False, transient=True)
+        if live is not None and live.is_terminal:
+            self._live = Live(
+                console=live,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            if lines is not None and lines.is_terminal:
+                self._lines = live  # all that reaches the terminal must pass the console that redraws a part of it
 
     def __enter__(self) -> Display:
         if self._live is not None:
@@ -52,42 +82,65 @@ class Display:
 
     def __exit__(self, *exc: object) -> None:
         if self._live is not None:
-            self._live.update(Group(), refresh=True)
             self._live.stop()
 
-    def update(self, output: RequestOutput) -> None:
-        """Take a changed output whose ``output_kind`` is ``delta``."""
-        request_id = output.request_id
-        text = self._texts.get(request_id, "") + (output.outputs[0].text or "")
-        self._texts[request_id] = text
-        if output.finished:
-            self._console.print(_line(request_id, text, _note(output)), soft_wrap=not self._console.is_terminal)
-            del self._texts[request_id]
+    def update(self, piece: RequestOutput) -> None:
+        """Take new tokens of a request (``output_kind`` is ``delta``)."""
+        tail = self._tails.get(piece.request_id, "") + shown_text(piece.outputs[0])
+        self._tails[piece.request_id] = tail[-_MAX_CHARS:]
+
+    def finish(self, whole: RequestOutput) -> None:
+        """Take a request that has ended, with all of its tokens."""
+        self._tails.pop(whole.request_id, None)
+        self._num_done += 1
+        if self._lines is not None:
+            name, text, note = map(_one_line, (whole.request_id, shown_text(whole.outputs[0]), _note(whole)))
+            line = Text.assemble((name, "cyan"), "  ", text, (f"  [{note}]", "red" if whole.error else "dim"))
+            self._lines.print(line, soft_wrap=True)
 
     def refresh(self) -> None:
         """Redraw, at most eight times a second; call after each step."""
         now = time.perf_counter()
-        if self._live is None or now - self._last_refresh < _REFRESH_S:
-            return
-        self._last_refresh = now
-        lines = [_line(i, text[-_MAX_CHARS:], "") for i, text in list(self._texts.items())[-_MAX_LINES:]]
+        if self._live is not None and now - self._last_refresh >= _REFRESH_S:
+            self._last_refresh = now
+            self._live.update(Group(*self._region(now, self._live.console.width)), refresh=True)
+
+    def _region(self, now: float, width: int) -> list[RenderableType]:
+        """What is redrawn: streaming answers, then bars, then the count."""
+        streaming = [(i, tail) for i, tail in self._tails.items() if tail]
+        region: list[RenderableType] = [_tail_line(i, tail, width) for i, tail in streaming[:_MAX_ROWS]]
         prefills = self._engine.prefills(min_tokens=self._long_prompt)
-        self._prefills = {i: self._prefills.get(i) or _Prefill() for i, _, _ in prefills}
-        bars = Progress(
-            TextColumn("{task.description:>12}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("tokens  {task.fields[rate]}"),
-            console=self._console,
-        )
+        self._rates = {i: self._rates.get(i) or _Rate() for i, _, _ in prefills}
+        for request_id, done, _ in prefills:
+            self._rates[request_id].note(now, done)
+        if prefills:
+            region.append(self._bars(prefills[:_MAX_ROWS]))
+        if self._num_requests > 1:
+            more = max(0, len(streaming) - _MAX_ROWS) + max(0, len(prefills) - _MAX_ROWS)
+            count = f"{self._num_done} of {self._num_requests} requests done"
+            region.append(Text(count + (f", {more} running that are not shown" if more else ""), "dim"))
+        return region
+
+    def _bars(self, prefills: Sequence[tuple[str, int, int]]) -> Table:
+        bars = Table.grid(padding=(0, 1), expand=True)
+        bars.add_column(width=_ID_WIDTH)
+        bars.add_column(ratio=1)
+        for _ in range(3):
+            bars.add_column(justify="right", no_wrap=True)
         for request_id, done, total in prefills:
-            rate = self._prefills[request_id].rate(done, total)
-            bars.add_task(request_id, total=total, completed=done, rate=rate)
-        self._live.update(Group(*lines, bars), refresh=True)
+            rate, left = self._rates[request_id].rate_and_time_left(total)
+            name = Text(_short_id(request_id), "cyan")
+            bars.add_row(name, ProgressBar(total, done), f"{done:,}/{total:,}", rate, left)
+        return bars
 
 
 class StreamedText:
-    """One request: its text on stdout as it comes, with a bar while a long prompt is read."""
+    """One request: its text on a stream as it comes, after a bar while a long prompt is read.
+
+    Args:
+        bars: draws the bar; it must print no lines.
+        out: where the text goes.
+    """
 
     def __init__(self, bars: Display, out: TextIO) -> None:
         self._bars = bars
@@ -99,21 +152,22 @@ class StreamedText:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if not self._begun:
-            self._bars.__exit__()
+        self._bars.__exit__()
 
-    def update(self, output: RequestOutput) -> None:
+    def update(self, piece: RequestOutput) -> None:
         """Write the new text; the bar goes away with the first piece."""
         if not self._begun:
             self._bars.__exit__()
             self._begun = True
-        if output.error is not None:
-            print(f"{type(output.error).__name__}: {output.error}", file=sys.stderr)
-            return
-        text = output.outputs[0].text
-        self._out.write(" ".join(map(str, output.outputs[0].token_ids)) + " " if text is None else text)
-        self._out.write("\n" if output.finished else "")
+        self._out.write(shown_text(piece.outputs[0]))
         self._out.flush()
+
+    def finish(self, whole: RequestOutput) -> None:
+        """End the line; how it ended goes to the log."""
+        if whole.outputs[0].token_ids:
+            self._out.write("\n")
+            self._out.flush()
+        logger.log(logging.ERROR if whole.error else logging.INFO, "%s", _one_line(_note(whole)))
 
     def refresh(self) -> None:
         """Redraw the bar while there is one."""
@@ -121,74 +175,61 @@ class StreamedText:
             self._bars.refresh()
 
 
-class JsonLines:
-    """Every finished request as one JSON line on a stream."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-
-    def __enter__(self) -> JsonLines:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._out.flush()
-
-    def update(self, output: RequestOutput) -> None:
-        """Write a finished output; others are passed over."""
-        if output.finished:
-            write_line(self._out, output)
-
-    def refresh(self) -> None:
-        """Nothing to redraw."""
-
-
-class _Prefill:
-    """Rate and time left of one prefill, from its progress over the last seconds."""
+class _Rate:
+    """Speed of one prefill over the last seconds."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
-    def rate(self, done: int, total: int) -> str:
-        """For example ``1,180/s, 0:21 left``; empty before there is anything to tell."""
-        now = time.perf_counter()
+    def note(self, now: float, done: int) -> None:
+        """Take the number of tokens done at a time."""
         self._seen.append((now, done))
-        while now - self._seen[0][0] > _RATE_WINDOW_S:
+        while now - self._seen[0][0] > _RATE_WINDOW_S and len(self._seen) > 2:
             self._seen.popleft()
-        since, before = self._seen[0]
+
+    def rate_and_time_left(self, total: int) -> tuple[str, str]:
+        """For example ``1,180 tok/s`` and ``0:21 left``; empty before there is anything to tell."""
+        (since, before), (now, done) = self._seen[0], self._seen[-1]
         if done <= before or now <= since:
-            return ""
+            return "", ""
         rate = (done - before) / (now - since)
-        left = int((total - done) / rate)
-        return f"{rate:,.0f}/s, {left // 60}:{left % 60:02d} left"
+        minutes, seconds = divmod(round((total - done) / rate), 60)
+        return f"{rate:,.0f} tok/s", f"{minutes}:{seconds:02d} left"
 
 
-def results_table(outputs: Iterable[RequestOutput], *, texts: Mapping[str, str], expected: Mapping[str, str]) -> Table:
-    """A table of finished requests: prompt tokens, TTFT, TPOT, answer, right or wrong.
+def results_table(outputs: Iterable[RequestOutput], *, expected: Mapping[str, str]) -> Table:
+    """A table of finished requests: prompt tokens, arrival, TTFT, TPOT, answer, right or wrong.
 
     Args:
-        outputs: finished, in the order of the rows.
-        texts: whole answer of each request.
+        outputs: whole, in the order of the rows.
         expected: right answer of each request.
     """
     table = Table()
     table.add_column("request")
-    for name in ("arrival", "prompt tokens", "TTFT", "TPOT"):
-        table.add_column(name, justify="right")
-    table.add_column("answer", overflow="fold", max_width=48)
+    for name in ("prompt tokens", "arrived at", "TTFT", "TPOT"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("answer", overflow="fold")
     table.add_column("")
     for output in outputs:
-        metrics, request_id = output.metrics, output.request_id
-        text = texts[request_id]
+        metrics, answer = output.metrics, shown_text(output.outputs[0])
+        right = output.outputs[0].text == expected[output.request_id]
         table.add_row(
-            request_id,
-            f"{metrics.arrival:.1f} s",
+            output.request_id,
             f"{len(output.prompt_token_ids):,}",
+            f"{metrics.arrival:.1f} s",
             _seconds(metrics.ttft),
             _seconds(metrics.tpot),
-            Text(str(output.error), "red") if output.error else Text(_one_line(text)),
-            Text("right", "green") if text == expected[request_id] else Text("wrong", "red"),
+            Text(str(output.error), "red") if output.error else Text(_one_line(answer).strip()),
+            Text("right", "green") if right else Text("wrong", "red"),
         )
     return table
+
+
+def shown_text(completion: CompletionOutput) -> str:
+    """Its text or, without a tokenizer, its token ids, each followed by a blank."""
+    if completion.text is not None:
+        return completion.text
+    return "".join(f"{token} " for token in completion.token_ids)
 
 
 def _seconds(value: float | None) -> str:
@@ -198,15 +239,29 @@ def _seconds(value: float | None) -> str:
 
 
 def _note(output: RequestOutput) -> str:
+    """How a request ended, in a few words."""
     if output.error is not None:
         return f"{type(output.error).__name__}: {output.error}"
-    return f"{output.outputs[0].finish_reason}, TTFT {_seconds(output.metrics.ttft)}"
+    completion, metrics = output.outputs[0], output.metrics
+    words = [f"{completion.finish_reason} after {len(completion.token_ids)} tokens"]
+    words += [f"TTFT {_seconds(metrics.ttft)}"] if metrics.ttft is not None else []
+    words += [f"TPOT {_seconds(metrics.tpot)}"] if metrics.tpot is not None else []
+    return ", ".join(words)
 
 
-def _line(request_id: str, text: str, note: str) -> Text:
-    line = Text.assemble((f"{request_id:>12} ", "cyan"), _one_line(text))
-    return line.append(f"  [{note}]", "dim") if note else line
+def _tail_line(request_id: str, tail: str, width: int) -> Text:
+    """The end of a request's text, on one line of a terminal."""
+    room = width - _ID_WIDTH - 1
+    tail = _one_line(tail)[-room:]
+    while cell_len(tail) > room:  # characters of two columns
+        tail = tail[1:]
+    return Text.assemble((f"{_short_id(request_id):<{_ID_WIDTH}} ", "cyan"), tail, no_wrap=True)
+
+
+def _short_id(request_id: str) -> str:
+    return _one_line(request_id if len(request_id) <= _ID_WIDTH else request_id[: _ID_WIDTH - 1] + "…")
 
 
 def _one_line(text: str) -> str:
-    return text.replace("\n", "⏎")
+    """Text without line breaks, and without control characters, which a terminal would obey."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "·", text.replace("\n", "⏎"))

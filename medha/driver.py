@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from medha.engine import Engine, Prompt
 from medha.errors import EngineDeadError, MedhaError
 from medha.request import SLO, CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from medha.engine import Engine, Prompt
 
 _MAX_SLEEP_S = 0.1
 
@@ -32,12 +36,12 @@ class Arrival:
 
 def drive(
     engine: Engine,
-    arrivals: Iterable[Arrival],
+    arrivals: Sequence[Arrival],
     *,
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[], None] = lambda: None,
 ) -> Iterator[RequestOutput]:
-    """Serve arrivals to the end, yielding outputs as they change.
+    """Serve arrivals to the end, yielding outputs as they change; each arrival has one finished output.
 
     A request that is refused yields a finished output with its error, and the others go on.
 
@@ -45,34 +49,57 @@ def drive(
         engine: idle at the start.
         arrivals: in order of ``arrival_s``.
         should_stop: asked between steps; once true, everything unfinished is aborted and yielded.
-        on_step: called after each step.
+        on_step: called after each step; it may add requests of its own to the engine.
 
     Raises:
         EngineDeadError: a step failed; the unfinished requests have been yielded before.
     """
     start = engine.now()
-    pending = iter(arrivals)
-    upcoming = next(pending, None)
-    while upcoming is not None or engine.has_unfinished:
+    upcoming = deque(arrivals)
+    while upcoming or engine.has_unfinished:
         if should_stop():
             engine.abandon()
             yield from engine.step()
+            yield from (_unserved(arrival, start) for arrival in upcoming)
             return
-        while upcoming is not None and upcoming.arrival_s <= engine.now() - start:
-            refused = _add(engine, upcoming, start)
+        while upcoming and upcoming[0].arrival_s <= engine.now() - start:
+            refused = _add(engine, upcoming.popleft(), start)
             if refused is not None:
                 yield refused
-            upcoming = next(pending, None)
         if engine.has_unfinished:
             try:
                 outputs = engine.step()
             except EngineDeadError as error:
                 yield from error.outputs
+                yield from (_unserved(arrival, start, error=error) for arrival in upcoming)
                 raise
             yield from outputs
             on_step()
-        elif upcoming is not None:
-            time.sleep(min(_MAX_SLEEP_S, max(0.0, upcoming.arrival_s - (engine.now() - start))))
+        elif upcoming:
+            time.sleep(min(_MAX_SLEEP_S, max(0.0, upcoming[0].arrival_s - (engine.now() - start))))
+
+
+class Joiner:
+    """Puts the outputs of requests whose ``output_kind`` is ``delta`` together again."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[CompletionOutput]] = {}
+
+    def add(self, output: RequestOutput) -> RequestOutput | None:
+        """Take an output; returns the whole one if it was its request's last."""
+        pieces = self._pieces.setdefault(output.request_id, [])
+        last = output.outputs[0]
+        pieces.append(last)
+        if not output.finished:
+            return None
+        del self._pieces[output.request_id]
+        whole = replace(
+            last,
+            text=None if last.text is None else "".join(piece.text or "" for piece in pieces),
+            token_ids=[token for piece in pieces for token in piece.token_ids],
+            logprobs=None if last.logprobs is None else [step for piece in pieces for step in piece.logprobs or ()],
+        )
+        return replace(output, outputs=[whole])
 
 
 def _add(engine: Engine, arrival: Arrival, start: float) -> RequestOutput | None:
@@ -92,6 +119,14 @@ def _add(engine: Engine, arrival: Arrival, start: float) -> RequestOutput | None
             raise
         except MedhaError as refusal:
             error = refusal
-    metrics = RequestMetrics(start + arrival.arrival_s, finished=engine.now())
-    completion = CompletionOutput(index=0, text=None, token_ids=[], finish_reason="error")
+    return _unserved(arrival, start, error=error, now=engine.now())
+
+
+def _unserved(
+    arrival: Arrival, start: float, *, error: MedhaError | None = None, now: float | None = None
+) -> RequestOutput:
+    """The output of a request that the engine never took; without an error it is aborted."""
+    error = arrival.error or error
+    completion = CompletionOutput(0, text=None, token_ids=[], finish_reason="abort" if error is None else "error")
+    metrics = RequestMetrics(start + arrival.arrival_s, finished=now)
     return RequestOutput(arrival.request_id, None, [], [completion], True, metrics, error)

@@ -1,330 +1,263 @@
-"""``python -m medha.generate``: load a checkpoint and complete prompts, many at once.
+"""``python -m medha.generate``, also ``medha generate``: complete prompts with a checkpoint, many at once.
 
-With no argument at all it runs the demo (:mod:`medha.demo`). Text goes to stdout, everything else to stderr.
-Exit codes: 0 done, 2 bad usage or model, 3 some requests failed, 4 the engine failed, 130 interrupted.
+With no argument at all it runs the demo (:mod:`medha.demo`). Exit codes and streams: :mod:`medha.command`.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
+from rich.console import Console
 
-from medha.config import EngineConfig, parse_bytes
-from medha.errors import ConfigError, MedhaError, exit_code
+from medha.command import FAILED_REQUESTS, first_interrupt, make_app, run_app, start_logging
+from medha.config import ATTENTION_BACKENDS, EngineConfig, parse_bytes
+from medha.display import Display, StreamedText
+from medha.driver import Arrival, Joiner, drive
+from medha.errors import ConfigError, RequestError, exit_code
+from medha.jsonl import read_requests, write_line
+from medha.models.hf_config import parse_hf_overrides
+from medha.request import RequestOutput, SamplingParams
+from medha.timeline import Timeline
 
 if TYPE_CHECKING:
-    from medha.driver import Arrival
     from medha.engine import Engine
 
 logger = logging.getLogger("medha")
+app = make_app()
+_DEFAULT = EngineConfig("-")
+_model_option = partial(typer.Option, rich_help_panel="Model", show_default=True)
+_request_option = partial(typer.Option, rich_help_panel="Requests", show_default=False)
+_sampling_option = partial(typer.Option, rich_help_panel="Sampling")
+_memory_option = partial(typer.Option, rich_help_panel="Memory and batching")
+_output_option = partial(typer.Option, rich_help_panel="Output")
 
-_FAILED_REQUESTS = 3
-
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-Model = Annotated[
-    str | None, typer.Option("--model", "--model-path", "-m", help="Hugging Face folder or hub id.", show_default=False)
-]
+# Which parameters of the command go where, by the name that they have there too.
+_SAMPLING = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos", "logprobs",
+)  # fmt: skip
+_ENGINE = (
+    "tokenizer", "revision", "dtype", "device", "attention_backend", "load_format", "seed", "max_model_len",
+    "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens", "chunk_size",
+    "num_threads",
+)  # fmt: skip
 
 
 @app.command()
 def generate(
-    model_argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False)] = None,
-    model: Model = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to complete; may be repeated.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="File whose text is one prompt.")] = None,
-    requests: Annotated[Path | None, typer.Option(help="JSON lines, one request each.")] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON lines, appended as each request finishes.")] = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="Print output lines as JSON on stdout.")] = False,
-    chat: Annotated[bool, typer.Option(help="Wrap --prompt in the model's chat template.")] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "--max-new-tokens")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="Greedy (0) unless given.")] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    min_p: Annotated[float | None, typer.Option()] = None,
-    repetition_penalty: Annotated[float | None, typer.Option()] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
-    logprobs: Annotated[int | None, typer.Option()] = None,
-    seed: Annotated[int, typer.Option(help="Of sampling and of dummy weights.")] = 0,
-    tokenizer: Annotated[str | None, typer.Option()] = None,
-    revision: Annotated[str | None, typer.Option()] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    attention_backend: Annotated[str, typer.Option(help="auto or torch.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, safetensors or dummy (random weights).")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option("--max-model-len", "--context-length")] = None,
-    rope_scaling: Annotated[str | None, typer.Option(help="A type (yarn, linear) or a JSON object.")] = None,
-    hf_overrides: Annotated[str | None, typer.Option(help="JSON object merged over config.json.")] = None,
-    block_size: Annotated[int, typer.Option("--block-size", "--page-size", help="KV tokens a block.")] = 256,
-    num_kv_blocks: Annotated[int | None, typer.Option("--num-kv-blocks", "--num-gpu-blocks-override")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="KV pool, for example 4GiB.")] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of GPU memory to use.")] = 0.9,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", "--max-running-requests")] = 256,
-    max_batch_tokens: Annotated[int, typer.Option("--max-batch-tokens", "--max-num-batched-tokens")] = 2048,
-    chunk_size: Annotated[int, typer.Option("--chunk-size", "--chunked-prefill-size")] = 512,
-    num_threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    timeline: Annotated[Path | None, typer.Option(help="Chrome/Perfetto trace of what ran (.json, .json.gz).")] = None,
-    log_level: Annotated[str, typer.Option(envvar="MEDHA_LOG_LEVEL")] = "info",
-    no_progress: Annotated[bool, typer.Option("--no-progress", envvar="MEDHA_NO_PROGRESS")] = False,
-) -> None:
-    """Complete prompts with a Hugging Face checkpoint. With no argument at all: a demo that needs no download."""
-    sampling = {
-        "max_tokens": max_tokens,
-        "temperature": 0.0 if temperature is None else temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "stop": stop or None,
-        "ignore_eos": ignore_eos,
-        "logprobs": logprobs,
-    }
-    options = {
-        "tokenizer": tokenizer,
-        "revision": revision,
-        "dtype": dtype,
-        "device": device,
-        "attention_backend": attention_backend,
-        "load_format": load_format,
-        "max_model_len": max_model_len,
-        "block_size": block_size,
-        "num_kv_blocks": num_kv_blocks,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "max_num_seqs": max_num_seqs,
-        "max_batch_tokens": max_batch_tokens,
-        "chunk_size": chunk_size,
-        "num_threads": num_threads,
-        "seed": seed,
-    }
-    job = Job(
-        model=model_argument,
-        model_option=model,
-        prompts=list(prompt or []),
-        prompt_file=prompt_file,
-        requests=requests,
-        output=output,
-        json_lines=json_lines,
-        chat=chat,
-        sampling={name: value for name, value in sampling.items() if value is not None},
-        options=options,
-        rope_scaling=rope_scaling,
-        hf_overrides=hf_overrides,
-        kv_memory=kv_memory,
-        timeline=timeline,
-        live=not no_progress,
-        log_level=log_level,
-    )
-    raise typer.Exit(guarded(lambda: run_job(job)))
+    context: typer.Context,
+    model_argument: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
+    ] = None,
+    model: Annotated[str | None, _model_option("--model", "-m", help="Hugging Face folder or hub id.")] = None,
+    revision: Annotated[str | None, _model_option(help="Branch, tag or commit on the hub.")] = _DEFAULT.revision,
+    tokenizer: Annotated[str | None, _model_option(help="Folder or hub id, if not the model's.")] = _DEFAULT.tokenizer,
+    dtype: Annotated[str, _model_option(help="auto, float32, bfloat16 or float16.")] = _DEFAULT.dtype,
+    device: Annotated[str, _model_option(help="auto, cpu, cuda or cuda:N.")] = _DEFAULT.device,
+    load_format: Annotated[
+        str, _model_option(help="auto, safetensors or dummy (random weights).")
+    ] = _DEFAULT.load_format,
+    max_model_len: Annotated[
+        int | None, _model_option(help="Most tokens, prompt and output.")
+    ] = _DEFAULT.max_model_len,
+    rope_scaling: Annotated[str | None, _model_option(help="A type (yarn, linear) or a JSON object.")] = None,
+    hf_overrides: Annotated[str | None, _model_option(help="JSON object merged over config.json.")] = None,
+    attention_backend: Annotated[
+        str, _model_option(help=f"One of {', '.join(ATTENTION_BACKENDS)}.")
+    ] = _DEFAULT.attention_backend,
+    prompt: Annotated[list[str] | None, _request_option(help="Text to complete; may be repeated.")] = None,
+    prompt_file: Annotated[Path | None, _request_option(help="File whose text is one prompt.")] = None,
+    requests: Annotated[Path | None, _request_option(help="JSON lines, one request each.")] = None,
+    chat: Annotated[bool, _request_option("--chat", help="Put prompts into the model's chat template.")] = False,
+    max_tokens: Annotated[int, _sampling_option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, _sampling_option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, _sampling_option(help="Share of probability to keep.")] = None,
+    top_k: Annotated[int | None, _sampling_option(help="Likeliest tokens to keep.")] = None,
+    min_p: Annotated[float | None, _sampling_option(help="Least probability, as a share of the largest.")] = None,
+    repetition_penalty: Annotated[float | None, _sampling_option(help="Above 1 discourages repetition.")] = None,
+    stop: Annotated[list[str] | None, _sampling_option(help="End at this text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, _sampling_option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
+    logprobs: Annotated[int | None, _sampling_option(help="Log-probabilities per token in output lines.")] = None,
+    seed: Annotated[int, _sampling_option(help="Of sampling and of dummy weights.")] = _DEFAULT.seed,
+    kv_memory: Annotated[str | None, _memory_option(help="Size of the KV pool, for example 4GiB.")] = None,
+    num_kv_blocks: Annotated[int | None, _memory_option(help="The same in blocks.")] = _DEFAULT.cache.num_blocks,
+    block_size: Annotated[int, _memory_option(help="Tokens of a KV block.")] = _DEFAULT.cache.block_size,
+    gpu_memory_utilization: Annotated[
+        float, _memory_option(help="Share of the GPU's memory to use.")
+    ] = _DEFAULT.cache.gpu_memory_utilization,
+    max_num_seqs: Annotated[int, _memory_option(help="Most requests at once.")] = _DEFAULT.scheduler.max_num_seqs,
+    max_batch_tokens: Annotated[
+        int, _memory_option(help="Most tokens of a step.")
+    ] = _DEFAULT.scheduler.max_batch_tokens,
+    chunk_size: Annotated[
+        int, _memory_option(help="Most tokens of a prompt in a step.")
+    ] = _DEFAULT.scheduler.chunk_size,
+    num_threads: Annotated[int | None, _memory_option(help="CPU threads.")] = _DEFAULT.num_threads,
+    output: Annotated[Path | None, _output_option(help="File of JSON lines, one as each request ends.")] = None,
+    json_lines: Annotated[bool, _output_option("--json", help="The same lines on stdout in place of text.")] = False,
+    timeline: Annotated[Path | None, _output_option(help="Chrome trace of what ran (.json or .json.gz).")] = None,
+    log_level: Annotated[str, _output_option(help="debug, info, warning or error.", envvar="MEDHA_LOG_LEVEL")] = "info",
+    no_progress: Annotated[
+        bool, _output_option("--no-progress", help="Draw nothing on a terminal.", envvar="MEDHA_NO_PROGRESS")
+    ] = False,
+) -> int:
+    """Complete prompts with a Hugging Face checkpoint. With no argument at all: a demo that needs no download.
 
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What the command line asked for."""
-
-    model: str | None
-    model_option: str | None
-    prompts: list[str]
-    prompt_file: Path | None
-    requests: Path | None
-    output: Path | None
-    json_lines: bool
-    chat: bool
-    sampling: dict[str, Any]
-    options: dict[str, Any]
-    rope_scaling: str | None
-    hf_overrides: str | None
-    kv_memory: str | None
-    timeline: Path | None
-    live: bool
-    log_level: str
-
-
-def run_job(job: Job) -> int:
-    """Load, serve, write; returns the exit code.
-
-    Raises:
-        MedhaError: nothing could be served.
+    Options may be spelled with _ for -, and by the names that vLLM and SGLang have for them.
     """
-    from medha.build import build_engine
-    from medha.driver import drive
-    from medha.jsonl import write_line
-    from medha.timeline import Timeline
+    start_logging(log_level)
+    sources = [context.get_parameter_source(name) for name in context.params]
+    if not any(source is not None and source.name == "COMMANDLINE" for source in sources):
+        from medha.demo import run_demo  # here because it loads torch, which takes seconds
 
-    start_logging(job.log_level)
-    config = _engine_config(job)
-    arrivals = _arrivals(job)
-    timeline = None if job.timeline is None else Timeline()
-    failed = 0
+        return run_demo(live=not no_progress)
+    config = _engine_config(context.params)
+    arrivals = _arrivals(context.params)
+    for path in filter(None, (output, timeline)):
+        _check_not_an_input(path, (prompt_file, requests))
     with ExitStack() as stack:
-        file = None if job.output is None else stack.enter_context(_opened(job.output))
-        if job.timeline is not None:
-            stack.enter_context(_opened(job.timeline))
-        engine = build_engine(config, timeline=timeline)
-        logger.info("sampling: %s", ", ".join(f"{name}={value}" for name, value in job.sampling.items()))
-        interrupted = stack.enter_context(first_interrupt())
-        display = stack.enter_context(_display(job, engine, single=len(arrivals) == 1))
-        for output in drive(engine, arrivals, should_stop=lambda: bool(interrupted), on_step=display.refresh):
-            display.update(output)
-            if output.finished:
-                failed += output.error is not None
-                if file is not None:
-                    write_line(file, output)
-        if timeline is not None and job.timeline is not None:
-            timeline.write(job.timeline)
-    if interrupted:
-        logger.warning("interrupted; what was produced is kept")
-        return exit_code(KeyboardInterrupt())
-    return _FAILED_REQUESTS if failed else 0
+        output_file = None if output is None else stack.enter_context(_opened(output))
+        timeline_file = None if timeline is None else stack.enter_context(_opened(timeline))
+        return _serve(
+            config,
+            arrivals,
+            output=output_file,
+            timeline=timeline_file,
+            json_lines=json_lines,
+            live=not no_progress,
+        )
 
 
-def guarded(run: Callable[[], int]) -> int:
-    """Run a command; an error of ours becomes one line on stderr and its exit code."""
-    try:
-        return run()
-    except MedhaError as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        return exit_code(error)
-    except KeyboardInterrupt as interrupt:
-        return exit_code(interrupt)
-
-
-@contextmanager
-def first_interrupt() -> Iterator[list[int]]:
-    """Within, the first Ctrl-C is noted in the list that is yielded; the second raises KeyboardInterrupt."""
-    noted: list[int] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        if noted:
-            raise KeyboardInterrupt
-        noted.append(signum)
-
-    try:
-        before = signal.signal(signal.SIGINT, note)
-    except ValueError:  # not the main thread: there is no Ctrl-C to note
-        yield noted
-        return
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def start_logging(level: str) -> None:
-    """Log medha's own messages to stderr.
-
-    Raises:
-        ConfigError: no such level.
-    """
-    number = logging.getLevelNamesMapping().get(level.upper())
-    if number is None:
-        raise ConfigError(f"log_level={level!r}; accepted: debug, info, warning, error")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("medha: %(message)s"))
-    logger.handlers[:] = [handler]
-    logger.setLevel(number)
-
-
-def hyphened(arguments: list[str]) -> list[str]:
-    """The arguments with ``_`` in option names replaced by ``-``, so that both spellings work."""
-    out = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        out.append(name.replace("_", "-") + equals + value if name.startswith("--") else argument)
-    return out
-
-
-def _one_model(argument: str | None, option: str | None) -> str:
-    if argument is not None and option is not None:
-        raise ConfigError(f"the model is given twice: {argument!r} and --model {option!r}")
-    model = argument if argument is not None else option
+def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
+    """The engine that the parameters of the command ask for."""
+    if given["model_argument"] is not None and given["model"] is not None:
+        raise ConfigError(f"the model is given twice: {given['model_argument']!r} and --model {given['model']!r}")
+    model = given["model_argument"] or given["model"]
     if model is None:
         raise ConfigError("no model; accepted: --model with a Hugging Face folder or hub id (or no argument: the demo)")
-    return model
+    options = {name: given[name] for name in _ENGINE}
+    if given["kv_memory"] is not None:
+        options["kv_memory"] = parse_bytes(given["kv_memory"])
+    rope_scaling = given["rope_scaling"]
+    if rope_scaling is not None:
+        is_object = rope_scaling.lstrip().startswith("{")
+        options["rope_scaling"] = parse_hf_overrides(rope_scaling) if is_object else rope_scaling
+    if given["hf_overrides"] is not None:
+        options["hf_overrides"] = parse_hf_overrides(given["hf_overrides"])
+    return EngineConfig.from_flat(model, **options)
 
 
-def _engine_config(job: Job) -> EngineConfig:
-    from medha.models.hf_config import parse_hf_overrides
-
-    options = dict(job.options)
-    if job.kv_memory is not None:
-        options["kv_memory"] = parse_bytes(job.kv_memory)
-    if job.rope_scaling is not None:
-        text = job.rope_scaling
-        options["rope_scaling"] = parse_hf_overrides(text) if text.lstrip().startswith("{") else text
-    if job.hf_overrides is not None:
-        options["hf_overrides"] = parse_hf_overrides(job.hf_overrides)
-    return EngineConfig.from_flat(_one_model(job.model, job.model_option), **options)
-
-
-def _arrivals(job: Job) -> list[Arrival]:
-    """The requests of the command line, from whichever source is given."""
-    from medha.driver import Arrival
-    from medha.jsonl import read_requests
-    from medha.request import SamplingParams
-
-    texts = list(job.prompts)
-    if job.prompt_file is not None:
-        try:
-            texts.append(job.prompt_file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"prompt file {job.prompt_file}: {error}") from error
-    if bool(texts) == (job.requests is not None):
-        given = "both" if texts else "neither"
-        raise ConfigError(f"{given} of prompts and --requests given; accepted: --prompt, --prompt-file or --requests")
-    sampling = {**job.sampling, "output_kind": "delta"}
-    if job.requests is not None:
-        return read_requests(job.requests, sampling)
+def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
+    """The requests that the parameters of the command hold or name."""
+    sampling = {name: given[name] for name in _SAMPLING if given[name] is not None} | {"output_kind": "delta"}
     params = SamplingParams.from_dict(sampling)
-    prompts = [{"messages": [{"role": "user", "content": text}]} if job.chat else text for text in texts]
+    texts = list(given["prompt"] or [])
+    if given["prompt_file"] is not None:
+        texts.append(_read_prompt(given["prompt_file"]))
+    if bool(texts) == (given["requests"] is not None):
+        both = "both" if texts else "neither"
+        raise ConfigError(f"{both} of prompts and --requests given; accepted: --prompt, --prompt-file or --requests")
+    if given["requests"] is not None:
+        return read_requests(given["requests"], sampling)
+    prompts = [{"messages": [{"role": "user", "content": text}]} if given["chat"] else text for text in texts]
     return [Arrival(f"prompt-{i}", prompt, params) for i, prompt in enumerate(prompts)]
+
+
+def _read_prompt(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(f"prompt file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompt file {path}: not UTF-8 at byte {error.start}") from error
+
+
+def _check_not_an_input(path: Path, inputs: Sequence[Path | None]) -> None:
+    for other in filter(None, inputs):
+        if path.exists() and path.samefile(other):
+            raise ConfigError(f"output file {path} is {other}, which is read; accepted: another file")
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """Open an output file now, so that one that cannot be written is found before the run."""
+    """Open an output file without changing it yet, so that one that cannot be written is found before the run."""
     try:
-        file = path.open("w", encoding="utf-8")
+        file = path.open("a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"output file {path}: {error.strerror}") from error
-    with file:
+    try:
         yield file
+    finally:
+        with suppress(OSError):  # every line was flushed when it was written, and an error reported
+            file.close()
 
 
-def _display(job: Job, engine: Engine, *, single: bool) -> AbstractContextManager[Any]:
-    from rich.console import Console
+def _serve(
+    config: EngineConfig,
+    arrivals: list[Arrival],
+    *,
+    output: TextIO | None,
+    timeline: TextIO | None,
+    json_lines: bool,
+    live: bool,
+) -> int:
+    """Load the model and run the requests; returns the exit code."""
+    from medha.build import build_engine  # here because it loads torch
 
-    from medha.display import Display, JsonLines, StreamedText
+    trace = None if timeline is None else Timeline()
+    logger.info("loading %s", config.model)
+    engine = build_engine(config, timeline=trace)
+    with ExitStack() as stack:
+        if trace is not None and timeline is not None:
+            stack.callback(trace.write, Path(timeline.name))
+        if output is not None and Path(output.name).is_file():
+            output.truncate(0)
+        interrupted = stack.enter_context(first_interrupt())
+        view = _view(engine, len(arrivals), json_lines=json_lines, live=live)
+        stack.enter_context(view)
+        files = [file for file in (output, sys.stdout if json_lines else None) if file is not None]
+        joiner = Joiner()
+        num_failed = 0
+        for piece in drive(engine, arrivals, should_stop=lambda: bool(interrupted), on_step=view.refresh):
+            view.update(piece)
+            whole = joiner.add(piece)
+            if whole is not None:
+                for file in files:
+                    _write(file, whole)
+                view.finish(whole)
+                num_failed += whole.error is not None
+    if interrupted:
+        logger.warning("interrupted; what was produced is kept")
+        return exit_code(KeyboardInterrupt())
+    return FAILED_REQUESTS if num_failed else 0
 
-    if job.json_lines:
-        return JsonLines(sys.stdout)
-    if single:
-        return StreamedText(Display(engine, Console(stderr=True), live=job.live), sys.stdout)
-    return Display(engine, Console(), live=job.live)
+
+def _view(engine: Engine, num_requests: int, *, json_lines: bool, live: bool) -> Display | StreamedText:
+    single = num_requests == 1 and not json_lines
+    lines = None if single or json_lines else Console()
+    stderr = Console(stderr=True) if live and not (json_lines and sys.stdout.isatty()) else None
+    display = Display(engine, lines=lines, live=stderr, num_requests=num_requests)
+    return StreamedText(display, sys.stdout) if single else display
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point: the demo without arguments, the command with some. Ends in SystemExit."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if arguments:
-        app(args=hyphened(arguments), prog_name="medha.generate")
-    from medha.demo import run_demo
+def _write(file: TextIO, whole: RequestOutput) -> None:
+    try:
+        write_line(file, whole)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise RequestError(f"output file {file.name}: {error.strerror}; the lines before are kept") from error
 
-    sys.exit(guarded(run_demo))
+
+def main() -> None:
+    """Entry point of ``python -m medha.generate``. Ends in SystemExit."""
+    sys.exit(run_app(app, "python -m medha.generate"))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[Arrival]:
         if line.strip():
             arrival = _read_line(line, number, defaults, unknown)
             if arrival.request_id in seen and arrival.error is None:
-                arrival = _wrong(arrival.request_id, f"line {number}: id {arrival.request_id!r} is in the file already")
+                arrival = _wrong(
+                    arrival.request_id, f"line {number}: id {arrival.request_id!r:.80} is in the file already"
+                )
             seen.add(arrival.request_id)
             arrivals.append(arrival)
     if unknown:
@@ -89,8 +91,14 @@ def _finite_or_none(value: float) -> float | None:
 
 
 def write_line(file: TextIO, output: RequestOutput) -> None:
-    """Append a finished request to an output file and flush it."""
-    file.write(json.dumps(output_line(output), ensure_ascii=False) + "\n")
+    """Append a finished request to a stream and flush it.
+
+    Args:
+        file: its ``errors`` must be ``backslashreplace``, by which a lone surrogate becomes the escape that JSON has.
+        output: whole, not a delta.
+    """
+    is_utf8 = (file.encoding or "").lower().replace("-", "") == "utf8"
+    file.write(json.dumps(output_line(output), ensure_ascii=not is_utf8, allow_nan=False) + "\n")
     file.flush()
 
 
@@ -110,7 +118,7 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
     given_id = fields.get("id", fields.get("request_id"))
     if given_id is not None:
         if isinstance(given_id, bool) or not isinstance(given_id, (str, int)) or given_id == "":
-            return _wrong(request_id, f"line {number}: id={given_id!r}; accepted: a string or an integer")
+            return _wrong(request_id, f"line {number}: id={given_id!r:.80}; accepted: a string or an integer")
         request_id = str(given_id)
     try:
         return _arrival(request_id, fields, defaults, unknown)
@@ -139,7 +147,9 @@ def _slo(value: Any) -> SLO | None:
     if value is None:
         return None
     if not isinstance(value, dict) or set(value) - {"ttft_s", "tpot_s"}:
-        raise ValidationError(f"slo={value!r}; accepted: an object with ttft_s and tpot_s", param="slo", value=value)
+        raise ValidationError(
+            f"slo={value!r:.80}; accepted: an object with ttft_s and tpot_s", param="slo", value=value
+        )
     return SLO(**value)
 
 
@@ -148,7 +158,7 @@ def _seconds(value: Any) -> float:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValidationError(
-            f"arrival_s={value!r}; accepted: seconds, finite and not negative", param="arrival_s", value=value
+            f"arrival_s={value!r:.80}; accepted: seconds, finite and not negative", param="arrival_s", value=value
         )
     return float(value)
 

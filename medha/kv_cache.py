@@ -8,12 +8,25 @@ outermost (the layout of paged kernels).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from medha.batch import Batch
 from medha.sched.blocks import append_extent
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan:
+    """Where a batch's new keys and values go.
+
+    Attributes:
+        singles: pool tokens of the batch's first tokens, int64 on the pool's device: one write for all decodes.
+        spans: (first batch token, first pool token, count) of each adjacent run among the rest.
+    """
+
+    singles: torch.Tensor
+    spans: tuple[tuple[int, int, int], ...]
 
 
 class KVCache:
@@ -52,20 +65,19 @@ class KVCache:
         self.k = [pool() for _ in range(num_layers)]
         self.v = [pool() for _ in range(num_layers)]
 
-    def write(
-        self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, spans: Sequence[tuple[int, int, int]]
-    ) -> None:
+    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, plan: WritePlan) -> None:
         """Copy new keys and values into a layer's pool, in place.
 
         Args:
             layer: index among the layers held here.
             k_TKH, v_TKH: of the batch's tokens.
-            spans: (first batch token, first pool token, count) of each adjacent run.
+            plan: where they go; the same for every layer of a step.
         """
-        k_pool, v_pool = self.k[layer], self.v[layer]
-        for source, target, count in spans:
-            k_pool[target : target + count] = k_TKH[source : source + count]
-            v_pool[target : target + count] = v_TKH[source : source + count]
+        for pool, new in ((self.k[layer], k_TKH), (self.v[layer], v_TKH)):
+            if len(plan.singles):
+                pool[plan.singles] = new[: len(plan.singles)]
+            for source, target, count in plan.spans:
+                pool[target : target + count] = new[source : source + count]
 
 
 class BlockTables:

@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Number
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from medha.build import build_engine
 from medha.config import EngineConfig
 from medha.engine import Engine, PreparedRequest, Prompt
 from medha.errors import EngineDeadError, ValidationError
-from medha.request import SLO, OutputKind, RequestOutput, SamplingParams
+from medha.request import SLO, RequestOutput, SamplingParams
 from medha.text import Tokenizer
 from medha.timeline import Timeline
 
@@ -37,14 +43,19 @@ class LLM:
         ConfigError: an option or the model folder is wrong; the subclass says what.
     """
 
-    def __init__(self, model: str, *, timeline: Timeline | None = None, **options: Any) -> None:
-        self.config = EngineConfig.from_flat(str(model), **options)
+    def __init__(self, model: str | Path, *, timeline: Timeline | None = None, **options: Any) -> None:
+        self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
         self._engine: Engine | None = build_engine(self.config, timeline=timeline)
-        self._ids = itertools.count()
+        self._ids = map(str, itertools.count())
+        self._streams: dict[str, deque[RequestOutput]] = {}  # outputs that each open stream has not yielded yet
 
     @property
     def engine(self) -> Engine:
-        """The engine behind; drive it yourself with ``add_request``, ``abort`` and ``step``."""
+        """The engine behind; drive it yourself with ``add_request``, ``abort`` and ``step``.
+
+        Raises:
+            EngineDeadError: the LLM is closed.
+        """
         if self._engine is None:
             raise EngineDeadError("this LLM is closed")
         return self._engine
@@ -74,59 +85,61 @@ class LLM:
             EngineDeadError: a step failed; ``outputs`` holds what was produced.
             KeyboardInterrupt: with ``outputs``: everything produced so far; the LLM can be used again.
         """
-        requests = self._prepare(prompts, sampling_params, slo)
         engine = self.engine
-        now = engine.now()
-        done: dict[str, RequestOutput] = {}
-        order = [request.request_id for request in requests]
+        arrival_s = engine.now()
+        requests = self._prepare(prompts, sampling_params, slo)
+        self._refuse_strangers()
+        outputs: dict[str, RequestOutput | None] = {request.request_id: None for request in requests}
+        num_left = len(requests)
         try:
             for request in requests:
-                engine.add_prepared(request, arrival_s=now)
+                engine.add_prepared(request, arrival_s=arrival_s)
             with _Progress(len(requests), enabled=use_tqdm) as progress:
-                while len(done) < len(requests):
-                    finished = [output for output in engine.step() if output.finished]
-                    done.update((output.request_id, output) for output in finished)
-                    progress.advance(finished)
+                while num_left:
+                    num_finished = _collect(outputs, self._step())
+                    num_left -= num_finished
+                    progress.advance(num_finished)
         except KeyboardInterrupt as interrupt:
             engine.abandon()
-            done.update((output.request_id, output) for output in engine.step())
-            interrupt.outputs = [done[i] for i in order if i in done]  # type: ignore[attr-defined]
+            _collect(outputs, self._step())
+            interrupt.outputs = _present(outputs)  # type: ignore[attr-defined]
             raise
         except EngineDeadError as error:
-            done.update((output.request_id, output) for output in error.outputs)
-            error.outputs = [done[i] for i in order if i in done]
+            _collect(outputs, error.outputs)
+            error.outputs = _present(outputs)
             raise
-        return [done[request_id] for request_id in order]
+        finally:
+            for request_id in outputs:
+                engine.abort(request_id)
+        return _present(outputs)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
+        *,
+        slo: SLO | Sequence[SLO | None] | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete one conversation or several with the model's chat template; otherwise as :meth:`generate`."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self.generate([{"messages": list(c)} for c in conversations], sampling_params, **options)
+        prompts = [{"messages": conversation} for conversation in conversations]
+        return self.generate(prompts, sampling_params, slo=slo, use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, slo: SLO | None = None
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding each new piece (``outputs[0].text`` and ``token_ids`` are the new part).
 
-        Leaving the loop early aborts the request.
+        The prompt is checked now and queued when the first piece is asked for. Leaving the loop early aborts the
+        request. Several streams may be open at once; they, and a :meth:`generate` meanwhile, share the batches.
+
+        Raises:
+            ValidationError: as :meth:`generate`.
         """
-        (request,) = self._prepare([prompt], sampling_params, slo, output_kind="delta")
-        engine = self.engine
-        engine.add_prepared(request, arrival_s=engine.now())
-        try:
-            finished = False
-            while not finished:
-                for output in engine.step():
-                    if output.request_id == request.request_id:
-                        finished = output.finished
-                        yield output
-        finally:
-            engine.abort(request.request_id)
+        request = self.engine.prepare(next(self._ids), prompt, sampling_params, slo=slo)
+        request.params = request.params.reported("delta")
+        return self._stream(request)
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, or None when the folder has none."""
@@ -153,8 +166,6 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         slo: SLO | Sequence[SLO | None] | None,
-        *,
-        output_kind: OutputKind = "final_only",
     ) -> list[PreparedRequest]:
         """Check everything; the first error names its index."""
         listed = _as_list(prompts)
@@ -163,30 +174,66 @@ class LLM:
         requests = []
         for index, (prompt, one_params, one_slo) in enumerate(zip(listed, params, slos, strict=True)):
             try:
-                request = self.engine.prepare(str(next(self._ids)), prompt, one_params, slo=one_slo)
+                request = self.engine.prepare(next(self._ids), prompt, one_params, slo=one_slo)
             except ValidationError as error:
                 if len(listed) > 1:
                     error.args = (f"prompt {index}: {error}",)
                 error.index = index
                 raise
-            request.params = request.params.reported(output_kind)
+            request.params = request.params.reported("final_only")
             requests.append(request)
         return requests
+
+    def _stream(self, request: PreparedRequest) -> Iterator[RequestOutput]:
+        engine, request_id = self.engine, request.request_id
+        self._refuse_strangers()
+        engine.add_prepared(request, arrival_s=engine.now())
+        pieces = self._streams[request_id] = deque()
+        finished = False
+        try:
+            while not finished:
+                while not pieces:
+                    self._step()
+                piece = pieces.popleft()
+                finished = piece.finished
+                yield piece
+        finally:
+            del self._streams[request_id]
+            engine.abort(request_id)
+            while engine.has_unfinished and not engine.num_unfinished:
+                engine.step()  # drops what is in flight of it
+
+    def _step(self) -> list[RequestOutput]:
+        """Step the engine; what belongs to a stream is kept for it."""
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+        return outputs
+
+    def _refuse_strangers(self) -> None:
+        """Stepping would swallow the outputs of requests that were added to the engine directly."""
+        num_streaming = sum(not (pieces and pieces[-1].finished) for pieces in self._streams.values())
+        if self.engine.num_unfinished > num_streaming:
+            raise ValidationError(
+                "requests added through LLM.engine are unfinished; accepted: step() until they end, then generate"
+            )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list of prompts."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if isinstance(prompts, Sequence) and prompts and all(type(token) is int for token in prompts):
-        return [prompts]  # type: ignore[list-item]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+    listed: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # numpy and torch
+    if isinstance(listed, (str, Mapping)):
+        return [listed]
+    if not isinstance(listed, Sequence) or isinstance(listed, (bytes, bytearray)):
         raise ValidationError(
             f"prompts of type {type(prompts).__name__}; accepted: a prompt or a list of prompts",
             param="prompts",
             value=prompts,
         )
-    return list(prompts)  # type: ignore[arg-type]
+    if listed and isinstance(listed[0], Number):
+        return [listed]  # token ids
+    return list(listed)
 
 
 def _spread(name: str, value: Any, count: int) -> list[Any]:
@@ -200,19 +247,25 @@ def _spread(name: str, value: Any, count: int) -> list[Any]:
     return list(value)
 
 
+def _collect(outputs: dict[str, RequestOutput | None], new: Sequence[RequestOutput]) -> int:
+    """Fill in, in place, the finished outputs of requests that ``outputs`` waits for; returns how many there were."""
+    waiting = [output for output in new if output.finished and output.request_id in outputs]
+    outputs.update((output.request_id, output) for output in waiting)
+    return len(waiting)
+
+
+def _present(outputs: Mapping[str, RequestOutput | None]) -> list[RequestOutput]:
+    return [output for output in outputs.values() if output is not None]
+
+
 class _Progress:
     """A progress bar over requests on stderr, when that is a terminal."""
 
     def __init__(self, total: int, *, enabled: bool) -> None:
-        self._bar: Any = None
+        self._bar: Progress | None = None
         if enabled and total and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self._bar = Progress(
-                TextColumn("Processed prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )  # fmt: skip
+            columns = [TextColumn("Processed prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+            self._bar = Progress(*columns, console=Console(stderr=True))
             self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> _Progress:
@@ -224,7 +277,7 @@ class _Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def advance(self, finished: list[RequestOutput]) -> None:
+    def advance(self, count: int) -> None:
         """Count finished requests."""
-        if self._bar is not None and finished:
-            self._bar.advance(self._task, len(finished))
+        if self._bar is not None and count:
+            self._bar.advance(self._task, count)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -189,7 +190,8 @@ _RESOLVED_DEFAULTS: dict[str, float | int] = {
 
 def refuse_unsupported(name: str, value: Any) -> None:
     """Raise UnsupportedFeatureError when ``name`` is a known field that medha lacks and ``value`` asks for it."""
-    if name in UNSUPPORTED_FIELDS and value not in (None, False, [], {}, ""):
+    asks = value is not None and value is not False and value not in ([], {}, "")
+    if name in UNSUPPORTED_FIELDS and asks:
         raise UnsupportedFeatureError(f"{name} is not implemented; leave it out", param=name, value=value)
 
 
@@ -341,8 +343,8 @@ def _check_float(
     bounds = f"{'above' if open_low else 'from'} {low:g}" + (f" to {high:g}" if math.isfinite(high) else "")
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise _bad(name, value, f"a finite number {bounds}")
-    inside = (low < value if open_low else low <= value) and value <= high
-    if not math.isfinite(value) or not inside:
+    inside = (low < value if open_low else low <= value) and value <= min(high, sys.float_info.max)
+    if not inside:
         raise _bad(name, value, f"a finite number {bounds}")
 
 

@@ -16,7 +16,7 @@ import torch
 
 from medha.attention.interface import AttentionBackend, Segment
 from medha.batch import Batch, Row
-from medha.kv_cache import BlockTables, KVCache
+from medha.kv_cache import BlockTables, KVCache, WritePlan
 from medha.models.decoder import Decoder
 from medha.models.rope import cos_sin, inverse_frequencies
 from medha.request import SamplingParams
@@ -116,7 +116,7 @@ class Runner:
         """Forward of the whole batch; logits of the given rows' last tokens, float32 [rows, V]."""
         starts = np.cumsum([0, *(row.q_len for row in batch.rows)]).tolist()
         located = list(zip(batch.rows, starts[:-1], strict=True))
-        spans = [span for row, start in located for span in self._spans(row, start)]
+        writes = self._write_plan(located)
         plan = self.backend.plan(
             [
                 Segment(start, row.q_len, self.tables.ranges(row.slot, 0, row.kv_len), causal=True)
@@ -125,7 +125,7 @@ class Runner:
         )
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
-            self.cache.write(layer, k_TKH, v_TKH, spans)
+            self.cache.write(layer, k_TKH, v_TKH, writes)
             return self.backend.run(q_TNH, self.cache.k[layer], self.cache.v[layer], plan)[0]
 
         cos, sin = cos_sin(self._positions(batch), self._inv_freq, self._attention_factor)
@@ -145,10 +145,15 @@ class Runner:
         ranges = [np.arange(row.position, row.kv_len) for row in batch.rows]
         return torch.from_numpy(np.concatenate(ranges)).to(self.device)
 
-    def _spans(self, row: Row, start: int) -> list[tuple[int, int, int]]:
-        """Where the row's new keys go: (first batch token, first pool token, count)."""
-        spans = []
-        for first, count in self.tables.ranges(row.slot, row.position, row.kv_len):
-            spans.append((start, first, count))
-            start += count
-        return spans
+    def _write_plan(self, located: list[tuple[Row, int]]) -> WritePlan:
+        """Where the new keys go, from each row and the index of its first token in the batch."""
+        singles: list[int] = []
+        spans: list[tuple[int, int, int]] = []
+        for row, start in located:
+            for first, count in self.tables.ranges(row.slot, row.position, row.kv_len):
+                if row.is_decode:
+                    singles.append(first)
+                else:
+                    spans.append((start, first, count))
+                start += count
+        return WritePlan(torch.tensor(singles, dtype=torch.int64, device=self.device), tuple(spans))

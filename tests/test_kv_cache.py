@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.batch import Batch, Extent
-from medha.kv_cache import BlockTables, KVCache
+from medha.kv_cache import BlockTables, KVCache, WritePlan
 
 CPU = torch.device("cpu")
 
@@ -23,6 +23,10 @@ def make_cache(num_blocks: int = 12, block_size: int = 4, *, num_layers: int = 2
         dtype=torch.float32,
         device=CPU,
     )
+
+
+def write_plan(*spans: tuple[int, int, int], singles: tuple[int, ...] = ()) -> WritePlan:
+    return WritePlan(torch.tensor(singles, dtype=torch.int64), spans)
 
 
 def make_tables(block_size: int, *extents: Extent) -> BlockTables:
@@ -49,10 +53,11 @@ def test_pools_have_the_logical_shape_and_heads_outermost_on_the_cpu() -> None:
     blocks=st.permutations(range(12)),
     lengths=st.lists(st.integers(1, 16), min_size=1, max_size=3),
     chunks=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    one_write=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_chunks_written_at_any_blocks_read_back_in_position_order(
-    blocks: list[int], lengths: list[int], chunks: list[int], seed: int
+    blocks: list[int], lengths: list[int], chunks: list[int], one_write: bool, seed: int
 ) -> None:
     cache = make_cache()
     free = iter(blocks)
@@ -72,8 +77,11 @@ def test_chunks_written_at_any_blocks_read_back_in_position_order(
             parts.append(data[slot][:, :, done[slot] : end])
             done[slot] = end
         batch = torch.cat(parts, dim=2)
+        singles: tuple[int, ...] = ()
+        if one_write and all(count == 1 for _, _, count in spans):  # as the decodes of a batch
+            singles, spans = tuple(target for _, target, _ in spans), []
         for layer in range(2):
-            cache.write(layer, batch[layer, 0], batch[layer, 1], spans)
+            cache.write(layer, batch[layer, 0], batch[layer, 1], write_plan(*spans, singles=singles))
         step += 1
     for slot, length in enumerate(lengths):
         ranges = tables.ranges(slot, 0, length)
@@ -86,11 +94,12 @@ def test_write_touches_only_its_spans_and_its_layer() -> None:
     cache = make_cache()
     for pool in (*cache.k, *cache.v):
         pool.fill_(-1.0)
-    k, v = torch.rand(2, 5, 2, 8)
-    cache.write(1, k, v, [(0, 7, 2), (4, 40, 1)])  # tokens 2 and 3 of the batch are written nowhere
+    k, v = torch.rand(2, 7, 2, 8)
+    # Tokens 4 and 5 of the batch are written nowhere.
+    cache.write(1, k, v, write_plan((2, 7, 2), (6, 40, 1), singles=(30, 9)))
     for pool, new in ((cache.k[1], k), (cache.v[1], v)):
         want = torch.full((48, 2, 8), -1.0)
-        want[7:9], want[40] = new[:2], new[4]
+        want[30], want[9], want[7:9], want[40] = new[0], new[1], new[2:4], new[6]
         assert torch.equal(pool, want)
     assert torch.equal(cache.k[0], torch.full((48, 2, 8), -1.0))
     assert torch.equal(cache.v[0], torch.full((48, 2, 8), -1.0))
@@ -101,7 +110,7 @@ def test_write_rounds_to_the_dtype_of_the_pool() -> None:
         num_layers=1, num_blocks=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.bfloat16, device=CPU
     )
     k = torch.tensor([[[1.0, 1.001]]])
-    cache.write(0, k, k, [(0, 3, 1)])
+    cache.write(0, k, k, write_plan((0, 3, 1)))
     assert torch.equal(cache.k[0][3], k[0].bfloat16())
 
 

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
-from medha.bench.report import Timing, environment, interleaved, write_report
+from medha.bench.report import Timing, check_writable, environment, interleaved, write_report
 from medha.errors import ConfigError
 from medha.llm import LLM
 from medha.request import SamplingParams
 
-MODEL_SHAPE = {
+MODEL_SHAPE: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -112,6 +115,35 @@ def compare(
     return results
 
 
+def run_and_print(options: CompareOptions, output_json: Path | None) -> int:
+    """Run with a progress bar on stderr, print the table on stdout; returns 0, or 3 where tokens differ."""
+    check_writable(output_json)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("comparing", total=num_runs(options))
+        results = compare(options, output_json=output_json, on_run=lambda: bar.advance(task))
+    table = Table(title="medha against transformers: random Llama, 4 layers, 1,024 wide, GQA 4")
+    table.add_column("what")
+    for name in ("medha ms", "min-max", "transformers ms", "min-max", "ratio"):
+        table.add_column(name, justify="right")
+    table.add_column("tokens")
+    for result in results:
+        timings = (result.medha, result.transformers)
+        table.add_row(
+            result.name,
+            *(cell for timing in timings for cell in timing.cells_ms()),
+            f"{result.ratio:.2f}x",
+            "equal" if result.same_tokens else "DIFFER",
+        )
+    machine = environment()
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{machine['cpu']}, {machine['torch_threads']} threads, {options.dtype}, {machine['versions']}; "
+        f"median of {options.runs} after {options.warmup} warm-up, interleaved"
+    )
+    return 0 if all(result.same_tokens for result in results) else 3
+
+
 def num_runs(options: CompareOptions) -> int:
     """How often ``on_run`` is called."""
     return 2 * (options.warmup + options.runs) * (len(options.prompt_lens) + 1)
@@ -196,5 +228,5 @@ def _decode(llm: LLM, reference: Any, options: CompareOptions, on_run: Callable[
 
 def _prompts(count: int, length: int, options: CompareOptions) -> list[list[int]]:
     generator = torch.Generator().manual_seed(options.seed)
-    ids = torch.randint(0, int(MODEL_SHAPE["vocab_size"] or 0), (count, length), generator=generator)
+    ids = torch.randint(0, MODEL_SHAPE["vocab_size"], (count, length), generator=generator)
     return [[int(token) for token in row] for row in ids]

@@ -38,6 +38,10 @@ class Timing:
         """Summarise the runs."""
         return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
+    def cells_ms(self) -> tuple[str, str]:
+        """Median and spread in milliseconds, for a table."""
+        return f"{self.median_s * 1e3:,.1f}", f"{self.min_s * 1e3:,.1f}-{self.max_s * 1e3:,.1f}"
+
 
 def interleaved(
     contestants: dict[str, Callable[[], object]], *, warmup: int, runs: int, on_run: Callable[[], None] = lambda: None

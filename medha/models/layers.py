@@ -35,8 +35,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x32 * scale).to(x.dtype)
+        norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)  # one pass, where a mean of squares takes two
+        scale = torch.rsqrt(norm.square() / x.shape[-1] + self.eps)
+        return (x32 * scale).to(x.dtype).mul_(self.weight)
 
 
 class Attention(nn.Module):
@@ -91,7 +92,7 @@ class MLP(nn.Module):
             gate, up = self.gate_proj(x_TD), self.up_proj(x_TD)
         else:
             gate, up = self._gate_up(x_TD).chunk(2, dim=-1)
-        out: torch.Tensor = (self._down or self.down_proj)(F.silu(gate) * up)
+        out: torch.Tensor = (self._down or self.down_proj)(F.silu(gate).mul_(up))
         return out
 
     def pack_(self) -> None:

@@ -61,12 +61,12 @@ def rotate(x_TNH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> t
         cos_TR, sin_TR: float32 [T, H / 2], from :func:`cos_sin`.
     """
     cos, sin = cos_TR[:, None], sin_TR[:, None]
-    first, second = x_TNH.chunk(2, dim=-1)
-    out = torch.empty(x_TNH.shape, dtype=x_TNH.dtype, device=x_TNH.device)
+    first, second = x_TNH.float().chunk(2, dim=-1)
+    out = torch.empty(x_TNH.shape, dtype=torch.float32, device=x_TNH.device)
     out_first, out_second = out.chunk(2, dim=-1)
-    out_first.copy_(first * cos - second * sin)
-    out_second.copy_(second * cos + first * sin)
-    return out
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out.to(x_TNH.dtype)
 
 
 def _llama3(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     """Load the tokenizer of a model folder.
 
     ``chat_template.jinja`` wins over the ``chat_template`` of ``tokenizer_config.json``; of a list of named templates
-    the one called ``default`` is used. A tokenizer without an end-of-sequence token is only warned about.
+    the one called ``default`` is used. A tokenizer need not have an end-of-sequence token.
 
     Args:
         path: the model folder.
@@ -59,10 +59,7 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
         template: str | None = _read(template_file)
     else:
         template = _configured_template(config.get("chat_template"), path / "tokenizer_config.json")
-    tokenizer = Tokenizer(backend, special_tokens=specials, chat_template=template, name=str(path))
-    if tokenizer.eos_token_id is None:
-        logger.warning("%s defines no end-of-sequence token; generation ends by length or stop only", path)
-    return tokenizer
+    return Tokenizer(backend, special_tokens=specials, chat_template=template, name=str(path))
 
 
 class Tokenizer:

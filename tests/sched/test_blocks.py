@@ -130,6 +130,15 @@ def test_claim_that_fits_nowhere_takes_the_longest_run_first() -> None:
     assert pool.allocate(7, 7, claim=7) == [Extent(7, 5, 5), Extent(7, 0, 2)]
 
 
+def test_what_is_left_of_a_claim_looks_for_the_smallest_run_again() -> None:
+    pool = BlockPool(13)
+    for slot, count in enumerate((5, 1, 4, 1, 2)):
+        pool.allocate(slot, count, claim=count)
+    for slot in (0, 2, 4):
+        pool.release(slot)  # free: [0, 5), [6, 10), [11, 13)
+    assert pool.allocate(7, 6, claim=7) == [Extent(7, 0, 5), Extent(7, 11, 1)]
+
+
 def test_a_promise_never_causes_a_refusal() -> None:
     pool = BlockPool(10)
     assert pool.allocate(0, 1, claim=10) == [Extent(0, 0, 1)]

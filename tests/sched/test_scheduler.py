@@ -422,6 +422,7 @@ class Load:
     block_size: int
     requests: tuple[Request, ...]
     eager: tuple[bool, ...]  # at each tick, in turn: schedule if possible, rather than complete the oldest batch
+    reports_cancelled: bool  # rows of cancelled requests report the token they sampled too
 
 
 @st.composite
@@ -444,7 +445,7 @@ def loads(draw: st.DrawFn) -> Load:
     # The pool: the longest request alone, the longest taking 60 %, or room for all.
     num_blocks = draw(st.sampled_from((max(claims), max(claims) * 5 // 3, sum(claims))))
     eager = draw(st.lists(st.booleans(), min_size=1, max_size=12))
-    return Load(config, num_blocks, block_size, tuple(requests), tuple(eager))
+    return Load(config, num_blocks, block_size, tuple(requests), tuple(eager), draw(st.booleans()))
 
 
 @dataclass
@@ -627,6 +628,8 @@ class Simulation:
                 results.append((row.slot, 1, live.ended))
                 if live.ended:
                     self.finished.add(live.request)
+            elif row.samples and self.load.reports_cancelled:
+                results.append((row.slot, 1, False))
         closed = self.sched.complete(batch.batch_id, now, results, 0.001)
         gone = [r.slot for r in batch.rows if self.running[r.slot].ended and self.running[r.slot].num_in_flight == 0]
         assert sorted(closed) == sorted(gone)

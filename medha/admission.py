@@ -1,0 +1,199 @@
+"""From what a user gives to a request that may be queued: tokenised, checked, and sure to fit.
+
+Nothing here changes state: a request that is refused leaves no trace.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from medha.errors import ChatTemplateError, ContextLengthError, KVCapacityError, TokenizerError, ValidationError
+from medha.request import SLO, SamplingParams
+from medha.sched.scheduler import Scheduler
+from medha.text import Tokenizer
+
+logger = logging.getLogger("medha")
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids (an array or tensor of them too), or a mapping with exactly one of ``prompt`` (text),
+``prompt_token_ids`` and ``messages``."""
+
+_FORMS = ("prompt", "prompt_token_ids", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request is checked against.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_model_len: prompt plus output in tokens.
+        eos_token_ids: ids that end a sequence.
+        sampling_defaults: from ``generation_config.json``, by field of :class:`SamplingParams`.
+        seed: base of the seeds of requests that bring none.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: Mapping[str, float | int | None] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """A request that has been tokenised and checked, not yet queued.
+
+    Attributes:
+        prompt: its text, or None where ids or messages were given.
+        params: every field has a value, and ``max_tokens`` fits the room after the prompt.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    slo: SLO | None
+
+
+def prepare_request(
+    request_id: str,
+    prompt: Prompt,
+    params: SamplingParams | None,
+    *,
+    slo: SLO | None,
+    limits: ModelLimits,
+    tokenizer: Tokenizer | None,
+    scheduler: Scheduler,
+) -> PreparedRequest:
+    """Tokenise and check a request.
+
+    Args:
+        request_id: any string but the empty one.
+        prompt: in any of its forms.
+        params: None for the model's defaults.
+        slo: objectives, if any.
+        limits: of the model.
+        tokenizer: None takes token ids alone.
+        scheduler: whose KV pool the request must be able to fit, however long it waits.
+
+    Raises:
+        ValidationError, ContextLengthError, KVCapacityError: the request is wrong; ``param`` says where.
+    """
+    _check_type("request_id", request_id, str)
+    if not request_id:
+        raise ValidationError("request_id is empty; accepted: a string", param="request_id", value=request_id)
+    params = SamplingParams() if params is None else params
+    _check_type("sampling_params", params, SamplingParams)
+    if slo is not None:
+        _check_type("slo", slo, SLO)
+    text, ids = _tokenise(prompt, tokenizer, limits.vocab_size)
+    params = params.resolve(limits.sampling_defaults)
+    if params.stop_strings and tokenizer is None:
+        raise _no_tokenizer("stop", params.stop, "use stop_token_ids")
+    _checked_ids(params.stop_token_ids or (), "stop_token_ids", limits.vocab_size)
+    params = _capped(params, len(ids), limits.max_model_len)
+    _check_pool(params, len(ids), scheduler)
+    return PreparedRequest(request_id, text, ids, params, slo)
+
+
+def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
+    """(text or None, ids) of a prompt in any of its forms."""
+    form, value = _form(prompt)
+    if value is None or isinstance(value, Mapping):
+        raise _wrong_prompt(form, value)
+    if form == "prompt":
+        if not isinstance(value, str):
+            raise _wrong_prompt(form, value)
+        if tokenizer is None:
+            raise _no_tokenizer(form, value, "give prompt_token_ids")
+        ids = tokenizer.encode(value)
+    elif form == "messages":
+        if tokenizer is None:
+            raise _no_tokenizer(form, value, "give prompt_token_ids")
+        try:
+            ids = tokenizer.encode_chat(value)
+        except (ChatTemplateError, TokenizerError) as error:
+            raise ValidationError(str(error), param="messages", value=value) from error
+    else:
+        ids = _checked_ids(value, form, vocab_size)
+    if not ids:
+        raise ValidationError(f"{form}={value!r:.80} has no token; accepted: at least one", param=form, value=value)
+    return value if form == "prompt" else None, ids
+
+
+def _form(prompt: Prompt) -> tuple[str, Any]:
+    """Which form a prompt has, and the text, ids or messages in it."""
+    if not isinstance(prompt, Mapping):
+        return ("prompt" if isinstance(prompt, str) else "prompt_token_ids"), prompt
+    given = {name: value for name, value in prompt.items() if value is not None}
+    unknown = sorted(str(name) for name in given if name not in _FORMS)
+    if unknown or len(given) != 1:
+        raise ValidationError(
+            f"a prompt mapping with {', '.join(map(str, given)) or 'nothing'}; accepted: one of {', '.join(_FORMS)}",
+            param="prompt",
+            value=prompt,
+        )
+    return next(iter(given.items()))
+
+
+def _checked_ids(value: Any, name: str, vocab_size: int) -> list[int]:
+    """A list of token ids in the vocabulary; names the first that is not one."""
+    ids = value.tolist() if hasattr(value, "tolist") else value  # numpy and torch
+    if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
+        raise _wrong_prompt(name, value)
+    for i, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValidationError(
+                f"{name}[{i}]={token!r:.80}; accepted: integers from 0 to {vocab_size - 1}", param=name, value=token
+            )
+    return list(ids)
+
+
+def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+    """``params`` with ``max_tokens`` capped to the room that the prompt leaves."""
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthError(
+            f"the prompt has {num_prompt_tokens} tokens and max_model_len is {max_model_len}; "
+            f"accepted: at most {max_model_len - 1}",
+            param="prompt",
+            value=num_prompt_tokens,
+        )
+    if params.max_tokens <= room:
+        return params
+    logger.info("max_tokens=%d is capped to %d, the room after the prompt", params.max_tokens, room)
+    return params.capped(room)
+
+
+def _check_pool(params: SamplingParams, num_prompt_tokens: int, scheduler: Scheduler) -> None:
+    needed = scheduler.claim_blocks(num_prompt_tokens, params.max_tokens)
+    num_blocks, block_size = scheduler.pool.num_blocks, scheduler.block_size
+    if needed <= num_blocks:
+        return
+    prompt_fits = num_prompt_tokens <= num_blocks * block_size
+    raise KVCapacityError(
+        f"{num_prompt_tokens} prompt tokens and max_tokens={params.max_tokens} need {needed} KV blocks of "
+        f"{block_size} tokens; the pool has {num_blocks} ({num_blocks * block_size} tokens)",
+        param="max_tokens" if prompt_fits else "prompt",
+        value=params.max_tokens if prompt_fits else num_prompt_tokens,
+    )
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ValidationError(f"{name}={value!r:.80}; accepted: {kind.__name__}", param=name, value=value)
+
+
+def _wrong_prompt(name: str, value: Any) -> ValidationError:
+    accepted = {"prompt": "text", "messages": "a list of messages"}.get(name, "a list of token ids, or text as prompt")
+    return ValidationError(f"{name} of type {type(value).__name__}; accepted: {accepted}", param=name, value=value)
+
+
+def _no_tokenizer(name: str, value: Any, instead: str) -> ValidationError:
+    return ValidationError(
+        f"{name} needs a tokenizer, and the model folder has no tokenizer.json; {instead}", param=name, value=value
+    )

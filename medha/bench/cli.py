@@ -1,0 +1,79 @@
+"""``medha bench …``: the benchmarks as commands. Heavy imports stay inside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from medha.errors import ConfigError
+
+app = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure on this machine."""
+
+
+@app.command()
+def compare(
+    prompt_lens: Annotated[str, typer.Option(help="Prefill lengths in tokens, comma separated.")] = "2048,16384",
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 16,
+    decode_len: Annotated[int, typer.Option(min=2, help="Tokens that each of them decodes.")] = 32,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    num_threads: Annotated[int, typer.Option(min=1, help="CPU threads, the same for both.")] = 2,
+    num_iters_warmup: Annotated[int, typer.Option(min=0)] = 1,
+    num_iters: Annotated[int, typer.Option(min=1, help="Counted runs; the median is reported.")] = 3,
+    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> None:
+    """The same weights and prompts through medha and through transformers at its best; ratios of medians."""
+    from medha.generate import guarded
+
+    def run() -> int:
+        from medha.bench.compare import CompareOptions, run_and_print
+
+        return run_and_print(
+            CompareOptions(
+                prompt_lens=_lengths(prompt_lens),
+                decode_batch=batch_size,
+                decode_tokens=decode_len,
+                dtype=dtype,
+                num_threads=num_threads,
+                warmup=num_iters_warmup,
+                runs=num_iters,
+            ),
+            output_json,
+        )
+
+    raise typer.Exit(guarded(run))
+
+
+@app.command()
+def needle(
+    tokens: Annotated[str, typer.Option(help="Document lengths, comma separated.")] = "131072",
+    depth: Annotated[list[float] | None, typer.Option(min=0.0, max=1.0, help="May be repeated.")] = None,
+    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> None:
+    """Find a fact hidden in a long document, with time and peak memory."""
+    from medha.generate import guarded
+
+    def run() -> int:
+        from medha.bench.needle import run_and_print
+
+        return run_and_print(_lengths(tokens), tuple(depth or [0.1]), output_json)
+
+    raise typer.Exit(guarded(run))
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """``2048,16384`` as integers.
+
+    Raises:
+        ConfigError: not a list of positive integers.
+    """
+    parts = text.replace("_", "").split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"prompt_lens={text!r}; accepted: positive integers, comma separated")
+    return tuple(int(part) for part in parts)

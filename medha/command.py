@@ -1,0 +1,127 @@
+"""What medha's command lines share: exit codes, Ctrl-C, log lines, the spellings of an option.
+
+A command is a function that returns its exit code: 0 done, 2 bad usage or model, 3 some requests failed, 4 the engine
+failed, 130 interrupted. Text that was asked for goes to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import typer
+
+from medha.config import OPTION_ALIASES
+from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
+
+logger = logging.getLogger("medha")
+
+FAILED_REQUESTS = 3
+"""Exit code of a run that ended with some requests failed."""
+
+# Other names of options; those of the engine's are known to medha.config.
+_ALIASES = {**OPTION_ALIASES, "model_path": "model", "max_new_tokens": "max_tokens"}
+
+# Wrong usage of the command line in click's terms; typer brings its own copy of click or imports it, by version.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def make_app(*, help: str | None = None) -> typer.Typer:
+    """A typer app whose options may go by their aliases, and with ``_`` for ``-``; run it with :func:`run_app`."""
+    return typer.Typer(
+        help=help,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "token_normalize_func": _canonical,
+        },
+    )
+
+
+def _canonical(option: str) -> str:
+    """The name by which an option (without its dashes) is declared."""
+    name = option.replace("-", "_")
+    return _ALIASES.get(name, name).replace("_", "-")
+
+
+def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; an error of ours becomes one line on stderr.
+
+    Args:
+        app: what :func:`make_app` returned.
+        prog_name: what help calls the program.
+        arguments: ``sys.argv`` by default.
+
+    Returns:
+        The exit code.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character is no reason to end
+    try:
+        return int(app(args=arguments, prog_name=prog_name, standalone_mode=False) or 0)
+    except _UsageError as error:
+        message = error.format_message()  # type: ignore[attr-defined]
+        return complain(f"{message} (see {prog_name} --help)", 2)
+    except MedhaError as error:
+        if isinstance(error, EngineDeadError):
+            logger.error("the engine failed", exc_info=error.__cause__)
+        code = FAILED_REQUESTS if isinstance(error, RequestError) else exit_code(error)
+        return complain(f"{type(error).__name__}: {error}", code)
+    except (KeyboardInterrupt, typer.Abort):
+        return exit_code(KeyboardInterrupt())
+
+
+def complain(message: str, code: int) -> int:
+    """Write an error to stderr, on one line; returns ``code``."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+@contextmanager
+def first_interrupt() -> Iterator[list[int]]:
+    """Within, the first Ctrl-C is noted in the list that is yielded; the second raises KeyboardInterrupt."""
+    noted: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(signum)
+
+    try:
+        before = signal.signal(signal.SIGINT, note)
+    except ValueError:  # not the main thread: there is no Ctrl-C to note
+        yield noted
+        return
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def start_logging(level: str) -> None:
+    """Log medha's own messages to stderr.
+
+    Raises:
+        ConfigError: no such level.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ConfigError(f"log_level={level!r}; accepted: debug, info, warning, error")
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("medha: %(message)s"))
+    logger.handlers[:] = [handler]
+    logger.setLevel(number)
+
+
+class _StderrHandler(logging.Handler):
+    """Prints to what ``sys.stderr`` is at the time: while a live display runs, that is a stream that spares it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)

@@ -1,0 +1,124 @@
+"""Small models that serve text, engines around them, and what they must answer.
+
+The needle model answers known text. The byte model is a random Llama over the 256 bytes with the needle's tokenizer:
+what it says is noise, but transformers says the same noise.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from medha.engine import Engine, ModelLimits
+from medha.models.decoder import Decoder
+from medha.models.needle import make_haystack, write_needle
+from medha.request import RequestOutput, SamplingParams
+from medha.text import Tokenizer, load_tokenizer
+from tests.checkpoints import make_checkpoint
+from tests.engines import load_decoder, make_engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+ANSWER = " 7429-amber."
+"""What the needle model says after :func:`question`; a newline, its end of sequence, follows."""
+
+
+def question(num_tokens: int = 200, *, depth: float = 0.5, seed: int = 0) -> str:
+    """A text with the needle in it that ends in the question."""
+    return make_haystack(num_tokens, depth=depth, seed=seed).prompt
+
+
+def write_byte_model(folder: Path, *, seed: int = 1) -> transformers.PreTrainedModel:
+    """A random Llama whose tokens are bytes, with a tokenizer and a chat template; returns transformers' model."""
+    model = make_checkpoint(folder, "llama", seed=seed, vocab_size=256)
+    needle = write_needle(folder / "needle")
+    shutil.copy(needle / "tokenizer.json", folder)
+    shutil.rmtree(needle)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (folder / "generation_config.json").unlink()
+    return model
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model to build engines on, and transformers' version of it where there is one."""
+
+    folder: Path
+    decoder: Decoder
+    tokenizer: Tokenizer
+    reference: Any
+
+    def engine(
+        self,
+        *,
+        with_tokenizer: bool = True,
+        eos: tuple[int, ...] = (),
+        seed: int = 0,
+        max_model_len: int = 8192,
+        clock: Callable[[], float] | None = None,
+        **options: int,
+    ) -> Engine:
+        """A fresh engine; ``options`` as :func:`tests.engines.make_engine`."""
+        made = make_engine(self.decoder, **options)
+        limits = ModelLimits(self.decoder.config.vocab_size, max_model_len, eos, seed=seed)
+        tokenizer = self.tokenizer if with_tokenizer else None
+        if clock is None:
+            return Engine(made.runner, made.scheduler, limits, tokenizer=tokenizer)
+        return Engine(made.runner, made.scheduler, limits, tokenizer=tokenizer, clock=clock)
+
+
+def load_model(folder: Path, reference: Any = None) -> Model:
+    """Load what is in a folder."""
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    return Model(folder, load_decoder(folder), tokenizer, reference)
+
+
+def make_byte_model(folder: Path) -> Model:
+    """The byte model, written and loaded."""
+    return load_model(folder, write_byte_model(folder))
+
+
+def make_needle_model(folder: Path) -> Model:
+    """The needle model, written and loaded."""
+    return load_model(write_needle(folder))
+
+
+def finish(engine: Engine) -> dict[str, RequestOutput]:
+    """Step to the end; the finished outputs by request id. Nothing may be left behind."""
+    finished: dict[str, RequestOutput] = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in finished
+                finished[output.request_id] = output
+    assert_empty(engine)
+    return finished
+
+
+def assert_empty(engine: Engine) -> None:
+    """No request holds a block, a slot or a place in the scheduler."""
+    scheduler = engine.scheduler
+    assert (scheduler.pool.num_used, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0)
+    assert scheduler.in_flight == ()
+    assert not engine._by_slot and not engine._live
+    assert not engine.runner._prompts and not engine.runner._sampling
+
+
+def serve_one(engine: Engine, prompt: Any, params: SamplingParams = GREEDY) -> RequestOutput:
+    """One request from start to end."""
+    engine.add_request("one", prompt, params)
+    return finish(engine)["one"]
+
+
+def random_ids(length: int, *, seed: int) -> list[int]:
+    """Seeded random bytes."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed + length)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()

@@ -1,0 +1,692 @@
+"""The engine's loop: outputs of every kind, ends of every kind, aborts, metrics, sampling, failures."""
+
+from __future__ import annotations
+
+import array
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import medha.runner
+from medha.engine import Engine
+from medha.errors import EngineDeadError, NonFiniteLogitsError, ValidationError
+from medha.request import SLO, Logprob, RequestOutput, SamplingParams
+from medha.sampling import uniform
+from tests.checkpoints import reference_greedy, reference_logits
+from tests.serving import (
+    ANSWER,
+    GREEDY,
+    Model,
+    assert_empty,
+    finish,
+    make_byte_model,
+    make_needle_model,
+    question,
+    random_ids,
+    serve_one,
+)
+
+NUM_TOKENS = 6
+PROMPTS = [random_ids(length, seed=4) for length in (40, 3, 70, 25)]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+SMALL = {"chunk_size": 16, "max_batch_tokens": 24, "block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_byte_model(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture(scope="module")
+def needle(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_needle_model(tmp_path_factory.mktemp("needle"))
+
+
+@pytest.fixture(scope="module")
+def expected(bytes_model: Model) -> list[list[int]]:
+    """Greedy tokens of transformers for PROMPTS, clear of rounding."""
+    found = [reference_greedy(bytes_model.reference, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert min(gap for _, _, gap in found) > 1e-3
+    return [tokens for tokens, _, _ in found]
+
+
+def add_all(engine: Engine, params: SamplingParams = PARAMS) -> None:
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, params)
+
+
+def step_forever(engine: Engine, outputs: dict[str, RequestOutput]) -> None:
+    """Step until something is raised, keeping the latest output of each request."""
+    while True:
+        outputs.update((output.request_id, output) for output in engine.step())
+
+
+def tokens_of(outputs: dict[str, RequestOutput]) -> list[list[int]]:
+    return [outputs[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Outputs
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_output_kinds(bytes_model: Model, expected: list[list[int]], depth: int) -> None:
+    seen: dict[str, dict[str, list[RequestOutput]]] = {}
+    for kind in ("cumulative", "delta", "final_only"):
+        engine = bytes_model.engine(depth=depth, **SMALL)
+        add_all(engine, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, output_kind=kind, logprobs=1))
+        seen[kind] = {str(i): [] for i in range(len(PROMPTS))}
+        while engine.has_unfinished:
+            for output in engine.step():
+                seen[kind][output.request_id].append(output)
+        assert_empty(engine)
+    for i, tokens in enumerate(expected):
+        text = bytes_model.tokenizer.decode(tokens)
+        cumulative, delta, final = ([o.outputs[0] for o in seen[kind][str(i)]] for kind in seen)
+        assert [c.token_ids for c in cumulative] == [tokens[: n + 1] for n in range(NUM_TOKENS)]
+        assert [c.token_ids for c in delta] == [[token] for token in tokens]
+        assert [c.token_ids for c in final] == [tokens]
+        assert cumulative[-1] == final[0]
+        assert final[0].text == "".join(c.text or "" for c in delta) == text
+        assert all(text.startswith(c.text or "") for c in cumulative)
+        assert [entry for c in delta for entry in c.logprobs or []] == final[0].logprobs
+        assert [c.cumulative_logprob for c in delta] == [c.cumulative_logprob for c in cumulative]
+        for kind in seen:
+            assert [o.finished for o in seen[kind][str(i)]] == [False] * (len(seen[kind][str(i)]) - 1) + [True]
+            assert {o.prompt for o in seen[kind][str(i)]} == {None}
+            assert all(o.prompt_token_ids == PROMPTS[i] for o in seen[kind][str(i)])
+        assert [c.finish_reason for c in cumulative] == [None] * (NUM_TOKENS - 1) + ["length"]
+
+
+def test_an_output_does_not_change_later(bytes_model: Model) -> None:
+    engine = bytes_model.engine()
+    engine.add_request("one", PROMPTS[0], PARAMS)
+    (first,) = engine.step()
+    (second,) = engine.step()
+    assert (first.metrics.num_output_tokens, second.metrics.num_output_tokens) == (1, 2)
+    assert len(first.outputs[0].token_ids) == 1
+
+
+def test_nothing_to_do(bytes_model: Model) -> None:
+    engine = bytes_model.engine()
+    assert not engine.has_unfinished
+    assert engine.num_unfinished == 0
+    assert engine.step() == []
+
+
+def test_prompt_text_and_ids_are_returned(needle: Model) -> None:
+    output = serve_one(needle.engine(eos=(10,)), question())
+    assert output.prompt == question()
+    assert output.prompt_token_ids == list(question().encode())
+    assert output.error is None
+    assert output.num_cached_tokens == 0
+
+
+def test_ids_reuse_slots(bytes_model: Model) -> None:
+    engine = bytes_model.engine()
+    for _ in range(3):
+        add_all(engine)
+        finish(engine)
+    assert sorted(engine._free_slots) == list(range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize("length", [1, 16, 17])
+def test_prompts_of_any_sequence(bytes_model: Model, length: int) -> None:
+    ids = random_ids(length, seed=1)
+    results = [
+        serve_one(bytes_model.engine(), form, PARAMS)
+        for form in (
+            ids,
+            tuple(ids),
+            array.array("q", ids),
+            np.array(ids),
+            torch.tensor(ids),
+            {"prompt_token_ids": ids},
+        )
+    ]
+    assert all(r.prompt_token_ids == ids and type(r.prompt_token_ids[0]) is int for r in results)
+    assert len({tuple(r.outputs[0].token_ids) for r in results}) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ends
+
+DOT, DASH, SEVEN, NEWLINE = (ord(c) for c in ".-7\n")
+ENDS: dict[str, tuple[dict[str, Any], str, str, str | int | None]] = {
+    "eos": ({}, ANSWER, "stop", None),
+    "eos included": ({"include_stop_str_in_output": True}, ANSWER + "\n", "stop", None),
+    "stop over tokens": ({"stop": "29-a"}, " 74", "stop", "29-a"),
+    "stop included": ({"stop": "29-a", "include_stop_str_in_output": True}, " 7429-a", "stop", "29-a"),
+    "first of several": ({"stop": ["zzz", "amber", "-"]}, " 7429", "stop", "-"),
+    "stop at once": ({"stop": " "}, "", "stop", " "),
+    "stop with the last token": ({"stop": "42", "max_tokens": 4}, " 7", "stop", "42"),
+    "stop waits for a better match": ({"stop": ["29-x", "29"]}, " 74", "stop", "29"),
+    "better match ended by length": ({"stop": ["29-x", "29"], "max_tokens": 6}, " 74", "stop", "29"),
+    "stop begun, not ended": ({"stop": "29-x", "max_tokens": 6}, " 7429-", "length", None),
+    "stop begun at eos": ({"stop": ".x"}, ANSWER, "stop", None),
+    "eos before stop": ({"stop": "\n"}, ANSWER, "stop", None),
+    "stop id": ({"stop_token_ids": [DASH]}, " 7429", "stop", DASH),
+    "stop id included": ({"stop_token_ids": [DASH], "include_stop_str_in_output": True}, " 7429-", "stop", DASH),
+    "stop id flushes text": ({"stop_token_ids": [DASH], "stop": "9-"}, " 7429", "stop", DASH),
+    "stop id that is eos": ({"stop_token_ids": [NEWLINE]}, ANSWER, "stop", None),
+    "length": ({"max_tokens": 4}, " 742", "length", None),
+    "eos as last token": ({"max_tokens": len(ANSWER) + 1}, ANSWER, "stop", None),
+    "ignore eos": ({"ignore_eos": True, "max_tokens": len(ANSWER) + 1}, ANSWER + "\n", "length", None),
+    "ignore eos, stop id": ({"ignore_eos": True, "stop_token_ids": [NEWLINE]}, ANSWER, "stop", NEWLINE),
+    "ignore eos, stop": ({"ignore_eos": True, "stop": "\n"}, ANSWER, "stop", "\n"),
+    "stop not before min_tokens": ({"stop": "7", "min_tokens": 3}, ANSWER, "stop", None),
+    "stop with the min_tokens-th": ({"stop": "4", "min_tokens": 3}, " 7", "stop", "4"),
+}
+
+
+@pytest.mark.parametrize("kind", ["delta", "final_only"])
+@pytest.mark.parametrize("case", ENDS)
+def test_ends(needle: Model, case: str, kind: str) -> None:
+    changes, text, finish_reason, stop_reason = ENDS[case]
+    engine = needle.engine(eos=(NEWLINE,))
+    engine.add_request(
+        "one", question(), SamplingParams(**{"temperature": 0.0, "max_tokens": 32, "output_kind": kind, **changes})
+    )
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert_empty(engine)
+    pieces = [output.outputs[0] for output in outputs]
+    assert "".join(piece.text or "" for piece in pieces) == text
+    assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == (finish_reason, stop_reason)
+    whole = (ANSWER + "\n").encode()
+    ids = [token for piece in pieces for token in piece.token_ids]
+    assert ids == list(whole[: len(ids)])
+    assert outputs[-1].metrics.num_output_tokens == len(ids)
+
+
+def test_any_of_a_list_of_eos_ids_ends(needle: Model) -> None:
+    completion = serve_one(needle.engine(eos=(NEWLINE, DASH)), question()).outputs[0]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (" 7429", "stop", None)
+
+
+@pytest.mark.parametrize("field", ["eos", "stop_token_ids"])
+def test_min_tokens_holds_end_ids_back(bytes_model: Model, field: str) -> None:
+    """The likeliest first token is an end id: it may come only as the fourth token or later."""
+    prompt = PROMPTS[0]
+    reference = bytes_model.reference
+    end_id = int(reference_logits(reference, prompt)[-1].argmax())
+    ids = list(prompt)
+    for _ in range(3):
+        first, second = reference_logits(reference, ids)[-1].topk(2).indices.tolist()
+        ids.append(second if first == end_id else first)
+    for _ in range(3):
+        if ids[-1] != end_id:
+            ids.append(int(reference_logits(reference, ids)[-1].argmax()))
+    engine = bytes_model.engine(eos=(end_id,) if field == "eos" else ())
+    stop_ids = [end_id] if field == "stop_token_ids" else None
+    params = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=3, stop_token_ids=stop_ids)
+    assert serve_one(engine, prompt, params).outputs[0].token_ids == ids[len(prompt) :]
+    engine = bytes_model.engine(eos=(end_id,) if field == "eos" else ())
+    assert serve_one(engine, prompt, SamplingParams(temperature=0.0, stop_token_ids=stop_ids)).outputs[0].token_ids == [
+        end_id
+    ]
+
+
+def test_max_tokens_is_capped_to_the_room(bytes_model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    engine = bytes_model.engine(max_model_len=45)
+    with caplog.at_level("INFO", logger="medha"):
+        completion = serve_one(engine, PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=100)).outputs[0]
+    assert len(completion.token_ids) == 5
+    assert completion.finish_reason == "length"
+    assert "max_tokens=100 is capped to 5" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["no tokenizer", "detokenize=False"])
+def test_no_text(bytes_model: Model, expected: list[list[int]], how: str) -> None:
+    engine = bytes_model.engine(with_tokenizer=how != "no tokenizer")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=how != "detokenize=False")
+    completion = serve_one(engine, PROMPTS[0], params).outputs[0]
+    assert completion.text is None
+    assert completion.token_ids == expected[0]
+    assert completion.logprobs is not None
+    if how == "no tokenizer":
+        assert {entry.decoded_token for step in completion.logprobs for entry in step.values()} == {None}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Aborts
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("victim", ["0", "2", "3"])
+def test_abort_at_any_step_harms_nobody(bytes_model: Model, expected: list[list[int]], depth: int, victim: str) -> None:
+    """Queued, between chunks, while decoding, and after the end; with one request waiting for a place."""
+    reasons = []
+    for abort_step in range(0, 26, 2 if depth == 2 else 5):
+        engine = bytes_model.engine(depth=depth, max_num_seqs=3, num_blocks=16, **SMALL)
+        add_all(engine)
+        finished: dict[str, RequestOutput] = {}
+        step = 0
+        while engine.has_unfinished:
+            if step == abort_step:
+                engine.abort(victim)
+                engine.abort(victim)
+            finished.update((o.request_id, o) for o in engine.step() if o.finished)
+            step += 1
+        assert_empty(engine)
+        for i, tokens in enumerate(expected):
+            completion = finished[str(i)].outputs[0]
+            if str(i) != victim or completion.finish_reason == "length":
+                assert completion.token_ids == tokens
+            else:
+                assert completion.token_ids == tokens[: len(completion.token_ids)]
+                assert finished[str(i)].error is None
+        aborted = finished[victim].outputs[0]
+        reasons.append((aborted.finish_reason, bool(aborted.token_ids)))
+    assert ("abort", False) in reasons
+    assert ("abort", True) in reasons
+    assert ("length", True) in reasons
+
+
+def test_abort_frees_at_once_when_nothing_is_in_flight(bytes_model: Model) -> None:
+    engine = bytes_model.engine()
+    engine.add_request("one", PROMPTS[0], PARAMS)
+    engine.step()
+    assert engine.scheduler.pool.num_used > 0
+    engine.abort("one")
+    assert_empty(engine)
+    (output,) = engine.step()
+    assert output.finished
+    assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("abort", 1)
+    assert output.metrics.finished is not None
+
+
+def test_abort_of_unknown_and_ended_requests_does_nothing(bytes_model: Model) -> None:
+    engine = bytes_model.engine()
+    engine.abort("nobody")
+    serve_one(engine, PROMPTS[1], PARAMS)
+    engine.abort("one")
+    assert engine.step() == []
+    assert not engine.has_unfinished
+
+
+def test_abort_flushes_text(needle: Model) -> None:
+    engine = needle.engine(eos=(NEWLINE,))
+    engine.add_request("one", question(), SamplingParams(temperature=0.0, max_tokens=32, stop="29-x"))
+    text: str | None = ""
+    while not text or len(text) < 3:
+        text = engine.step()[-1].outputs[0].text if engine.has_unfinished else None
+    for _ in range(2):
+        engine.step()
+    engine.abort("one")
+    (output,) = engine.step()
+    assert output.outputs[0].text == bytes(output.outputs[0].token_ids).decode() == " 7429"
+
+
+def test_id_of_an_aborted_request_may_be_used_while_it_is_in_flight(
+    bytes_model: Model, expected: list[list[int]]
+) -> None:
+    engine = bytes_model.engine(depth=4, **SMALL)
+    engine.add_request("0", PROMPTS[0], PARAMS)
+    engine.step()
+    engine.abort("0")
+    engine.add_request("0", PROMPTS[2], PARAMS)
+    outputs = []
+    while engine.has_unfinished:
+        outputs += [o.outputs[0] for o in engine.step() if o.finished]
+    assert [o.finish_reason for o in outputs] == ["abort", "length"]
+    assert outputs[1].token_ids == expected[2]
+    assert_empty(engine)
+
+
+def test_abandon_and_go_on(bytes_model: Model, expected: list[list[int]]) -> None:
+    engine = bytes_model.engine(depth=2, max_num_seqs=2, **SMALL)
+    add_all(engine)
+    for _ in range(7):
+        engine.step()
+    engine.abandon()
+    assert_empty(engine)
+    aborted = finish(engine)
+    assert {o.outputs[0].finish_reason for o in aborted.values()} == {"abort"}
+    for output in aborted.values():
+        tokens = output.outputs[0].token_ids
+        assert tokens == expected[int(output.request_id)][: len(tokens)]
+    add_all(engine)
+    assert tokens_of(finish(engine)) == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_two_requests_of_60_percent_of_the_pool_both_finish(bytes_model: Model) -> None:
+    prompts = [random_ids(90, seed=seed) for seed in (1, 2)]
+    alone = [serve_one(bytes_model.engine(), prompt, PARAMS).outputs[0].token_ids for prompt in prompts]
+    engine = bytes_model.engine(num_blocks=10, block_size=16)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, PARAMS)
+    engine.step()
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 1)
+    outputs = finish(engine)
+    assert [outputs[str(i)].outputs[0].token_ids for i in range(2)] == alone
+
+
+def test_what_a_block_held_before_does_not_matter(bytes_model: Model, expected: list[list[int]]) -> None:
+    engine = bytes_model.engine(**SMALL)
+    for pool in engine.runner.cache.k + engine.runner.cache.v:
+        pool.fill_(torch.nan)
+    add_all(engine)
+    assert tokens_of(finish(engine)) == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics
+
+
+class Clock:
+    """A clock that moves only when told."""
+
+    def __init__(self) -> None:
+        self.time_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.time_s
+
+
+def tick_in_run(engine: Engine, clock: Clock, patch: pytest.MonkeyPatch, seconds: float = 1.0) -> None:
+    """Let every batch take a second."""
+    run = engine.runner.run
+
+    def slow(batch: Any) -> Any:
+        clock.time_s += seconds
+        return run(batch)
+
+    patch.setattr(engine.runner, "run", slow)
+
+
+def test_metrics(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    engine = bytes_model.engine(clock=clock, chunk_size=16, max_batch_tokens=16, max_num_seqs=1)
+    tick_in_run(engine, clock, monkeypatch)
+    clock.time_s += 2
+    assert engine.now() == 2.0
+    engine.add_request("a", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=3), slo=SLO(ttft_s=4.0, tpot_s=0.5))
+    engine.add_request("b", PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=1), slo=SLO(ttft_s=0.5))
+    engine.add_request("c", PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=2), arrival_s=0.5)
+    progress = []
+    finished = {}
+    while engine.has_unfinished:
+        finished.update((o.request_id, o.metrics) for o in engine.step() if o.finished)
+        progress.append(engine.prefills(min_tokens=4))
+    assert progress[:3] == [[("a", 16, 40)], [("a", 32, 40)], []]
+    a, b, c = finished["a"], finished["b"], finished["c"]
+    assert (a.arrival, a.first_scheduled, a.first_token, a.finished) == (2.0, 2.0, 5.0, 7.0)
+    assert (a.queue_time, a.ttft, a.tpot, a.e2e) == (0.0, 3.0, 1.0, 5.0)
+    assert (a.num_chunks, a.num_prompt_tokens, a.num_output_tokens, a.num_preemptions) == (3, 40, 3, 0)
+    assert a.met_slo is False
+    assert (b.queue_time, b.ttft, b.tpot, b.e2e, b.num_chunks, b.met_slo) == (5.0, 6.0, None, 6.0, 1, False)
+    assert (c.arrival, c.queue_time, c.ttft, c.tpot, c.met_slo) == (0.5, 7.5, 8.5, 1.0, None)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_times_are_in_order(bytes_model: Model, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the wall clock has no part in them: it jumps by a day at every look."""
+    days = iter(range(1, 10**9))
+    monkeypatch.setattr(time, "time", lambda: 86400.0 * (next(days) ** 2 % 7))
+    clock = Clock()
+    engine = bytes_model.engine(clock=clock, depth=depth, max_num_seqs=2, **SMALL)
+    tick_in_run(engine, clock, monkeypatch, 0.25)
+    add_all(engine)
+    for output in finish(engine).values():
+        m = output.metrics
+        assert m.first_scheduled is not None and m.first_token is not None and m.finished is not None
+        assert m.arrival == 0.0
+        assert m.arrival <= m.first_scheduled < m.first_token < m.finished <= engine.now()
+        assert m.num_chunks >= -(-m.num_prompt_tokens // SMALL["chunk_size"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+def test_logprobs_are_those_of_transformers(bytes_model: Model, expected: list[list[int]]) -> None:
+    prompt, tokens = PROMPTS[0], expected[0]
+    truth = reference_logits(bytes_model.reference, prompt + tokens)[len(prompt) - 1 : -1].log_softmax(dim=-1)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=4)
+    completion = serve_one(bytes_model.engine(), prompt, params).outputs[0]
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == NUM_TOKENS
+    for step, token, row in zip(completion.logprobs, tokens, truth, strict=True):
+        values, ids = row.topk(4)
+        assert list(step) == ids.tolist()
+        assert next(iter(step)) == token
+        assert [entry.rank for entry in step.values()] == [1, 2, 3, 4]
+        assert [entry.logprob for entry in step.values()] == pytest.approx(values.tolist(), abs=1e-4)
+        assert [e.decoded_token for e in step.values()] == [bytes_model.tokenizer.decode([i]) for i in ids.tolist()]
+    total = float(truth[range(NUM_TOKENS), tokens].sum())
+    assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def test_logprobs_of_a_drawn_token_come_first(bytes_model: Model) -> None:
+    params = SamplingParams(temperature=2.0, seed=5, max_tokens=8, logprobs=2)
+    completion = serve_one(bytes_model.engine(), PROMPTS[1], params).outputs[0]
+    ids = PROMPTS[1] + completion.token_ids
+    truth = reference_logits(bytes_model.reference, ids)[len(PROMPTS[1]) - 1 : -1].log_softmax(dim=-1)
+    outside = 0
+    for step, token, row in zip(completion.logprobs or [], completion.token_ids, truth, strict=True):
+        assert next(iter(step)) == token
+        rank = int((row > row[token]).sum()) + 1
+        assert (step[token].rank, len(step)) == (rank, 2 + (rank > 2))
+        assert step[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+        outside += rank > 2
+    assert outside
+    drawn = serve_one(
+        bytes_model.engine(), PROMPTS[1], SamplingParams(temperature=2.0, seed=5, max_tokens=8, logprobs=0)
+    ).outputs[0]
+    assert [[*step] for step in drawn.logprobs or []] == [[token] for token in completion.token_ids]
+    assert all(isinstance(entry, Logprob) for step in drawn.logprobs or [] for entry in step.values())
+
+
+def plain_draws(model: Model, prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
+    """What sampling must give, from transformers' logits and nothing of medha but the uniform numbers."""
+    ids = list(prompt)
+    for index in range(params.max_tokens):
+        probs = (reference_logits(model.reference, ids)[-1].double() / params.temperature).softmax(dim=-1)
+        target = uniform(seed, index)
+        total = 0.0
+        probabilities = iter(probs.tolist())
+        ids.append(-1)
+        while total <= target:
+            total += next(probabilities)
+            ids[-1] += 1
+    return ids[len(prompt) :]
+
+
+SAMPLED = SamplingParams(temperature=0.8, seed=1234, max_tokens=NUM_TOKENS)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_sampling_is_a_plain_draw(bytes_model: Model, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=-77, max_tokens=8)
+    tokens = serve_one(bytes_model.engine(), PROMPTS[3], params).outputs[0].token_ids
+    assert tokens == plain_draws(bytes_model, PROMPTS[3], params, seed=-77)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+def test_seeded_sampling_is_the_same_in_any_company(bytes_model: Model, chunk_size: int, depth: int) -> None:
+    alone = [serve_one(bytes_model.engine(), prompt, SAMPLED).outputs[0].token_ids for prompt in PROMPTS]
+    engine = bytes_model.engine(chunk_size=chunk_size, depth=depth, max_batch_tokens=32, block_size=16)
+    engine.add_request("stranger", PROMPTS[2], SamplingParams(temperature=2.0, max_tokens=9))
+    add_all(engine, SAMPLED)
+    assert tokens_of(finish(engine)) == alone
+
+
+def test_requests_without_a_seed_differ_and_repeat(bytes_model: Model) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=8)
+
+    def run(seed: int) -> list[list[int]]:
+        engine = bytes_model.engine(seed=seed)
+        for i in range(4):
+            engine.add_request(str(i), PROMPTS[1], params)
+        return tokens_of(finish(engine))
+
+    first = run(3)
+    assert len({tuple(tokens) for tokens in first}) == 4
+    assert run(3) == first
+    assert not {tuple(tokens) for tokens in run(4)} & {tuple(tokens) for tokens in first}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures
+
+
+def poison(patch: pytest.MonkeyPatch, *, seed: int, index: int, value: float) -> dict[int, list[torch.Tensor]]:
+    """Make one logit of one request's token bad; returns where all logits are recorded, by the seed of the request."""
+    logits: dict[int, list[torch.Tensor]] = {}
+    original = medha.runner.sample
+
+    def poisoned(logits_SV: torch.Tensor, slots: Any, indices: Any) -> Any:
+        for row, slot, i in zip(logits_SV, slots, indices, strict=True):
+            logits.setdefault(slot.seed, []).append(row.clone())
+            if (slot.seed, i) == (seed, index):
+                row[11] = value
+        return original(logits_SV, slots, indices)
+
+    patch.setattr(medha.runner, "sample", poisoned)
+    return logits
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("index", [0, 2, NUM_TOKENS - 1])
+def test_bad_logits_of_one_request(bytes_model: Model, expected: list[list[int]], index: int, value: float) -> None:
+    runs = []
+    for victim in (2, None):
+        with pytest.MonkeyPatch.context() as patch:
+            logits = poison(patch, seed=-1 if victim is None else victim, index=index, value=value)
+            engine = bytes_model.engine(**SMALL)
+            add_all(engine)
+            runs.append((finish(engine), logits))
+    (outputs, bad), (_, good) = runs
+    failed = outputs["2"]
+    assert failed.finished
+    assert (failed.outputs[0].finish_reason, failed.outputs[0].token_ids) == ("error", expected[2][:index])
+    assert isinstance(failed.error, NonFiniteLogitsError)
+    assert f"request '2': the model returned NaN or infinite logits for token {index}" in str(failed.error)
+    for i in (0, 1, 3):
+        assert (outputs[str(i)].outputs[0].token_ids, outputs[str(i)].error) == (expected[i], None)
+        if index == NUM_TOKENS - 1:  # the batches were the same in both runs
+            assert all(torch.equal(a, b) for a, b in zip(bad[i], good[i], strict=True))
+    assert serve_one(engine, PROMPTS[0], PARAMS).outputs[0].token_ids == expected[0]
+
+
+def fail_in_run(engine: Engine, patch: pytest.MonkeyPatch, *, at: int, error: BaseException) -> None:
+    """Let the ``at``-th batch raise."""
+    run = engine.runner.run
+    calls = iter(range(10**9))
+
+    def failing(batch: Any) -> Any:
+        if next(calls) == at:
+            raise error
+        return run(batch)
+
+    patch.setattr(engine.runner, "run", failing)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("at", [0, 1, 6, 9])
+def test_a_step_that_fails_ends_everything(
+    bytes_model: Model, expected: list[list[int]], at: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bytes_model.engine(depth=depth, max_num_seqs=3, **SMALL)
+    cause = RuntimeError("out of everything")
+    fail_in_run(engine, monkeypatch, at=at, error=cause)
+    add_all(engine)
+    before: dict[str, RequestOutput] = {}
+    with pytest.raises(EngineDeadError, match=r"^a step failed: RuntimeError: out of everything$") as caught:
+        step_forever(engine, before)
+    dead = caught.value
+    assert dead.__cause__ is cause
+    finished = {i for i, o in before.items() if o.finished}
+    assert {o.request_id for o in dead.outputs} == {"0", "1", "2", "3"} - finished
+    for output in dead.outputs:
+        completion = output.outputs[0]
+        assert output.finished
+        assert output.error is dead
+        assert completion.finish_reason == "error"
+        assert completion.token_ids == expected[int(output.request_id)][: len(completion.token_ids)]
+        if output.request_id in before:
+            assert completion.token_ids == before[output.request_id].outputs[0].token_ids
+    assert not engine.has_unfinished
+    actions: list[Callable[[], Any]] = [
+        engine.step,
+        lambda: engine.add_request("new", PROMPTS[0]),
+        lambda: engine.prepare("new", PROMPTS[0]),
+    ]
+    for action in actions:
+        with pytest.raises(EngineDeadError) as again:
+            action()
+        assert again.value is dead
+    engine.abort("0")
+    engine.abandon()
+
+
+def test_death_by_the_tokenizer_still_returns_the_tokens(needle: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = needle.engine(eos=(NEWLINE,))
+    for i in "ab":
+        engine.add_request(i, question(), GREEDY)
+    while not engine.step():
+        pass
+
+    def broken(*_: object) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("medha.live.Detokenizer.push", broken)
+    monkeypatch.setattr("medha.live.Detokenizer.finish", broken)
+    with pytest.raises(EngineDeadError, match="ZeroDivisionError") as caught:
+        engine.step()
+    assert [o.request_id for o in caught.value.outputs] == ["a", "b"]
+    assert all(o.outputs[0].token_ids[:1] == [ord(" ")] for o in caught.value.outputs)
+
+
+def test_a_scheduler_that_runs_nothing_is_an_error_and_not_a_hang(
+    bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bytes_model.engine()
+    engine.add_request("one", PROMPTS[0], PARAMS)
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda now_s: None)
+    with pytest.raises(EngineDeadError, match="the scheduler runs none of 1 unfinished requests"):
+        engine.step()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_interrupt_aborts_everything_and_the_engine_goes_on(
+    bytes_model: Model, expected: list[list[int]], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bytes_model.engine(depth=depth, max_num_seqs=3, **SMALL)
+    fail_in_run(engine, monkeypatch, at=8, error=KeyboardInterrupt())
+    add_all(engine)
+    outputs: dict[str, RequestOutput] = {}
+    with pytest.raises(KeyboardInterrupt):
+        step_forever(engine, outputs)
+    assert_empty(engine)
+    aborted = finish(engine)
+    assert aborted
+    assert {o.outputs[0].finish_reason for o in aborted.values()} == {"abort"}
+    outputs.update(aborted)
+    assert any(o.outputs[0].token_ids for o in outputs.values())
+    for i, output in outputs.items():
+        assert output.outputs[0].token_ids == expected[int(i)][: len(output.outputs[0].token_ids)]
+    add_all(engine)
+    assert tokens_of(finish(engine)) == expected
+
+
+def test_duplicate_id_in_flight(bytes_model: Model, expected: list[list[int]]) -> None:
+    engine = bytes_model.engine()
+    engine.add_request("one", PROMPTS[0], PARAMS)
+    with pytest.raises(ValidationError, match="request_id='one' is in flight already") as caught:
+        engine.add_request("one", PROMPTS[1], PARAMS)
+    assert caught.value.param == "request_id"
+    assert engine.num_unfinished == 1
+    assert finish(engine)["one"].outputs[0].token_ids == expected[0]
+    assert serve_one(engine, PROMPTS[2], PARAMS).outputs[0].token_ids == expected[2]
