@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 import medha
-from medha.command import make_app, run_app
+from medha.bench.cli import app as bench_app
+from medha.command import end_process, make_app, run_app
 from medha.generate import generate
 
 _PACKAGES = (
@@ -30,7 +30,7 @@ _PACKAGES = (
 
 app = make_app(help="Serve long-context LLMs without convoys.")
 app.command("generate")(generate)
-# Further verbs and sub-apps go here: app.add_typer(bench_app, name="bench").
+app.add_typer(bench_app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
@@ -91,9 +91,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Entry point of ``medha``. Ends in SystemExit."""
-    sys.exit(run_app(app, "medha"))
+    end_process(run_app(app, "medha"))
 
 
 if __name__ == "__main__":

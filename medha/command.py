@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 import typer
 
@@ -70,12 +71,18 @@ def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = 
         message = error.format_message()  # type: ignore[attr-defined]
         return complain(f"{message} (see {prog_name} --help)", 2)
     except MedhaError as error:
-        if isinstance(error, EngineDeadError):
+        if isinstance(error, EngineDeadError) and error.__cause__ is not None:
             logger.error("the engine failed", exc_info=error.__cause__)
         code = FAILED_REQUESTS if isinstance(error, RequestError) else exit_code(error)
         return complain(f"{type(error).__name__}: {error}", code)
     except (KeyboardInterrupt, typer.Abort):
         return exit_code(KeyboardInterrupt())
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit; one more Ctrl-C while the interpreter shuts down changes nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def complain(message: str, code: int) -> int:

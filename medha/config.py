@@ -137,6 +137,54 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How one model is spread over ranks. The world size is the product of the three degrees.
+
+    Ranks are numbered with ``tp`` fastest, so that a tensor-parallel group lies inside a node, and ``kvp`` outermost.
+
+    Attributes:
+        tp: tensor-parallel degree: heads and MLP columns of each layer are split.
+        spp: stream-pipeline stages: layers are split.
+        kvp: KV-cache-parallel groups; only 1 is implemented.
+        tp_forward: ``local`` runs plain tensors with one all-reduce per row-split layer; ``dtensor`` runs the DTensor
+            modules themselves, the reference.
+        dist_timeout_s: how long a collective or transfer may take before it is an error.
+    """
+
+    tp: int = 1
+    spp: int = 1
+    kvp: int = 1
+    tp_forward: str = "local"
+    dist_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "spp", "kvp"):
+            _check_positive_int(name, getattr(self, name), 65536)
+        _check_choice("tp_forward", self.tp_forward, ("local", "dtensor"))
+        if not isinstance(self.dist_timeout_s, (int, float)) or not 1 <= self.dist_timeout_s <= 86400:
+            raise ConfigError(f"dist_timeout={self.dist_timeout_s!r}; accepted: seconds from 1 to 86400")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.tp * self.spp * self.kvp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(kvp_rank, stage, tp_rank) of a global rank."""
+        return rank // (self.spp * self.tp), rank // self.tp % self.spp, rank % self.tp
+
+    def rank_of(self, *, stage: int, tp_rank: int, kvp_rank: int = 0) -> int:
+        """The global rank at these coordinates."""
+        return (kvp_rank * self.spp + stage) * self.tp + tp_rank
+
+    def layers_of(self, stage: int, num_layers: int) -> range:
+        """The layers of a stage: an even split, the first stages taking one more where it does not divide."""
+        size, extra = divmod(num_layers, self.spp)
+        start = stage * size + min(stage, extra)
+        return range(start, start + size + (stage < extra))
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything an engine is told at start, apart from the requests.
 
@@ -169,6 +217,7 @@ class EngineConfig:
     num_threads: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -200,7 +249,7 @@ class EngineConfig:
         Raises:
             ConfigError: an unknown name (the message proposes the nearest), a name given twice, or a bad value.
         """
-        sections: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "": {}}
+        sections: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "parallel": {}, "": {}}
         seen: set[str] = set()
         for name, value in options.items():
             canonical = OPTION_ALIASES.get(name, name)
@@ -217,6 +266,7 @@ class EngineConfig:
             model,
             cache=CacheConfig(**sections["cache"]),
             scheduler=SchedulerConfig(**sections["scheduler"]),
+            parallel=ParallelConfig(**sections["parallel"]),
             **sections[""],
         )
 
@@ -231,6 +281,9 @@ OPTION_ALIASES = {
     "context_length": "max_model_len",
     "chunked_prefill_size": "chunk_size",
     "page_size": "block_size",
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "spp",
+    "kv_parallel_size": "kvp",
 }
 
 _OPTION_SECTIONS: dict[str, tuple[str, str]] = {
@@ -242,7 +295,16 @@ _OPTION_SECTIONS: dict[str, tuple[str, str]] = {
     "max_batch_tokens": ("scheduler", "max_batch_tokens"),
     "chunk_size": ("scheduler", "chunk_size"),
     "depth": ("scheduler", "depth"),
-    **{f.name: ("", f.name) for f in dataclasses.fields(EngineConfig) if f.name not in ("model", "cache", "scheduler")},
+    "tp": ("parallel", "tp"),
+    "spp": ("parallel", "spp"),
+    "kvp": ("parallel", "kvp"),
+    "tp_forward": ("parallel", "tp_forward"),
+    "dist_timeout": ("parallel", "dist_timeout_s"),
+    **{
+        f.name: ("", f.name)
+        for f in dataclasses.fields(EngineConfig)
+        if f.name not in ("model", "cache", "scheduler", "parallel")
+    },
 }
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO
 
 from rich.cells import cell_len
@@ -188,13 +189,13 @@ class _Rate:
             self._seen.popleft()
 
     def rate_and_time_left(self, total: int) -> tuple[str, str]:
-        """For example ``1,180 tok/s`` and ``0:21 left``; empty before there is anything to tell."""
+        """For example ``1,180 tok/s`` and ``00:21 left``; empty before there is anything to tell."""
         (since, before), (now, done) = self._seen[0], self._seen[-1]
         if done <= before or now <= since:
             return "", ""
         rate = (done - before) / (now - since)
-        minutes, seconds = divmod(round((total - done) / rate), 60)
-        return f"{rate:,.0f} tok/s", f"{minutes}:{seconds:02d} left"
+        left = timedelta(seconds=round((total - done) / rate))
+        return f"{rate:,.0f} tok/s", f"{str(left).removeprefix('0:')} left"
 
 
 def results_table(outputs: Iterable[RequestOutput], *, expected: Mapping[str, str]) -> Table:

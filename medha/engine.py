@@ -17,7 +17,7 @@ from medha.batch import Batch
 from medha.errors import EngineDeadError, ValidationError
 from medha.live import LiveRequest
 from medha.request import SLO, RequestOutput, SamplingParams
-from medha.runner import Runner, StepResult
+from medha.runner import Pending, Runner
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.text import Tokenizer
 from medha.timeline import Timeline
@@ -58,7 +58,7 @@ class Engine:
         self._by_slot: dict[int, LiveRequest] = {}  # those, and ended ones with chunks in flight
         self._free_slots: list[int] = []
         self._num_added = 0
-        self._in_flight: deque[tuple[Batch, StepResult]] = deque()
+        self._in_flight: deque[tuple[Batch, Pending]] = deque()
         self._ended: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
 
@@ -200,7 +200,8 @@ class Engine:
             if self._live:
                 raise RuntimeError(f"the scheduler runs none of {len(self._live)} unfinished requests")
             return []
-        batch, result = self._in_flight.popleft()
+        batch, pending = self._in_flight.popleft()
+        result = pending.result()
         now = self.now()
         results, going_on = [], []
         for row, sampled in zip(result.rows, result.sampled, strict=True):
@@ -224,10 +225,10 @@ class Engine:
                 if metrics.first_scheduled is None:
                     metrics.first_scheduled = start
                 metrics.num_chunks += not row.is_decode
-            result = self.runner.run(batch)
+            pending = self.runner.submit(batch)
             if self.timeline is not None:
                 self.timeline.record(batch, start, self.now(), lambda slot: self._by_slot[slot].request_id)
-            self._in_flight.append((batch, result))
+            self._in_flight.append((batch, pending))
 
     # -- ends ----------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,10 @@ class ChatTemplateError(ModelLoadError):
     """The chat template is missing, does not render, or takes too much time or memory."""
 
 
+class ParallelConfigError(ConfigError):
+    """The parallel layout cannot work; every rank raises it with the same text before any weight is read."""
+
+
 class ValidationError(MedhaError, ValueError):
     """One request is wrong; nothing of it was scheduled.
 
@@ -89,6 +93,14 @@ class EngineDeadError(MedhaError, RuntimeError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.outputs: list[Any] = []
+
+
+class PlanDivergenceError(EngineDeadError):
+    """Two ranks disagree on a batch."""
+
+
+class RankFailedError(EngineDeadError):
+    """Another rank died, threw, or fell silent."""
 
 
 def exit_code(error: BaseException) -> int:

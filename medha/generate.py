@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
 
-from medha.command import FAILED_REQUESTS, first_interrupt, make_app, run_app, start_logging
+from medha.command import FAILED_REQUESTS, end_process, first_interrupt, make_app, run_app, start_logging
 from medha.config import ATTENTION_BACKENDS, EngineConfig, parse_bytes
 from medha.display import Display, StreamedText
 from medha.driver import Arrival, Joiner, drive
@@ -159,12 +159,14 @@ def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
     params = SamplingParams.from_dict(sampling)
     texts = list(given["prompt"] or [])
     if given["prompt_file"] is not None:
-        texts.append(_read_prompt(given["prompt_file"]))
+        texts.append(_read_prompt(Path(given["prompt_file"])))
     if bool(texts) == (given["requests"] is not None):
         both = "both" if texts else "neither"
         raise ConfigError(f"{both} of prompts and --requests given; accepted: --prompt, --prompt-file or --requests")
     if given["requests"] is not None:
-        return read_requests(given["requests"], sampling)
+        if given["chat"]:
+            raise ConfigError("--chat is for --prompt and --prompt-file; accepted in a request file: messages")
+        return read_requests(Path(given["requests"]), sampling)
     prompts = [{"messages": [{"role": "user", "content": text}]} if given["chat"] else text for text in texts]
     return [Arrival(f"prompt-{i}", prompt, params) for i, prompt in enumerate(prompts)]
 
@@ -215,7 +217,7 @@ def _serve(
     engine = build_engine(config, timeline=trace)
     with ExitStack() as stack:
         if trace is not None and timeline is not None:
-            stack.callback(trace.write, Path(timeline.name))
+            stack.callback(_write_trace, trace, Path(timeline.name))
         if output is not None and Path(output.name).is_file():
             output.truncate(0)
         interrupted = stack.enter_context(first_interrupt())
@@ -247,17 +249,28 @@ def _view(engine: Engine, num_requests: int, *, json_lines: bool, live: bool) ->
 
 
 def _write(file: TextIO, whole: RequestOutput) -> None:
-    try:
+    with _full_disk_reported(file.name):
         write_line(file, whole)
-    except BrokenPipeError:
+
+
+def _write_trace(trace: Timeline, path: Path) -> None:
+    with _full_disk_reported(path):
+        trace.write(path)
+
+
+@contextmanager
+def _full_disk_reported(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # whoever read stdout has gone: typer ends the process without a word
         raise
     except OSError as error:
-        raise RequestError(f"output file {file.name}: {error.strerror}; the lines before are kept") from error
+        raise RequestError(f"output file {path}: {error.strerror}; what was written before is kept") from error
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Entry point of ``python -m medha.generate``. Ends in SystemExit."""
-    sys.exit(run_app(app, "python -m medha.generate"))
+    end_process(run_app(app, "python -m medha.generate"))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from medha.build import build_engine
 from medha.config import EngineConfig
 from medha.engine import Engine, PreparedRequest, Prompt
-from medha.errors import EngineDeadError, ValidationError
+from medha.errors import EngineDeadError, RequestError, ValidationError
 from medha.request import SLO, RequestOutput, SamplingParams
 from medha.text import Tokenizer
 from medha.timeline import Timeline
@@ -193,6 +193,8 @@ class LLM:
         try:
             while not finished:
                 while not pieces:
+                    if not engine.has_unfinished:
+                        raise RequestError("the outputs of this stream were taken by a call of LLM.engine.step")
                     self._step()
                 piece = pieces.popleft()
                 finished = piece.finished
@@ -201,11 +203,13 @@ class LLM:
             del self._streams[request_id]
             engine.abort(request_id)
             while engine.has_unfinished and not engine.num_unfinished:
-                engine.step()  # drops what is in flight of it
+                self._hand_out(engine.step())  # nothing runs; this drops what is in flight of it
 
     def _step(self) -> list[RequestOutput]:
-        """Step the engine; what belongs to a stream is kept for it."""
-        outputs = self.engine.step()
+        return self._hand_out(self.engine.step())
+
+    def _hand_out(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Keep what belongs to a stream for it; returns all of ``outputs``."""
         for output in outputs:
             if output.request_id in self._streams:
                 self._streams[output.request_id].append(output)

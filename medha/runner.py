@@ -1,4 +1,4 @@
-"""Runs a Batch: the one place where model, attention, KV cache and sampling meet.
+"""Runs a Batch on one rank: the place where model, attention, KV cache, sampling and the pipeline's ends meet.
 
 The runner keeps a replica of the block tables, the prompts' tokens and each slot's last sampled token. Given a Batch it
 gathers the input tokens, runs every linear layer once over all rows together (decodes and chunks of several prefills),
@@ -19,6 +19,7 @@ from medha.batch import Batch, Row
 from medha.kv_cache import BlockTables, KVCache, WritePlan
 from medha.models.decoder import Decoder
 from medha.models.rope import cos_sin, inverse_frequencies
+from medha.parallel.spp import StagePipe
 from medha.request import SamplingParams
 from medha.sampling import Sampled, SlotSampling, sample
 
@@ -38,21 +39,45 @@ class StepResult:
     busy_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A batch that has been handed in and whose result is already here; a pipeline's is waited for."""
+
+    done: StepResult
+
+    def result(self) -> StepResult:
+        """The result of the batch."""
+        return self.done
+
+
 class Runner:
-    """Runs batches on one rank that holds the whole model.
+    """Runs batches on one rank: all layers of the model, or one stage of a pipeline.
 
     Args:
-        model: the decoder, loaded; it is run in inference mode.
-        cache: pools for the model's layers.
+        model: the decoder's layers held here, loaded; they run in inference mode.
+        cache: pools for those layers.
         backend: attention over those pools.
         device: of model and cache.
+        pipe: where hidden states come from and go to; None when the whole model is here.
+        samples: whether this rank draws tokens; it must hold the head.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, backend: AttentionBackend, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        backend: AttentionBackend,
+        device: torch.device,
+        *,
+        pipe: StagePipe | None = None,
+        samples: bool = True,
+    ) -> None:
         self.model = model
         self.cache = cache
         self.backend = backend
         self.device = device
+        self.pipe = pipe
+        self.samples = samples
         self.tables = BlockTables(cache.block_size)
         rope = model.config.rope
         self._attention_factor = rope.attention_factor
@@ -74,9 +99,12 @@ class Runner:
             end_ids: ids that end it, which ``min_tokens`` holds back.
         """
         prompt = torch.from_numpy(np.asarray(prompt_ids, dtype=np.int32))
-        keeps_prompt = params.repetition_penalty not in (None, 1.0)
         self._prompts[slot] = prompt
-        self._sampling[slot] = SlotSampling(params, seed, end_ids, len(prompt), prompt if keeps_prompt else None)
+        self.open_sampling(slot, SlotSampling.of(params, seed, end_ids, len(prompt), prompt))
+
+    def open_sampling(self, slot: int, sampling: SlotSampling) -> None:
+        """Take the sampling parameters alone, on a rank that gets the tokens of each chunk with its batch."""
+        self._sampling[slot] = sampling
         if slot >= len(self._last_token):
             grown = torch.zeros(2 * slot, dtype=torch.int64, device=self.device)
             grown[: len(self._last_token)] = self._last_token
@@ -93,27 +121,53 @@ class Runner:
         self._sampling.clear()
         self.tables.clear()
 
+    def sampling_of(self, row: Row) -> SlotSampling:
+        """The sampling state of a row's request."""
+        return self._sampling[row.slot]
+
+    def submit(self, batch: Batch) -> Pending:
+        """Run a batch as sent; on one rank its result is there when this returns."""
+        result = self.run(batch)
+        assert result is not None, "a rank with the whole model samples"
+        return Pending(result)
+
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepResult:
-        """Run a batch as sent.
+    def run(self, batch: Batch, chunk_ids: torch.Tensor | None = None) -> StepResult | None:
+        """Run this rank's part of a batch as sent.
+
+        Args:
+            batch: the plan.
+            chunk_ids: int32 tokens of the batch's chunks in order, where the prompts are not kept here.
 
         Returns:
-            The sampled tokens; the block tables, KV pool and last tokens are updated.
+            The sampled tokens on a rank that samples, None elsewhere; block tables, KV pool and, on one rank, the last
+            tokens are updated.
         """
         start = time.perf_counter()
         self.tables.apply(batch)
-        rows = tuple(row for row in batch.rows if row.samples)
-        logits_SV = self._logits(batch, rows)
+        rows = sampling_rows(batch)
+        x_TD = self._forward(batch, chunk_ids)
+        if not self.model.has_head:
+            assert self.pipe is not None, "a stage without the head passes its hidden states on"
+            self.pipe.send(batch, x_TD)
+            return None
+        logits_SV = self.model.logits(x_TD[last_tokens(batch)])
+        if not self.samples:
+            return None
         slots = [self._sampling[row.slot] for row in rows]
         indices = [row.kv_len - slot.num_prompt_tokens for row, slot in zip(rows, slots, strict=True)]
         sampled = sample(logits_SV, slots, indices) if rows else []
-        if rows:
-            ids = torch.tensor([s.token_id for s in sampled], device=self.device)
-            self._last_token[[row.slot for row in rows]] = ids
+        self.take_tokens(rows, [s.token_id for s in sampled])
         return StepResult(rows, sampled, time.perf_counter() - start)
 
-    def _logits(self, batch: Batch, rows: tuple[Row, ...]) -> torch.Tensor:
-        """Forward of the whole batch; logits of the given rows' last tokens, float32 [rows, V]."""
+    def take_tokens(self, rows: Sequence[Row], token_ids: Sequence[int]) -> None:
+        """Note the tokens drawn for the rows, as input of their next decodes."""
+        if rows:
+            ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+            self._last_token[[row.slot for row in rows]] = ids
+
+    def _forward(self, batch: Batch, chunk_ids: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states [T, D] after the layers held here."""
         starts = np.cumsum([0, *(row.q_len for row in batch.rows)]).tolist()
         located = list(zip(batch.rows, starts[:-1], strict=True))
         writes = self._write_plan(located)
@@ -129,16 +183,25 @@ class Runner:
             return self.backend.run(q_TNH, self.cache.k[layer], self.cache.v[layer], plan)[0]
 
         cos, sin = cos_sin(self._positions(batch), self._inv_freq, self._attention_factor)
-        x_TD = self.model(self.model.embed(self._input_ids(batch)), cos, sin, attend)
-        last = [start + row.q_len - 1 for row, start in located if row.samples]
-        return self.model.logits(x_TD[last])
+        if self.model.has_embedding:
+            x_TD = self.model.embed(self._input_ids(batch, chunk_ids))
+        else:
+            assert self.pipe is not None, "a stage without the embedding receives hidden states"
+            x_TD = self.pipe.receive(batch)
+        return self.model(x_TD, cos, sin, attend)  # type: ignore[no-any-return]
 
-    def _input_ids(self, batch: Batch) -> torch.Tensor:
+    def _input_ids(self, batch: Batch, chunk_ids: torch.Tensor | None) -> torch.Tensor:
         """Token ids of the batch, int64 [T]: decodes from the last tokens, chunks from the prompts."""
         decodes = [row.slot for row in batch.rows if row.is_decode]
-        parts = [self._prompts[row.slot][row.position : row.kv_len] for row in batch.rows if not row.is_decode]
-        ids = torch.cat(parts).to(self.device, torch.int64) if parts else self._last_token.new_empty(0)
+        if chunk_ids is None:
+            chunk_ids = self.chunk_ids(batch)
+        ids = chunk_ids.to(self.device, torch.int64)
         return torch.cat([self._last_token[decodes], ids]) if decodes else ids
+
+    def chunk_ids(self, batch: Batch) -> torch.Tensor:
+        """The prompt tokens of a batch's chunks in order, int32 on the CPU."""
+        parts = [self._prompts[row.slot][row.position : row.kv_len] for row in batch.rows if not row.is_decode]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
 
     def _positions(self, batch: Batch) -> torch.Tensor:
         """Position of each token of the batch, int64 [T]."""
@@ -157,3 +220,14 @@ class Runner:
                     spans.append((start, first, count))
                 start += count
         return WritePlan(torch.tensor(singles, dtype=torch.int64, device=self.device), tuple(spans))
+
+
+def sampling_rows(batch: Batch) -> tuple[Row, ...]:
+    """The rows of a batch after which a token is drawn, in order."""
+    return tuple(row for row in batch.rows if row.samples)
+
+
+def last_tokens(batch: Batch) -> list[int]:
+    """Index in the batch of the last token of each row that samples."""
+    ends = np.cumsum([row.q_len for row in batch.rows]).tolist()
+    return [end - 1 for end, row in zip(ends, batch.rows, strict=True) if row.samples]

@@ -38,6 +38,14 @@ class SlotSampling:
     prompt_ids: torch.Tensor | None = None
     output_ids: list[int] = field(default_factory=list)
 
+    @classmethod
+    def of(
+        cls, params: SamplingParams, seed: int, end_ids: tuple[int, ...], num_prompt_tokens: int, prompt: torch.Tensor
+    ) -> SlotSampling:
+        """The state of a new request; the prompt is kept only if a penalty needs it."""
+        keeps = params.repetition_penalty not in (None, 1.0)
+        return cls(params, seed, end_ids, num_prompt_tokens, prompt if keeps else None)
+
     @property
     def has_penalties(self) -> bool:
         """Whether any penalty changes the logits."""

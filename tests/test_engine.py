@@ -262,7 +262,7 @@ def test_no_text(bytes_model: Model, expected: list[list[int]], how: str) -> Non
 def test_abort_at_any_step_harms_nobody(bytes_model: Model, expected: list[list[int]], depth: int, victim: str) -> None:
     """Queued, between chunks, while decoding, and after the end; with one request waiting for a place."""
     reasons = []
-    for abort_step in range(0, 26, 2 if depth == 2 else 5):
+    for abort_step in range(0, 36, 2 if depth == 2 else 5):
         engine = bytes_model.engine(depth=depth, max_num_seqs=3, num_blocks=16, **SMALL)
         add_all(engine)
         finished: dict[str, RequestOutput] = {}

@@ -63,10 +63,10 @@ class TorchBackend:
 
 def _cut(segment: Segment) -> _Cut:
     ranges = tuple(r for r in segment.ranges if r[1] > 0)
+    if segment.causal and segment.kv_len < segment.q_len:
+        raise ValueError(f"a causal segment of {segment.q_len} queries needs as many keys, got {segment.kv_len}")
     if not segment.causal or segment.q_len == 1:
         return _Cut(segment.q_start, segment.q_len, ranges, ())
-    if segment.kv_len < segment.q_len:
-        raise ValueError(f"a causal segment of {segment.q_len} queries needs as many keys, got {segment.kv_len}")
     full, tail = _split(ranges, segment.kv_len - segment.q_len)
     return _Cut(segment.q_start, segment.q_len, full, tail)
 
@@ -132,22 +132,22 @@ def _cuda_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, c
 
 
 def _math(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, causal: bool) -> Partial:
-    """Matrix products and a float32 softmax, keys in pieces so that the scores stay bounded."""
-    q_KRH = _fold(q_LNH, k_SKH.shape[1])
-    step = max(1, _MATH_SCORES // (q_KRH.shape[0] * q_KRH.shape[1]))
+    """Matrix products and a softmax in float32, keys in pieces so that scores and float32 copies stay bounded."""
+    q_KRH = _fold(q_LNH, k_SKH.shape[1]).float()
+    step = max(1, _MATH_SCORES // (q_KRH.shape[0] * max(q_KRH.shape[1:])))
     partials = []
     for start in range(0, len(k_SKH), step):
-        k, v = k_SKH[start : start + step].transpose(0, 1), v_SKH[start : start + step].transpose(0, 1)
-        scores = torch.matmul(q_KRH, k.transpose(1, 2)).float() * q_LNH.shape[-1] ** -0.5
+        k, v = (x[start : start + step].transpose(0, 1).float() for x in (k_SKH, v_SKH))
+        scores = torch.matmul(q_KRH, k.transpose(1, 2)) * q_LNH.shape[-1] ** -0.5
         if causal:
             row = torch.arange(len(q_LNH), device=q_LNH.device).repeat(q_KRH.shape[1] // len(q_LNH))
             key = torch.arange(start, start + k.shape[1], device=q_LNH.device)
             scores = scores.masked_fill(key > row[:, None], -torch.inf)
         lse = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-        out = torch.matmul(weights.to(v.dtype), v)
-        partials.append((_unfold(out, q_LNH.shape), _unfold(lse, q_LNH.shape[:2])))
-    return merge_partials(partials)
+        partials.append((_unfold(torch.matmul(weights, v), q_LNH.shape), _unfold(lse, q_LNH.shape[:2])))
+    out, lse = merge_partials(partials)
+    return out.to(q_LNH.dtype), lse
 
 
 def _fold(q_LNH: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

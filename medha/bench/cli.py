@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from medha.command import make_app
 from medha.errors import ConfigError
 
-app = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app = make_app(help="Measure on this machine.")
 
 
 @app.callback()
@@ -27,27 +28,20 @@ def compare(
     num_iters_warmup: Annotated[int, typer.Option(min=0)] = 1,
     num_iters: Annotated[int, typer.Option(min=1, help="Counted runs; the median is reported.")] = 3,
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-) -> None:
+) -> int:
     """The same weights and prompts through medha and through transformers at its best; ratios of medians."""
-    from medha.generate import guarded
+    from medha.bench.compare import CompareOptions, run_and_print
 
-    def run() -> int:
-        from medha.bench.compare import CompareOptions, run_and_print
-
-        return run_and_print(
-            CompareOptions(
-                prompt_lens=_lengths(prompt_lens),
-                decode_batch=batch_size,
-                decode_tokens=decode_len,
-                dtype=dtype,
-                num_threads=num_threads,
-                warmup=num_iters_warmup,
-                runs=num_iters,
-            ),
-            output_json,
-        )
-
-    raise typer.Exit(guarded(run))
+    options = CompareOptions(
+        prompt_lens=_lengths(prompt_lens),
+        decode_batch=batch_size,
+        decode_tokens=decode_len,
+        dtype=dtype,
+        num_threads=num_threads,
+        warmup=num_iters_warmup,
+        runs=num_iters,
+    )
+    return run_and_print(options, output_json)
 
 
 @app.command()
@@ -55,16 +49,11 @@ def needle(
     tokens: Annotated[str, typer.Option(help="Document lengths, comma separated.")] = "131072",
     depth: Annotated[list[float] | None, typer.Option(min=0.0, max=1.0, help="May be repeated.")] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-) -> None:
+) -> int:
     """Find a fact hidden in a long document, with time and peak memory."""
-    from medha.generate import guarded
+    from medha.bench.needle import run_and_print
 
-    def run() -> int:
-        from medha.bench.needle import run_and_print
-
-        return run_and_print(_lengths(tokens), tuple(depth or [0.1]), output_json)
-
-    raise typer.Exit(guarded(run))
+    return run_and_print(_lengths(tokens), tuple(depth or [0.1]), output_json)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

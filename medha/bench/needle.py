@@ -52,7 +52,8 @@ def find_needle(num_tokens: int, depth: float, *, chunk_size: int = 2048, show_p
         engine = llm.engine
         engine.add_request("document", haystack.prompt, SamplingParams(temperature=0.0, max_tokens=48))
         output = None
-        with Display(engine, Console(stderr=True), live=show_progress) as display:
+        live = Console(stderr=True) if show_progress else None
+        with Display(engine, lines=None, live=live, num_requests=1) as display:
             while engine.has_unfinished:
                 output = next((o for o in engine.step() if o.finished), output)
                 display.refresh()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from medha.config import ModelConfig
-from medha.models.layers import DecoderLayer, LinearFn, RMSNorm, packed_weight
+from medha.models.layers import DecoderLayer, LinearFn, RMSNorm, TensorShard, local_part, packed_weight
 
 LayerAttendFn = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(index among the layers held here, q_TNH, k_TKH, v_TKH) -> out_TNH."""
@@ -45,10 +45,15 @@ class Decoder(nn.Module):
         if self.has_head:
             body["norm"] = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.model = nn.ModuleDict(body)
-        self.lm_head: nn.Linear | None = None
-        if self.has_head and not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if self.has_head else None
+        self.tie_()
+        self._embed: LinearFn | None = None
         self._head: LinearFn | None = None
+
+    def tie_(self) -> None:
+        """Let the head share the embedding's parameter, where the model ties them; again after parameters moved."""
+        if self.lm_head is not None and self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model["embed_tokens"].weight  # type: ignore[assignment]
 
     @property
     def num_layers(self) -> int:
@@ -57,7 +62,8 @@ class Decoder(nn.Module):
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Token ids (int64) to hidden states [T, D]."""
-        return F.embedding(ids_T, self._embedding_weight)
+        hidden: torch.Tensor = (self._embed or self.model["embed_tokens"])(ids_T)
+        return hidden
 
     def forward(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: LayerAttendFn
@@ -77,22 +83,24 @@ class Decoder(nn.Module):
         return x_TD
 
     def logits(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """Final norm and head of the given rows: float32 [S, V]."""
-        x_SD = self.model["norm"](x_SD)
-        if self._head is not None:
-            return self._head(x_SD).float()
-        weight = self._embedding_weight if self.lm_head is None else self.lm_head.weight
-        return F.linear(x_SD, weight).float()
+        """Final norm and head of the given rows: float32 [S, V], whole on every rank."""
+        assert self.lm_head is not None or self._head is not None, "this stage has no head"
+        logits: torch.Tensor = (self._head or self.lm_head)(self.model["norm"](x_SD))  # type: ignore[misc]
+        return logits.float()
 
-    def pack_(self) -> None:
-        """Fuse and pack all linear weights in place, layer by layer; the plain ones are dropped."""
+    def pack_(self, shard: TensorShard | None = None) -> None:
+        """Fuse and pack this rank's linear weights in place, layer by layer; the plain ones are dropped.
+
+        Args:
+            shard: this rank's tensor-parallel group, None where there is none.
+        """
         for layer in self.model["layers"].values():  # type: ignore[operator]
-            layer.self_attn.pack_()
-            layer.mlp.pack_()
-        if self.has_head:
-            self._head = packed_weight(
-                (self._embedding_weight if self.lm_head is None else self.lm_head.weight).detach()
-            )
+            layer.self_attn.pack_(shard)
+            layer.mlp.pack_(shard)
+        if self.has_embedding and shard is not None:
+            self._embed = _vocab_parallel_embedding(local_part(self._embedding_weight), self.config.vocab_size, shard)
+        if self.lm_head is not None:
+            self._head = _vocab_parallel_head(local_part(self.lm_head.weight), self.config.vocab_size, shard)
             self.lm_head = None
 
     @property
@@ -102,14 +110,52 @@ class Decoder(nn.Module):
         return weight
 
 
+def _vocab_parallel_embedding(rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard) -> LinearFn:
+    """Embedding whose rows are split: each rank looks up its own, zeros elsewhere, summed."""
+    first = shard.rank * -(-vocab_size // shard.size)
+
+    def embed(ids_T: torch.Tensor) -> torch.Tensor:
+        index = ids_T - first
+        absent = (index < 0) | (index >= len(rows_VD))
+        out_TD = F.embedding(index.masked_fill(absent, 0), rows_VD)
+        return shard.all_reduce(out_TD.masked_fill_(absent[:, None], 0.0))
+
+    return embed
+
+
+def _vocab_parallel_head(rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard | None) -> LinearFn:
+    """Head whose rows are split evenly, the last ranks' parts padded to the width of the first, gathered."""
+    if shard is None:
+        return packed_weight(rows_VD)
+    width = -(-vocab_size // shard.size)
+    head = packed_weight(F.pad(rows_VD, (0, 0, 0, width - len(rows_VD))))
+    return lambda x_SD: shard.all_gather(head(x_SD))[:, :vocab_size]
+
+
 def build_decoder(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, layers: range | None = None
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: range | None = None,
+    parallelize_: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
-    """A decoder with uninitialised parameters, for a loader to fill."""
+    """A decoder with uninitialised parameters, for a loader to fill.
+
+    Args:
+        config: the whole model.
+        dtype, device: of the parameters.
+        layers: which layers; all by default.
+        parallelize_: turns parameters into DTensors, in place, while they are still without memory.
+    """
     with torch.device("meta"):
         decoder = Decoder(config, layers).to(dtype)
     decoder.requires_grad_(False)
-    return decoder.to_empty(device=device).eval()
+    if parallelize_ is not None:
+        parallelize_(decoder)
+    decoder.to_empty(device=device)
+    decoder.tie_()
+    return decoder.eval()
 
 
 def fill_random_(decoder: Decoder, *, seed: int, std: float = 0.02) -> None:

@@ -11,11 +11,13 @@ Legend: T tokens, D model dimension, N query heads, K KV heads, H head dimension
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from medha.config import ModelConfig
 from medha.models.rope import rotate
@@ -23,6 +25,22 @@ from medha.models.rope import rotate
 LinearFn = Callable[[torch.Tensor], torch.Tensor]
 AttendFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(q_TNH, k_TKH, v_TKH), rotated, of the batch's tokens -> out_TNH."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShard:
+    """This rank's place in a tensor-parallel group, and the collectives that the packed forward uses.
+
+    Attributes:
+        rank, size: place in the group.
+        all_reduce: sums a tensor over the group, in place, and returns it.
+        all_gather: [S, W] of every rank, side by side: [S, size * W].
+    """
+
+    rank: int
+    size: int
+    all_reduce: LinearFn
+    all_gather: LinearFn
 
 
 class RMSNorm(nn.Module):
@@ -53,7 +71,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * H, D, bias=config.o_bias)
         self.q_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
-        self._sizes = [self.q_proj.out_features, self.k_proj.out_features, self.v_proj.out_features]
+        self._sizes: list[int] = []
         self._qkv: LinearFn | None = None
         self._out: LinearFn | None = None
 
@@ -68,10 +86,11 @@ class Attention(nn.Module):
         out_TNH = attend(rotate(q, cos_TR, sin_TR), rotate(k, cos_TR, sin_TR), v)
         return (self._out or self.o_proj)(out_TNH.flatten(-2))
 
-    def pack_(self) -> None:
-        """Fuse and pack the projections in place; their plain weights are dropped."""
+    def pack_(self, shard: TensorShard | None = None) -> None:
+        """Fuse and pack this rank's part of the projections in place; their plain weights are dropped."""
+        self._sizes = [len(local_part(linear.weight)) for linear in (self.q_proj, self.k_proj, self.v_proj)]
         self._qkv = packed_linear(self.q_proj, self.k_proj, self.v_proj)
-        self._out = packed_linear(self.o_proj)
+        self._out = packed_row_linear(self.o_proj, shard)
         del self.q_proj, self.k_proj, self.v_proj, self.o_proj
 
 
@@ -95,10 +114,10 @@ class MLP(nn.Module):
         out: torch.Tensor = (self._down or self.down_proj)(F.silu(gate).mul_(up))
         return out
 
-    def pack_(self) -> None:
-        """Fuse and pack the projections in place; their plain weights are dropped."""
+    def pack_(self, shard: TensorShard | None = None) -> None:
+        """Fuse and pack this rank's part of the projections in place; their plain weights are dropped."""
         self._gate_up = packed_linear(self.gate_proj, self.up_proj)
-        self._down = packed_linear(self.down_proj)
+        self._down = packed_row_linear(self.down_proj, shard)
         del self.gate_proj, self.up_proj, self.down_proj
 
 
@@ -118,11 +137,31 @@ class DecoderLayer(nn.Module):
         return out
 
 
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter: its shard if it is a DTensor, the whole otherwise."""
+    local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.detach()
+
+
 def packed_linear(*linears: nn.Linear) -> LinearFn:
-    """One callable that computes the given layers' outputs side by side, [T, sum of out_features]."""
-    weight = _joined([linear.weight.detach() for linear in linears])
-    bias = None if linears[0].bias is None else _joined([linear.bias.detach() for linear in linears])
+    """One callable that computes this rank's part of the given layers' outputs side by side."""
+    weight = _joined([local_part(linear.weight) for linear in linears])
+    bias = None if linears[0].bias is None else _joined([local_part(linear.bias) for linear in linears])
     return packed_weight(weight, bias)
+
+
+def packed_row_linear(linear: nn.Linear, shard: TensorShard | None) -> LinearFn:
+    """A layer whose input features are split over the group: partial products, summed, then the bias once."""
+    if shard is None:
+        return packed_linear(linear)
+    partial_product = packed_weight(local_part(linear.weight))
+    bias = None if linear.bias is None else local_part(linear.bias)
+
+    def row_linear(x: torch.Tensor) -> torch.Tensor:
+        out = shard.all_reduce(partial_product(x))
+        return out if bias is None else out.add_(bias)
+
+    return row_linear
 
 
 def packed_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearFn:

@@ -40,6 +40,8 @@ ROPES: list[dict[str, Any]] = [
     {"rope_type": "yarn", **YARN, "rope_theta": 150000.0, "factor": 32.0, "truncate": False},
     {"rope_type": "yarn", **YARN, "beta_fast": 64.0, "beta_slow": 2.0},
     {"rope_type": "yarn", **YARN, "factor": 1.0},
+    {"rope_type": "yarn", **YARN, "beta_fast": 8.0, "beta_slow": 8.0, "truncate": False},  # a ramp of no width
+    {"rope_type": "yarn", **YARN, "original_max_position_embeddings": 2**20},  # the ramp ends beyond the last dimension
     {"rope_type": "yarn", **YARN, "original_max_position_embeddings": 8},  # every dimension is interpolated
     {"rope_type": "yarn", **YARN, "original_max_position_embeddings": 2**40},  # none is
 ]

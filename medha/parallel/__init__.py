@@ -1,0 +1,1 @@
+"""One model over many ranks: tensor parallelism, stream pipeline parallelism, and the control stream from rank 0."""

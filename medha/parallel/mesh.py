@@ -1,0 +1,168 @@
+"""Ranks: who is where, and the process groups between them. The only module that reads what torchrun sets.
+
+The mesh has three named axes, ("kvp", "spp", "tp"), tp fastest so that it lies inside a node. Process groups: one
+tensor-parallel group a stage (from the mesh), one for hidden states, one for sampled tokens, one for control messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from medha.config import ModelConfig, ParallelConfig
+from medha.errors import ConfigError, ParallelConfigError
+
+logger = logging.getLogger("medha")
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Control messages come when there is work; a dead peer is noticed by its closed connection, not by this timeout.
+_CONTROL_TIMEOUT = timedelta(days=365)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher says about this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process's place and its groups.
+
+    Attributes:
+        config: degrees.
+        rank: global rank.
+        stage, tp_rank: coordinates.
+        mesh: all three axes.
+        tp_group: the ranks of this stage.
+        pipe_group: for hidden states; report_group: for sampled tokens; control_group: for messages from rank 0.
+    """
+
+    config: ParallelConfig
+    rank: int
+    stage: int
+    tp_rank: int
+    mesh: DeviceMesh
+    tp_group: dist.ProcessGroup
+    pipe_group: dist.ProcessGroup
+    report_group: dist.ProcessGroup
+    control_group: dist.ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.stage == self.config.spp - 1
+
+    @property
+    def sampler_rank(self) -> int:
+        """The global rank that samples: the first of the last stage."""
+        return self.config.rank_of(stage=self.config.spp - 1, tp_rank=0)
+
+    @property
+    def first_stage_ranks(self) -> tuple[int, ...]:
+        """Global ranks of the first stage."""
+        return tuple(self.config.rank_of(stage=0, tp_rank=t) for t in range(self.config.tp))
+
+    def neighbour(self, step: int) -> int | None:
+        """The global rank with this tp index ``step`` stages on, None beyond an end."""
+        stage = self.stage + step
+        return self.config.rank_of(stage=stage, tp_rank=self.tp_rank) if 0 <= stage < self.config.spp else None
+
+
+def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """What torchrun set, or None for a plain Python process.
+
+    Raises:
+        ConfigError: only some of the variables are set, or one is no number.
+    """
+    env = os.environ if environ is None else environ
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in env]
+    if "RANK" in missing and "WORLD_SIZE" in missing:
+        return None
+    if missing:
+        raise ConfigError(f"the environment sets some of torchrun's variables, but not {', '.join(missing)}")
+    try:
+        return Launch(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", env["RANK"])))
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK must be integers: {error}") from error
+
+
+def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) -> None:
+    """Refuse a layout that cannot work; a pure function of its arguments, so every rank says the same.
+
+    Raises:
+        ParallelConfigError: names the degree, and what would work.
+    """
+    if config.kvp != 1:
+        raise ParallelConfigError(f"kvp={config.kvp} is not implemented; accepted: 1")
+    if config.world_size != world_size:
+        raise ParallelConfigError(
+            f"tp={config.tp} x spp={config.spp} x kvp={config.kvp} is {config.world_size} ranks, "
+            f"and {world_size} were started; accepted: degrees whose product is {world_size}"
+        )
+    if config.spp > model.num_layers:
+        raise ParallelConfigError(
+            f"spp={config.spp} stages for {model.num_layers} layers; accepted: 1 to {model.num_layers}"
+        )
+    fitting = [tp for tp in range(1, model.num_heads + 1) if _tp_fits(tp, model)]
+    if config.tp not in fitting:
+        raise ParallelConfigError(
+            f"tp={config.tp} does not divide {model.num_heads} query heads, {model.num_kv_heads} KV heads and "
+            f"{model.intermediate_size} MLP features; accepted: {', '.join(map(str, fitting))}"
+        )
+
+
+def init_ranks(config: ParallelConfig, launch: Launch, device: torch.device) -> Ranks:
+    """Join the other ranks: process groups with explicit timeouts, and the mesh. Every rank calls it.
+
+    Raises:
+        ConfigError: the ranks could not meet.
+    """
+    timeout = timedelta(seconds=config.dist_timeout_s)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise ConfigError(f"rank {launch.rank} could not join the others at {where}: {error}") from error
+    mesh = init_device_mesh(device.type, (config.kvp, config.spp, config.tp), mesh_dim_names=("kvp", "spp", "tp"))
+    everyone = list(range(config.world_size))
+    _, stage, tp_rank = config.coordinates(launch.rank)
+    return Ranks(
+        config=config,
+        rank=launch.rank,
+        stage=stage,
+        tp_rank=tp_rank,
+        mesh=mesh,
+        tp_group=mesh["tp"].get_group(),
+        pipe_group=_new_group(everyone, timeout),
+        report_group=_new_group(everyone, timeout),
+        control_group=_new_group(everyone, _CONTROL_TIMEOUT),
+    )
+
+
+def _new_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
+
+
+def _tp_fits(tp: int, model: ModelConfig) -> bool:
+    kv_fits = model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0
+    return model.num_heads % tp == 0 and kv_fits and model.intermediate_size % tp == 0

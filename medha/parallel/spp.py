@@ -1,0 +1,119 @@
+"""Stream pipeline parallelism: hidden states of one batch after the other flow from stage to stage.
+
+Source: the paper, arXiv 2409.17264 v5 section 3.3. Chunk i + 1 of a prompt needs the KV cache of chunk i, not its
+output, so it enters stage 0 as chunk i enters stage 1. Each stage receives from the rank with its own tensor-parallel
+index in the stage before. The batch tells both sides the number of rows, so no size is sent; the digest of the batch
+rides behind the hidden states and is compared by the receiver.
+
+``torch.distributed.pipelining`` does not fit: its schedules are built for a fixed list of microbatches of one shape.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from medha.batch import Batch
+from medha.errors import PlanDivergenceError
+
+_TAIL_BYTES = 16  # batch id and digest, int64 each
+
+
+@dataclass(frozen=True, slots=True)
+class _Receive:
+    """A posted receive: the buffer fills while something else is computed."""
+
+    batch: Batch
+    buffer: torch.Tensor
+    work: dist.Work
+
+
+class StagePipe:
+    """The two ends of one stage's pipe.
+
+    Args:
+        group: process group of all ranks that pass hidden states on.
+        previous, following: global ranks of the neighbours, None at an end of the pipeline.
+        dim: model dimension.
+        dtype: of the hidden states.
+        num_buffers: sends kept in flight; a buffer is reused after its send is done.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        previous: int | None,
+        following: int | None,
+        dim: int,
+        dtype: torch.dtype,
+        num_buffers: int,
+    ) -> None:
+        self._group = group
+        self._previous = previous
+        self._following = following
+        self._dim = dim
+        self._dtype = dtype
+        self._receives: deque[_Receive] = deque()
+        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._num_buffers = num_buffers
+        self.waited_s = 0.0
+
+    def post(self, batch: Batch) -> None:
+        """Post the receive of a batch's hidden states; batches are posted in the order in which they run."""
+        if self._previous is None:
+            return
+        buffer = torch.empty(self._hidden_bytes(batch) + _TAIL_BYTES, dtype=torch.uint8)
+        work = dist.irecv(buffer, src=self._previous, group=self._group)
+        assert work is not None, "the receiver is in the group"
+        self._receives.append(_Receive(batch, buffer, work))
+
+    def receive(self, batch: Batch) -> torch.Tensor:
+        """The hidden states [T, D] of the oldest posted batch; waits for them.
+
+        Raises:
+            PlanDivergenceError: the stage before ran another batch.
+        """
+        posted = self._receives.popleft()
+        assert posted.batch.batch_id == batch.batch_id, "receives are taken in the order of their posts"
+        start = time.perf_counter()
+        posted.work.wait()
+        self.waited_s = time.perf_counter() - start
+        size = self._hidden_bytes(batch)
+        theirs = tuple(posted.buffer[size:].clone().view(torch.int64).tolist())
+        ours = (batch.batch_id, digest(batch))
+        if theirs != ours:
+            raise PlanDivergenceError(
+                f"batch {batch.batch_id}: the stage before ran batch {theirs[0]} with digest {theirs[1]:08x}, "
+                f"this one has {ours[0]} with {ours[1]:08x}"
+            )
+        return posted.buffer[:size].view(self._dtype).view(batch.num_tokens, self._dim)
+
+    def send(self, batch: Batch, x_TD: torch.Tensor) -> None:
+        """Send the hidden states of a batch on; returns at once unless all buffers are in flight."""
+        assert self._following is not None, "the last stage sends no hidden states"
+        while len(self._sends) >= self._num_buffers:
+            self._sends.popleft()[0].wait()
+        tail = torch.tensor([batch.batch_id, digest(batch)], dtype=torch.int64)
+        buffer = torch.cat([x_TD.contiguous().view(-1).view(torch.uint8), tail.view(torch.uint8)])
+        work = dist.isend(buffer, dst=self._following, group=self._group)
+        assert work is not None, "the sender is in the group"
+        self._sends.append((work, buffer))
+
+    def drain(self) -> None:
+        """Wait for every send."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+    def _hidden_bytes(self, batch: Batch) -> int:
+        return batch.num_tokens * self._dim * self._dtype.itemsize
+
+
+def digest(batch: Batch) -> int:
+    """CRC-32 of a batch's integers."""
+    return zlib.crc32(batch.to_ints().tobytes())

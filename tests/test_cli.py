@@ -1,0 +1,125 @@
+"""The ``medha`` command: its verbs, versions, and that it starts fast."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import medha
+from medha.cli import app, environment
+from medha.command import make_app, run_app
+from medha.errors import ConfigError, EngineDeadError, RequestError, ValidationError
+from medha.models.needle import write_needle
+
+ROOT = Path(medha.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _same_logging_after() -> Iterator[None]:
+    logger = logging.getLogger("medha")
+    handlers, level = logger.handlers[:], logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-v"], ["generate", "-h"], ["env", "--help"]])
+def test_help_and_version_load_no_torch(arguments: list[str]) -> None:
+    code = "import sys, medha.cli as c\ntry: c.main()\nfinally: assert not {'torch', 'tokenizers'} & set(sys.modules)"
+    done = run_python(code, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    if arguments == ["-v"]:
+        assert done.stdout == f"medha {medha.__version__}\n"
+    else:
+        assert "Usage: medha" in done.stdout
+
+
+def test_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "medha", []) == 0
+    out = capsys.readouterr().out
+    assert all(verb in out for verb in ("generate", "env", "bench", "--version"))
+    assert run_app(app, "medha", ["--version"]) == 0
+    assert capsys.readouterr().out == f"medha {medha.__version__}\n"
+
+
+def test_generate_is_the_same_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(write_needle(tmp_path / "needle"))
+    prompt = "The code of Ada is 31-plum.\nThe code of Ada is"
+    arguments = ["generate", model, "--num_kv_blocks=8", "--log_level", "error", "--prompt", prompt]
+    assert run_app(app, "medha", arguments) == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == (" 31-plum.\n", "")
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "medha", ["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts == environment()
+    assert facts["medha"] == medha.__version__
+    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["threads"] == torch.get_num_threads()
+    assert facts["devices"][0] == "cpu"
+    assert run_app(app, "medha", ["env"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert set(lines) == set(facts)
+    assert f"torch {torch.__version__}" in lines["packages"]
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["--nothing"], ["env", "--nothing"], ["env", "more"]])
+def test_bad_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "medha", arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.endswith("(see medha --help)\n")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("a\nb"), 2),
+        (ValidationError("x"), 2),
+        (RequestError("x"), 3),
+        (EngineDeadError("x"), 4),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    failing = make_app()
+
+    @failing.command()
+    def fail() -> int:
+        raise error
+
+    assert run_app(failing, "failing", []) == code
+    err = capsys.readouterr().err
+    assert "\n" not in err[:-1]
+    if code == 2:
+        assert err == f"error: {type(error).__name__}: {' '.join(str(error).split())}\n"
+
+
+def test_other_errors_are_not_hidden() -> None:
+    failing = make_app()
+
+    @failing.command()
+    def fail() -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_app(failing, "failing", [])

@@ -1,0 +1,168 @@
+"""The driver: arrivals in time, refusals, stops, a dying engine, and putting deltas together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import medha.driver
+from medha.batch import Batch
+from medha.build import build_engine
+from medha.config import EngineConfig
+from medha.driver import Arrival, Joiner, drive
+from medha.engine import Engine
+from medha.errors import ContextLengthError, EngineDeadError, ValidationError
+from medha.models.needle import write_needle
+from medha.request import RequestOutput, SamplingParams
+from medha.runner import StepResult
+
+DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
+
+
+class VirtualClock:
+    """Advances by a millisecond whenever it is read, and by sleeping."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        self.time += 0.001
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        assert 0 <= seconds <= 0.1
+        self.time += seconds
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_needle(tmp_path_factory.mktemp("needle"))
+
+
+@pytest.fixture
+def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine on a clock of its own, which must be empty again at the end."""
+    clock = VirtualClock()
+    monkeypatch.setattr(medha.driver.time, "sleep", clock.sleep)
+    built = build_engine(EngineConfig.from_flat(str(folder), max_model_len=256, num_kv_blocks=8, chunk_size=32))
+    engine = Engine(built.runner, built.scheduler, built.limits, tokenizer=built.tokenizer, clock=clock)
+    yield engine
+    assert not engine.has_unfinished
+    assert engine.scheduler.pool.num_used == 0
+
+
+def final(outputs: list[RequestOutput]) -> dict[str, RequestOutput]:
+    finished = [output for output in outputs if output.finished]
+    assert len({output.request_id for output in finished}) == len(finished), "a request ended twice"
+    return {output.request_id: output for output in finished}
+
+
+def test_a_request_starts_when_it_arrives(engine: Engine) -> None:
+    steps = []
+    arrivals = [
+        Arrival("now", "hello", DELTA),
+        Arrival("soon", "hello", DELTA, arrival_s=0.05),
+        Arrival("later", "hello", DELTA, arrival_s=60.0),
+    ]
+    outputs = final(list(drive(engine, arrivals, on_step=lambda: steps.append(engine.now()))))
+    assert set(outputs) == {"now", "soon", "later"}
+    for arrival in arrivals:
+        metrics = outputs[arrival.request_id].metrics
+        assert metrics.arrival == pytest.approx(arrival.arrival_s, abs=0.01)
+        assert metrics.queue_time is not None
+        assert 0 <= metrics.queue_time < 0.05
+    assert steps == sorted(steps)
+    assert steps[-1] > 60
+
+
+def test_a_refused_request_does_not_stop_the_others(engine: Engine) -> None:
+    arrivals = [
+        Arrival("unread", "", error=ValidationError("line 1 is not JSON")),
+        Arrival("too long", [1] * 256, DELTA),
+        Arrival("good", [1, 2, 3], DELTA),
+        Arrival("good", [1, 2, 3], DELTA),
+    ]
+    outputs = list(drive(engine, arrivals))
+    refused = [output for output in outputs if output.error is not None]
+    assert [output.request_id for output in refused] == ["unread", "too long", "good"]
+    assert [type(output.error) for output in refused] == [ValidationError, ContextLengthError, ValidationError]
+    for output in refused:
+        assert output.finished
+        assert output.outputs[0].finish_reason == "error"
+        assert output.metrics.e2e is not None
+    served = final([output for output in outputs if output.error is None])
+    assert served["good"].outputs[0].finish_reason == "length"
+
+
+def test_a_stop_returns_every_request(engine: Engine) -> None:
+    outputs: list[RequestOutput] = []
+    arrivals = [
+        Arrival("short", "hello", DELTA),
+        Arrival("long", "hello", SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, output_kind="delta")),
+        Arrival("future", "hello", DELTA, arrival_s=1000.0),
+        Arrival("wrong", "", arrival_s=1000.0, error=ValidationError("wrong")),
+    ]
+    for output in drive(engine, arrivals, should_stop=lambda: any(o.finished for o in outputs)):
+        outputs.append(output)
+    ends = final(outputs)
+    assert {i: o.outputs[0].finish_reason for i, o in ends.items()} == {
+        "short": "length",
+        "long": "abort",
+        "future": "abort",
+        "wrong": "error",
+    }
+    assert sum(len(o.outputs[0].token_ids) for o in outputs if o.request_id == "long") >= 5
+    assert ends["future"].metrics.e2e is None
+
+
+def test_a_dead_engine_returns_every_request_and_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = engine.runner.run
+
+    def run_twice(batch: Batch) -> StepResult:
+        if batch.batch_id >= 2:
+            raise RuntimeError("the device fell off")
+        return run(batch)
+
+    monkeypatch.setattr(engine.runner, "run", run_twice)
+    outputs: list[RequestOutput] = []
+    arrivals = [Arrival("running", "hello", DELTA), Arrival("future", "hello", DELTA, arrival_s=1000.0)]
+    with pytest.raises(EngineDeadError, match="RuntimeError: the device fell off"):
+        outputs.extend(drive(engine, arrivals))
+    ends = final(outputs)
+    assert {i: o.outputs[0].finish_reason for i, o in ends.items()} == {"running": "error", "future": "error"}
+    assert all(isinstance(o.error, EngineDeadError) for o in ends.values())
+    engine.scheduler.pool.release(0)  # a dead engine keeps its blocks
+
+
+def test_requests_that_a_step_adds_are_served(engine: Engine) -> None:
+    added = []
+
+    def add_once() -> None:
+        if not added:
+            added.append("b")
+            engine.add_request("b", "hello", DELTA)
+
+    assert set(final(list(drive(engine, [Arrival("a", "hello", DELTA)], on_step=add_once)))) == {"a", "b"}
+    assert list(drive(engine, [])) == []
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+def test_joined_deltas_are_the_cumulative_output(engine: Engine, with_text: bool) -> None:
+    params = {"temperature": 0.0, "max_tokens": 12, "logprobs": 2, "detokenize": with_text}
+    prompts = {"a": "The code of Ada is 31-plum.\nThe code of Ada is", "b": "hi"}
+    wholes: dict[str, list[RequestOutput]] = {}
+    for kind in ("delta", "final_only"):
+        arrivals = [
+            Arrival(i, p, SamplingParams.from_dict({**params, "output_kind": kind})) for i, p in prompts.items()
+        ]
+        joiner = Joiner()
+        for output in drive(engine, arrivals):
+            whole = joiner.add(output)
+            assert (whole is None) == (not output.finished)
+            if whole is not None:
+                wholes.setdefault(output.request_id, []).append(whole)
+    for joined, final_only in wholes.values():
+        assert joined.outputs == final_only.outputs
+        assert len(joined.outputs[0].token_ids) > 5

@@ -1,0 +1,63 @@
+"""Each example runs as printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str | Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    done = subprocess.run(
+        [str(part) for part in command], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def test_quickstart() -> None:
+    assert run(sys.executable, EXAMPLES / "quickstart.py") == "The answer is 31-plum.\nThe answer is 07-jade.\n"
+
+
+def test_drive_the_engine() -> None:
+    lines = run(sys.executable, EXAMPLES / "drive_the_engine.py").splitlines()
+    ends = [
+        match.groups() for line in lines if (match := re.fullmatch(r" *(\w+)  (\w+): (\d+ \+ \d+) tokens, .*", line))
+    ]
+    assert [(name, reason) for name, reason, _ in ends] == [
+        ("question", "stop"),
+        ("endless", "abort"),
+        ("document", "stop"),
+    ]
+    assert [lengths for *_, lengths in ends if not lengths.startswith("12 ")] == ["46 + 10", "4096 + 13"]
+    text = "".join(line.split("'")[1] for line in lines if line.startswith("document  '"))
+    assert text == " 7429-amber."
+
+
+def test_batch_file() -> None:
+    shown = run("bash", EXAMPLES / "batch_file.sh")
+    answers = {row["id"]: row for row in map(json.loads, re.findall(r"^\{.*\}$", shown, flags=re.MULTILINE))}
+    assert {name: row["text"] for name, row in answers.items()} == {
+        "ada": " 31-plum.",
+        "bruno": " 58-fern",
+        "ids": "!ab",
+        "later": " 07-jade.",
+    }
+    assert len(answers["bruno"]["logprobs"]) == 8
+    assert all(row["error"] is None for row in answers.values())
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_examples_are_short_and_tested(path: Path) -> None:
+    assert path.name in {"quickstart.py", "drive_the_engine.py", "requests.jsonl", "batch_file.sh"}
+    assert len(path.read_text().splitlines()) < 100

@@ -1,0 +1,657 @@
+"""The command line: what it reads, writes, refuses, and how it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import logging
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import medha.build
+import medha.demo
+from medha.command import first_interrupt, run_app
+from medha.config import OPTION_ALIASES, EngineConfig
+from medha.errors import ConfigError
+from medha.generate import _ENGINE, app
+from medha.models.needle import make_haystack, write_needle
+from medha.runner import Runner
+
+ROOT = Path(medha.__file__).parents[1]
+ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
+BRUNO = "The code of Bruno is 58-fern.\nThe code of Bruno is"
+KEYS = {"id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "ttft_s", "tpot_s", "e2e_s", "error"}
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return parse(self.out)
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_needle(tmp_path_factory.mktemp("models") / "needle")
+
+
+@pytest.fixture
+def bare(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """The command as typed, in this process."""
+    logger = logging.getLogger("medha")
+    handlers, level = logger.handlers[:], logger.level
+
+    def command(*arguments: str | Path) -> Done:
+        code = run_app(app, "medha", [str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Done(code, captured.out, captured.err)
+
+    yield command
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def run(bare: Command, folder: Path) -> Command:
+    """The command with the needle model and a small KV pool."""
+    return lambda *arguments: bare("--model", folder, "--num-kv-blocks", "64", *arguments)
+
+
+@pytest.fixture
+def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
+    """The engine configuration that a command line leads to; no model is loaded."""
+    seen: list[EngineConfig] = []
+
+    def build_engine(config: EngineConfig, **options: object) -> None:
+        seen.append(config)
+        raise ConfigError("no model is loaded here")
+
+    monkeypatch.setattr(medha.build, "build_engine", build_engine)
+
+    def configure(*arguments: str) -> EngineConfig:
+        done = run("--prompt", "x", *arguments)
+        assert (done.code, "no model is loaded here" in done.err) == (2, True), done.err
+        return seen.pop()
+
+    return configure
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+def write_lines(path: Path, *rows: dict[str, Any] | str) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def spawn(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "medha.generate", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, text=True, **options)
+
+
+# -- what it prints ----------------------------------------------------------------------------------------------
+
+
+def test_one_prompt_streams_its_text_and_nothing_else_to_stdout(run: Command) -> None:
+    done = run("--prompt", ADA)
+    assert (done.code, done.out) == (0, " 31-plum.\n")
+    assert "LlamaForCausalLM" in done.err
+    assert done.err.splitlines()[-1].startswith("medha: stop after 10 tokens, TTFT ")
+
+
+def test_text_is_written_as_it_comes(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = []
+
+    class Stdout:
+        encoding = "utf-8"
+
+        def write(self, text: str) -> None:
+            pieces.append(text)
+
+        def flush(self) -> None:
+            pieces.append("flush")
+
+        def isatty(self) -> bool:
+            return False
+
+    monkeypatch.setattr(sys, "stdout", Stdout())
+    run("--prompt", ADA)
+    texts = [piece for piece in pieces if piece not in ("", "flush")]
+    assert texts == [*" 31-plum.", "\n"]
+    assert pieces.count("flush") >= len(texts)
+
+
+def test_several_prompts_have_a_line_each(run: Command) -> None:
+    done = run("--prompt", ADA, "--prompt", BRUNO, "--prompt", "-- not_an_option", "--log-level", "warning")
+    assert done.code == 0
+    assert done.err == ""
+    lines = sorted(done.out.splitlines())
+    assert len(lines) == 3
+    assert lines[0].startswith("prompt-0   31-plum.  [stop after 10 tokens, TTFT ")
+    assert lines[1].startswith("prompt-1   58-fern.  [stop after 10 tokens, TTFT ")
+
+
+def test_prompt_file_is_one_prompt_to_the_byte(run: Command, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes("The code of Zoë is 7 €.\r\nThe code of Zoë is".encode())
+    done = run("--prompt-file", path, "--json")
+    assert done.rows[0]["text"] == " 7 €.\r"
+    assert done.rows[0]["num_prompt_tokens"] == len(path.read_bytes())
+
+
+def test_json_lines_on_stdout(run: Command) -> None:
+    done = run("--prompt", ADA, "--prompt", "", "--json", "--logprobs", "1")
+    assert done.code == 3
+    rows = {row["id"]: row for row in done.rows}
+    assert set(rows["prompt-0"]) == KEYS | {"stop_reason", "num_output_tokens", "queue_s", "logprobs"}
+    assert rows["prompt-0"]["text"] == " 31-plum."
+    assert bytes(rows["prompt-0"]["token_ids"]) == b" 31-plum.\n"
+    assert len(rows["prompt-0"]["logprobs"]) == 10
+    assert rows["prompt-1"]["error"]["type"] == "ValidationError"
+    assert rows["prompt-1"]["finish_reason"] == "error"
+
+
+def test_request_file_to_output_file(run: Command, tmp_path: Path) -> None:
+    rows = [
+        {"id": "text", "prompt": ADA},
+        {"id": "ids", "prompt_token_ids": list(BRUNO.encode()), "stop": "fern"},
+        {"id": "short", "prompt": ADA, "max_tokens": 3, "slo": {"ttft_s": 60.0}},
+        {"prompt": ADA, "max_tokens": None},
+    ]
+    output = tmp_path / "out.jsonl"
+    output.write_text("what an earlier run left\n" * 100)
+    done = run("--requests", write_lines(tmp_path / "in.jsonl", *rows), "--output", output, "--max-tokens", "8")
+    assert done.code == 0
+    assert len(done.out.splitlines()) == 4
+    found = {row["id"]: row for row in parse(output.read_text())}
+    assert {i: (row["text"], row["finish_reason"], row["stop_reason"]) for i, row in found.items()} == {
+        "text": (" 31-plum", "length", None),
+        "ids": (" 58-", "stop", "fern"),
+        "short": (" 31", "length", None),
+        "line-4": (" 31-plum", "length", None),
+    }
+    for row in found.values():
+        assert row["num_output_tokens"] == len(row["token_ids"])
+        assert 0 <= row["queue_s"] <= row["ttft_s"] <= row["e2e_s"]
+        assert row["error"] is None
+
+
+def test_a_model_without_tokenizer_prints_ids(bare: Command, folder: Path, tmp_path: Path) -> None:
+    model = write_needle(tmp_path / "needle")
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").unlink()
+    requests = write_lines(tmp_path / "in.jsonl", {"prompt_token_ids": list(ADA.encode())})
+    done = bare(model, "--requests", requests, "--num-kv-blocks", "8")
+    assert (done.code, done.out) == (0, " ".join(map(str, b" 31-plum.\n")) + " \n")
+
+
+def test_chat(run: Command, bare: Command, tmp_path: Path) -> None:
+    done = run("--chat", "--prompt", ADA)
+    assert (done.code, done.out) == (3, "")
+    assert "chat template" in done.err
+    model = write_needle(tmp_path / "needle")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    done = bare(model, "--num-kv-blocks", "8", "--chat", "--prompt", ADA)
+    assert (done.code, done.out) == (0, " 31-plum.\n")
+
+
+def test_requests_start_when_they_arrive(run: Command, tmp_path: Path) -> None:
+    rows = [{"id": "late", "prompt": ADA, "arrival_s": 0.8}, {"id": "early", "prompt": ADA}]
+    start = time.perf_counter()
+    done = run("--requests", write_lines(tmp_path / "in.jsonl", *rows), "--json")
+    assert time.perf_counter() - start > 0.8
+    assert [row["id"] for row in done.rows] == ["early", "late"]
+    assert done.rows[1]["queue_s"] < 0.4
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_timeline(run: Command, tmp_path: Path, name: str) -> None:
+    done = run("--prompt", ADA * 9, "--chunk-size", "64", "--max-tokens", "4", "--timeline", tmp_path / name)
+    assert done.code == 0
+    data = (tmp_path / name).read_bytes()
+    trace = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    batches = [event for event in slices if event["pid"] == 0]
+    num_chunks = -(-len(ADA * 9) // 64)
+    assert len(batches) == num_chunks + 3
+    assert len(slices) == 2 * len(batches)
+    assert all(event["dur"] > 0 and event["ts"] >= 0 for event in slices)
+    ends = [event["ts"] + event["dur"] for event in batches]
+    assert all(end <= later["ts"] + 1 for end, later in zip(ends, batches[1:], strict=False))
+    assert {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"} >= {"requests", "prompt-0"}
+
+
+# -- options -----------------------------------------------------------------------------------------------------
+
+OPTIONS: list[tuple[str, str, Any]] = [
+    ("tokenizer", "other", "other"),
+    ("revision", "main", "main"),
+    ("dtype", "bfloat16", "bfloat16"),
+    ("device", "cuda:1", "cuda:1"),
+    ("attention-backend", "torch", "torch"),
+    ("load-format", "dummy", "dummy"),
+    ("seed", "7", 7),
+    ("max-model-len", "512", 512),
+    ("block-size", "64", 64),
+    ("gpu-memory-utilization", "0.5", 0.5),
+    ("max-num-seqs", "3", 3),
+    ("max-batch-tokens", "99", 99),
+    ("chunk-size", "33", 33),
+    ("num-threads", "1", 1),
+    ("rope-scaling", "yarn", "yarn"),
+    ("rope-scaling", '{"rope_type": "linear", "factor": 2}', {"rope_type": "linear", "factor": 2}),
+    ("hf-overrides", '{"a": 1}', {"a": 1}),
+]
+
+
+def found(config: EngineConfig, name: str) -> Any:
+    name = {"num_kv_blocks": "num_blocks", "kv_memory": "memory_bytes"}.get(name, name)
+    section = next(part for part in (config, config.cache, config.scheduler) if hasattr(part, name))
+    return getattr(section, name)
+
+
+@pytest.mark.parametrize(("option", "text", "value"), OPTIONS)
+def test_engine_options_in_both_spellings(
+    configured: Callable[..., EngineConfig], option: str, text: str, value: Any
+) -> None:
+    name = option.replace("-", "_")
+    assert found(configured(f"--{option}", text), name) == value
+    assert found(configured(f"--{name}={text}"), name) == value
+
+
+def test_every_engine_option_is_tested() -> None:
+    assert {option.replace("-", "_") for option, _, _ in OPTIONS} >= set(_ENGINE) - {"num_kv_blocks"}
+
+
+@pytest.mark.parametrize(("alias", "name"), [pair for pair in OPTION_ALIASES.items() if pair[1] in _ENGINE])
+def test_other_names_of_options(configured: Callable[..., EngineConfig], alias: str, name: str) -> None:
+    for spelling in (alias, alias.replace("_", "-")):
+        assert found(configured(f"--{spelling}", "32"), name) == 32
+
+
+def test_defaults_are_those_of_the_configuration(configured: Callable[..., EngineConfig], folder: Path) -> None:
+    assert configured() == EngineConfig.from_flat(str(folder), num_kv_blocks=64)
+
+
+def test_kv_memory_and_model_path(bare: Command, configured: Callable[..., EngineConfig], folder: Path) -> None:
+    with pytest.raises(AssertionError, match="num_kv_blocks and kv_memory both size the KV pool"):
+        configured("--kv-memory", "1GiB")
+    assert "no model is loaded here" in bare("--model_path", folder, "--prompt", "x", "--kv-memory=1GiB").err
+
+
+def test_sampling_options(run: Command) -> None:
+    options = ["--max_new_tokens=20", "--temperature", "0.9", "--top_p", "0.5", "--top-k=5", "--min-p", "0.1"]
+    options += ["--repetition-penalty", "1.1", "--stop", "8", "--stop", "9", "--ignore_eos", "--seed", "3", "--json"]
+    first, second = (run("--prompt", ADA, *options).rows[0] for _ in range(2))
+    assert first["token_ids"] == second["token_ids"]
+    assert run("--prompt", ADA, "--stop", "um", "--stop", "1").out == " 3\n"
+    assert len(run("--prompt", ADA, "--ignore-eos", "--max-tokens", "25", "--json").rows[0]["token_ids"]) == 25
+
+
+# -- what it refuses ---------------------------------------------------------------------------------------------
+
+NO_CUDA = pytest.mark.skipif(medha.build.torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x"], "ConfigError: no model; accepted: --model"),
+        (["{model}", "--model", "{model}", "--prompt", "x"], "ConfigError: the model is given twice: "),
+        (["{model}", "{model}", "--prompt", "x"], "unexpected extra argument"),
+        (["{model}"], "ConfigError: neither of prompts and --requests given"),
+        (["{model}", "--prompt", "x", "--requests", "{requests}"], "ConfigError: both of prompts and --requests given"),
+        (["{model}", "--requests", "{tmp}/gone.jsonl"], "gone.jsonl: No such file or directory"),
+        (["{model}", "--prompt-file", "{tmp}/gone.txt"], "gone.txt: No such file or directory"),
+        (["{model}", "--prompt-file", "{tmp}/latin-1.txt"], "latin-1.txt: not UTF-8 at byte 2"),
+        (["{model}", "--prompt", "x", "--output", "{tmp}"], "Is a directory"),
+        (["{model}", "--prompt", "x", "--output", "{tmp}/gone/out.jsonl"], "out.jsonl: No such file or directory"),
+        (["{model}", "--prompt", "x", "--timeline", "{tmp}/gone/t.json"], "t.json: No such file or directory"),
+        (["{model}", "--requests", "{requests}", "--chat"], "ConfigError: --chat is for --prompt and --prompt-file"),
+        (["{model}", "--requests", "{requests}", "--output", "{requests}"], "which is read; accepted: another file"),
+        (["{model}", "--prompt", "x", "--hf-overrides", "[1]"], "ConfigError: hf_overrides"),
+        (["{model}", "--prompt", "x", "--hf-overrides", "{{"], "ConfigError: hf_overrides"),
+        (["{model}", "--prompt", "x", "--rope-scaling", "{{"], "ConfigError: "),
+        (["{model}", "--prompt", "x", "--kv-memory", "lots"], "ConfigError: size 'lots'; accepted"),
+        (["{model}", "--prompt", "x", "--dtype", "bogus"], "ConfigError: dtype='bogus'; accepted: auto, float32"),
+        (["{model}", "--prompt", "x", "--device", "tpu"], "ConfigError: device='tpu'; accepted"),
+        (["{model}", "--prompt", "x", "--attention-backend", "x"], "ConfigError: attention_backend='x'; accepted"),
+        (["{model}", "--prompt", "x", "--max-num-seqs", "0"], "ConfigError: max_num_seqs=0; accepted"),
+        (["{model}", "--prompt", "x", "--log-level", "bogus"], "ConfigError: log_level='bogus'; accepted: debug, info"),
+        (["{model}", "--prompt", "x", "--temperature", "nan"], "ValidationError: temperature=nan; accepted"),
+        (["{model}", "--requests", "{requests}", "--top-p", "7"], "ValidationError: top_p=7.0; accepted"),
+        (["{model}", "--prompt", "x", "--max-tokens", "many"], "Invalid value for '--max-tokens': "),
+        (["{model}", "--prompt", "x", "--bogus"], "No such option"),
+        (["{model}", "--prompt"], "--prompt"),
+    ],
+)
+def test_bad_usage_is_one_line_before_the_model_is_loaded(
+    bare: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(medha.build, "build_engine", lambda *_, **__: pytest.fail("the model is loaded"))
+    requests = write_lines(tmp_path / "requests.jsonl", {"prompt": "x"})
+    (tmp_path / "latin-1.txt").write_bytes(b"Zo\xeb")
+    names = {"model": folder, "requests": requests, "tmp": tmp_path}
+    done = bare(*(argument.format(**names) for argument in arguments))
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert message in done.err
+    assert requests.read_text() == '{"prompt": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}/gone", "--prompt", "x"], "error: ModelLoadError: model '{tmp}/gone': no such folder"),
+        (["{tmp}/other", "--prompt", "x"], "error: UnsupportedModelError: "),
+        (["{model}", "--prompt", "x", "--hf-overrides", '{{"hiden_size": 1}}'], "did you mean hidden_size?"),
+        (["{model}", "--prompt", "x", "--max-model-len", "99999999"], "error: ConfigError: max_model_len=99999999"),
+        pytest.param(
+            ["{model}", "--prompt", "x", "--device", "cuda"], "error: ConfigError: device='cuda'", marks=NO_CUDA
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_served(
+    bare: Command, folder: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "other").mkdir()
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["OtherForCausalLM"]}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    output = tmp_path / "out.jsonl"
+    output.write_text("what an earlier run left\n")
+    names = {"model": folder, "tmp": tmp_path}
+    formatted = [argument.format(**names) for argument in arguments]
+    done = bare(*formatted, "--output", output, "--log-level", "warning")
+    assert done.code == 2
+    assert message.format(**names) in done.err
+    assert done.err.count("\n") == 1
+    assert output.read_text() == "what an earlier run left\n"
+
+
+BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
+    ("{not json", "ValidationError"),
+    ("[]", "ValidationError"),
+    ({"prompt": ADA, "tools": [{"type": "function"}]}, "UnsupportedFeatureError"),
+    ({"prompt": ADA, "n": 2}, "UnsupportedFeatureError"),
+    ({"prompt": ADA, "logit_bias": {"1": 2}}, "UnsupportedFeatureError"),
+    ({"prompt": ADA, "temperature": 3}, "ValidationError"),
+    ({"prompt": ADA, "max_tokens": True}, "ValidationError"),
+    ({"prompt": ADA, "arrival_s": "soon"}, "ValidationError"),
+    ({}, "ValidationError"),
+    ({"prompt": ""}, "ValidationError"),
+    ({"prompt": 7}, "ValidationError"),
+    ({"prompt": "a", "prompt_token_ids": [1]}, "ValidationError"),
+    ({"prompt_token_ids": []}, "ValidationError"),
+    ({"prompt_token_ids": "abc"}, "ValidationError"),
+    ({"prompt_token_ids": [1, -1]}, "ValidationError"),
+    ({"prompt_token_ids": [1, 256]}, "ValidationError"),
+    ({"prompt_token_ids": [2**63]}, "ValidationError"),
+    ({"prompt_token_ids": [True]}, "ValidationError"),
+    ({"prompt_token_ids": [1.0]}, "ValidationError"),
+    ({"prompt_token_ids": [[1]]}, "ValidationError"),
+    ({"prompt": "x" * 256}, "ContextLengthError"),
+    ({"id": "twice", "prompt": "x"}, "ValidationError"),
+    ({"messages": [{"role": "user", "content": "hi"}]}, "ValidationError"),
+    ({"prompt": "half a pair: \ud800"}, "ValidationError"),
+    ({"id": "\ud800", "prompt": ""}, "ValidationError"),
+    ({"prompt": "x", "stop_token_ids": [256]}, "ValidationError"),
+]
+
+
+def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: Path) -> None:
+    good = [{"id": "twice", "prompt": ADA}, {"id": "extra", "prompt": ADA, "user": 5, "metadata": {}, "tools": []}]
+    path = write_lines(tmp_path / "in.jsonl", good[0], *(line for line, _ in BAD_LINES), good[1])
+    output = tmp_path / "out.jsonl"
+    done = run("--requests", path, "--output", output, "--max-model-len", "256", "--log-level", "warning")
+    assert done.code == 3
+    assert done.err == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}\n"
+    rows = parse(output.read_text())
+    assert len(rows) == len(BAD_LINES) + 2
+    served = [row for row in rows if row["error"] is None]
+    assert [(row["id"], row["text"]) for row in served] == [("twice", " 31-plum."), ("extra", " 31-plum.")]
+    failed = [row for row in rows if row["error"] is not None]
+    names = [
+        line.get("id", f"line-{i}") if isinstance(line, dict) else f"line-{i}"
+        for i, (line, _) in enumerate(BAD_LINES, 2)
+    ]
+    assert {row["id"]: row["error"]["type"] for row in failed} == {
+        name: kind for name, (_, kind) in zip(names, BAD_LINES, strict=True)
+    }
+    for row in failed:
+        assert set(row) == KEYS | {"stop_reason", "num_output_tokens", "queue_s"}
+        assert set(row["error"]) == {"type", "message"}
+        assert 10 < len(row["error"]["message"]) < 400
+        assert (row["finish_reason"], row["token_ids"], row["ttft_s"]) == ("error", [], None)
+
+
+# -- how it ends -------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_dies_leaves_every_request_a_line(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Runner.run
+
+    def run_three(self: Runner, batch: Any) -> Any:
+        if batch.batch_id == 3:
+            raise RuntimeError("the device fell off")
+        return original(self, batch)
+
+    monkeypatch.setattr(Runner, "run", run_three)
+    rows = [{"id": "short", "prompt": ADA, "max_tokens": 2}, {"id": "a", "prompt": ADA}]
+    rows += [{"id": "late", "prompt": ADA, "arrival_s": 100}]
+    done = run("--requests", write_lines(tmp_path / "in.jsonl", *rows), "--json", "--timeline", tmp_path / "t.json")
+    assert done.code == 4
+    assert done.err.endswith("error: EngineDeadError: a step failed: RuntimeError: the device fell off\n")
+    assert done.err.count("Traceback") == 1
+    ends = {row["id"]: (row["finish_reason"], row["text"], row["error"] and row["error"]["type"]) for row in done.rows}
+    assert ends == {
+        "short": ("length", " 3", None),
+        "a": ("error", " 31", "EngineDeadError"),
+        "late": ("error", None, "EngineDeadError"),
+    }
+    assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) > 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("option", ["--output", "--timeline"])
+def test_a_full_disk_ends_the_run(run: Command, option: str) -> None:
+    done = run("--prompt", ADA, option, "/dev/full", "--log-level", "warning")
+    assert done.code == 3
+    message = "output file /dev/full: No space left on device; what was written before is kept"
+    assert done.err == f"error: RequestError: {message}\n"
+
+
+def test_an_interrupt_while_the_model_is_loaded(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_engine(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(medha.build, "build_engine", build_engine)
+    assert run("--prompt", "x").code == 130
+
+
+def test_the_second_interrupt_is_raised() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with first_interrupt() as noted:
+        assert not noted
+        os.kill(os.getpid(), signal.SIGINT)
+        assert noted == [signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
+def test_a_signal_ends_the_run_and_keeps_what_was_written(
+    folder: Path, tmp_path: Path, signals: list[signal.Signals]
+) -> None:
+    rows = [
+        {"id": "document", "prompt": make_haystack(60_000).prompt},
+        {"id": "endless", "prompt": "hello", "max_tokens": 50_000, "ignore_eos": True},
+        {"id": "short", "prompt": ADA, "max_tokens": 4},
+        {"id": "late", "prompt": ADA, "arrival_s": 1000},
+    ]
+    requests, output = write_lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    process = spawn(
+        folder, "--requests", requests, "--output", output, "--num-kv-blocks", "600", "--timeline", tmp_path / "t.json",
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not (output.exists() and output.read_text().endswith("\n")):
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        start = time.monotonic()
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.05)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert time.monotonic() - start < 10
+    assert "Traceback" not in err
+    ends = {row["id"]: row for row in parse(output.read_text())}
+    assert ends["short"]["finish_reason"] == "length"
+    assert ends["short"]["text"] == " 31-"
+    if signals == [signal.SIGTERM]:
+        assert process.returncode == -signal.SIGTERM
+        return
+    assert process.returncode == 130
+    if len(signals) == 1:
+        assert {i: row["finish_reason"] for i, row in ends.items() if i != "short"} == dict.fromkeys(
+            ("document", "endless", "late"), "abort"
+        )
+        assert len(ends["endless"]["token_ids"]) >= 3
+        assert ends["document"]["num_prompt_tokens"] == 60_000
+        assert ends["late"]["e2e_s"] is None
+        assert "interrupted; what was produced is kept" in err
+        assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_a_closed_pipe_ends_quietly(folder: Path) -> None:
+    process = spawn(
+        folder, "--num-kv-blocks", "8", "--prompt", "hello", "--ignore-eos", "--max-tokens", "2000",
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(3)
+        process.stdout.close()
+        err = process.stderr.read()
+        assert process.wait(20) == 1
+    finally:
+        process.kill()
+    assert "Traceback" not in err
+
+
+# -- terminals, logs, help ---------------------------------------------------------------------------------------
+
+
+def test_a_terminal_shows_bar_rate_time_left_and_streaming_answers(folder: Path, tmp_path: Path) -> None:
+    rows = [
+        {"id": "document", "prompt": make_haystack(5000).prompt},
+        {"id": "talker", "prompt": "hello", "max_tokens": 40, "ignore_eos": True},
+        {"id": "short", "prompt": ADA},
+    ]
+    requests = write_lines(tmp_path / "in.jsonl", *rows)
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
+    process = spawn(
+        folder, "--num-kv-blocks", "64", "--chunk-size", "256", "--requests", requests,
+        stdin=terminal, stdout=terminal, stderr=terminal,
+    )  # fmt: skip
+    os.close(terminal)
+    seen = b""
+    try:
+        while data := read_terminal(master):
+            seen += data
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        os.close(master)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    assert re.search(r"document +[━╸╺]+ [\d,]+/5,000 +[\d,]+ tok/s +\d\d:\d\d left", text)
+    assert re.search(r"talker {11}\S+ *\r?\n", text)  # an answer as it streams
+    assert "1 of 3 requests done" in text
+    assert re.search(r"short   31-plum\.  \[stop after 10 tokens, TTFT ", text)
+    assert re.search(r"document   7429-amber\.  \[stop after 13 tokens, TTFT ", text)
+    widths = [len(line) for line in re.split(r"[\r\n]+", text) if "tok/s" in line]
+    assert widths
+    assert max(widths) <= 80
+
+
+def read_terminal(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # Linux's way to say that the other end is closed
+        return b""
+
+
+def test_log_level(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("--prompt", ADA, "--log-level", "error").err == ""
+    monkeypatch.setenv("MEDHA_LOG_LEVEL", "warning")
+    assert run("--prompt", ADA).err == ""
+    assert "loading" in run("--prompt", ADA, "--log-level", "INFO").err
+    monkeypatch.setenv("MEDHA_LOG_LEVEL", "bogus")
+    done = run("--prompt", ADA)
+    assert (done.code, done.err.split(";")[0]) == (2, "error: ConfigError: log_level='bogus'")
+
+
+def test_no_argument_is_the_demo(bare: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(medha.demo, "run_demo", lambda *, live: seen.append(live) or 0)
+    assert bare().code == 0
+    monkeypatch.setenv("MEDHA_NO_PROGRESS", "1")
+    assert bare().code == 0
+    assert seen == [True, False]
+    assert bare("--no-progress").code == 2
+
+
+def test_help_is_grouped_and_loads_no_torch() -> None:
+    code = (
+        "import sys, medha.generate as g\ntry: g.main()\nfinally: assert not {'torch', 'tokenizers'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code, "--help"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    panels = re.findall(r"^╭─ ([A-Z][a-z ]+) ─", done.stdout, flags=re.MULTILINE)
+    assert [p for p in panels if p not in ("Arguments", "Options")] == [
+        "Model",
+        "Requests",
+        "Sampling",
+        "Memory and batching",
+        "Output",
+    ]
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "…" not in done.stdout
+    for name in _ENGINE:
+        assert f"--{name.replace('_', '-')} " in done.stdout

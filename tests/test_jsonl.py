@@ -1,0 +1,181 @@
+"""Request files in, output files out."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha.errors import ConfigError, UnsupportedFeatureError, ValidationError
+from medha.jsonl import output_line, read_requests, write_line
+from medha.request import SLO, CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+
+KEYS = {"id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "ttft_s", "tpot_s", "e2e_s", "error"}
+EXTRA_KEYS = {"stop_reason", "num_output_tokens", "queue_s"}
+
+
+def write(path: Path, *lines: str | bytes | dict[str, Any]) -> Path:
+    encoded = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
+    path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in encoded))
+    return path
+
+
+def make_output(text: str | None = "hi", **changes: Any) -> RequestOutput:
+    metrics = RequestMetrics(1.0, 1.5, 2.0, 4.0, num_prompt_tokens=3, num_output_tokens=2)
+    completion = CompletionOutput(0, text, [5, 6], "stop", "END", logprobs=changes.pop("logprobs", None))
+    return RequestOutput("r", "abc", [1, 2, 3], [completion], True, metrics, **changes)
+
+
+def test_a_line_with_every_field(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "r.jsonl",
+        {
+            "id": "a",
+            "prompt": "hello",
+            "max_tokens": 7,
+            "temperature": 0.5,
+            "stop": ["x"],
+            "seed": None,
+            "arrival_s": 1.5,
+            "slo": {"ttft_s": 2.0, "tpot_s": 0.1},
+        },
+    )
+    (arrival,) = read_requests(path, {"top_k": 3, "max_tokens": 1})
+    assert arrival.error is None
+    assert arrival.request_id == "a"
+    assert arrival.prompt == {"prompt": "hello"}
+    assert arrival.params == SamplingParams(max_tokens=7, temperature=0.5, stop=["x"], top_k=3)
+    assert arrival.slo == SLO(2.0, 0.1)
+    assert arrival.arrival_s == 1.5
+
+
+def test_forms_of_prompts_and_ids(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    path = write(
+        tmp_path / "r.jsonl",
+        b"\xef\xbb\xbf" + b'{"prompt": "with a byte order mark", "messages": null}\r',
+        "",
+        "   ",
+        {"prompt_token_ids": [1, 2], "request_id": "other name"},
+        {"messages": messages, "id": 12},
+    )
+    first, second, third = read_requests(path, {})
+    assert (first.request_id, first.prompt) == ("line-1", {"prompt": "with a byte order mark"})
+    assert (second.request_id, second.prompt) == ("other name", {"prompt_token_ids": [1, 2]})
+    assert (third.request_id, third.prompt) == ("12", {"messages": messages})
+
+
+def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Path) -> None:
+    rows = [{"id": name, "prompt": "x", "arrival_s": at} for name, at in zip("abcd", [2, 0, 1, 0], strict=True)]
+    assert [a.request_id for a in read_requests(write(tmp_path / "r.jsonl", *rows), {})] == ["b", "d", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "message"),
+    [
+        ("{", ValidationError, "line 1 is not JSON"),
+        (b'{"prompt": "\xff"}', ValidationError, "line 1 is not JSON"),
+        ("[" * 100_000, ValidationError, "line 1 is not JSON"),
+        ('{"prompt": "x", "seed": 1' + "0" * 5000 + "}", ValidationError, "line 1 is not JSON"),
+        ('"prompt"', ValidationError, "line 1 is str; accepted: a JSON object"),
+        ("null", ValidationError, "line 1 is NoneType; accepted: a JSON object"),
+        ({"prompt": "x", "id": ""}, ValidationError, "line 1: id=''; accepted: a string or an integer"),
+        ({"prompt": "x", "id": True}, ValidationError, "line 1: id=True; accepted"),
+        ({"prompt": "x", "id": [1]}, ValidationError, "line 1: id="),
+        ({"prompt": "x", "n": 2}, UnsupportedFeatureError, "n=2 is not implemented"),
+        ({"prompt": "x", "logit_bias": {"5": 1}}, UnsupportedFeatureError, "logit_bias is not implemented"),
+        ({"prompt": "x", "tools": [{}]}, UnsupportedFeatureError, "tools is not implemented"),
+        ({"prompt": "x", "max_tokens": 0}, ValidationError, "max_tokens=0; accepted"),
+        ({"prompt": "x", "max_tokens": "9"}, ValidationError, "max_tokens='9'; accepted"),
+        ('{"prompt": "x", "temperature": NaN}', ValidationError, "temperature=nan; accepted"),
+        ('{"prompt": "x", "top_p": Infinity}', ValidationError, "top_p=inf; accepted"),
+        ({"prompt": "x", "stop": ""}, ValidationError, "stop=''; accepted"),
+        ({"prompt": "x", "arrival_s": -1}, ValidationError, "arrival_s=-1; accepted: seconds"),
+        ({"prompt": "x", "arrival_s": True}, ValidationError, "arrival_s=True; accepted: seconds"),
+        ('{"prompt": "x", "arrival_s": NaN}', ValidationError, "arrival_s=nan; accepted: seconds"),
+        ('{"prompt": "x", "arrival_s": 1e999}', ValidationError, "arrival_s=inf; accepted: seconds"),
+        ({"prompt": "x", "slo": 3}, ValidationError, "slo=3; accepted: an object"),
+        ({"prompt": "x", "slo": {"ttft": 3}}, ValidationError, "slo={'ttft': 3}; accepted: an object"),
+        ({"prompt": "x", "slo": {"ttft_s": 0}}, ValidationError, r"slo.ttft_s=0; accepted"),
+    ],
+)
+def test_a_wrong_line_is_an_arrival_with_an_error(
+    tmp_path: Path, line: str | bytes | dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    wrong, right = read_requests(write(tmp_path / "r.jsonl", line, {"prompt": "fine"}), {})
+    assert type(wrong.error) is kind
+    assert str(wrong.error).startswith(message)
+    assert len(str(wrong.error)) < 300
+    assert right.error is None
+
+
+def test_an_id_is_taken_once(tmp_path: Path) -> None:
+    rows = [{"id": "a", "prompt": "x"}, {"id": 1, "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": "1", "prompt": ""}]
+    arrivals = read_requests(write(tmp_path / "r.jsonl", *rows), {})
+    assert [str(a.error) if a.error else None for a in arrivals] == [
+        None,
+        None,
+        "line 3: id 'a' is in the file already",
+        "line 4: id '1' is in the file already",
+    ]
+
+
+def test_unknown_fields_are_ignored_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "r.jsonl", {"prompt": "x", "user": "me"}, {"prompt": "x", "user": 1, "modle": ""})
+    with caplog.at_level(logging.WARNING, "medha"):
+        arrivals = read_requests(path, {})
+    assert [a.error for a in arrivals] == [None, None]
+    assert [record.getMessage() for record in caplog.records] == [
+        "request fields ignored (with how many lines): {'user': 2, 'modle': 1}"
+    ]
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^request file .*gone\.jsonl: No such file or directory$"):
+        read_requests(tmp_path / "gone.jsonl", {})
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_requests(tmp_path, {})
+    assert read_requests(write(tmp_path / "empty.jsonl", ""), {}) == []
+
+
+def test_output_line() -> None:
+    line = output_line(make_output())
+    assert set(line) == KEYS | EXTRA_KEYS
+    assert line == {
+        "id": "r",
+        "text": "hi",
+        "token_ids": [5, 6],
+        "finish_reason": "stop",
+        "stop_reason": "END",
+        "num_prompt_tokens": 3,
+        "num_output_tokens": 2,
+        "queue_s": 0.5,
+        "ttft_s": 1.0,
+        "tpot_s": 2.0,
+        "e2e_s": 3.0,
+        "error": None,
+    }
+    failed = output_line(make_output(error=ValidationError("no")))
+    assert failed["error"] == {"type": "ValidationError", "message": "no"}
+
+
+def test_lines_are_json_whatever_the_text_and_the_stream() -> None:
+    logprobs = [{5: Logprob(-math.inf, 1), 6: Logprob(-0.5, 2)}]
+    for encoding in ("utf-8", "ascii", "latin-1"):
+        raw = io.BytesIO()
+        file = io.TextIOWrapper(raw, encoding=encoding, errors="backslashreplace")
+        write_line(file, make_output("\u00fc \U0001f600 \ud800 \x00 \u2028 \n", logprobs=logprobs))
+        write_line(file, make_output(None))
+        first, second, rest = raw.getvalue().split(b"\n")
+        assert rest == b""
+        assert json.loads(first, parse_constant=pytest.fail)["text"] == "\u00fc \U0001f600 \ud800 \x00 \u2028 \n"
+        assert json.loads(first)["logprobs"] == [{"5": None, "6": -0.5}]
+        assert json.loads(second)["text"] is None
+    plain = io.StringIO()
+    write_line(plain, make_output("ü"))
+    assert json.loads(plain.getvalue())["text"] == "ü"

@@ -1,0 +1,537 @@
+"""The front door: every way to ask, what comes back, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import os
+import shutil
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from medha import LLM, SLO, RequestOutput, SamplingParams
+from medha.errors import EngineDeadError, RequestError, ValidationError
+from medha.models.needle import make_haystack, write_needle
+from medha.timeline import Timeline
+from tests.checkpoints import reference_greedy
+from tests.serving import ANSWER, GREEDY, assert_empty, question, write_byte_model
+
+SMALL: dict[str, Any] = {"num_kv_blocks": 32, "block_size": 64, "chunk_size": 64, "max_batch_tokens": 128}
+TEXTS = ["Hello", "It was a dark and stormy night", "x", "The vault code of Priya is"]
+
+
+@pytest.fixture(scope="module")
+def needle_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_needle(tmp_path_factory.mktemp("needle"))
+
+
+@pytest.fixture(scope="module")
+def byte_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("bytes")
+    return folder, write_byte_model(folder)
+
+
+@pytest.fixture(scope="module")
+def needle(needle_folder: Path) -> Iterator[LLM]:
+    with LLM(str(needle_folder), **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def llm(byte_folder: tuple[Path, Any]) -> Iterator[LLM]:
+    with LLM(str(byte_folder[0]), **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(byte_folder: tuple[Path, Any]) -> list[list[int]]:
+    """Greedy tokens of transformers for TEXTS, clear of rounding."""
+    found = [reference_greedy(byte_folder[1], list(text.encode()), GREEDY.max_tokens) for text in TEXTS]
+    assert min(gap for _, _, gap in found) > 1e-3
+    return [tokens for tokens, _, _ in found]
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# generate
+
+
+def test_the_first_five_minutes(needle_folder: Path) -> None:
+    with LLM(str(needle_folder), num_kv_blocks=8) as llm:
+        (output,) = llm.generate(question())
+    assert output.outputs[0].text == ANSWER
+    assert output.finished
+    assert (output.prompt, output.prompt_token_ids) == (question(), list(question().encode()))
+    assert (output.error, output.num_cached_tokens) == (None, 0)
+    (completion,) = output.outputs
+    assert completion.index == 0
+    assert completion.token_ids == list((ANSWER + "\n").encode())
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+    assert (completion.logprobs, completion.cumulative_logprob) == (None, None)
+    metrics = output.metrics
+    assert (metrics.num_prompt_tokens, metrics.num_output_tokens) == (200, 13)
+    assert metrics.ttft is not None and metrics.tpot is not None and metrics.ttft > 0 and metrics.tpot > 0
+
+
+def test_many_prompts_come_back_in_order(llm: LLM, expected: list[list[int]]) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (16, 1, 9, 4)]
+    outputs = llm.generate(TEXTS, params)
+    assert token_ids(outputs) == [tokens[: p.max_tokens] for tokens, p in zip(expected, params, strict=True)]
+    assert [output.prompt for output in outputs] == TEXTS
+    assert len({output.request_id for output in outputs}) == len(TEXTS)
+    assert token_ids(llm.generate(tuple(TEXTS), tuple(params))) == token_ids(outputs)
+    assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
+    assert_empty(llm.engine)
+
+
+IDS = list(TEXTS[1].encode())
+FORMS: dict[str, Any] = {
+    "text": TEXTS[1],
+    "texts": [TEXTS[1]],
+    "ids": IDS,
+    "tuple of ids": tuple(IDS),
+    "lists of ids": [IDS],
+    "array": np.array(IDS, dtype=np.int32),
+    "array of two axes": np.array([IDS]),
+    "tensor": torch.tensor(IDS),
+    "arrays": [np.array(IDS)],
+    "prompt": {"prompt": TEXTS[1]},
+    "prompt_token_ids": {"prompt_token_ids": IDS},
+    "prompt_token_ids array": {"prompt_token_ids": np.array(IDS)},
+    "others are None": {"prompt": None, "prompt_token_ids": IDS, "messages": None},
+    "mappings": [{"prompt": TEXTS[1]}],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_prompt_in_every_form(llm: LLM, expected: list[list[int]], form: str) -> None:
+    outputs = llm.generate(FORMS[form], GREEDY)
+    assert token_ids(outputs) == [expected[1]]
+    assert outputs[0].prompt_token_ids == IDS
+    given_as_text = form in ("text", "texts", "prompt", "mappings")
+    assert outputs[0].prompt == (TEXTS[1] if given_as_text else None)
+
+
+def test_prompts_of_mixed_forms(llm: LLM, expected: list[list[int]]) -> None:
+    prompts = [TEXTS[0], IDS, {"prompt": TEXTS[2]}, {"prompt_token_ids": list(TEXTS[3].encode())}]
+    assert token_ids(llm.generate(prompts, GREEDY)) == expected
+
+
+def test_no_prompts(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_slo(llm: LLM) -> None:
+    outputs = llm.generate(TEXTS[:3], GREEDY, slo=[SLO(ttft_s=1e-9), None, SLO(ttft_s=1e9, tpot_s=1e9)])
+    assert [output.metrics.met_slo for output in outputs] == [False, None, True]
+    outputs = llm.generate(TEXTS[:2], GREEDY, slo=SLO(tpot_s=1e9))
+    assert [output.metrics.met_slo for output in outputs] == [True, True]
+
+
+def test_chat(llm: LLM) -> None:
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    rendered = "system: Be brief.\nuser: Hi\nassistant:"
+    (truth,) = llm.generate(rendered, GREEDY)
+    for outputs in (
+        llm.chat(conversation, GREEDY),
+        llm.chat([conversation], [GREEDY], slo=[None], use_tqdm=False),
+        llm.generate({"messages": conversation}, GREEDY),
+        llm.generate([{"messages": conversation}], GREEDY),
+    ):
+        assert token_ids(outputs) == token_ids([truth])
+        assert (outputs[0].prompt, outputs[0].prompt_token_ids) == (None, truth.prompt_token_ids)
+    two = llm.chat([conversation, [{"role": "user", "content": "x"}]], GREEDY)
+    assert len(two) == 2
+    assert two[0].outputs == outputs[0].outputs
+
+
+def test_requests_without_a_seed_repeat_with_the_seed_of_the_llm(byte_folder: tuple[Path, Any]) -> None:
+    def run(seed: int) -> list[list[int]]:
+        with LLM(str(byte_folder[0]), seed=seed, **SMALL) as llm:
+            return token_ids(llm.generate([TEXTS[0]] * 3) + llm.generate([TEXTS[0]]))
+
+    first = run(0)
+    assert len({tuple(tokens) for tokens in first}) == 4
+    assert run(0) == first
+    assert run(1) != first
+
+
+def test_ttft_includes_tokenisation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(np.arange(0.0, 1e6, 1.0))
+    monkeypatch.setattr(llm.engine, "_clock", lambda: next(clock))
+    encode = llm.engine.tokenizer.encode  # type: ignore[union-attr]
+
+    def slow(*args: Any, **options: Any) -> list[int]:
+        for _ in range(500):
+            next(clock)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(llm.engine.tokenizer, "encode", slow)
+    (output,) = llm.generate(TEXTS[0], GREEDY)
+    assert output.metrics.ttft is not None
+    assert output.metrics.ttft > 500
+
+
+def test_timeline(needle_folder: Path, tmp_path: Path) -> None:
+    timeline = Timeline()
+    with LLM(needle_folder, timeline=timeline, **SMALL) as llm:
+        llm.generate(question(), GREEDY)
+    timeline.write(tmp_path / "trace.json")
+    names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    assert {"chunk [0:64]", "chunk [64:128]", "chunk [128:192]", "chunk [192:200]", "decode"} <= set(names)
+
+
+class Terminal(io.StringIO):
+    """A stderr that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "use_tqdm", "shown"), [(Terminal, True, True), (Terminal, False, False)])
+def test_progress_bar(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], use_tqdm: bool, shown: bool
+) -> None:
+    screen = stream()
+    monkeypatch.setattr(sys, "stderr", screen)
+    llm.generate(TEXTS, GREEDY, use_tqdm=use_tqdm)
+    assert ("Processed prompts" in screen.getvalue() and "4/4" in screen.getvalue()) == shown
+
+
+def test_nothing_is_printed(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate(TEXTS, GREEDY)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_tokenizer(needle: LLM) -> None:
+    tokenizer = needle.get_tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.encode("ab") == [97, 98]
+
+
+@pytest.mark.parametrize(
+    ("generation", "defaults"),
+    [
+        (None, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}),
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({"min_p": 0.1, "repetition_penalty": 1.2}, {"min_p": 0.1, "repetition_penalty": 1.2, "temperature": 1.0}),
+    ],
+)
+def test_default_sampling_params(
+    byte_folder: tuple[Path, Any], tmp_path: Path, generation: dict[str, Any] | None, defaults: dict[str, Any]
+) -> None:
+    folder = shutil.copytree(byte_folder[0], tmp_path / "model")
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    with LLM(folder, **SMALL) as llm:
+        params = llm.get_default_sampling_params()
+        assert {name: getattr(params, name) for name in defaults} == defaults
+        (implicit,) = llm.generate(TEXTS[0], SamplingParams(seed=3))
+        (explicit,) = llm.generate(TEXTS[0], SamplingParams(seed=3, **defaults))
+        (other,) = llm.generate(TEXTS[0], SamplingParams(seed=3, temperature=1.9, top_p=1.0, top_k=0))
+    assert implicit.outputs == explicit.outputs
+    assert implicit.outputs != other.outputs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# stream
+
+
+def test_stream(needle: LLM) -> None:
+    (whole,) = needle.generate(question(), SamplingParams(stop="-am"))
+    pieces = list(needle.stream(question(), SamplingParams(stop="-am"), slo=SLO(ttft_s=1e9)))
+    assert "".join(piece.outputs[0].text or "" for piece in pieces) == whole.outputs[0].text == " 7429"
+    assert [token for piece in pieces for token in piece.outputs[0].token_ids] == whole.outputs[0].token_ids
+    assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert pieces[-1].outputs[0].stop_reason == "-am"
+    assert pieces[-1].metrics.met_slo is True
+    assert_empty(needle.engine)
+    assert not needle.engine.has_unfinished
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_leaving_a_stream_early_aborts(
+    byte_folder: tuple[Path, Any], expected: list[list[int]], depth: int, taken: int
+) -> None:
+    with LLM(str(byte_folder[0]), depth=depth, **SMALL) as llm:
+        stream = llm.stream(TEXTS[1], GREEDY)
+        assert llm.engine.num_unfinished == 0
+        tokens = [next(stream).outputs[0].token_ids[0] for _ in range(taken)]
+        assert tokens == expected[1][:taken]
+        assert llm.engine.num_unfinished == (taken > 0)
+        stream.close()  # type: ignore[attr-defined]
+        assert_empty(llm.engine)
+        assert not llm.engine.has_unfinished
+        assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
+
+
+def test_streams_side_by_side_and_a_generate_between(llm: LLM, expected: list[list[int]]) -> None:
+    streams = [llm.stream(text, GREEDY) for text in TEXTS[:3]]
+    tokens: list[list[int]] = [[], [], []]
+    for turn in range(GREEDY.max_tokens):
+        for taken, stream in zip(tokens, streams, strict=True):
+            taken += next(stream).outputs[0].token_ids
+        if turn == 4:
+            assert token_ids(llm.generate(TEXTS[3], GREEDY)) == [expected[3]]
+    assert tokens == expected[:3]
+    assert [next(stream, None) for stream in streams] == [None] * 3
+    assert_empty(llm.engine)
+
+
+def test_a_stream_is_checked_when_it_is_made(llm: LLM) -> None:
+    for prompt in ("", [], [256], 5):
+        with pytest.raises(ValidationError):
+            llm.stream(prompt)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="sampling_params"):
+        llm.stream("x", {"temperature": 0})  # type: ignore[arg-type]
+
+
+def test_requests_of_ones_own_must_end_first(llm: LLM, expected: list[list[int]]) -> None:
+    """Stepping inside generate would swallow their outputs."""
+    llm.engine.add_request("mine", TEXTS[0], GREEDY)
+    for use in (lambda: llm.generate("x"), lambda: next(llm.stream("x"))):
+        with pytest.raises(ValidationError, match=r"added through LLM\.engine are unfinished"):
+            use()
+    outputs = []
+    while llm.engine.has_unfinished:
+        outputs = llm.engine.step()
+    assert token_ids(outputs) == [expected[0]]
+    assert token_ids(llm.generate(TEXTS[1], GREEDY)) == [expected[1]]
+
+
+def test_a_stream_whose_outputs_were_taken_is_an_error_and_not_a_hang(llm: LLM) -> None:
+    stream = llm.stream(TEXTS[0], GREEDY)
+    next(stream)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    with pytest.raises(RequestError, match=r"taken by a call of LLM\.engine\.step"):
+        next(stream)
+    assert_empty(llm.engine)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Life and death
+
+
+USES: dict[str, Callable[[LLM], Any]] = {
+    "generate": lambda llm: llm.generate("x"),
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}]),
+    "stream": lambda llm: llm.stream("x"),
+    "engine": lambda llm: llm.engine,
+    "get_tokenizer": lambda llm: llm.get_tokenizer(),
+    "get_default_sampling_params": lambda llm: llm.get_default_sampling_params(),
+}
+
+
+def test_use_after_close(needle_folder: Path) -> None:
+    with LLM(str(needle_folder), **SMALL) as llm:
+        open_stream = llm.stream(question())
+        next(open_stream)
+    llm.close()
+    for use in USES.values():
+        with pytest.raises(EngineDeadError, match="this LLM is closed"):
+            use(llm)
+    with pytest.raises(EngineDeadError, match="this LLM is closed"):
+        next(open_stream)
+
+
+def test_close_after_an_error_in_the_body(needle_folder: Path) -> None:
+    with pytest.raises(ZeroDivisionError), LLM(str(needle_folder), **SMALL) as llm:
+        _ = 1 / 0
+    with pytest.raises(EngineDeadError):
+        llm.generate("x")
+
+
+def test_two_at_once(needle_folder: Path, byte_folder: tuple[Path, Any], expected: list[list[int]]) -> None:
+    with LLM(str(needle_folder), **SMALL) as first, LLM(str(byte_folder[0]), **SMALL) as second:
+        stream = first.stream(question())
+        text = next(stream).outputs[0].text or ""
+        assert token_ids(second.generate(TEXTS, GREEDY)) == expected
+        text += "".join(piece.outputs[0].text or "" for piece in stream)
+    assert text == ANSWER
+
+
+def test_close_frees_everything(needle_folder: Path) -> None:
+    def count() -> tuple[int, int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
+
+    counts = []
+    for i in range(10):
+        llm = LLM(str(needle_folder), **SMALL)
+        model, pool = weakref.ref(llm.engine.runner.model), weakref.ref(llm.engine.runner.cache)
+        assert llm.generate(question())[0].outputs[0].text == ANSWER
+        if i % 2:
+            llm.close()
+        else:
+            del llm
+        gc.collect()
+        assert model() is None
+        assert pool() is None
+        counts.append(count())
+    assert counts[1:] == [counts[0]] * 9
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures
+
+
+def fail_in_run(llm: LLM, patch: pytest.MonkeyPatch, *, at: int, error: BaseException) -> None:
+    """Let the ``at``-th batch raise, once."""
+    run = llm.engine.runner.run
+    calls = iter(range(10**9))
+
+    def failing(batch: Any) -> Any:
+        if next(calls) == at:
+            raise error
+        return run(batch)
+
+    patch.setattr(llm.engine.runner, "run", failing)
+
+
+PARTIAL = [SamplingParams(temperature=0.0, max_tokens=n) for n in (16, 3, 16, 16)]
+
+
+def check_partial(outputs: list[RequestOutput], expected: list[list[int]], reason: str) -> None:
+    """Of four requests the second was done, and the others had four tokens."""
+    assert [output.prompt for output in outputs] == TEXTS
+    assert [output.outputs[0].finish_reason for output in outputs] == [reason, "length", reason, reason]
+    lengths = [4, 3, 4, 4]
+    assert token_ids(outputs) == [tokens[:n] for tokens, n in zip(expected, lengths, strict=True)]
+
+
+def test_interrupt(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in_run(llm, monkeypatch, at=4, error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        llm.generate(TEXTS, PARTIAL)
+    check_partial(caught.value.outputs, expected, "abort")  # type: ignore[attr-defined]
+    assert_empty(llm.engine)
+    assert not llm.engine.has_unfinished
+    assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
+
+
+def test_interrupt_while_streaming(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in_run(llm, monkeypatch, at=4, error=KeyboardInterrupt())
+    stream, other = llm.stream(TEXTS[0], GREEDY), llm.stream(TEXTS[1], GREEDY)
+    next(other)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    assert_empty(llm.engine)
+    assert [piece.outputs[0].finish_reason for piece in other][-1] == "abort"
+    assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
+
+
+class InterruptAtLine:
+    """Raises KeyboardInterrupt before the n-th line of medha that runs inside a step."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+        self.depth = 0
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if f"{os.sep}medha{os.sep}" not in frame.f_code.co_filename:
+            return None
+        if event == "call" and frame.f_code.co_qualname == "Engine.step":
+            self.depth = 1
+        if event == "line" and self.depth:
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        if event == "return" and frame.f_code.co_qualname == "Engine.step":
+            self.depth = 0
+        return self
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_interrupt_at_any_line_of_a_step(byte_folder: tuple[Path, Any], expected: list[list[int]], depth: int) -> None:
+    """Half-done changes of the scheduler's or a request's state must not outlive the interrupt."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, stop="none of these bytes")
+    with LLM(str(byte_folder[0]), depth=depth, **SMALL | {"chunk_size": 16}) as llm:
+        number, num_interrupts = 1, 0
+        while True:
+            tracer = InterruptAtLine(number)
+            number += 1 if number < 300 else 53
+            sys.settrace(tracer)
+            try:
+                llm.generate(TEXTS, params)
+            except KeyboardInterrupt as interrupt:
+                num_interrupts += 1
+                for output in interrupt.outputs:  # type: ignore[attr-defined]
+                    tokens = output.outputs[0].token_ids
+                    assert tokens == expected[TEXTS.index(output.prompt)][: len(tokens)]
+            finally:
+                sys.settrace(None)
+            assert_empty(llm.engine)
+            assert not llm.engine.has_unfinished
+            if tracer.left > 0:
+                break
+            if number % 5 == 0:
+                assert token_ids(llm.generate(TEXTS, params)) == [tokens[:2] for tokens in expected]
+    assert num_interrupts > 300
+
+
+def test_a_step_that_fails(byte_folder: tuple[Path, Any], expected: list[list[int]]) -> None:
+    with LLM(str(byte_folder[0]), **SMALL) as llm, pytest.MonkeyPatch.context() as patch:
+        fail_in_run(llm, patch, at=4, error=RuntimeError("lost"))
+        with pytest.raises(EngineDeadError, match="a step failed: RuntimeError: lost") as caught:
+            llm.generate(TEXTS, PARTIAL)
+        check_partial(caught.value.outputs, expected, "error")
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert [output.error for output in caught.value.outputs] == [caught.value, None, caught.value, caught.value]
+        outputs = list(caught.value.outputs)
+        for use in (lambda: llm.generate(TEXTS), lambda: llm.stream("x")):
+            with pytest.raises(EngineDeadError) as again:
+                use()
+            assert again.value is caught.value
+        assert caught.value.outputs == outputs
+
+
+def test_a_request_that_fails_alone(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = llm.engine.runner.model.logits
+    calls = iter(range(10**9))
+
+    def poisoned(x_SD: torch.Tensor) -> torch.Tensor:
+        result = logits(x_SD)
+        if next(calls) == 3:
+            result[1, 0] = torch.nan
+        return result
+
+    monkeypatch.setattr(llm.engine.runner.model, "logits", poisoned)
+    outputs = llm.generate(TEXTS, GREEDY)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length", "length"]
+    assert token_ids(outputs) == [tokens[: 3 if i == 1 else 16] for i, tokens in enumerate(expected)]
+    assert "request '" in str(outputs[1].error)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The needle
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("chunk_size", [64, 200, 512])
+def test_needle_at_3000_tokens(needle_folder: Path, chunk_size: int, block_size: int) -> None:
+    haystacks = [make_haystack(3000, depth=depth, seed=chunk_size) for depth in (0.0, 0.5, 0.99)]
+    with LLM(
+        needle_folder,
+        block_size=block_size,
+        chunk_size=chunk_size,
+        max_batch_tokens=600,
+        num_kv_blocks=3 * 3072 // block_size,
+    ) as llm:
+        outputs = llm.generate([haystack.prompt for haystack in haystacks], SamplingParams(max_tokens=32))
+    assert [output.outputs[0].text for output in outputs] == [haystack.answer[:-1] for haystack in haystacks]
+    assert outputs[0].metrics.num_chunks == -(-3000 // chunk_size)
