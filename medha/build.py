@@ -5,23 +5,45 @@ Everything that can be wrong in the model folder is checked before any weight is
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
+import re
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from medha.attention.interface import AttentionBackend
 from medha.attention.torch_backend import TorchBackend
-from medha.config import EngineConfig, ModelConfig
+from medha.config import EngineConfig, ModelConfig, ParallelConfig
+from medha.distributed import Caller, DrivingRunner, Follower
 from medha.engine import Engine, ModelLimits
-from medha.errors import ConfigError
+from medha.errors import ConfigError, ParallelConfigError
 from medha.kv_cache import KVCache
 from medha.models.decoder import Decoder, build_decoder, fill_random_
 from medha.models.generation_config import load_generation_config
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
+from medha.models.layers import TensorShard, local_part
+from medha.models.plan import TP_PLAN
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
+from medha.parallel.control import ControlReceiver, ControlSender
+from medha.parallel.mesh import (
+    Launch,
+    Ranks,
+    check_layout,
+    check_same_everywhere,
+    fingerprint,
+    init_ranks,
+    least,
+    read_launch,
+)
+from medha.parallel.spp import StagePipe
+from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
 from medha.runner import Runner
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer, load_tokenizer
@@ -33,10 +55,43 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 _FALLBACK_MEMORY = 4 << 30
 
 
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What this process does in a job.
+
+    Attributes:
+        engine: on rank 0, and where there is one process.
+        caller: on rank 0 of several: how it tells the others what is called.
+        follower: on the other ranks.
+    """
+
+    engine: Engine | None = None
+    caller: Caller | None = None
+    follower: Follower | None = None
+
+    def close(self) -> None:
+        """Leave the job; every rank calls it."""
+        if self.caller is not None:
+            self.caller.close()
+        if self.follower is not None:
+            self.follower.close()
+
+
 def build_engine(
     config: EngineConfig, *, timeline: Timeline | None = None, progress: Callable[[int], None] | None = None
 ) -> Engine:
-    """Load a model and make an engine for it.
+    """Load a model and make an engine for it, in a single process; raises as :func:`build_role`."""
+    engine = build_role(config, timeline=timeline, progress=progress).engine
+    assert engine is not None, "one process has the engine"
+    return engine
+
+
+def build_role(
+    config: EngineConfig, *, timeline: Timeline | None = None, progress: Callable[[int], None] | None = None
+) -> Role:
+    """Load a model, or this rank's part of it, and make what this rank runs.
+
+    Every rank of a torchrun job calls this with the same configuration.
 
     Args:
         config: what to load and how to run it.
@@ -44,10 +99,12 @@ def build_engine(
         progress: called with the bytes of each parameter as it is loaded.
 
     Raises:
-        ConfigError: something about the folder, the device or the sizes is wrong; the subclass says what.
+        ConfigError: something about the folder, the device, the layout or the sizes is wrong; the subclass says what.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    launch = read_launch()
+    _check_launch(config.parallel, launch)
     folder = resolve_model(config.model, revision=config.revision)
     model_config = load_model_config(
         folder,
@@ -55,37 +112,136 @@ def build_engine(
         rope_scaling=config.rope_scaling,
         max_model_len=config.max_model_len,
     )
-    generation = load_generation_config(folder, model_config.vocab_size)
-    tokenizer = _load_tokenizer(config, folder, model_config)
+    check_layout(config.parallel, model_config, 1 if launch is None else launch.world_size)
+    limits, tokenizer = _load_text_side(config, folder, model_config)
     device = pick_device(config.device)
     dtype = TORCH_DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
-    max_model_len = _max_model_len(config, model_config)
-    num_blocks = _num_blocks(config, model_config, dtype, device, max_model_len)
-    model = _load_model(config, model_config, folder, dtype, device, progress)
-    block_size = config.cache.block_size
+    ranks = None if launch is None else init_ranks(config.parallel, launch, device)
+    if ranks is not None:
+        check_same_everywhere(ranks, fingerprint(config, model_config))
+    part = _Part.of(model_config, ranks)
+    num_blocks = _num_blocks(config, part, dtype, device, limits.max_model_len)
+    if ranks is not None:
+        num_blocks = least(ranks, num_blocks)
+    runner = _build_runner(config, part, ranks, folder, num_blocks=num_blocks, dtype=dtype, device=device, on=progress)
+    if ranks is None or ranks.rank == 0:
+        logger.info(
+            "%s on %s in %s, context %d, KV pool %d blocks of %d tokens; sampling defaults %s, end-of-sequence ids %s",
+            model_config.architecture, device, dtype, limits.max_model_len, num_blocks, config.cache.block_size,
+            dict(limits.sampling_defaults), list(limits.eos_token_ids),
+        )  # fmt: skip
+    depth = _depth(config)
+    if ranks is not None and ranks.rank != 0:
+        return Role(follower=Follower(runner, ranks, ControlReceiver(ranks.control_group)))
+    scheduler = Scheduler(
+        dataclasses.replace(config.scheduler, depth=depth), num_blocks=num_blocks, block_size=config.cache.block_size
+    )
+    if ranks is None:
+        return Role(Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline))
+    sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
+    driven = DrivingRunner(runner, ranks, sender)
+    return Role(Engine(driven, scheduler, limits, tokenizer=tokenizer, timeline=timeline), Caller(sender))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank holds of a model.
+
+    Attributes:
+        whole: the model as its folder describes it.
+        model: the model that is built: KV heads repeated where there are fewer than tensor-parallel ranks.
+        layers: held here.
+        num_kv_heads: held here.
+        tp, tp_rank: tensor-parallel place.
+    """
+
+    whole: ModelConfig
+    model: ModelConfig
+    layers: range
+    num_kv_heads: int
+    tp: int = 1
+    tp_rank: int = 0
+
+    @classmethod
+    def of(cls, model: ModelConfig, ranks: Ranks | None) -> _Part:
+        """This rank's part."""
+        if ranks is None:
+            return cls(model, model, range(model.num_layers), model.num_kv_heads)
+        tp = ranks.config.tp
+        repeated = dataclasses.replace(model, num_kv_heads=max(tp, model.num_kv_heads))
+        layers = ranks.config.layers_of(ranks.stage, model.num_layers)
+        return cls(model, repeated, layers, repeated.num_kv_heads // tp, tp, ranks.tp_rank)
+
+    def index(self, name: str, parameter: torch.Tensor) -> tuple[slice, ...] | None:
+        """Which slice of a checkpoint tensor this rank's parameter is; None for the whole."""
+        if self.model.num_kv_heads != self.whole.num_kv_heads and re.search(r"\.[kv]_proj\.", name):
+            head, H = self.tp_rank * self.whole.num_kv_heads // self.tp, self.whole.head_dim
+            return (slice(head * H, (head + 1) * H), *(slice(0, n) for n in parameter.shape[1:]))
+        return local_slices(parameter)
+
+
+def _build_runner(
+    config: EngineConfig,
+    part: _Part,
+    ranks: Ranks | None,
+    folder: Path,
+    *,
+    num_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    on: Callable[[int], None] | None,
+) -> Runner:
+    """This rank's model, pool and pipe."""
+    model = _load_model(config, part, ranks, folder, dtype=dtype, device=device, progress=on)
     cache = KVCache(
-        num_layers=model_config.num_layers,
+        num_layers=len(part.layers),
         num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
+        block_size=config.cache.block_size,
+        num_kv_heads=part.num_kv_heads,
+        head_dim=part.model.head_dim,
         dtype=dtype,
         device=device,
     )
-    defaults = generation.sampling_defaults()
-    eos = generation.eos_token_ids or model_config.eos_token_ids
+    backend = pick_backend(config.attention_backend)
+    if ranks is None:
+        return Runner(model, cache, backend, device)
+    pipe = StagePipe(
+        ranks.pipe_group,
+        previous=ranks.neighbour(-1),
+        following=ranks.neighbour(1),
+        dim=part.model.hidden_size,
+        dtype=dtype,
+        num_buffers=ranks.config.spp + 1,
+    )
+    return Runner(model, cache, backend, device, pipe=pipe, samples=ranks.rank == ranks.sampler_rank)
+
+
+def _depth(config: EngineConfig) -> int:
+    """Batches in flight: one more than stages where there are several, so that no stage waits for the control plane."""
+    if config.scheduler.depth is not None:
+        return config.scheduler.depth
+    return config.parallel.spp + 1 if config.parallel.spp > 1 else 1
+
+
+def _check_launch(parallel: ParallelConfig, launch: Launch | None) -> None:
+    if launch is None and parallel.world_size > 1:
+        raise ParallelConfigError(
+            f"tp={parallel.tp} x spp={parallel.spp} x kvp={parallel.kvp} needs {parallel.world_size} ranks, this is "
+            f"one process; start it as: torchrun --nproc-per-node {parallel.world_size} {' '.join(sys.argv)}"
+        )
+
+
+def _load_text_side(config: EngineConfig, folder: Path, model: ModelConfig) -> tuple[ModelLimits, Tokenizer | None]:
+    """What requests are checked against, and the tokenizer."""
+    generation = load_generation_config(folder, model.vocab_size)
+    tokenizer = _load_tokenizer(config, folder, model)
+    eos = generation.eos_token_ids or model.eos_token_ids
     if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = (tokenizer.eos_token_id,)
     if not eos:
         logger.warning("%s defines no end-of-sequence token; generation ends by length or stop only", folder)
-    logger.info(
-        "%s on %s in %s, context %d, KV pool %d blocks of %d tokens; sampling defaults %s, end-of-sequence ids %s",
-        model_config.architecture, device, dtype, max_model_len, num_blocks, block_size, defaults, list(eos),
-    )  # fmt: skip
-    limits = ModelLimits(model_config.vocab_size, max_model_len, eos, defaults, config.seed)
-    scheduler = Scheduler(config.scheduler, num_blocks=num_blocks, block_size=block_size)
-    runner = Runner(model, cache, pick_backend(config.attention_backend), device)
-    return Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
+    max_model_len = _max_model_len(config, model)
+    return ModelLimits(model.vocab_size, max_model_len, eos, generation.sampling_defaults(), config.seed), tokenizer
 
 
 def pick_device(name: str) -> torch.device:
@@ -119,24 +275,43 @@ def _load_tokenizer(config: EngineConfig, folder: Path, model: ModelConfig) -> T
 
 def _load_model(
     config: EngineConfig,
-    model_config: ModelConfig,
+    part: _Part,
+    ranks: Ranks | None,
     folder: Path,
+    *,
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[int], None] | None,
 ) -> Decoder:
+    split = ranks is not None and ranks.config.tp > 1
+    model = build_decoder(
+        part.model,
+        dtype=dtype,
+        device=device,
+        layers=part.layers,
+        parallelize_=partial(parallelize_, mesh=ranks.mesh["tp"], plan=TP_PLAN) if ranks and split else None,
+    )
     if config.load_format == "dummy":
-        model = build_decoder(model_config, dtype=dtype, device=device)
         fill_random_(model, seed=config.seed)
     else:
+        whole = part.whole
         with Checkpoint(folder) as checkpoint:
-            check_tensors(
-                checkpoint, expected_tensors(model_config), ignored=lambda name: is_ignored(name, model_config)
+            check_tensors(checkpoint, expected_tensors(whole), ignored=lambda name: is_ignored(name, whole))
+            parameters = dict(model.named_parameters())
+            load_parameters(
+                {name: local_part(parameter) for name, parameter in parameters.items()},
+                checkpoint,
+                index=lambda name: part.index(name, parameters[name]),
+                progress=progress,
             )
-            model = build_decoder(model_config, dtype=dtype, device=device)
-            load_parameters(dict(model.named_parameters()), checkpoint, progress=progress)
-    model.pack_()
+    if config.parallel.tp_forward == "local":
+        model.pack_(_tensor_shard(ranks) if ranks and split else None)
     return model
+
+
+def _tensor_shard(ranks: Ranks) -> TensorShard:
+    group = ranks.tp_group
+    return TensorShard(ranks.tp_rank, ranks.config.tp, all_reduce_over(group), all_gather_over(group))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -151,23 +326,23 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return wanted
 
 
-def _num_blocks(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> int:
-    """KV blocks in the pool, from whichever size the configuration gives."""
+def _num_blocks(config: EngineConfig, part: _Part, dtype: torch.dtype, device: torch.device, max_model_len: int) -> int:
+    """KV blocks in the pool, from whichever size the configuration gives; sizes in bytes are a rank's own."""
     cache = config.cache
     if cache.num_blocks is not None:
         return cache.num_blocks
-    block_bytes = model.kv_bytes_per_token(dtype.itemsize) * cache.block_size
+    token_bytes = 2 * len(part.layers) * part.num_kv_heads * part.model.head_dim * dtype.itemsize
+    block_bytes = token_bytes * cache.block_size
     if cache.memory_bytes is not None:
         memory, source = cache.memory_bytes, "kv_memory"
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        weights = _num_parameters(model) * dtype.itemsize
+        weights = _num_parameters(part.whole) * dtype.itemsize // config.parallel.world_size
         memory = int(free - total * (1 - cache.gpu_memory_utilization)) - weights
         source = "gpu_memory_utilization"
     else:
-        memory, source = _available_memory() // 2, "half of the free memory"
+        share = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size))
+        memory, source = _available_memory() // 2 // share, "half of the free memory"
     if memory < block_bytes:
         raise ConfigError(
             f"{source} leaves {memory} bytes for the KV pool; a block of {cache.block_size} tokens takes {block_bytes}"

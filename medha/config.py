@@ -121,19 +121,19 @@ class SchedulerConfig:
         max_num_seqs: requests admitted at once, and rows of a batch.
         max_batch_tokens: query tokens of a batch.
         chunk_size: query tokens of one prefill in a batch.
-        depth: batches in flight at most.
+        depth: batches in flight at most; None is one a stage and one more, or 1 with a single stage.
     """
 
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     chunk_size: int = 512
-    depth: int = 1
+    depth: int | None = None
 
     def __post_init__(self) -> None:
         _check_positive_int("max_num_seqs", self.max_num_seqs, 65536)
         _check_positive_int("max_batch_tokens", self.max_batch_tokens, 2**24)
         _check_positive_int("chunk_size", self.chunk_size, 2**24)
-        _check_positive_int("depth", self.depth, 1024)
+        _check_positive_int("depth", self.depth, 1024, optional=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,18 +11,49 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from medha.admission import ModelLimits, PreparedRequest, Prompt, prepare_request
 from medha.batch import Batch
 from medha.errors import EngineDeadError, ValidationError
 from medha.live import LiveRequest
 from medha.request import SLO, RequestOutput, SamplingParams
-from medha.runner import Pending, Runner
+from medha.runner import StepResult
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.text import Tokenizer
 from medha.timeline import Timeline
 
 __all__ = ["Engine", "ModelLimits", "PreparedRequest", "Prompt"]
+
+
+class PendingResult(Protocol):
+    """A submitted batch."""
+
+    def result(self) -> StepResult:
+        """What it produced; waits for it."""
+        ...
+
+
+class BatchRunner(Protocol):
+    """What runs batches: :class:`medha.runner.Runner` on one rank, or all ranks behind rank 0."""
+
+    def open(
+        self, slot: int, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, end_ids: tuple[int, ...]
+    ) -> None:
+        """Take a request ahead of its first batch."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """Forget a request."""
+        ...
+
+    def submit(self, batch: Batch) -> PendingResult:
+        """Run a batch, or start it."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything, after a step that did not finish."""
+        ...
 
 
 class Engine:
@@ -39,7 +70,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: BatchRunner,
         scheduler: Scheduler,
         limits: ModelLimits,
         *,
@@ -58,7 +89,7 @@ class Engine:
         self._by_slot: dict[int, LiveRequest] = {}  # those, and ended ones with chunks in flight
         self._free_slots: list[int] = []
         self._num_added = 0
-        self._in_flight: deque[tuple[Batch, Pending]] = deque()
+        self._in_flight: deque[tuple[Batch, PendingResult]] = deque()
         self._ended: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
 

@@ -249,7 +249,7 @@ def _view(engine: Engine, num_requests: int, *, json_lines: bool, live: bool) ->
 
 
 def _write(file: TextIO, whole: RequestOutput) -> None:
-    with _full_disk_reported(file.name):
+    with _full_disk_reported(getattr(file, "name", "stdout")):
         write_line(file, whole)
 
 

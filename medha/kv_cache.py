@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from medha.batch import Batch
+from medha.errors import ConfigError
 from medha.sched.blocks import append_extent
 
 
@@ -38,6 +39,9 @@ class KVCache:
         num_kv_heads, head_dim: shape of a token's keys.
         dtype, device: of the pools. On the CPU, pages are committed by the system as they are first written.
 
+    Raises:
+        ConfigError: the memory cannot be had.
+
     Attributes:
         k, v: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer.
     """
@@ -62,8 +66,15 @@ class KVCache:
                 return torch.empty(num_kv_heads, tokens, head_dim, dtype=dtype).transpose(0, 1)
             return torch.empty(tokens, num_kv_heads, head_dim, dtype=dtype, device=device)
 
-        self.k = [pool() for _ in range(num_layers)]
-        self.v = [pool() for _ in range(num_layers)]
+        try:
+            self.k = [pool() for _ in range(num_layers)]
+            self.v = [pool() for _ in range(num_layers)]
+        except RuntimeError as error:
+            token_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+            raise ConfigError(
+                f"a KV pool of {num_blocks} blocks takes {num_blocks * block_size * token_bytes} bytes, and the system "
+                f"does not give them ({error}); accepted: fewer, with num_kv_blocks or kv_memory"
+            ) from error
 
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, plan: WritePlan) -> None:
         """Copy new keys and values into a layer's pool, in place.

@@ -29,6 +29,8 @@ UNSUPPORTED_FIELDS = (
     "bad_words",
     "beam_search",
     "best_of",
+    "chat_template",
+    "chat_template_kwargs",
     "echo",
     "functions",
     "guided_json",
@@ -44,6 +46,10 @@ UNSUPPORTED_FIELDS = (
     "truncate_prompt_tokens",
     "use_beam_search",
 )
+
+
+# Names by which users of other interfaces know a field.
+FIELD_ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,7 @@ class SamplingParams:
             UnsupportedFeatureError: a known field that medha does not implement has a value.
         """
         known = {f.name for f in dataclasses.fields(cls)}
+        fields = {FIELD_ALIASES.get(name, name): value for name, value in fields.items()}
         for name, value in fields.items():
             refuse_unsupported(name, value)
             if name not in known and name not in UNSUPPORTED_FIELDS:

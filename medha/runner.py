@@ -121,9 +121,9 @@ class Runner:
         self._sampling.clear()
         self.tables.clear()
 
-    def sampling_of(self, row: Row) -> SlotSampling:
-        """The sampling state of a row's request."""
-        return self._sampling[row.slot]
+    def sampling(self, slot: int) -> SlotSampling:
+        """The sampling state of a request."""
+        return self._sampling[slot]
 
     def submit(self, batch: Batch) -> Pending:
         """Run a batch as sent; on one rank its result is there when this returns."""

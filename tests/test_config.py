@@ -24,7 +24,7 @@ def test_defaults() -> None:
     config = EngineConfig.from_flat("folder")
     assert config == EngineConfig("folder")
     assert config.cache == CacheConfig(256, None, None, 0.9)
-    assert config.scheduler == SchedulerConfig(256, 2048, 512, 1)
+    assert config.scheduler == SchedulerConfig(256, 2048, 512, None)
 
 
 def test_every_option_lands_in_its_section() -> None:

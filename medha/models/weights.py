@@ -283,26 +283,29 @@ def load_parameters(
     module_params: Mapping[str, torch.Tensor],
     checkpoint: Checkpoint,
     *,
+    index: Callable[[str], tuple[slice, ...] | None] = lambda name: None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Copy each named tensor of the checkpoint into the given parameter, in place, cast to its dtype.
+    """Copy each named tensor of the checkpoint, or a slice of it, into its parameter, in place, cast to its dtype.
 
     Args:
-        module_params: allocated parameters by their names in the checkpoint, whole, on any device.
+        module_params: allocated plain tensors by their names in the checkpoint, on any device.
         checkpoint: where from; files are read in order of their offsets.
+        index: which slice of a tensor is wanted, None for the whole; only that slice is read.
         progress: called with the bytes read for each parameter.
 
     Raises:
         WeightsError: a tensor is missing, has another shape or dtype, or cannot be read.
     """
-    expected = {name: tuple(parameter.shape) for name, parameter in module_params.items()}
-    check_tensors(checkpoint, expected, ignored=lambda _: True)
+    whole = {name: tuple(p.shape) for name, p in module_params.items() if index(name) is None}
+    check_tensors(checkpoint, whole, ignored=lambda _: True)
     for name in checkpoint.names:
         if name in module_params:
+            before = checkpoint.bytes_read
             with torch.no_grad():
-                module_params[name].copy_(checkpoint.read(name))
+                module_params[name].copy_(checkpoint.read(name, index(name)))
             if progress is not None:
-                progress(checkpoint.info(name).num_bytes)
+                progress(checkpoint.bytes_read - before)
 
 
 def _listing(names: Iterable[str]) -> str:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -25,7 +26,7 @@ from medha.batch import Batch
 FRAME_INTS = 1 << 17
 _POSTED = 4  # receives that a rank keeps posted ahead
 _RING = 64  # sends in flight to one rank
-_HEADER = 4  # kind, JSON bytes, batch integers, further frames
+_HEADER = 5  # kind, JSON bytes, integers of the batch, token ids, completed batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +37,43 @@ class Message:
         kind: ``batch``, ``call`` (a call of the front door begins), ``end`` (it ends) or ``stop``.
         fields: what goes as JSON.
         batch: the plan of a step.
+        completed: id of the newest batch whose results rank 0 had when it scheduled this one, -1 for none.
+        token_ids: prompt tokens of the batch's chunks in order, to the ranks that embed them.
     """
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     batch: Batch | None = None
+    completed: int = -1
+    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 _KINDS = ("batch", "call", "end", "stop")
 
 
-def encode(message: Message) -> array[int]:
-    """A message as int32."""
+def encode(message: Message) -> npt.NDArray[np.int32]:
+    """A message as int32: header, batch, token ids, JSON."""
     text = json.dumps(message.fields).encode() if message.fields else b""
-    ints = array("i") if message.batch is None else message.batch.to_ints()
-    out = array("i", (_KINDS.index(message.kind), len(text), len(ints), 0))
-    out.extend(ints)
-    out.frombytes(text + b" " * (-len(text) % out.itemsize))
-    return out
+    batch = np.empty(0, np.int32) if message.batch is None else np.asarray(message.batch.to_ints(), np.int32)
+    sizes = (len(text), len(batch), len(message.token_ids))
+    header = np.array((_KINDS.index(message.kind), *sizes, message.completed), np.int32)
+    padded = np.frombuffer(text + b" " * (-len(text) % 4), np.int32)
+    return np.concatenate((header, batch, message.token_ids.astype(np.int32, copy=False), padded))
 
 
-def decode(ints: Sequence[int]) -> Message:
+def decode(ints: npt.NDArray[np.int32]) -> Message:
     """The inverse of :func:`encode`.
 
     Raises:
         ValueError: the integers are no message.
     """
-    kind, num_bytes, num_ints, _ = ints[:_HEADER]
-    if not 0 <= kind < len(_KINDS) or min(num_bytes, num_ints) < 0:
-        raise ValueError(f"a control message with header {tuple(ints[:_HEADER])} has no known kind or size")
-    batch = Batch.from_ints(ints[_HEADER : _HEADER + num_ints]) if num_ints else None
-    text = array("i", ints[_HEADER + num_ints :]).tobytes()[:num_bytes]
-    return Message(_KINDS[kind], json.loads(text) if text else {}, batch)
+    kind, num_bytes, num_batch, num_ids, completed = ints[:_HEADER].tolist()
+    if not 0 <= kind < len(_KINDS) or min(num_bytes, num_batch, num_ids) < 0:
+        raise ValueError(f"a control message with header {ints[:_HEADER].tolist()} has no known kind or size")
+    batch_end, ids_end = _HEADER + num_batch, _HEADER + num_batch + num_ids
+    batch = Batch.from_ints(ints[_HEADER:batch_end].tolist()) if num_batch else None
+    text = ints[ids_end:].tobytes()[:num_bytes]
+    return Message(_KINDS[kind], json.loads(text) if text else {}, batch, completed, ints[batch_end:ids_end])
 
 
 class ControlSender:
@@ -133,16 +139,16 @@ class ControlReceiver:
     def _run(self) -> None:
         try:
             posted = deque(self._post() for _ in range(_POSTED))
-            parts: list[int] = []
+            parts: list[npt.NDArray[np.int32]] = []
             while True:
                 work, buffer = posted.popleft()
                 work.wait()
                 posted.append(self._post())
                 size, continues = buffer[:_FRAME_HEADER].tolist()
-                parts += buffer[_FRAME_HEADER : _FRAME_HEADER + size].tolist()
+                parts.append(buffer[_FRAME_HEADER : _FRAME_HEADER + size].numpy())
                 if continues:
                     continue
-                message, parts = decode(parts), []
+                message, parts = decode(np.concatenate(parts)), []
                 self._arrived.put(message)
                 if message.kind == "stop":
                     return
@@ -159,11 +165,11 @@ class ControlReceiver:
 _FRAME_HEADER = 2  # integers in the frame, whether more frames follow
 
 
-def _frames(ints: array[int]) -> list[torch.Tensor]:
+def _frames(ints: npt.NDArray[np.int32]) -> list[torch.Tensor]:
     """A message cut into frames of at most FRAME_INTS."""
     size = FRAME_INTS - _FRAME_HEADER
-    cuts = range(0, len(ints), size)
+    pieces = [ints[i : i + size] for i in range(0, len(ints), size)]
     return [
-        torch.tensor([len(ints[i : i + size]), int(i + size < len(ints)), *ints[i : i + size]], dtype=torch.int32)
-        for i in cuts
+        torch.from_numpy(np.concatenate((np.array((len(piece), i < len(pieces)), np.int32), piece)))
+        for i, piece in enumerate(pieces, start=1)
     ]

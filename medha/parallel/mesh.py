@@ -6,6 +6,7 @@ tensor-parallel group a stage (from the mesh), one for hidden states, one for sa
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import medha
 from medha.config import ModelConfig, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError
 
@@ -155,6 +157,36 @@ def init_ranks(config: ParallelConfig, launch: Launch, device: torch.device) -> 
         report_group=_new_group(everyone, timeout),
         control_group=_new_group(everyone, _CONTROL_TIMEOUT),
     )
+
+
+def fingerprint(*parts: object) -> int:
+    """A number that differs between ranks whose version or configuration differs."""
+    text = repr((medha.__version__, *parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:7])
+
+
+def check_same_everywhere(ranks: Ranks, number: int) -> None:
+    """Compare a fingerprint over all ranks; every rank calls it.
+
+    Raises:
+        ConfigError: names the ranks that differ from rank 0; the same text on every rank.
+    """
+    numbers = _gathered(ranks, number)
+    odd = [rank for rank, theirs in enumerate(numbers) if theirs != numbers[0]]
+    if odd:
+        raise ConfigError(f"ranks {odd} run another version or configuration of medha than rank 0")
+
+
+def least(ranks: Ranks, number: int) -> int:
+    """The least of the numbers that the ranks bring; every rank calls it."""
+    return min(_gathered(ranks, number))
+
+
+def _gathered(ranks: Ranks, number: int) -> list[int]:
+    mine = torch.tensor([number], dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(ranks.config.world_size)]
+    dist.all_gather(everyone, mine, group=ranks.report_group)
+    return [int(theirs) for theirs in everyone]
 
 
 def _new_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:

@@ -81,6 +81,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, *, num_blocks: int, block_size: int) -> None:
         self.config = config
+        self.depth = config.depth or 1
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self._waiting: dict[int, _State] = {}  # insertion order is arrival order
@@ -147,9 +148,9 @@ class Scheduler:
     def schedule(self, now_s: float) -> Batch | None:
         """The next batch, or None when nothing can enter.
 
-        At most ``config.depth`` batches are in flight: beyond that the answer is None.
+        At most ``depth`` batches are in flight: beyond that the answer is None.
         """
-        if len(self._in_flight) >= self.config.depth:
+        if len(self._in_flight) >= self.depth:
             return None
         self._admit()
         rows = self._decode_rows()
@@ -206,7 +207,7 @@ class Scheduler:
     def _decode_rows(self) -> list[Row]:
         """One row for each request whose next token can be computed, dealt over the batches in flight."""
         decoding = sum(not s.prefilling and not s.ended for s in self._running.values())
-        share = min(-(-decoding // self.config.depth), self.config.max_batch_tokens)
+        share = min(-(-decoding // self.depth), self.config.max_batch_tokens)
         ready = [s for s in self._running.values() if s.can_decode and not s.ended]
         return [Row(s.head.slot, s.num_scheduled_tokens, 1, True, True) for s in ready[:share]]
 

@@ -1,0 +1,293 @@
+"""The engine over ranks: rank 0 schedules and drives, the others follow the control stream.
+
+Rank 0 gives its engine a :class:`DrivingRunner`, which has the interface of :class:`medha.runner.Runner`: a batch that
+is submitted goes out as a message, runs on rank 0's own stage, and its result is a report from the sampling rank. Every
+other rank runs :class:`Follower`: it takes messages in order and runs its stage as told, at its own pace.
+
+What travels: the batch to everyone; the tokens of a batch's chunks with it, to the other ranks of the first stage only;
+sampled tokens from the sampling rank to the first stage. A batch names the newest one whose tokens rank 0 had when it
+scheduled it; the other ranks of the first stage read up to that one before they run it, so they decode the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from medha.batch import Batch, Row
+from medha.errors import EngineDeadError, MedhaError
+from medha.parallel.control import ControlReceiver, ControlSender, Message
+from medha.parallel.mesh import Ranks
+from medha.request import RequestOutput, SamplingParams
+from medha.runner import Pending, Runner, StepResult, sampling_rows
+from medha.sampling import SlotSampling
+from medha.wire import (
+    decode_report,
+    encode_report,
+    error_from_json,
+    error_to_json,
+    outputs_from_json,
+    outputs_to_json,
+    report_size,
+    sampling_from_json,
+    sampling_to_json,
+)
+
+_REPORTS_IN_FLIGHT = 64
+
+
+@dataclass(slots=True)
+class _Report:
+    """The sampled tokens of a batch, on their way here."""
+
+    batch_id: int
+    rows: tuple[Row, ...]
+    slots: list[SlotSampling]
+    buffer: torch.Tensor
+    work: dist.Work
+
+    def wait(self) -> StepResult:
+        self.work.wait()
+        return decode_report(self.buffer, self.rows, self.slots)
+
+
+class ReportLine:
+    """Sends and receives the reports of sampled tokens; which end this rank is follows from its place."""
+
+    def __init__(self, ranks: Ranks, runner: Runner) -> None:
+        self._ranks = ranks
+        self._runner = runner
+        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def post(self, batch: Batch) -> _Report | None:
+        """Post the receive of a batch's report; None when nothing is sampled."""
+        rows = sampling_rows(batch)
+        if not rows:
+            return None
+        slots = [self._runner.sampling(row.slot) for row in rows]
+        buffer = torch.empty(report_size(rows, slots), dtype=torch.int32)
+        work = dist.irecv(buffer, src=self._ranks.sampler_rank, group=self._ranks.report_group)
+        assert work is not None, "the receiver is in the group"
+        return _Report(batch.batch_id, rows, slots, buffer, work)
+
+    def send(self, result: StepResult) -> None:
+        """Send a batch's sampled tokens to the other ranks of the first stage."""
+        if not result.rows:
+            return
+        report = encode_report(result, [self._runner.sampling(row.slot) for row in result.rows])
+        for rank in self._ranks.first_stage_ranks:
+            if rank != self._ranks.rank:
+                while len(self._sends) >= _REPORTS_IN_FLIGHT:
+                    self._sends.popleft()[0].wait()
+                work = dist.isend(report, dst=rank, group=self._ranks.report_group)
+                assert work is not None, "the sender is in the group"
+                self._sends.append((work, report))
+
+    def drain(self) -> None:
+        """Wait for every send."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _InPipeline:
+    """A batch on its way through the stages; its result is waited for."""
+
+    driver: DrivingRunner
+    batch_id: int
+    report: _Report | None
+
+    def result(self) -> StepResult:
+        """The result of the batch; its tokens become known to rank 0's stage."""
+        return self.driver.completed(self.batch_id, self.report)
+
+
+class DrivingRunner:
+    """Rank 0's runner: sends each batch to everybody and runs its own stage of it.
+
+    Args:
+        runner: rank 0's own stage.
+        ranks: places and groups.
+        sender: the control stream.
+    """
+
+    def __init__(self, runner: Runner, ranks: Ranks, sender: ControlSender) -> None:
+        self._runner = runner
+        self._ranks = ranks
+        self._sender = sender
+        self._reports = ReportLine(ranks, runner)
+        self._opened: list[dict[str, Any]] = []
+        self._closed: list[int] = []
+        self._completed = -1
+        self._first = [rank for rank in ranks.first_stage_ranks if rank != 0]
+        self._others = [rank for rank in range(1, ranks.config.world_size) if rank not in self._first]
+
+    def open(
+        self, slot: int, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, end_ids: tuple[int, ...]
+    ) -> None:
+        """See :meth:`medha.runner.Runner.open`; the other ranks hear of it with the next batch."""
+        self._runner.open(slot, prompt_ids, params, seed=seed, end_ids=end_ids)
+        self._opened.append(sampling_to_json(slot, self._runner.sampling(slot)))
+
+    def close(self, slot: int) -> None:
+        """See :meth:`medha.runner.Runner.close`."""
+        self._runner.close(slot)
+        self._closed.append(slot)
+
+    def reset(self) -> None:
+        """An interrupted step cannot be undone on other ranks.
+
+        Raises:
+            EngineDeadError: always.
+        """
+        raise EngineDeadError("a step was interrupted; the other ranks have part of it, so the engine has ended")
+
+    def submit(self, batch: Batch) -> _InPipeline | Pending:
+        """Send a batch to every rank and run this rank's part of it."""
+        fields = {"open": self._opened, "close": self._closed} if self._opened or self._closed else {}
+        self._opened, self._closed = [], []
+        ids = self._runner.chunk_ids(batch)
+        self._sender.send(Message("batch", fields, batch, self._completed), only=self._others)
+        self._sender.send(Message("batch", fields, batch, self._completed, ids.numpy()), only=self._first)
+        if self._ranks.sampler_rank == 0:
+            result = self._runner.run(batch, ids)
+            assert result is not None, "rank 0 samples"
+            self._reports.send(result)
+            self._completed = batch.batch_id
+            return Pending(result)
+        report = self._reports.post(batch)
+        self._runner.run(batch, ids)
+        return _InPipeline(self, batch.batch_id, report)
+
+    def completed(self, batch_id: int, report: _Report | None) -> StepResult:
+        """Wait for the oldest batch in the pipeline."""
+        result = StepResult((), [], 0.0) if report is None else report.wait()
+        self._runner.take_tokens(result.rows, [s.token_id for s in result.sampled])
+        self._completed = batch_id
+        return result
+
+
+class Follower:
+    """What every rank but 0 does: run its stage of each batch in the order of the messages.
+
+    Args:
+        runner: this rank's stage.
+        ranks: places and groups.
+        receiver: the control stream.
+    """
+
+    def __init__(self, runner: Runner, ranks: Ranks, receiver: ControlReceiver) -> None:
+        self._runner = runner
+        self._ranks = ranks
+        self._receiver = receiver
+        self._reports = ReportLine(ranks, runner)
+        self._takes_reports = ranks.is_first_stage and ranks.rank != ranks.sampler_rank
+        self._expected: deque[_Report] = deque()
+        self._queue: deque[Message] = deque()
+        self._last: Message | None = None
+
+    def follow(self) -> Message:
+        """Run batches until a message of another kind comes; returns that message."""
+        while True:
+            while self._last is None and (self._receiver.has_message or not self._queue):
+                self._take(self._receiver.receive())
+            if not self._queue:
+                message, self._last = self._last, None
+                assert message is not None, "the queue is empty and a message has come"
+                return message
+            self._run(self._queue.popleft())
+
+    def _take(self, message: Message) -> None:
+        """Queue a batch and post what it will receive, so that the transfers run while something else computes."""
+        if message.batch is None:
+            self._last = message
+            return
+        for slot in message.fields.get("close", ()):
+            self._runner.close(slot)
+        for fields in message.fields.get("open", ()):
+            self._runner.open_sampling(*sampling_from_json(fields))
+        if self._runner.pipe is not None:
+            self._runner.pipe.post(message.batch)
+        if self._takes_reports:
+            report = self._reports.post(message.batch)
+            if report is not None:
+                self._expected.append(report)
+        self._queue.append(message)
+
+    def _run(self, message: Message) -> None:
+        assert message.batch is not None, "only batches are queued"
+        while self._expected and self._expected[0].batch_id <= message.completed:
+            result = self._expected.popleft().wait()
+            self._runner.take_tokens(result.rows, [s.token_id for s in result.sampled])
+        ids = torch.from_numpy(message.token_ids) if self._ranks.is_first_stage else None
+        result_here = self._runner.run(message.batch, ids)
+        if result_here is not None:
+            self._reports.send(result_here)
+
+    def join(self, name: str) -> list[RequestOutput]:
+        """Follow one call of the front door to its end; returns what rank 0's call returned, or raises what it raised.
+
+        Raises:
+            EngineDeadError: rank 0 called something else.
+        """
+        begun = self.follow()
+        if begun.kind != "call" or begun.fields.get("name") != name:
+            theirs = begun.fields.get("name", "close")
+            raise EngineDeadError(f"rank {self._ranks.rank} called {name}, rank 0 called {theirs}")
+        ended = self.follow()
+        if ended.kind != "end":
+            raise EngineDeadError(f"rank 0 left its call of {name} without an end")
+        if ended.fields["error"] is not None:
+            raise error_from_json(ended.fields["error"])
+        return outputs_from_json(ended.fields["outputs"])
+
+    def serve(self) -> None:
+        """Follow until rank 0 stops."""
+        message = self.follow()
+        if message.kind != "stop":
+            raise EngineDeadError(f"rank 0 called {message.fields.get('name')}, rank {self._ranks.rank} only follows")
+
+    def close(self) -> None:
+        """Wait for rank 0 to stop, then leave the process groups."""
+        self.serve()
+        self._reports.drain()
+        leave()
+
+
+class Caller:
+    """Rank 0's side of the front door: tells the others which call begins, and how it ended.
+
+    Args:
+        sender: the control stream.
+    """
+
+    def __init__(self, sender: ControlSender) -> None:
+        self._sender = sender
+
+    def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """Run a call that every rank has joined; all of them return or raise the same."""
+        self._sender.send(Message("call", {"name": name}))
+        try:
+            outputs = run()
+        except MedhaError as error:
+            self._sender.send(Message("end", {"outputs": [], "error": error_to_json(error)}))
+            raise
+        self._sender.send(Message("end", {"outputs": outputs_to_json(outputs), "error": None}))
+        return outputs
+
+    def close(self) -> None:
+        """Let the others stop, then leave the process groups."""
+        self._sender.send(Message("stop"))
+        self._sender.drain()
+        leave()
+
+
+def leave() -> None:
+    """Leave the process groups; every rank calls it."""
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,140 @@
+"""Plain JSON forms of what crosses ranks: sampling state of a request, outputs of a call, sampled tokens as int32."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from medha import errors
+from medha.batch import Row
+from medha.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from medha.runner import StepResult
+from medha.sampling import Sampled, SlotSampling
+
+_ROW_INTS = 2  # token, finite
+_LOGPROB_INTS = 3  # token, bits of the float32 logprob, rank
+_TAIL_INTS = 2  # bits of the float64 busy time
+
+
+def sampling_to_json(slot: int, sampling: SlotSampling) -> dict[str, Any]:
+    """A new request's sampling state; the prompt goes along only where a penalty needs it."""
+    params = {f.name: getattr(sampling.params, f.name) for f in dataclasses.fields(SamplingParams)}
+    return {
+        "slot": slot,
+        "params": params,
+        "seed": sampling.seed,
+        "end_ids": sampling.end_ids,
+        "num_prompt_tokens": sampling.num_prompt_tokens,
+        "prompt_ids": None if sampling.prompt_ids is None else sampling.prompt_ids.tolist(),
+    }
+
+
+def sampling_from_json(fields: dict[str, Any]) -> tuple[int, SlotSampling]:
+    """The inverse of :func:`sampling_to_json`."""
+    prompt = None if fields["prompt_ids"] is None else torch.tensor(fields["prompt_ids"], dtype=torch.int32)
+    state = SlotSampling(
+        SamplingParams(**fields["params"]),
+        fields["seed"],
+        tuple(fields["end_ids"]),
+        fields["num_prompt_tokens"],
+        prompt,
+    )
+    return fields["slot"], state
+
+
+def outputs_to_json(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+    """Finished outputs of a call."""
+    return [
+        {
+            "request_id": output.request_id,
+            "prompt": output.prompt,
+            "prompt_token_ids": output.prompt_token_ids,
+            "outputs": [dataclasses.asdict(completion) for completion in output.outputs],
+            "metrics": dataclasses.asdict(output.metrics),
+            "error": None if output.error is None else error_to_json(output.error),
+        }
+        for output in outputs
+    ]
+
+
+def outputs_from_json(items: Sequence[dict[str, Any]]) -> list[RequestOutput]:
+    """The inverse of :func:`outputs_to_json`; an error comes back as its class with its message."""
+    return [
+        RequestOutput(
+            item["request_id"],
+            item["prompt"],
+            item["prompt_token_ids"],
+            [_completion(fields) for fields in item["outputs"]],
+            True,
+            RequestMetrics(**item["metrics"]),
+            None if item["error"] is None else error_from_json(item["error"]),
+        )
+        for item in items
+    ]
+
+
+def report_size(rows: Sequence[Row], slots: Sequence[SlotSampling]) -> int:
+    """Integers of the report of a batch, known to both ends from the rows alone."""
+    logprobs = sum(1 + slot.params.logprobs for slot in slots if slot.params.logprobs is not None)
+    return _ROW_INTS * len(rows) + _LOGPROB_INTS * logprobs + _TAIL_INTS
+
+
+def encode_report(result: StepResult, slots: Sequence[SlotSampling]) -> torch.Tensor:
+    """The sampled tokens of a batch, int32 [report_size]."""
+    out = array("i")
+    for sampled, slot in zip(result.sampled, slots, strict=True):
+        out.extend((sampled.token_id, int(sampled.finite)))
+        if slot.params.logprobs is not None:
+            entries = sampled.logprobs or ()
+            for token, logprob, rank in entries:
+                out.extend((token, *struct.unpack("i", struct.pack("f", logprob)), rank))
+            out.extend([0, 0, 0] * (1 + slot.params.logprobs - len(entries)))
+    out.extend(struct.unpack("ii", struct.pack("d", result.busy_s)))
+    return torch.tensor(out, dtype=torch.int32)
+
+
+def decode_report(report: torch.Tensor, rows: tuple[Row, ...], slots: Sequence[SlotSampling]) -> StepResult:
+    """The inverse of :func:`encode_report`."""
+    ints = report.tolist()
+    sampled, at = [], 0
+    for slot in slots:
+        token, finite = ints[at : at + _ROW_INTS]
+        at += _ROW_INTS
+        entries = None
+        if slot.params.logprobs is not None:
+            count = 1 + slot.params.logprobs
+            triples = [ints[i : i + 3] for i in range(at, at + 3 * count, 3)]
+            at += 3 * count
+            # a vocabulary smaller than the number asked for leaves triples of zeros, whose rank no token has
+            entries = tuple((t, struct.unpack("f", struct.pack("i", b))[0], r) for t, b, r in triples if r) or None
+        sampled.append(Sampled(token, bool(finite), entries))
+    (busy_s,) = struct.unpack("d", struct.pack("ii", *ints[at : at + _TAIL_INTS]))
+    return StepResult(rows, sampled, busy_s)
+
+
+def _completion(fields: dict[str, Any]) -> CompletionOutput:
+    if fields["logprobs"] is not None:
+        fields = {
+            **fields,
+            "logprobs": [{int(i): Logprob(**entry) for i, entry in step.items()} for step in fields["logprobs"]],
+        }
+    return CompletionOutput(**fields)
+
+
+def error_to_json(error: Exception) -> list[str]:
+    """Class name and message of an error."""
+    return [type(error).__name__, str(error)]
+
+
+def error_from_json(item: Sequence[str]) -> Exception:
+    """An error of the same class with the same message; a RequestError for a class that is not medha's."""
+    name, message = item
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.MedhaError):
+        return kind(message)
+    return errors.RequestError(f"{name}: {message}")

@@ -1,0 +1,316 @@
+"""Model folders that are wrong: the right class is raised through LLM, names what is wrong, and reads no weight.
+
+The details of each file have tests of their own beside their readers; here is the way from there to the user.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import medha.build
+from medha import LLM, SamplingParams
+from medha.errors import (
+    ConfigError,
+    ModelLoadError,
+    NonFiniteLogitsError,
+    TokenizerError,
+    UnsupportedModelError,
+    ValidationError,
+    WeightsError,
+    exit_code,
+)
+from tests.checkpoints import make_checkpoint
+from tests.serving import GREEDY, write_byte_model
+
+OPTIONS: dict[str, Any] = {"num_kv_blocks": 4, "block_size": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    write_byte_model(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    """A good folder to spoil."""
+    return shutil.copytree(good, tmp_path / "model")
+
+
+@pytest.fixture
+def _no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("a weight was read, or memory taken for one, before the folder was checked")
+
+    for name in ("load_parameters", "build_decoder", "KVCache"):
+        monkeypatch.setattr(medha.build, name, forbidden)
+
+
+def refused(model: Any, error: type[Exception], *parts: str, **options: Any) -> None:
+    """The exact class is raised, its message holds every part and is short, and a command line would exit with 2."""
+    with pytest.raises(ConfigError) as caught:
+        LLM(model, **{**OPTIONS, **options})
+    assert type(caught.value) is error, caught.value
+    for part in parts:
+        assert part in str(caught.value)
+    assert len(str(caught.value)) < 1200
+    assert exit_code(caught.value) == 2
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    fields = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**fields, **changes}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The path
+
+
+@pytest.mark.usefixtures("_no_weight_is_read")
+@pytest.mark.parametrize("model", [None, "", 5, ["a"]])
+def test_no_path(model: Any) -> None:
+    refused(model, ConfigError, "accepted: a folder or a hub id")
+
+
+@pytest.mark.usefixtures("_no_weight_is_read")
+def test_wrong_path(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", ModelLoadError, "nowhere", "no such folder", "config.json and *.safetensors")
+    (tmp_path / "file").write_text("")
+    refused(tmp_path / "file", ModelLoadError, "is a file, not a folder")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    refused(str(tmp_path / "link"), ModelLoadError, "dangling symlink", "gone")
+
+
+@pytest.mark.usefixtures("_no_weight_is_read")
+def test_hub_id_without_network() -> None:
+    refused("nobody/nothing-of-that-name", ModelLoadError, "nobody/nothing-of-that-name", "no such folder here")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files beside the weights; the weights are not even there
+
+Spoil = Callable[[Path], object]
+
+
+def write(name: str, text: str) -> Spoil:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def config(**changes: Any) -> Spoil:
+    return lambda folder: edit_json(folder / "config.json", **changes)
+
+
+def generation(**changes: Any) -> Spoil:
+    return lambda folder: edit_json(folder / "generation_config.json", **changes)
+
+
+FILES: dict[str, tuple[Spoil, type[Exception], tuple[str, ...]]] = {
+    "no config.json": (
+        lambda folder: (folder / "config.json").unlink(),
+        ConfigError,
+        ("config.json", "cannot be read"),
+    ),
+    "empty config.json": (write("config.json", ""), ConfigError, ("config.json: empty",)),
+    "config.json is no JSON": (write("config.json", '{"a": }'), ConfigError, ("config.json", "line 1 column 7")),
+    "config.json is a list": (write("config.json", "[]"), ConfigError, ("config.json", "a list")),
+    "config.json too deep": (write("config.json", "[" * 100_000), ConfigError, ("config.json", "too deep")),
+    "key twice": (write("config.json", '{"a": 1, "a": 2}'), ConfigError, ("'a' is given twice",)),
+    "unknown architecture": (
+        config(architectures=["GPT2LMHeadModel"]),
+        UnsupportedModelError,
+        ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"),
+    ),
+    "zero size": (config(hidden_size=0), ConfigError, ("hidden_size=0",)),
+    "negative size": (config(num_hidden_layers=-1), ConfigError, ("num_hidden_layers=-1",)),
+    "size as text": (config(intermediate_size="96"), ConfigError, ("intermediate_size='96'",)),
+    "vocabulary of 2**40": (config(vocab_size=2**40), ConfigError, ("vocab_size=1099511627776",)),
+    "heads do not divide": (config(num_key_value_heads=3), ConfigError, ("num_key_value_heads=3",)),
+    "odd head_dim": (config(head_dim=15), ConfigError, ("head_dim=15",)),
+    "another activation": (config(hidden_act="gelu"), UnsupportedModelError, ("hidden_act='gelu'",)),
+    "quantised": (config(quantization_config={"bits": 4}), UnsupportedModelError, ("quantization_config",)),
+    "bogus rope": (config(rope_parameters={"rope_type": "bogus"}), ConfigError, ("rope_type='bogus'",)),
+    "rope without factor": (config(rope_parameters={"rope_type": "linear"}), ConfigError, ("factor",)),
+    "rope factor 0": (config(rope_parameters={**YARN, "factor": 0}), ConfigError, ("factor=0",)),
+    "dynamic rope": (
+        config(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+        UnsupportedModelError,
+        ("rope_type='dynamic' is not implemented",),
+    ),
+    "rope twice": (config(rope_parameters=YARN, rope_scaling={**YARN, "factor": 2.0}), ConfigError, ("disagree",)),
+    "temperature of -1": (generation(temperature=-1), ConfigError, ("generation_config.json", "temperature=-1")),
+    "eos outside": (generation(eos_token_id=[3, 256]), ConfigError, ("eos_token_id=[3, 256]", "0 to 255")),
+    "generation_config.json is no JSON": (write("generation_config.json", "{"), ConfigError, ("generation_config",)),
+    "corrupt tokenizer.json": (write("tokenizer.json", "{}"), TokenizerError, ("tokenizer.json",)),
+    "corrupt tokenizer_config.json": (write("tokenizer_config.json", "["), TokenizerError, ("tokenizer_config.json",)),
+    "tokenizer larger than the embedding": (
+        config(vocab_size=255),
+        TokenizerError,
+        ("ids up to 255", "the embedding has 255 rows"),
+    ),
+}
+
+
+@pytest.mark.usefixtures("_no_weight_is_read")
+@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize("weights", ["absent", "garbage"])
+def test_wrong_file(folder: Path, case: str, weights: str) -> None:
+    spoil, error, parts = FILES[case]
+    if weights == "absent":
+        (folder / "model.safetensors").unlink()
+    else:
+        (folder / "model.safetensors").write_bytes(b"garbage" * 10)
+    spoil(folder)
+    refused(folder, error, *parts)
+
+
+OVERRIDES: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "unknown field": ({"hidden_sise": 64}, ConfigError, ("hidden_sise", "did you mean hidden_size?")),
+    "wrong type": ({"hidden_size": "64"}, ConfigError, ("config.json with hf_overrides", "hidden_size='64'")),
+    "unsupported": ({"model_type": "gpt2", "architectures": None}, UnsupportedModelError, ("gpt2",)),
+}
+
+
+@pytest.mark.usefixtures("_no_weight_is_read")
+@pytest.mark.parametrize("case", OVERRIDES)
+def test_wrong_override(folder: Path, case: str) -> None:
+    overrides, error, parts = OVERRIDES[case]
+    (folder / "model.safetensors").unlink()
+    refused(folder, error, *parts, hf_overrides=overrides)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of the weights' file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def huge_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**63 - 1) + b"{}")
+
+
+def twice(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "a-1.safetensors")
+    (folder / "model.safetensors").rename(folder / "a-2.safetensors")
+
+
+def index(**weight_map: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        names = load_file(folder / "model.safetensors")
+        entries = dict.fromkeys(names, "model.safetensors") | {
+            name.replace("__", "."): file for name, file in weight_map.items()
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": entries}))
+
+    return spoil
+
+
+def only_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+NORM = "model.norm.weight"
+WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
+    "absent": (lambda folder: (folder / "model.safetensors").unlink(), ("no weights", "*.safetensors")),
+    "only a pickle": (only_pickle, ("pytorch_model.bin", "save_pretrained")),
+    "empty": (lambda folder: (folder / "model.safetensors").write_bytes(b""), ("model.safetensors", "0 bytes")),
+    "garbage": (lambda folder: (folder / "model.safetensors").write_bytes(b"garbage" * 9), ("model.safetensors",)),
+    "huge header": (huge_header, ("model.safetensors", "header of 9223372036854775807 bytes")),
+    "truncated": (truncate, ("model.safetensors: truncated: expected",)),
+    "in two files": (twice, ("a-2.safetensors", "is also in a-1.safetensors")),
+    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(NORM)), ("1 tensors missing", NORM)),
+    "unexpected tensor": (
+        lambda f: rewrite(f, lambda t: t.update(extra=torch.ones(1))),
+        ("1 tensors unexpected: extra",),
+    ),
+    "wrong shape": (lambda f: rewrite(f, lambda t: t.update({NORM: torch.ones(3)})), (NORM, "is [3], expected [64]")),
+    "wrong dtype": (
+        lambda f: rewrite(f, lambda t: t.update({NORM: torch.ones(64, dtype=torch.int8)})),
+        (NORM, "is I8", "accepted: F32, BF16, F16"),
+    ),
+    "shard not there": (index(lm_head__weight="b.safetensors"), ("1 files that are not there: b.safetensors",)),
+    "index leads out": (index(lm_head__weight="../b.safetensors"), ("'../b.safetensors'", "plain name")),
+}
+
+
+@pytest.mark.usefixtures("_no_weight_is_read")
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_wrong_weights(folder: Path, case: str) -> None:
+    spoil, parts = WEIGHTS[case]
+    spoil(folder)
+    refused(folder, WeightsError, *parts)
+
+
+@pytest.mark.usefixtures("_no_weight_is_read")
+def test_weights_of_another_shape(folder: Path) -> None:
+    refused(
+        folder, WeightsError, "of wrong shape", "and 11 more", hf_overrides={"intermediate_size": 100, "head_dim": 8}
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is allowed, or shows only when it runs
+
+
+def test_nan_in_the_weights_loads_and_fails_each_request(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors[NORM].fill_(torch.nan))
+    with LLM(folder, **OPTIONS) as llm:
+        outputs = llm.generate(["a", "b"], GREEDY)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error"]
+    assert all(isinstance(output.error, NonFiniteLogitsError) for output in outputs)
+
+
+def test_code_in_the_folder_is_ignored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
+    (folder / "evil.py").write_text("raise SystemExit('imported')")
+    with LLM(folder, **OPTIONS) as llm:
+        assert llm.generate("a", GREEDY)[0].finished
+    assert "auto_map is ignored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for %}", "chat template"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "fuel"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "chat template"),
+    ],
+)
+def test_bad_chat_template_fails_chats_alone(folder: Path, template: str, reason: str) -> None:
+    edit_json(folder / "tokenizer_config.json", chat_template=template)
+    with LLM(folder, **OPTIONS) as llm:
+        with pytest.raises(ValidationError, match=reason) as caught:
+            llm.chat([{"role": "user", "content": "hi"}])
+        assert caught.value.param == "messages"
+        assert llm.generate("a", GREEDY)[0].finished
+
+
+def test_a_checkpoint_without_tokenizer_serves_ids(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert llm.get_tokenizer() is None
+        (output,) = llm.generate([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=3))
+        with pytest.raises(ValidationError, match=r"no tokenizer\.json"):
+            llm.generate("text")
+    assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == (None, 3)

@@ -1,0 +1,273 @@
+"""Requests that are wrong: the error says what and where, nothing is queued, and the engine goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from medha import LLM, SLO, SamplingParams
+from medha.engine import Engine
+from medha.errors import ContextLengthError, KVCapacityError, UnsupportedFeatureError, ValidationError
+from tests.serving import GREEDY, Model, assert_empty, make_byte_model, serve_one, write_byte_model
+
+MAX_MODEL_LEN = 400
+POOL_TOKENS = 256
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_byte_model(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("llm")
+    write_byte_model(folder)
+    with LLM(folder, block_size=16, num_kv_blocks=POOL_TOKENS // 16, max_model_len=MAX_MODEL_LEN) as llm:
+        yield llm
+
+
+def make_engine(model: Model, *, with_tokenizer: bool = True) -> Engine:
+    return model.engine(
+        with_tokenizer=with_tokenizer, max_model_len=MAX_MODEL_LEN, block_size=16, num_blocks=POOL_TOKENS // 16
+    )
+
+
+PROMPTS: dict[str, tuple[Any, str, str]] = {
+    "empty text": ("", "prompt", r"^prompt='' has no token; accepted: at least one$"),
+    "empty ids": ([], "prompt_token_ids", r"^prompt_token_ids=\[\] has no token; accepted: at least one$"),
+    "empty tuple": ((), "prompt_token_ids", "no token"),
+    "empty array": (np.array([], dtype=np.int64), "prompt_token_ids", "no token"),
+    "empty prompt field": ({"prompt": ""}, "prompt", "no token"),
+    "empty ids field": ({"prompt_token_ids": []}, "prompt_token_ids", "no token"),
+    "negative": ([5, -1], "prompt_token_ids", r"^prompt_token_ids\[1\]=-1; accepted: integers from 0 to 255$"),
+    "vocabulary size": ([5, 6, 256], "prompt_token_ids", r"^prompt_token_ids\[2\]=256; accepted"),
+    "true": ([5, True], "prompt_token_ids", r"^prompt_token_ids\[1\]=True; accepted"),
+    "true first": ([True, 5], "prompt_token_ids", r"^prompt_token_ids\[0\]=True; accepted"),
+    "float": ([5, 1.0], "prompt_token_ids", r"^prompt_token_ids\[1\]=1\.0; accepted"),
+    "NaN": ([float("nan")], "prompt_token_ids", r"^prompt_token_ids\[0\]=nan; accepted"),
+    "2**63": ([2**63], "prompt_token_ids", r"^prompt_token_ids\[0\]=9223372036854775808; accepted"),
+    "None inside": ([5, None], "prompt_token_ids", r"^prompt_token_ids\[1\]=None; accepted"),
+    "text inside": ([5, "6"], "prompt_token_ids", r"^prompt_token_ids\[1\]='6'; accepted"),
+    "nested": ({"prompt_token_ids": [[5]]}, "prompt_token_ids", r"^prompt_token_ids\[0\]=\[5\]; accepted"),
+    "array of floats": (np.array([1.0]), "prompt_token_ids", r"^prompt_token_ids\[0\]=1\.0; accepted"),
+    "array of booleans": (torch.tensor([True]), "prompt_token_ids", r"^prompt_token_ids\[0\]=True; accepted"),
+    "array field of two axes": ({"prompt_token_ids": np.array([[5]])}, "prompt_token_ids", r"^prompt_token_ids\[0\]="),
+    "array field of no axis": ({"prompt_token_ids": np.array(5)}, "prompt_token_ids", "of type ndarray; accepted"),
+    "text as ids": ({"prompt_token_ids": "hello"}, "prompt_token_ids", "of type str; accepted"),
+    "mapping as ids": ({"prompt_token_ids": {"prompt": "hello"}}, "prompt_token_ids", "of type dict; accepted"),
+    "ids as text": ({"prompt": [1, 2]}, "prompt", "^prompt of type list; accepted: text$"),
+    "mapping as text": ({"prompt": {"prompt": "hello"}}, "prompt", "^prompt of type dict; accepted: text$"),
+    "two forms": ({"prompt": "a", "prompt_token_ids": [1]}, "prompt", "^a prompt mapping with prompt, prompt_token_i"),
+    "no form": ({}, "prompt", "^a prompt mapping with nothing; accepted: one of prompt, prompt_token_ids, messages$"),
+    "only None": ({"prompt": None}, "prompt", "^a prompt mapping with nothing; accepted"),
+    "unknown field": ({"prompt": "a", "multi_modal_data": 1}, "prompt", "^a prompt mapping with prompt, multi_modal"),
+    "unknown field alone": ({"text": "a"}, "prompt", "^a prompt mapping with text; accepted"),
+    "no messages": ({"messages": []}, "messages", "non-empty list"),
+    "text as messages": ({"messages": "hi"}, "messages", "non-empty list"),
+    "mapping as messages": ({"messages": {"role": "user"}}, "messages", "^messages of type dict; accepted: a list"),
+    "message without role": ({"messages": [{"content": "hi"}]}, "messages", "role"),
+    "lone surrogate": ("a\ud800", "prompt", "lone surrogate"),
+}
+
+
+@pytest.mark.parametrize("case", PROMPTS)
+def test_bad_prompt(model: Model, llm: LLM, case: str) -> None:
+    prompt, param, message = PROMPTS[case]
+    engine = make_engine(model)
+    with pytest.raises(ValidationError, match=message) as caught:
+        engine.add_request("bad", prompt)
+    assert caught.value.param == param
+    assert_empty(engine)
+    assert len(serve_one(engine, "good").outputs[0].token_ids) == 16
+    if case not in ("empty ids", "empty tuple", "empty array"):  # to LLM those are a list of no prompts
+        with pytest.raises(ValidationError, match=message) as caught:
+            llm.generate(prompt)
+        assert (caught.value.param, caught.value.index) == (param, 0)
+    with pytest.raises(ValidationError, match=rf"^prompt 1: .*{message.removeprefix('^')}"):
+        llm.generate(["good", prompt])
+    with pytest.raises(ValidationError, match=message):
+        llm.stream(prompt)
+    assert_empty(llm.engine)
+
+
+NO_PROMPTS: dict[str, Any] = {"None": None, "int": 5, "bytes": b"hello", "set": {1, 2}, "iterator": iter(["a"])}
+
+
+@pytest.mark.parametrize("case", NO_PROMPTS)
+def test_not_a_prompt_at_all(model: Model, llm: LLM, case: str) -> None:
+    value = NO_PROMPTS[case]
+    name = type(value).__name__
+    engine = make_engine(model)
+    with pytest.raises(ValidationError, match=f"of type {name}; accepted: a list of token ids, or text"):
+        engine.add_request("bad", value)
+    assert_empty(engine)
+    with pytest.raises(ValidationError, match=f"prompts of type {name}; accepted: a prompt or a list of prompts"):
+        llm.generate(value)
+
+
+@pytest.mark.parametrize("prompt", [" ", "\n\n", "\0", "\u202eabc", "é" * 20])
+def test_odd_text_is_text(llm: LLM, prompt: str) -> None:
+    (output,) = llm.generate(prompt, GREEDY)
+    assert output.prompt_token_ids == list(prompt.encode())
+    assert len(output.outputs[0].token_ids) == 16
+
+
+@pytest.mark.parametrize("length", [MAX_MODEL_LEN, MAX_MODEL_LEN + 1, 5000])
+def test_prompt_too_long(model: Model, length: int) -> None:
+    engine = make_engine(model)
+    with pytest.raises(ContextLengthError) as caught:
+        engine.add_request("bad", [1] * length)
+    assert str(caught.value) == (
+        f"the prompt has {length} tokens and max_model_len is {MAX_MODEL_LEN}; accepted: at most {MAX_MODEL_LEN - 1}"
+    )
+    assert (caught.value.param, caught.value.value) == ("prompt", length)
+    assert_empty(engine)
+    assert serve_one(engine, "good").outputs[0].finish_reason == "length"
+
+
+def test_longest_prompt(model: Model) -> None:
+    engine = model.engine(max_model_len=100)
+    completion = serve_one(engine, [1] * 99).outputs[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "param"), [(10, 248, "max_tokens"), (250, 8, "max_tokens"), (257, 1, "prompt")]
+)
+def test_request_that_never_fits_the_pool(model: Model, length: int, max_tokens: int, param: str) -> None:
+    engine = make_engine(model)
+    with pytest.raises(KVCapacityError) as caught:
+        engine.add_request("bad", [1] * length, SamplingParams(max_tokens=max_tokens))
+    assert str(caught.value) == (
+        f"{length} prompt tokens and max_tokens={max_tokens} need 17 KV blocks of 16 tokens; "
+        "the pool has 16 (256 tokens)"
+    )
+    assert (caught.value.param, caught.value.value) == (param, max_tokens if param == "max_tokens" else length)
+    assert_empty(engine)
+    assert len(serve_one(engine, [1] * 10).outputs[0].token_ids) == 16
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(10, 247), (250, 7), (256, 1)])
+def test_request_that_just_fits_the_pool(model: Model, length: int, max_tokens: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    completion = serve_one(make_engine(model), [1] * length, params).outputs[0]
+    assert len(completion.token_ids) == max_tokens
+
+
+@pytest.mark.parametrize("name", ["", None, 5])
+def test_bad_request_id(model: Model, name: Any) -> None:
+    engine = make_engine(model)
+    with pytest.raises(ValidationError, match="request_id") as caught:
+        engine.add_request(name, "good")
+    assert caught.value.param == "request_id"
+    assert_empty(engine)
+
+
+def test_bad_parameters(model: Model, llm: LLM) -> None:
+    engine = make_engine(model)
+    bad: Any
+    for bad in ({"temperature": 0}, 0, "greedy"):
+        with pytest.raises(ValidationError, match="accepted: SamplingParams") as caught:
+            engine.add_request("bad", "good", bad)
+        assert caught.value.param == "sampling_params"
+    for bad in ({"ttft_s": 1}, 0.5):
+        with pytest.raises(ValidationError, match="accepted: SLO") as caught:
+            engine.add_request("bad", "good", slo=bad)
+        assert caught.value.param == "slo"
+        with pytest.raises(ValidationError, match="accepted: SLO"):
+            llm.generate("good", slo=bad)
+    with pytest.raises(ValidationError, match=r"stop_token_ids\[1\]=256; accepted: integers from 0 to 255"):
+        engine.add_request("bad", "good", SamplingParams(stop_token_ids=[3, 256]))
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("field", ["sampling_params", "slo"])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_lists_of_different_length(llm: LLM, field: str, count: int) -> None:
+    values = {field: [SamplingParams() if field == "sampling_params" else SLO()] * count}
+    with pytest.raises(ValidationError, match=rf"^{count} {field} for 2 prompts; accepted: one, or 2$") as caught:
+        llm.generate(["a", "b"], **values)  # type: ignore[arg-type]
+    assert caught.value.param == field
+    assert_empty(llm.engine)
+
+
+@pytest.mark.parametrize("field", ["n", "logit_bias"])
+def test_unsupported_fields_are_named(field: str) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=field):
+        SamplingParams.from_dict({field: 2})
+
+
+@pytest.mark.parametrize("bad", ["prompt", "context", "pool"])
+@pytest.mark.parametrize("index", [0, 777, 999])
+def test_one_bad_prompt_among_a_thousand(llm: LLM, index: int, bad: str) -> None:
+    prompts: list[Any] = [f"prompt number {i}" for i in range(1000)]
+    prompts[index] = {"prompt": [7, -1], "context": [1] * 500, "pool": [1] * 300}[bad]
+    kinds = {"prompt": ValidationError, "context": ContextLengthError, "pool": KVCapacityError}
+    with pytest.raises(kinds[bad], match=rf"^prompt {index}: ") as caught:
+        llm.generate(prompts, SamplingParams(max_tokens=1))
+    assert type(caught.value) is kinds[bad]
+    assert caught.value.index == index
+    assert_empty(llm.engine)
+    assert not llm.engine.has_unfinished
+    assert llm.generate("good", GREEDY)[0].finished
+
+
+def test_the_rest_of_the_thousand_is_fine(llm: LLM) -> None:
+    outputs = llm.generate([[i % 256] for i in range(1000)], SamplingParams(temperature=0.0, max_tokens=1))
+    assert [output.prompt_token_ids for output in outputs] == [[i % 256] for i in range(1000)]
+    assert_empty(llm.engine)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ("text", None, "prompt"),
+        ({"prompt": "text"}, None, "prompt"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, None, "messages"),
+        ([1, 2], SamplingParams(stop="x"), "stop"),
+    ],
+)
+def test_text_without_a_tokenizer(model: Model, prompt: Any, params: SamplingParams | None, param: str) -> None:
+    engine = make_engine(model, with_tokenizer=False)
+    with pytest.raises(
+        ValidationError, match=rf"^{param} needs a tokenizer, and the model folder has no tok"
+    ) as caught:
+        engine.add_request("bad", prompt, params)
+    assert caught.value.param == param
+    assert serve_one(engine, [1, 2]).outputs[0].text is None
+
+
+def test_chat_without_a_template(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(model)
+    monkeypatch.setattr(engine.tokenizer, "chat_template", None)
+    with pytest.raises(ValidationError, match="has no chat template") as caught:
+        engine.add_request("bad", {"messages": [{"role": "user", "content": "hi"}]})
+    assert caught.value.param == "messages"
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("messages", ["hi", [[]], [["hi"]], [[{"role": "user"}]], [5]])
+def test_bad_messages(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        llm.chat(messages)
+    assert caught.value.param == "messages"
+    assert caught.value.index == 0
+    assert_empty(llm.engine)
+
+
+def test_a_megabyte_without_a_space_is_refused_by_its_length(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError, match="the prompt has 1000000 tokens"):
+        llm.generate("x" * 1_000_000)
+
+
+def test_refused_requests_leave_the_seeds_alone(model: Model) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    clean, dirty = make_engine(model), make_engine(model)
+    with pytest.raises(ValidationError):
+        dirty.add_request("bad", [-1], params)
+    assert serve_one(clean, [1], params).outputs == serve_one(dirty, [1], params).outputs

@@ -1,0 +1,279 @@
+"""From configuration to engine: sizes, devices, defaults, and what the log says of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import medha.build
+from medha import LLM, SamplingParams
+from medha.build import build_engine, pick_backend, pick_device
+from medha.config import EngineConfig
+from medha.engine import Engine
+from medha.errors import ConfigError
+from medha.models.needle import write_needle
+from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
+from tests.serving import ANSWER, GREEDY, question, write_byte_model
+
+KV_BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # keys and values, layers, KV heads, head dimension, float32
+NO_EOS = "defines no end-of-sequence token"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    write_byte_model(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    """A good folder to change."""
+    return shutil.copytree(good, tmp_path / "model")
+
+
+def build(folder: Path, **options: Any) -> Engine:
+    engine = build_engine(EngineConfig.from_flat(str(folder), **options))
+    assert isinstance(engine, Engine)
+    return engine
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# KV pool
+
+
+def pool(engine: Engine) -> tuple[int, int]:
+    """(blocks, tokens a block), the same for scheduler and cache."""
+    scheduler, cache = engine.scheduler, engine.runner.cache
+    assert (scheduler.pool.num_blocks, scheduler.block_size) == (cache.num_blocks, cache.block_size)
+    assert cache.k[0].shape == (cache.num_blocks * cache.block_size, 2, 16)
+    return cache.num_blocks, cache.block_size
+
+
+def test_pool_of_given_blocks(good: Path) -> None:
+    assert pool(build(good, num_kv_blocks=7, block_size=32)) == (7, 32)
+    assert pool(build(good, num_kv_blocks=7)) == (7, 256)
+
+
+@pytest.mark.parametrize(("dtype", "item_bytes"), [("float32", 4), ("bfloat16", 2)])
+def test_pool_of_given_bytes(good: Path, dtype: str, item_bytes: int) -> None:
+    block_bytes = KV_BYTES_PER_TOKEN * item_bytes // 4 * 32
+    for extra in (0, block_bytes - 1):
+        assert pool(build(good, kv_memory=5 * block_bytes + extra, block_size=32, dtype=dtype)) == (5, 32)
+    with pytest.raises(ConfigError) as caught:
+        build(good, kv_memory=block_bytes - 1, block_size=32, dtype=dtype)
+    assert str(caught.value) == (
+        f"kv_memory leaves {block_bytes - 1} bytes for the KV pool; a block of 32 tokens takes {block_bytes}"
+    )
+
+
+def test_default_pool_holds_every_request_that_may_run(good: Path) -> None:
+    assert pool(build(good, max_model_len=100, max_num_seqs=3, block_size=32)) == (3 * 4, 32)
+
+
+def test_default_pool_takes_half_of_the_memory_at_most(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block_bytes = KV_BYTES_PER_TOKEN * 32
+    monkeypatch.setattr(medha.build, "_available_memory", lambda: 2 * (10 * block_bytes) + 1)
+    assert pool(build(good, block_size=32)) == (10, 32)
+    monkeypatch.setattr(medha.build, "_available_memory", lambda: block_bytes)
+    with pytest.raises(ConfigError, match=rf"^half of the free memory leaves {block_bytes // 2} bytes for the KV pool"):
+        build(good, block_size=32)
+
+
+def test_available_memory_is_plausible() -> None:
+    assert 2**24 < medha.build._available_memory() < 2**50
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Context
+
+
+def test_context_is_the_models_own(good: Path) -> None:
+    assert build(good, num_kv_blocks=4).limits.max_model_len == 8192
+    assert build(good, num_kv_blocks=4, max_model_len=8192).limits.max_model_len == 8192
+    assert build(good, num_kv_blocks=4, max_model_len=100).limits.max_model_len == 100
+
+
+def test_context_beyond_the_model(good: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^max_model_len=8193 exceeds the model's 8192 positions; accepted: .*yarn"):
+        build(good, num_kv_blocks=4, max_model_len=8193)
+
+
+def test_context_of_ten_million_by_yarn(tmp_path: Path) -> None:
+    """Stretched at start, it still says on a short prompt what transformers says with the same stretch."""
+    plain, stretched = tmp_path / "plain", tmp_path / "stretched"
+    make_checkpoint(plain, "llama", seed=2)
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 10_000_000 / 8192,
+        "original_max_position_embeddings": 8192,
+    }
+    reference = make_checkpoint(stretched, "llama", seed=2, rope_parameters=yarn, max_position_embeddings=10_000_000)
+    prompt = random_prompt(50, seed=1)
+    expected, _, gap = reference_greedy(reference, prompt, 6)
+    assert gap > 1e-3
+    with LLM(plain, rope_scaling="yarn", max_model_len=10_000_000, num_kv_blocks=4) as llm:
+        assert llm.engine.limits.max_model_len == 10_000_000
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6))
+        (unstretched,) = LLM(plain, num_kv_blocks=4).generate(prompt, SamplingParams(temperature=0.0, max_tokens=6))
+    assert output.outputs[0].token_ids == expected
+    assert unstretched.outputs[0].token_ids != expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights, device, dtype
+
+
+def test_dummy_weights_need_no_file(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    tokens = []
+    for seed in (0, 0, 1):
+        with LLM(folder, load_format="dummy", seed=seed, num_kv_blocks=4) as llm:
+            tokens.append(llm.generate("Hello", GREEDY)[0].outputs[0].token_ids)
+    assert len(tokens[0]) == 16
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors"])
+def test_load_format(good: Path, load_format: str) -> None:
+    done: list[int] = []
+    config = EngineConfig.from_flat(str(good), load_format=load_format, num_kv_blocks=4)
+    build_engine(config, progress=done.append)
+    assert sum(done) == sum(p.stat().st_size for p in good.glob("*.safetensors")) - header_bytes(good)
+
+
+def header_bytes(folder: Path) -> int:
+    with (folder / "model.safetensors").open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "used"),
+    [
+        (torch.float32, "auto", torch.float32),
+        (torch.bfloat16, "auto", torch.bfloat16),
+        (torch.float32, "bfloat16", torch.bfloat16),
+        (torch.bfloat16, "float32", torch.float32),
+    ],
+)
+def test_dtype(tmp_path: Path, saved: torch.dtype, asked: str, used: torch.dtype) -> None:
+    make_checkpoint(tmp_path, "llama", dtype=saved)
+    with LLM(tmp_path, dtype=asked, num_kv_blocks=4) as llm:
+        assert llm.engine.runner.cache.k[0].dtype == used
+        assert next(llm.engine.runner.model.parameters()).dtype == used
+        assert llm.generate([1, 2], GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7"])
+def test_cuda_where_there_is_none(good: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=rf"^device='{device}': this machine has 0 CUDA devices; accepted: cpu$"):
+        LLM(good, device=device)
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("auto") == torch.device("cuda")
+    assert pick_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ConfigError, match="this machine has 2 CUDA devices"):
+        pick_device("cuda:2")
+
+
+def test_backends() -> None:
+    assert pick_backend("auto").name == pick_backend("torch").name == "torch"
+
+
+def test_num_threads(good: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        build(good, num_threads=2, num_kv_blocks=4)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_unknown_option(good: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown option chunck_size=64; did you mean chunk_size\?"):
+        LLM(good, chunck_size=64)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer, defaults, end of sequence
+
+
+def test_tokenizer_of_another_folder(folder: Path, good: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with LLM(folder, num_kv_blocks=4) as llm:
+        assert llm.get_tokenizer() is None
+    with LLM(folder, tokenizer=str(good), num_kv_blocks=4) as llm:
+        assert llm.generate("a", GREEDY)[0].prompt_token_ids == [97]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizer", "eos"),
+    [
+        ([10, 3], 7, "A", (10, 3)),
+        (10, None, None, (10,)),
+        (None, [7, 8], "A", (7, 8)),
+        (None, None, "A", (65,)),
+        (None, None, None, ()),
+    ],
+)
+def test_end_of_sequence(
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    generation: int | list[int] | None,
+    config: int | list[int] | None,
+    tokenizer: str | None,
+    eos: tuple[int, ...],
+) -> None:
+    """The first file that defines end-of-sequence ids has the word, and only a folder without any is warned about."""
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "eos_token_id": config}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer}))
+    assert build(folder, num_kv_blocks=4).limits.eos_token_ids == eos
+    assert [NO_EOS in message for message in warnings(caplog)] == ([] if eos else [True])
+
+
+def test_sampling_defaults(folder: Path) -> None:
+    generation = {"temperature": 0.7, "top_k": 5, "do_sample": True, "max_new_tokens": 9}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert build(folder, num_kv_blocks=4).limits.sampling_defaults == {"temperature": 0.7, "top_k": 5}
+
+
+def test_needle_model_is_built_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(write_needle(tmp_path), num_kv_blocks=2) as llm:
+        assert llm.generate(question())[0].outputs[0].text == ANSWER
+    assert warnings(caplog) == []
+
+
+def test_the_log_says_what_was_chosen(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "eos_token_id": [10, 3]}))
+    with caplog.at_level(logging.INFO, logger="medha"):
+        build(folder, num_kv_blocks=5, block_size=64, max_model_len=100, device="cpu")
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    for part in (
+        "LlamaForCausalLM",
+        "cpu",
+        "float32",
+        "context 100",
+        "5 blocks of 64 tokens",
+        "{'temperature': 0.7}",
+        "[10, 3]",
+    ):
+        assert part in line
