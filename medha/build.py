@@ -284,7 +284,8 @@ def _load_model(
     progress: Callable[[int], None] | None,
 ) -> Decoder:
     split = ranks is not None and ranks.config.tp > 1
-    model = build_decoder(
+    build = partial(
+        build_decoder,
         part.model,
         dtype=dtype,
         device=device,
@@ -292,11 +293,13 @@ def _load_model(
         parallelize_=partial(parallelize_, mesh=ranks.mesh["tp"], plan=TP_PLAN) if ranks and split else None,
     )
     if config.load_format == "dummy":
+        model = build()
         fill_random_(model, seed=config.seed)
     else:
         whole = part.whole
         with Checkpoint(folder) as checkpoint:
             check_tensors(checkpoint, expected_tensors(whole), ignored=lambda name: is_ignored(name, whole))
+            model = build()
             parameters = dict(model.named_parameters())
             load_parameters(
                 {name: local_part(parameter) for name, parameter in parameters.items()},

@@ -161,7 +161,8 @@ class ParallelConfig:
         for name in ("tp", "spp", "kvp"):
             _check_positive_int(name, getattr(self, name), 65536)
         _check_choice("tp_forward", self.tp_forward, ("local", "dtensor"))
-        if not isinstance(self.dist_timeout_s, (int, float)) or not 1 <= self.dist_timeout_s <= 86400:
+        value = self.dist_timeout_s
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1 <= value <= 86400:
             raise ConfigError(f"dist_timeout={self.dist_timeout_s!r}; accepted: seconds from 1 to 86400")
 
     @property

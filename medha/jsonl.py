@@ -19,13 +19,13 @@ from typing import Any, TextIO
 
 from medha.driver import Arrival
 from medha.errors import ConfigError, MedhaError, ValidationError
-from medha.request import SLO, UNSUPPORTED_FIELDS, RequestOutput, SamplingParams
+from medha.request import FIELD_ALIASES, SLO, UNSUPPORTED_FIELDS, RequestOutput, SamplingParams
 
 logger = logging.getLogger("medha")
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 _OTHER_FIELDS = ("id", "request_id", "arrival_s", "slo")
-_SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) - {"output_kind"}
+_SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
 
 
 def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[Arrival]:

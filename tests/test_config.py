@@ -13,6 +13,7 @@ from medha.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     RopeConfig,
     SchedulerConfig,
     parse_bytes,
@@ -75,6 +76,9 @@ ALIASES = {
     "context_length": "max_model_len",
     "chunked_prefill_size": "chunk_size",
     "page_size": "block_size",
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "spp",
+    "kv_parallel_size": "kvp",
 }
 
 
@@ -120,9 +124,9 @@ def test_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_flat("m", zzz=1)
     assert str(caught.value) == (
-        "unknown option zzz=1; known: attention_backend, block_size, chunk_size, depth, device, dtype, "
-        "gpu_memory_utilization, hf_overrides, kv_memory, load_format, max_batch_tokens, max_model_len, max_num_seqs, "
-        "num_kv_blocks, num_threads, revision, rope_scaling, seed, tokenizer"
+        "unknown option zzz=1; known: attention_backend, block_size, chunk_size, depth, device, dist_timeout, "
+        "dtype, gpu_memory_utilization, hf_overrides, kv_memory, kvp, load_format, max_batch_tokens, max_model_len, "
+        "max_num_seqs, num_kv_blocks, num_threads, revision, rope_scaling, seed, spp, tokenizer, tp, tp_forward"
     )
 
 
@@ -136,7 +140,12 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "max_num_seqs": (*NO_INTEGER, None, 65537),
     "max_batch_tokens": (*NO_INTEGER, None, 2**24 + 1),
     "chunk_size": (*NO_INTEGER, None, 2**24 + 1),
-    "depth": (*NO_INTEGER, None, 1025),
+    "depth": (*NO_INTEGER, 1025),
+    "tp": (*NO_INTEGER, None, 65537),
+    "spp": (*NO_INTEGER, None, 65537),
+    "kvp": (*NO_INTEGER, None, 65537),
+    "tp_forward": (None, "", "DTensor", 1),
+    "dist_timeout": (0, 0.5, -1, 86401, NAN, INF, "120", None),
     "max_model_len": (*NO_INTEGER, 2**31),
     "num_threads": (*NO_INTEGER, 4097),
     "seed": (None, 1.0, NAN, "1", True, [1]),
@@ -157,7 +166,12 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "max_num_seqs": (1, 65536),
     "max_batch_tokens": (1, 2**24),
     "chunk_size": (1, 2**24),
-    "depth": (1, 1024),
+    "depth": (1, None, 1024),
+    "tp": (1, 8),
+    "spp": (1, 16),
+    "kvp": (1, 4),
+    "tp_forward": ("local", "dtensor"),
+    "dist_timeout": (1, 120.0, 86400),
     "max_model_len": (1, None, 2**31 - 1),
     "num_threads": (1, None),
     "seed": (0, -1, 2**31),
@@ -173,8 +187,10 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
 
 
 def test_the_tables_cover_every_option() -> None:
-    flat = {f.name for cls in (EngineConfig, CacheConfig, SchedulerConfig) for f in dataclasses.fields(cls)}
-    names = flat - {"model", "cache", "scheduler", "num_blocks", "memory_bytes"} | {"num_kv_blocks", "kv_memory"}
+    sections = (EngineConfig, CacheConfig, SchedulerConfig, ParallelConfig)
+    flat = {f.name for cls in sections for f in dataclasses.fields(cls)}
+    renamed = {"num_blocks": "num_kv_blocks", "memory_bytes": "kv_memory", "dist_timeout_s": "dist_timeout"}
+    names = {renamed.get(name, name) for name in flat} - {"model", "cache", "scheduler", "parallel"}
     assert set(BAD_VALUES) == set(ACCEPTED) == names
 
 

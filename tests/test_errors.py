@@ -17,6 +17,9 @@ from medha.errors import (
     MedhaError,
     ModelLoadError,
     NonFiniteLogitsError,
+    ParallelConfigError,
+    PlanDivergenceError,
+    RankFailedError,
     RequestError,
     TokenizerError,
     UnsupportedFeatureError,
@@ -48,13 +51,16 @@ MedhaError
       WeightsError
       TokenizerError
       ChatTemplateError
+    ParallelConfigError
   ValidationError
     ContextLengthError
     KVCapacityError
   UnsupportedFeatureError
   RequestError
     NonFiniteLogitsError
-  EngineDeadError"""
+  EngineDeadError
+    PlanDivergenceError
+    RankFailedError"""
     )
 
 
@@ -77,7 +83,10 @@ EXIT_CODES = {
     ContextLengthError: 2,
     KVCapacityError: 2,
     UnsupportedFeatureError: 2,
+    ParallelConfigError: 2,
     EngineDeadError: 4,
+    PlanDivergenceError: 4,
+    RankFailedError: 4,
     RequestError: 1,
     NonFiniteLogitsError: 1,
     MedhaError: 1,

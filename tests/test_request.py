@@ -232,6 +232,8 @@ UNSUPPORTED: dict[str, Any] = {
     "bad_words": ["a"],
     "beam_search": True,
     "best_of": 2,
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"enable_thinking": False},
     "echo": True,
     "functions": [{"name": "f"}],
     "guided_json": {"type": "object"},
@@ -273,7 +275,7 @@ def test_zero_prompt_logprobs_asks_for_something() -> None:
         SamplingParams.from_dict({"prompt_logprobs": 0})
 
 
-@pytest.mark.parametrize("name", ["temprature", "max_new_tokens", "Temperature", "stop_strings", ""])
+@pytest.mark.parametrize("name", ["temprature", "max_new_token", "Temperature", "stop_strings", ""])
 def test_unknown_name_is_refused(name: str) -> None:
     for value in (1, None):
         with pytest.raises(ValidationError, match=f"^{name}={value}; accepted: one of detokenize, ") as caught:
@@ -340,3 +342,8 @@ def test_times_at_zero_count() -> None:
 )
 def test_met_slo(changes: dict[str, Any], met: bool | None) -> None:
     assert dataclasses.replace(METRICS, **changes).met_slo is met
+
+
+@pytest.mark.parametrize("alias", ["max_completion_tokens", "max_new_tokens"])
+def test_field_alias(alias: str) -> None:
+    assert SamplingParams.from_dict({alias: 7}) == SamplingParams(max_tokens=7)
