@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.distributed import Caller, DrivingRunner, Follower
 from medha.engine import Engine, ModelLimits
-from medha.errors import ConfigError, ParallelConfigError
+from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.kv_cache import KVCache
 from medha.models.decoder import Decoder, build_decoder, fill_random_
 from medha.models.generation_config import load_generation_config
@@ -32,16 +31,8 @@ from medha.models.layers import TensorShard, local_part
 from medha.models.plan import TP_PLAN
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.parallel.control import ControlReceiver, ControlSender
-from medha.parallel.mesh import (
-    Launch,
-    Ranks,
-    check_layout,
-    check_same_everywhere,
-    fingerprint,
-    init_ranks,
-    least,
-    read_launch,
-)
+from medha.parallel.launch import Launch, read_launch
+from medha.parallel.mesh import Ranks, check_layout, check_same_everywhere, fingerprint, init_ranks, least
 from medha.parallel.spp import StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
 from medha.runner import Runner
@@ -60,14 +51,29 @@ class Role:
     """What this process does in a job.
 
     Attributes:
+        limits: what requests are checked against.
+        tokenizer: None where the folder has none.
         engine: on rank 0, and where there is one process.
         caller: on rank 0 of several: how it tells the others what is called.
         follower: on the other ranks.
     """
 
+    limits: ModelLimits
+    tokenizer: Tokenizer | None
     engine: Engine | None = None
     caller: Caller | None = None
     follower: Follower | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one process."""
+        return self.caller is None and self.follower is None
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell every rank that this one goes with an error; they end too."""
+        for part in (self.caller, self.follower):
+            if part is not None:
+                part.ranks.monitor.report(f"rank {part.ranks.rank}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Leave the job; every rank calls it."""
@@ -132,15 +138,16 @@ def build_role(
         )  # fmt: skip
     depth = _depth(config)
     if ranks is not None and ranks.rank != 0:
-        return Role(follower=Follower(runner, ranks, ControlReceiver(ranks.control_group)))
+        return Role(limits, tokenizer, follower=Follower(runner, ranks, ControlReceiver(ranks.control_group)))
     scheduler = Scheduler(
         dataclasses.replace(config.scheduler, depth=depth), num_blocks=num_blocks, block_size=config.cache.block_size
     )
     if ranks is None:
-        return Role(Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline))
+        return Role(limits, tokenizer, Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline))
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
     driven = DrivingRunner(runner, ranks, sender)
-    return Role(Engine(driven, scheduler, limits, tokenizer=tokenizer, timeline=timeline), Caller(sender))
+    engine = Engine(driven, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
+    return Role(limits, tokenizer, engine, Caller(sender, ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +261,8 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; accepted: cpu")
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        raise ConfigError(f"device={name!r}; accepted on this machine: {', '.join(there)}")
     return device
 
 
@@ -268,6 +276,8 @@ def _load_tokenizer(config: EngineConfig, folder: Path, model: ModelConfig) -> T
     if config.tokenizer is not None:
         folder = resolve_model(config.tokenizer)
     tokenizer = load_tokenizer(folder)
+    if tokenizer is None and config.tokenizer is not None:
+        raise TokenizerError(f"tokenizer={config.tokenizer!r}: {folder} has no tokenizer.json")
     if tokenizer is not None:
         tokenizer.check_vocab(model.vocab_size)
     return tokenizer
@@ -344,8 +354,9 @@ def _num_blocks(config: EngineConfig, part: _Part, dtype: torch.dtype, device: t
         memory = int(free - total * (1 - cache.gpu_memory_utilization)) - weights
         source = "gpu_memory_utilization"
     else:
-        share = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size))
-        memory, source = _available_memory() // 2 // share, "half of the free memory"
+        launch = read_launch()
+        memory, source = _available_memory() // 2, "half of the free memory"
+        memory //= 1 if launch is None else launch.local_world_size
     if memory < block_bytes:
         raise ConfigError(
             f"{source} leaves {memory} bytes for the KV pool; a block of {cache.block_size} tokens takes {block_bytes}"

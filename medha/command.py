@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ import typer
 
 from medha.config import OPTION_ALIASES
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
+from medha.parallel.launch import is_first_rank, read_launch
 
 logger = logging.getLogger("medha")
 
@@ -82,13 +84,24 @@ def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = 
 def end_process(code: int) -> NoReturn:
     """Exit; one more Ctrl-C while the interpreter shuts down changes nothing."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if code and read_launch() is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # the clean-up of process groups would wait for ranks that may be gone
     sys.exit(code)
 
 
 def complain(message: str, code: int) -> int:
-    """Write an error to stderr, on one line; returns ``code``."""
-    print("error:", " ".join(message.split()), file=sys.stderr)
+    """Write an error to stderr, on one line, on the rank that speaks; returns ``code``."""
+    if is_first_rank():
+        print("error:", " ".join(message.split()), file=sys.stderr)
     return code
+
+
+def ignore_signals() -> None:
+    """Leave Ctrl-C and termination to rank 0, which lets the others stop in order."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
@@ -101,15 +114,18 @@ def first_interrupt() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         noted.append(signum)
 
+    # torchrun passes Ctrl-C on as a termination; a plain process ends on one as it always did.
+    numbers = (signal.SIGINT,) if read_launch() is None else (signal.SIGINT, signal.SIGTERM)
     try:
-        before = signal.signal(signal.SIGINT, note)
+        before = {number: signal.signal(number, note) for number in numbers}
     except ValueError:  # not the main thread: there is no Ctrl-C to note
         yield noted
         return
     try:
         yield noted
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def start_logging(level: str) -> None:
@@ -124,7 +140,7 @@ def start_logging(level: str) -> None:
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("medha: %(message)s"))
     logger.handlers[:] = [handler]
-    logger.setLevel(number)
+    logger.setLevel(number if is_first_rank() else logging.ERROR)
 
 
 class _StderrHandler(logging.Handler):

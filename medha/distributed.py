@@ -12,7 +12,8 @@ scheduled it; the other ranks of the first stage read up to that one before they
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from medha.batch import Batch, Row
-from medha.errors import EngineDeadError, MedhaError
+from medha.errors import EngineDeadError, MedhaError, RankFailedError
 from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.mesh import Ranks
 from medha.request import RequestOutput, SamplingParams
@@ -99,12 +100,12 @@ class _InPipeline:
     """A batch on its way through the stages; its result is waited for."""
 
     driver: DrivingRunner
-    batch_id: int
+    batch: Batch
     report: _Report | None
 
     def result(self) -> StepResult:
         """The result of the batch; its tokens become known to rank 0's stage."""
-        return self.driver.completed(self.batch_id, self.report)
+        return self.driver.completed(self.batch, self.report)
 
 
 class DrivingRunner:
@@ -148,7 +149,15 @@ class DrivingRunner:
         raise EngineDeadError("a step was interrupted; the other ranks have part of it, so the engine has ended")
 
     def submit(self, batch: Batch) -> _InPipeline | Pending:
-        """Send a batch to every rank and run this rank's part of it."""
+        """Send a batch to every rank and run this rank's part of it.
+
+        Raises:
+            RankFailedError: another rank failed; the message is the first error that any rank reported.
+        """
+        with failures_named(self._ranks, batch):
+            return self._submit(batch)
+
+    def _submit(self, batch: Batch) -> _InPipeline | Pending:
         fields = {"open": self._opened, "close": self._closed} if self._opened or self._closed else {}
         self._opened, self._closed = [], []
         ids = self._runner.chunk_ids(batch)
@@ -162,13 +171,14 @@ class DrivingRunner:
             return Pending(result)
         report = self._reports.post(batch)
         self._runner.run(batch, ids)
-        return _InPipeline(self, batch.batch_id, report)
+        return _InPipeline(self, batch, report)
 
-    def completed(self, batch_id: int, report: _Report | None) -> StepResult:
-        """Wait for the oldest batch in the pipeline."""
-        result = StepResult((), [], 0.0) if report is None else report.wait()
+    def completed(self, batch: Batch, report: _Report | None) -> StepResult:
+        """Wait for the oldest batch in the pipeline; raises as :meth:`submit`."""
+        with failures_named(self._ranks, batch):
+            result = StepResult((), [], 0.0) if report is None else report.wait()
         self._runner.take_tokens(result.rows, [s.token_id for s in result.sampled])
-        self._completed = batch_id
+        self._completed = batch.batch_id
         return result
 
 
@@ -183,7 +193,7 @@ class Follower:
 
     def __init__(self, runner: Runner, ranks: Ranks, receiver: ControlReceiver) -> None:
         self._runner = runner
-        self._ranks = ranks
+        self.ranks = ranks
         self._receiver = receiver
         self._reports = ReportLine(ranks, runner)
         self._takes_reports = ranks.is_first_stage and ranks.rank != ranks.sampler_rank
@@ -192,14 +202,20 @@ class Follower:
         self._last: Message | None = None
 
     def follow(self) -> Message:
-        """Run batches until a message of another kind comes; returns that message."""
+        """Run batches until a message of another kind comes; returns that message.
+
+        Raises:
+            RankFailedError: another rank failed, or this one.
+        """
         while True:
             while self._last is None and (self._receiver.has_message or not self._queue):
-                self._take(self._receiver.receive())
+                with failures_named(self.ranks):
+                    message = self._receiver.receive()
+                self._take(message)
             if not self._queue:
-                message, self._last = self._last, None
-                assert message is not None, "the queue is empty and a message has come"
-                return message
+                other, self._last = self._last, None
+                assert other is not None, "the queue is empty and a message has come"
+                return other
             self._run(self._queue.popleft())
 
     def _take(self, message: Message) -> None:
@@ -224,10 +240,11 @@ class Follower:
         while self._expected and self._expected[0].batch_id <= message.completed:
             result = self._expected.popleft().wait()
             self._runner.take_tokens(result.rows, [s.token_id for s in result.sampled])
-        ids = torch.from_numpy(message.token_ids) if self._ranks.is_first_stage else None
-        result_here = self._runner.run(message.batch, ids)
-        if result_here is not None:
-            self._reports.send(result_here)
+        ids = torch.from_numpy(message.token_ids) if self.ranks.is_first_stage else None
+        with failures_named(self.ranks, message.batch):
+            sampled_here = self._runner.run(message.batch, ids)
+            if sampled_here is not None:
+                self._reports.send(sampled_here)
 
     def join(self, name: str) -> list[RequestOutput]:
         """Follow one call of the front door to its end; returns what rank 0's call returned, or raises what it raised.
@@ -238,7 +255,7 @@ class Follower:
         begun = self.follow()
         if begun.kind != "call" or begun.fields.get("name") != name:
             theirs = begun.fields.get("name", "close")
-            raise EngineDeadError(f"rank {self._ranks.rank} called {name}, rank 0 called {theirs}")
+            raise EngineDeadError(f"rank {self.ranks.rank} called {name}, rank 0 called {theirs}")
         ended = self.follow()
         if ended.kind != "end":
             raise EngineDeadError(f"rank 0 left its call of {name} without an end")
@@ -250,13 +267,13 @@ class Follower:
         """Follow until rank 0 stops."""
         message = self.follow()
         if message.kind != "stop":
-            raise EngineDeadError(f"rank 0 called {message.fields.get('name')}, rank {self._ranks.rank} only follows")
+            raise EngineDeadError(f"rank 0 called {message.fields.get('name')}, rank {self.ranks.rank} only follows")
 
     def close(self) -> None:
         """Wait for rank 0 to stop, then leave the process groups."""
         self.serve()
         self._reports.drain()
-        leave()
+        leave(self.ranks)
 
 
 class Caller:
@@ -264,10 +281,12 @@ class Caller:
 
     Args:
         sender: the control stream.
+        ranks: places and groups.
     """
 
-    def __init__(self, sender: ControlSender) -> None:
+    def __init__(self, sender: ControlSender, ranks: Ranks) -> None:
         self._sender = sender
+        self.ranks = ranks
 
     def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         """Run a call that every rank has joined; all of them return or raise the same."""
@@ -284,10 +303,40 @@ class Caller:
         """Let the others stop, then leave the process groups."""
         self._sender.send(Message("stop"))
         self._sender.drain()
-        leave()
+        leave(self.ranks)
 
 
-def leave() -> None:
+def leave(ranks: Ranks) -> None:
     """Leave the process groups; every rank calls it."""
     dist.barrier()
+    ranks.monitor.stop()
+    dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def failures_named(ranks: Ranks, batch: Batch | None = None) -> Iterator[None]:
+    """Within, a failure of this rank is reported to all, and that of another rank is named.
+
+    Raises:
+        RankFailedError: with the first error that any rank reported, and its rank, stage and batch.
+    """
+    place = f"rank {ranks.rank} (stage {ranks.stage}, " + ("idle)" if batch is None else f"batch {batch.batch_id})")
+    try:
+        yield
+    except EngineDeadError as error:
+        ranks.monitor.report(f"{place}: {error}")
+        raise
+    except Exception as error:
+        if not _is_lost_peer(error):
+            ranks.monitor.report(f"{place}: {type(error).__name__}: {error}")
+        first = ranks.monitor.first_error()
+        raise RankFailedError(first or f"{place} lost a peer: {error}") from error
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Whether an error is only the echo of another rank's failure."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("closed by peer", "reset by peer", "Timed out waiting", "Broken pipe", "gloo")
+    )

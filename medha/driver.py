@@ -58,8 +58,9 @@ def drive(
     upcoming = deque(arrivals)
     while upcoming or engine.has_unfinished:
         if should_stop():
-            engine.abandon()
-            yield from engine.step()
+            engine.abort_all()
+            while engine.has_unfinished:  # what is in flight runs to its end, on every rank
+                yield from engine.step()
             yield from (_unserved(arrival, start) for arrival in upcoming)
             return
         while upcoming and upcoming[0].arrival_s <= engine.now() - start:

@@ -187,6 +187,11 @@ class Engine:
             self._retire(live)
             self._release(self.scheduler.cancel(live.slot))
 
+    def abort_all(self) -> None:
+        """End every request now; batches in flight are completed by the next steps."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:

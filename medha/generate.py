@@ -16,13 +16,22 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 import typer
 from rich.console import Console
 
-from medha.command import FAILED_REQUESTS, end_process, first_interrupt, make_app, run_app, start_logging
+from medha.command import (
+    FAILED_REQUESTS,
+    end_process,
+    first_interrupt,
+    ignore_signals,
+    make_app,
+    run_app,
+    start_logging,
+)
 from medha.config import ATTENTION_BACKENDS, EngineConfig, parse_bytes
 from medha.display import Display, StreamedText
 from medha.driver import Arrival, Joiner, drive
 from medha.errors import ConfigError, RequestError, exit_code
 from medha.jsonl import read_requests, write_line
 from medha.models.hf_config import parse_hf_overrides
+from medha.parallel.launch import is_first_rank
 from medha.request import RequestOutput, SamplingParams
 from medha.timeline import Timeline
 
@@ -36,6 +45,7 @@ _model_option = partial(typer.Option, rich_help_panel="Model", show_default=True
 _request_option = partial(typer.Option, rich_help_panel="Requests", show_default=False)
 _sampling_option = partial(typer.Option, rich_help_panel="Sampling")
 _memory_option = partial(typer.Option, rich_help_panel="Memory and batching")
+_parallel_option = partial(typer.Option, rich_help_panel="Parallel layout, under torchrun")
 _output_option = partial(typer.Option, rich_help_panel="Output")
 
 # Which parameters of the command go where, by the name that they have there too.
@@ -45,7 +55,7 @@ _SAMPLING = (
 _ENGINE = (
     "tokenizer", "revision", "dtype", "device", "attention_backend", "load_format", "seed", "max_model_len",
     "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens", "chunk_size",
-    "num_threads",
+    "num_threads", "tp", "spp", "kvp", "tp_forward", "dist_timeout",
 )  # fmt: skip
 
 
@@ -99,6 +109,15 @@ def generate(
         int, _memory_option(help="Most tokens of a prompt in a step.")
     ] = _DEFAULT.scheduler.chunk_size,
     num_threads: Annotated[int | None, _memory_option(help="CPU threads.")] = _DEFAULT.num_threads,
+    tp: Annotated[int, _parallel_option("--tp", help="Tensor-parallel ranks.")] = _DEFAULT.parallel.tp,
+    spp: Annotated[int, _parallel_option("--spp", help="Stream-pipeline stages.")] = _DEFAULT.parallel.spp,
+    kvp: Annotated[int, _parallel_option("--kvp", help="KV-parallel groups (only 1 yet).")] = _DEFAULT.parallel.kvp,
+    tp_forward: Annotated[
+        str, _parallel_option(help="local, or dtensor (the reference).")
+    ] = _DEFAULT.parallel.tp_forward,
+    dist_timeout: Annotated[
+        float, _parallel_option(help="Seconds that a transfer may take.")
+    ] = _DEFAULT.parallel.dist_timeout_s,
     output: Annotated[Path | None, _output_option(help="File of JSON lines, one as each request ends.")] = None,
     json_lines: Annotated[bool, _output_option("--json", help="The same lines on stdout in place of text.")] = False,
     timeline: Annotated[Path | None, _output_option(help="Chrome trace of what ran (.json or .json.gz).")] = None,
@@ -118,6 +137,8 @@ def generate(
 
         return run_demo(live=not no_progress)
     config = _engine_config(context.params)
+    if not is_first_rank():
+        return _follow(config)
     arrivals = _arrivals(context.params)
     for path in filter(None, (output, timeline)):
         _check_not_an_input(path, (prompt_file, requests))
@@ -210,11 +231,13 @@ def _serve(
     live: bool,
 ) -> int:
     """Load the model and run the requests; returns the exit code."""
-    from medha.build import build_engine  # here because it loads torch
+    from medha.build import build_role  # here because it loads torch
 
     trace = None if timeline is None else Timeline()
     logger.info("loading %s", config.model)
-    engine = build_engine(config, timeline=trace)
+    role = build_role(config, timeline=trace)
+    engine = role.engine
+    assert engine is not None, "the first rank has the engine"
     with ExitStack() as stack:
         if trace is not None and timeline is not None:
             stack.callback(_write_trace, trace, Path(timeline.name))
@@ -234,10 +257,20 @@ def _serve(
                     _write(file, whole)
                 view.finish(whole)
                 num_failed += whole.error is not None
+    role.close()
     if interrupted:
         logger.warning("interrupted; what was produced is kept")
         return exit_code(KeyboardInterrupt())
     return FAILED_REQUESTS if num_failed else 0
+
+
+def _follow(config: EngineConfig) -> int:
+    """What every rank but the first does: its part of the model, as rank 0 says."""
+    from medha.build import build_role  # here because it loads torch
+
+    ignore_signals()
+    build_role(config).close()
+    return 0
 
 
 def _view(engine: Engine, num_requests: int, *, json_lines: bool, live: bool) -> Display | StreamedText:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from types import TracebackType
@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from medha.build import build_engine
+from medha.build import Role, build_role
 from medha.config import EngineConfig
 from medha.engine import Engine, PreparedRequest, Prompt
-from medha.errors import EngineDeadError, RequestError, ValidationError
+from medha.errors import EngineDeadError, RequestError, UnsupportedFeatureError, ValidationError
 from medha.request import SLO, RequestOutput, SamplingParams
 from medha.text import Tokenizer
 from medha.timeline import Timeline
@@ -31,6 +31,9 @@ from medha.timeline import Timeline
 
 class LLM:
     """One model, ready to serve.
+
+    Under torchrun every rank builds the same LLM and calls the same methods in the same order. Rank 0's arguments
+    count, and every rank returns the same; ``is_driver`` is true on rank 0.
 
     Args:
         model: local Hugging Face folder, or hub id.
@@ -45,7 +48,7 @@ class LLM:
 
     def __init__(self, model: str | Path, *, timeline: Timeline | None = None, **options: Any) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
-        self._engine: Engine | None = build_engine(self.config, timeline=timeline)
+        self._role: Role | None = build_role(self.config, timeline=timeline)
         self._ids = map(str, itertools.count())
         self._streams: dict[str, deque[RequestOutput]] = {}  # outputs that each open stream has not yielded yet
 
@@ -54,11 +57,25 @@ class LLM:
         """The engine behind; drive it yourself with ``add_request``, ``abort`` and ``step``.
 
         Raises:
-            EngineDeadError: the LLM is closed.
+            EngineDeadError: the LLM is closed, or this is not rank 0 (which alone has the engine; see :meth:`follow`).
         """
-        if self._engine is None:
-            raise EngineDeadError("this LLM is closed")
-        return self._engine
+        engine = self._open_role.engine
+        if engine is None:
+            raise EngineDeadError("rank 0 alone has the engine; the other ranks follow() it")
+        return engine
+
+    @property
+    def is_driver(self) -> bool:
+        """Whether this is the rank whose arguments count: rank 0."""
+        return self._open_role.follower is None
+
+    def follow(self) -> None:
+        """On every rank but 0: take part while rank 0 drives :attr:`engine`, until it closes its LLM."""
+        role = self._open_role
+        if role.follower is None:
+            raise EngineDeadError("rank 0 drives the engine; the other ranks follow it")
+        role.follower.close()
+        self._role = None
 
     def generate(
         self,
@@ -85,6 +102,16 @@ class LLM:
             EngineDeadError: a step failed; ``outputs`` holds what was produced.
             KeyboardInterrupt: with ``outputs``: everything produced so far; the LLM can be used again.
         """
+        return self._on_every_rank("generate", lambda: self._generate(prompts, sampling_params, slo, use_tqdm))
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        slo: SLO | Sequence[SLO | None] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """:meth:`generate` on the rank that drives."""
         engine = self.engine
         arrival_s = engine.now()
         requests = self._prepare(prompts, sampling_params, slo)
@@ -136,22 +163,27 @@ class LLM:
 
         Raises:
             ValidationError: as :meth:`generate`.
+            UnsupportedFeatureError: there are several ranks.
         """
+        if not self._open_role.is_alone:
+            raise UnsupportedFeatureError("stream runs on one rank; drive llm.engine, with follow() on the others")
         request = self.engine.prepare(next(self._ids), prompt, sampling_params, slo=slo)
         request.params = request.params.reported("delta")
         return self._stream(request)
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, or None when the folder has none."""
-        return self.engine.tokenizer
+        return self._open_role.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters uses: ``generation_config.json`` over the class defaults."""
-        return SamplingParams().resolve(self.engine.limits.sampling_defaults)
+        return SamplingParams().resolve(self._open_role.limits.sampling_defaults)
 
     def close(self) -> None:
-        """Drop the model and its memory; may be called twice."""
-        self._engine = None
+        """Drop the model and its memory, and leave the job; every rank calls it, and may call it twice."""
+        role, self._role = self._role, None
+        if role is not None:
+            role.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -159,7 +191,23 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        if value is None or self._role is None or self._role.is_alone:
+            self.close()
+        else:  # the other ranks may be anywhere: to wait for them could be for ever
+            self._role.give_up(value)
+
+    @property
+    def _open_role(self) -> Role:
+        if self._role is None:
+            raise EngineDeadError("this LLM is closed")
+        return self._role
+
+    def _on_every_rank(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """Run a call where the engine is, and take part in it elsewhere; all return or raise the same."""
+        role = self._open_role
+        if role.follower is not None:
+            return role.follower.join(name)
+        return run() if role.caller is None else role.caller.call(name, run)
 
     def _prepare(
         self,

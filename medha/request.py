@@ -72,7 +72,8 @@ class SamplingParams:
         stop: string or strings that end the text; not part of it unless ``include_stop_str_in_output``.
         stop_token_ids: further ids that end the sequence.
         ignore_eos: go on after the model's end-of-sequence ids.
-        min_tokens: before that many tokens are out, no end-of-sequence or stop id can be drawn.
+        min_tokens: before that many tokens are out, no end-of-sequence or stop id can be drawn, and no stop string
+            that begins there is looked for.
         max_tokens: at most so many tokens.
         logprobs: None, or 0 to 20: log-probabilities of the drawn token and of so many of the likeliest.
         detokenize: whether to produce text.

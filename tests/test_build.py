@@ -86,6 +86,11 @@ def test_default_pool_takes_half_of_the_memory_at_most(good: Path, monkeypatch: 
         build(good, block_size=32)
 
 
+def test_pool_that_the_system_cannot_give(good: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^a KV pool of 2147483647 blocks takes 108086391006560256 bytes"):
+        build(good, num_kv_blocks=2**31 - 1, block_size=65536)
+
+
 def test_available_memory_is_plausible() -> None:
     assert 2**24 < medha.build._available_memory() < 2**50
 
@@ -174,7 +179,7 @@ def test_dtype(tmp_path: Path, saved: torch.dtype, asked: str, used: torch.dtype
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7"])
 def test_cuda_where_there_is_none(good: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=rf"^device='{device}': this machine has 0 CUDA devices; accepted: cpu$"):
+    with pytest.raises(ConfigError, match=rf"^device='{device}'; accepted on this machine: cpu$"):
         LLM(good, device=device)
 
 

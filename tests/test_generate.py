@@ -249,6 +249,11 @@ def test_timeline(run: Command, tmp_path: Path, name: str) -> None:
 # -- options -----------------------------------------------------------------------------------------------------
 
 OPTIONS: list[tuple[str, str, Any]] = [
+    ("tp", "2", 2),
+    ("spp", "2", 2),
+    ("kvp", "1", 1),
+    ("tp-forward", "dtensor", "dtensor"),
+    ("dist-timeout", "30", 30.0),
     ("tokenizer", "other", "other"),
     ("revision", "main", "main"),
     ("dtype", "bfloat16", "bfloat16"),

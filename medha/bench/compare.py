@@ -122,9 +122,9 @@ def run_and_print(options: CompareOptions, output_json: Path | None) -> int:
         task = bar.add_task("comparing", total=num_runs(options))
         results = compare(options, output_json=output_json, on_run=lambda: bar.advance(task))
     table = Table(title="medha against transformers: random Llama, 4 layers, 1,024 wide, GQA 4")
-    table.add_column("what")
-    for name in ("medha ms", "min-max", "transformers ms", "min-max", "ratio"):
-        table.add_column(name, justify="right")
+    table.add_column("what", no_wrap=True)
+    for name in ("medha ms", "min-max", "HF ms", "min-max", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("tokens")
     for result in results:
         timings = (result.medha, result.transformers)
@@ -219,7 +219,7 @@ def _decode(llm: LLM, reference: Any, options: CompareOptions, on_run: Callable[
 
     interleaved({"medha": ours, "transformers": theirs}, warmup=options.warmup, runs=options.runs, on_run=on_run)
     return Comparison(
-        f"decode step of {len(prompts)}",
+        f"decode of {len(prompts)}",
         Timing.of(seconds["medha"][options.warmup :]),
         Timing.of(seconds["transformers"][options.warmup :]),
         tokens["medha"] == tokens["transformers"],

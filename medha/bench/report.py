@@ -40,7 +40,7 @@ class Timing:
 
     def cells_ms(self) -> tuple[str, str]:
         """Median and spread in milliseconds, for a table."""
-        return f"{self.median_s * 1e3:,.1f}", f"{self.min_s * 1e3:,.1f}-{self.max_s * 1e3:,.1f}"
+        return f"{self.median_s * 1e3:,.1f}", f"{self.min_s * 1e3:,.0f}-{self.max_s * 1e3:,.0f}"
 
 
 def interleaved(

@@ -1,4 +1,4 @@
-"""Ranks: who is where, and the process groups between them. The only module that reads what torchrun sets.
+"""Ranks: who is where, and the process groups between them.
 
 The mesh has three named axes, ("kvp", "spp", "tp"), tp fastest so that it lies inside a node. Process groups: one
 tensor-parallel group a stage (from the mesh), one for hidden states, one for sampled tokens, one for control messages.
@@ -8,33 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import medha
 from medha.config import ModelConfig, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError
+from medha.parallel.health import Monitor
+from medha.parallel.launch import Launch
 
 logger = logging.getLogger("medha")
 
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Control messages come when there is work; a dead peer is noticed by its closed connection, not by this timeout.
 _CONTROL_TIMEOUT = timedelta(days=365)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What the launcher says about this process."""
-
-    rank: int
-    world_size: int
-    local_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +39,7 @@ class Ranks:
         mesh: all three axes.
         tp_group: the ranks of this stage.
         pipe_group: for hidden states; report_group: for sampled tokens; control_group: for messages from rank 0.
+        monitor: notices failed ranks.
     """
 
     config: ParallelConfig
@@ -59,6 +51,7 @@ class Ranks:
     pipe_group: dist.ProcessGroup
     report_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
+    monitor: Monitor
 
     @property
     def is_first_stage(self) -> bool:
@@ -84,24 +77,6 @@ class Ranks:
         """The global rank with this tp index ``step`` stages on, None beyond an end."""
         stage = self.stage + step
         return self.config.rank_of(stage=stage, tp_rank=self.tp_rank) if 0 <= stage < self.config.spp else None
-
-
-def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """What torchrun set, or None for a plain Python process.
-
-    Raises:
-        ConfigError: only some of the variables are set, or one is no number.
-    """
-    env = os.environ if environ is None else environ
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in env]
-    if "RANK" in missing and "WORLD_SIZE" in missing:
-        return None
-    if missing:
-        raise ConfigError(f"the environment sets some of torchrun's variables, but not {', '.join(missing)}")
-    try:
-        return Launch(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", env["RANK"])))
-    except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK must be integers: {error}") from error
 
 
 def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) -> None:
@@ -141,11 +116,13 @@ def init_ranks(config: ParallelConfig, launch: Launch, device: torch.device) -> 
         try:
             dist.init_process_group(backend, timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise ConfigError(f"rank {launch.rank} could not join the others at {where}: {error}") from error
+            raise ConfigError(f"rank {launch.rank} could not join the others at {launch.address}: {error}") from error
     mesh = init_device_mesh(device.type, (config.kvp, config.spp, config.tp), mesh_dim_names=("kvp", "spp", "tp"))
     everyone = list(range(config.world_size))
     _, stage, tp_rank = config.coordinates(launch.rank)
+    monitor = Monitor(_default_store(), rank=launch.rank, world_size=launch.world_size)
+    dist.barrier()
+    monitor.start()
     return Ranks(
         config=config,
         rank=launch.rank,
@@ -156,7 +133,14 @@ def init_ranks(config: ParallelConfig, launch: Launch, device: torch.device) -> 
         pipe_group=_new_group(everyone, timeout),
         report_group=_new_group(everyone, timeout),
         control_group=_new_group(everyone, _CONTROL_TIMEOUT),
+        monitor=monitor,
     )
+
+
+def _default_store() -> Store:
+    """The store over which the ranks met."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def fingerprint(*parts: object) -> int:
