@@ -275,8 +275,11 @@ OPTIONS: list[tuple[str, str, Any]] = [
 
 
 def found(config: EngineConfig, name: str) -> Any:
-    name = {"num_kv_blocks": "num_blocks", "kv_memory": "memory_bytes"}.get(name, name)
-    section = next(part for part in (config, config.cache, config.scheduler) if hasattr(part, name))
+    name = {"num_kv_blocks": "num_blocks", "kv_memory": "memory_bytes", "dist_timeout": "dist_timeout_s"}.get(
+        name, name
+    )
+    sections = (config, config.cache, config.scheduler, config.parallel)
+    section = next(part for part in sections if hasattr(part, name))
     return getattr(section, name)
 
 

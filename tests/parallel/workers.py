@@ -1,0 +1,96 @@
+"""Real gloo processes: a pool of workers that forms jobs of 2, 4 or 8 ranks, one thread each.
+
+A worker is started once and takes one job after the other; in each it sees the environment that torchrun would set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 120.0
+
+
+class WorkerPool:
+    """Processes that run functions named ``module:function`` as ranks of a job."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """Run ``function(*args)`` on every rank; returns what each rank returned, rank 0 first.
+
+        Raises:
+            AssertionError: a rank raised, with its traceback, or did not end in time.
+        """
+        while len(self._workers) < world_size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+        port = free_port()
+        name = f"{function.__module__}:{function.__qualname__}"
+        for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+            pipe.send((name, args, launch_environment(rank, world_size, port)))
+        answers = [self._answer(rank) for rank in range(world_size)]
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            self.close()
+        assert not failures, "\n".join(failures)
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End every process."""
+        for process, _ in self._workers:
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        pipe = self._workers[rank][1]
+        try:
+            return pipe.recv() if pipe.poll(TIMEOUT_S) else (False, f"no answer within {TIMEOUT_S:.0f} s")
+        except EOFError:
+            return False, "the process has died"
+
+
+def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would set on one node."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _work(pipe: Connection) -> None:
+    """A worker's life: take a job, run it, answer."""
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        name, args, environment = pipe.recv()
+        os.environ.update(environment)
+        module, _, function = name.partition(":")
+        try:
+            answer = (True, getattr(importlib.import_module(module), function)(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
