@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: demo test test-full lint clean
 
 demo: $(VENV)/installed
-	$(BIN)/python -m medha.generate
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m medha.generate
 
 test: $(VENV)/installed-dev lint
 	$(BIN)/python -m pytest -q -m "not gpu and not slow"

@@ -8,13 +8,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import shlex
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from medha.attention.interface import AttentionBackend
 from medha.attention.torch_backend import TorchBackend
@@ -44,6 +48,7 @@ logger = logging.getLogger("medha")
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FALLBACK_MEMORY = 4 << 30
+_LOAD_LIMIT = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +130,14 @@ def build_role(
     ranks = None if launch is None else init_ranks(config.parallel, launch, device)
     if ranks is not None:
         check_same_everywhere(ranks, fingerprint(config, model_config))
-    part = _Part.of(model_config, ranks)
+    part = Part.of(model_config, ranks)
     num_blocks = _num_blocks(config, part, dtype, device, limits.max_model_len)
     if ranks is not None:
         num_blocks = least(ranks, num_blocks)
     runner = _build_runner(config, part, ranks, folder, num_blocks=num_blocks, dtype=dtype, device=device, on=progress)
+    if ranks is not None:
+        # Loading may take far longer than a transfer may; whoever is missing is named.
+        dist.monitored_barrier(ranks.control_group, timeout=_LOAD_LIMIT, wait_all_ranks=True)
     if ranks is None or ranks.rank == 0:
         logger.info(
             "%s on %s in %s, context %d, KV pool %d blocks of %d tokens; sampling defaults %s, end-of-sequence ids %s",
@@ -147,11 +155,13 @@ def build_role(
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
     driven = DrivingRunner(runner, ranks, sender)
     engine = Engine(driven, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
-    return Role(limits, tokenizer, engine, Caller(sender, ranks))
+    if timeline is not None:
+        timeline.gather_from(driven.gather_records, zero_s=time.perf_counter() - engine.now())
+    return Role(limits, tokenizer, engine, Caller(sender, ranks, timeline))
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """What one rank holds of a model.
 
     Attributes:
@@ -170,14 +180,20 @@ class _Part:
     tp_rank: int = 0
 
     @classmethod
-    def of(cls, model: ModelConfig, ranks: Ranks | None) -> _Part:
+    def of(cls, model: ModelConfig, ranks: Ranks | None) -> Part:
         """This rank's part."""
         if ranks is None:
-            return cls(model, model, range(model.num_layers), model.num_kv_heads)
-        tp = ranks.config.tp
-        repeated = dataclasses.replace(model, num_kv_heads=max(tp, model.num_kv_heads))
-        layers = ranks.config.layers_of(ranks.stage, model.num_layers)
-        return cls(model, repeated, layers, repeated.num_kv_heads // tp, tp, ranks.tp_rank)
+            return cls.at(model, ParallelConfig(), 0)
+        return cls.at(model, ranks.config, ranks.rank)
+
+    @classmethod
+    def at(cls, model: ModelConfig, parallel: ParallelConfig, rank: int) -> Part:
+        """The part of a global rank."""
+        _, stage, tp_rank = parallel.coordinates(rank)
+        tp = parallel.tp
+        repeated = dataclasses.replace(model, num_kv_heads=max(tp, model.num_kv_heads)) if tp > 1 else model
+        layers = parallel.layers_of(stage, model.num_layers)
+        return cls(model, repeated, layers, repeated.num_kv_heads // tp, tp, tp_rank)
 
     def index(self, name: str, parameter: torch.Tensor) -> tuple[slice, ...] | None:
         """Which slice of a checkpoint tensor this rank's parameter is; None for the whole."""
@@ -189,7 +205,7 @@ class _Part:
 
 def _build_runner(
     config: EngineConfig,
-    part: _Part,
+    part: Part,
     ranks: Ranks | None,
     folder: Path,
     *,
@@ -234,8 +250,15 @@ def _check_launch(parallel: ParallelConfig, launch: Launch | None) -> None:
     if launch is None and parallel.world_size > 1:
         raise ParallelConfigError(
             f"tp={parallel.tp} x spp={parallel.spp} x kvp={parallel.kvp} needs {parallel.world_size} ranks, this is "
-            f"one process; start it as: torchrun --nproc-per-node {parallel.world_size} {' '.join(sys.argv)}"
+            f"one process; start it as: torchrun --nproc-per-node {parallel.world_size} {_this_program()}"
         )
+
+
+def _this_program() -> str:
+    """How this program was started, as arguments of torchrun."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    program = sys.argv[0] if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
+    return shlex.join([*program.split(" ", 1), *sys.argv[1:]])
 
 
 def _load_text_side(config: EngineConfig, folder: Path, model: ModelConfig) -> tuple[ModelLimits, Tokenizer | None]:
@@ -285,7 +308,7 @@ def _load_tokenizer(config: EngineConfig, folder: Path, model: ModelConfig) -> T
 
 def _load_model(
     config: EngineConfig,
-    part: _Part,
+    part: Part,
     ranks: Ranks | None,
     folder: Path,
     *,
@@ -339,7 +362,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return wanted
 
 
-def _num_blocks(config: EngineConfig, part: _Part, dtype: torch.dtype, device: torch.device, max_model_len: int) -> int:
+def _num_blocks(config: EngineConfig, part: Part, dtype: torch.dtype, device: torch.device, max_model_len: int) -> int:
     """KV blocks in the pool, from whichever size the configuration gives; sizes in bytes are a rank's own."""
     cache = config.cache
     if cache.num_blocks is not None:

@@ -5,18 +5,22 @@ is submitted goes out as a message, runs on rank 0's own stage, and its result i
 other rank runs :class:`Follower`: it takes messages in order and runs its stage as told, at its own pace.
 
 What travels: the batch to everyone; the tokens of a batch's chunks with it, to the other ranks of the first stage only;
-sampled tokens from the sampling rank to the first stage. A batch names the newest one whose tokens rank 0 had when it
+sampled tokens from the sampling rank to the first stage, and to rank 0 also the word that a batch without any is done,
+so that no more batches than the depth are between the first stage and the last. A batch names the newest one whose tokens rank 0 had when it
 scheduled it; the other ranks of the first stage read up to that one before they run it, so they decode the same tokens.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -27,6 +31,7 @@ from medha.parallel.mesh import Ranks
 from medha.request import RequestOutput, SamplingParams
 from medha.runner import Pending, Runner, StepResult, sampling_rows
 from medha.sampling import SlotSampling
+from medha.timeline import RankRecords, Timeline, decode_records, encode_records
 from medha.wire import (
     decode_report,
     encode_report,
@@ -39,7 +44,10 @@ from medha.wire import (
     sampling_to_json,
 )
 
+logger = logging.getLogger("medha")
+
 _REPORTS_IN_FLIGHT = 64
+_RECORDS_TAG = 1  # apart from the reports, which go between the same ranks
 
 
 @dataclass(slots=True)
@@ -58,7 +66,10 @@ class _Report:
 
 
 class ReportLine:
-    """Sends and receives the reports of sampled tokens; which end this rank is follows from its place."""
+    """Sends and receives the reports of batches that are done; which end this rank is follows from its place.
+
+    Rank 0 gets a report of every batch, the other ranks of the first stage of those that sample.
+    """
 
     def __init__(self, ranks: Ranks, runner: Runner) -> None:
         self._ranks = ranks
@@ -66,9 +77,9 @@ class ReportLine:
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def post(self, batch: Batch) -> _Report | None:
-        """Post the receive of a batch's report; None when nothing is sampled."""
+        """Post the receive of a batch's report; None where none will come."""
         rows = sampling_rows(batch)
-        if not rows:
+        if not rows and self._ranks.rank != 0:
             return None
         slots = [self._runner.sampling(row.slot) for row in rows]
         buffer = torch.empty(report_size(rows, slots), dtype=torch.int32)
@@ -78,11 +89,9 @@ class ReportLine:
 
     def send(self, result: StepResult) -> None:
         """Send a batch's sampled tokens to the other ranks of the first stage."""
-        if not result.rows:
-            return
         report = encode_report(result, [self._runner.sampling(row.slot) for row in result.rows])
         for rank in self._ranks.first_stage_ranks:
-            if rank != self._ranks.rank:
+            if rank != self._ranks.rank and (result.rows or rank == 0):
                 while len(self._sends) >= _REPORTS_IN_FLIGHT:
                     self._sends.popleft()[0].wait()
                 work = dist.isend(report, dst=rank, group=self._ranks.report_group)
@@ -101,7 +110,7 @@ class _InPipeline:
 
     driver: DrivingRunner
     batch: Batch
-    report: _Report | None
+    report: _Report
 
     def result(self) -> StepResult:
         """The result of the batch; its tokens become known to rank 0's stage."""
@@ -125,11 +134,18 @@ class DrivingRunner:
         self._opened: list[dict[str, Any]] = []
         self._closed: list[int] = []
         self._completed = -1
+        self._is_interrupted = False
         self._first = [rank for rank in ranks.first_stage_ranks if rank != 0]
         self._others = [rank for rank in range(1, ranks.config.world_size) if rank not in self._first]
 
     def open(
-        self, slot: int, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, end_ids: tuple[int, ...]
+        self,
+        slot: int,
+        prompt_ids: npt.NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        seed: int,
+        end_ids: tuple[int, ...],
     ) -> None:
         """See :meth:`medha.runner.Runner.open`; the other ranks hear of it with the next batch."""
         self._runner.open(slot, prompt_ids, params, seed=seed, end_ids=end_ids)
@@ -146,6 +162,7 @@ class DrivingRunner:
         Raises:
             EngineDeadError: always.
         """
+        self._is_interrupted = True
         raise EngineDeadError("a step was interrupted; the other ranks have part of it, so the engine has ended")
 
     def submit(self, batch: Batch) -> _InPipeline | Pending:
@@ -170,16 +187,36 @@ class DrivingRunner:
             self._completed = batch.batch_id
             return Pending(result)
         report = self._reports.post(batch)
+        assert report is not None, "rank 0 gets a report of every batch"
         self._runner.run(batch, ids)
         return _InPipeline(self, batch, report)
 
-    def completed(self, batch: Batch, report: _Report | None) -> StepResult:
+    def completed(self, batch: Batch, report: _Report) -> StepResult:
         """Wait for the oldest batch in the pipeline; raises as :meth:`submit`."""
-        with failures_named(self._ranks, batch):
-            result = StepResult((), [], 0.0) if report is None else report.wait()
+        with failures_named(self._ranks, batch), self._runner.recorder.waiting("report"):
+            result = report.wait()
         self._runner.take_tokens(result.rows, [s.token_id for s in result.sampled])
         self._completed = batch.batch_id
         return result
+
+    def gather_records(self) -> list[RankRecords]:
+        """What each rank has run since the last call, rank 0 first; waits until the others follow.
+
+        After a failure the other ranks cannot be asked, and only rank 0's own records are returned.
+        """
+        records = [_records_of(self._ranks, self._runner)]
+        if self._is_interrupted or self._ranks.monitor.first_error(wait_s=0.0) is not None:
+            logger.warning("the run has failed: what the other ranks ran is not known")
+            return records
+        with failures_named(self._ranks):
+            self._sender.send(Message("records"))
+            for rank in range(1, self._ranks.config.world_size):
+                size = torch.empty(1, dtype=torch.int64)
+                dist.recv(size, src=rank, group=self._ranks.report_group, tag=_RECORDS_TAG)
+                data = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(data, src=rank, group=self._ranks.report_group, tag=_RECORDS_TAG)
+                records.append(decode_records(data.numpy().tobytes()))
+        return records
 
 
 class Follower:
@@ -208,15 +245,20 @@ class Follower:
             RankFailedError: another rank failed, or this one.
         """
         while True:
+            self._runner.recorder.control_ready = bool(self._queue) or self._receiver.has_message
             while self._last is None and (self._receiver.has_message or not self._queue):
-                with failures_named(self.ranks):
+                with failures_named(self.ranks), self._runner.recorder.waiting("control"):
                     message = self._receiver.receive()
                 self._take(message)
-            if not self._queue:
-                other, self._last = self._last, None
-                assert other is not None, "the queue is empty and a message has come"
+            if self._queue:
+                self._run(self._queue.popleft())
+                continue
+            other, self._last = self._last, None
+            assert other is not None, "the queue is empty and a message has come"
+            if other.kind != "records":
                 return other
-            self._run(self._queue.popleft())
+            with failures_named(self.ranks):
+                self._send_records()
 
     def _take(self, message: Message) -> None:
         """Queue a batch and post what it will receive, so that the transfers run while something else computes."""
@@ -235,10 +277,17 @@ class Follower:
                 self._expected.append(report)
         self._queue.append(message)
 
+    def _send_records(self) -> None:
+        """Answer :meth:`DrivingRunner.gather_records`."""
+        data = encode_records(_records_of(self.ranks, self._runner))
+        for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+            dist.send(tensor, dst=0, group=self.ranks.report_group, tag=_RECORDS_TAG)
+
     def _run(self, message: Message) -> None:
         assert message.batch is not None, "only batches are queued"
         while self._expected and self._expected[0].batch_id <= message.completed:
-            result = self._expected.popleft().wait()
+            with self._runner.recorder.waiting("report"):
+                result = self._expected.popleft().wait()
             self._runner.take_tokens(result.rows, [s.token_id for s in result.sampled])
         ids = torch.from_numpy(message.token_ids) if self.ranks.is_first_stage else None
         with failures_named(self.ranks, message.batch):
@@ -282,10 +331,12 @@ class Caller:
     Args:
         sender: the control stream.
         ranks: places and groups.
+        timeline: gets what the other ranks have recorded before they leave.
     """
 
-    def __init__(self, sender: ControlSender, ranks: Ranks) -> None:
+    def __init__(self, sender: ControlSender, ranks: Ranks, timeline: Timeline | None = None) -> None:
         self._sender = sender
+        self._timeline = timeline
         self.ranks = ranks
 
     def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
@@ -301,9 +352,15 @@ class Caller:
 
     def close(self) -> None:
         """Let the others stop, then leave the process groups."""
+        if self._timeline is not None:
+            self._timeline.close()
         self._sender.send(Message("stop"))
         self._sender.drain()
         leave(self.ranks)
+
+
+def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:
+    return RankRecords(ranks.rank, ranks.stage, ranks.tp_rank, runner.recorder.take())
 
 
 def leave(ranks: Ranks) -> None:

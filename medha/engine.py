@@ -13,6 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from medha.admission import ModelLimits, PreparedRequest, Prompt, prepare_request
 from medha.batch import Batch
 from medha.errors import EngineDeadError, ValidationError
@@ -38,7 +41,13 @@ class BatchRunner(Protocol):
     """What runs batches: :class:`medha.runner.Runner` on one rank, or all ranks behind rank 0."""
 
     def open(
-        self, slot: int, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, end_ids: tuple[int, ...]
+        self,
+        slot: int,
+        prompt_ids: npt.NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        seed: int,
+        end_ids: tuple[int, ...],
     ) -> None:
         """Take a request ahead of its first batch."""
         ...

@@ -118,6 +118,9 @@ def generate(
     dist_timeout: Annotated[
         float, _parallel_option(help="Seconds that a transfer may take.")
     ] = _DEFAULT.parallel.dist_timeout_s,
+    dry_run: Annotated[
+        bool, _parallel_option("--dry-run", help="Print rank map, memory and longest context; load nothing.")
+    ] = False,
     output: Annotated[Path | None, _output_option(help="File of JSON lines, one as each request ends.")] = None,
     json_lines: Annotated[bool, _output_option("--json", help="The same lines on stdout in place of text.")] = False,
     timeline: Annotated[Path | None, _output_option(help="Chrome trace of what ran (.json or .json.gz).")] = None,
@@ -137,6 +140,10 @@ def generate(
 
         return run_demo(live=not no_progress)
     config = _engine_config(context.params)
+    if dry_run:
+        from medha.dryrun import run_dry  # here because it loads torch
+
+        return run_dry(config, Console())
     if not is_first_rank():
         return _follow(config)
     arrivals = _arrivals(context.params)

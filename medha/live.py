@@ -141,7 +141,7 @@ class LiveRequest:
         return RequestOutput(
             self.request_id,
             self.request.prompt,
-            self.request.prompt_ids,
+            self.request.prompt_token_ids,
             [completion],
             self.finish_reason is not None,
             copy.copy(self.metrics),

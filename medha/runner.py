@@ -7,11 +7,11 @@ writes the new keys and values, attends, and samples the rows that end at the la
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from medha.attention.interface import AttentionBackend, Segment
@@ -22,6 +22,7 @@ from medha.models.rope import cos_sin, inverse_frequencies
 from medha.parallel.spp import StagePipe
 from medha.request import SamplingParams
 from medha.sampling import Sampled, SlotSampling, sample
+from medha.timeline import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,9 @@ class Runner:
         device: of model and cache.
         pipe: where hidden states come from and go to; None when the whole model is here.
         samples: whether this rank draws tokens; it must hold the head.
+
+    Attributes:
+        recorder: what this rank ran when.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Runner:
         self.device = device
         self.pipe = pipe
         self.samples = samples
+        self.recorder = Recorder()
         self.tables = BlockTables(cache.block_size)
         rope = model.config.rope
         self._attention_factor = rope.attention_factor
@@ -87,18 +92,24 @@ class Runner:
         self._last_token = torch.zeros(256, dtype=torch.int64, device=device)
 
     def open(
-        self, slot: int, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, end_ids: tuple[int, ...]
+        self,
+        slot: int,
+        prompt_ids: npt.NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        seed: int,
+        end_ids: tuple[int, ...],
     ) -> None:
         """Take the tokens and sampling parameters of a request, ahead of its first batch.
 
         Args:
             slot: its handle; a former occupant is forgotten.
-            prompt_ids: token ids.
+            prompt_ids: token ids, kept and not copied.
             params: resolved sampling parameters.
             seed: of its draws.
             end_ids: ids that end it, which ``min_tokens`` holds back.
         """
-        prompt = torch.from_numpy(np.asarray(prompt_ids, dtype=np.int32))
+        prompt = torch.from_numpy(prompt_ids)
         self._prompts[slot] = prompt
         self.open_sampling(slot, SlotSampling.of(params, seed, end_ids, len(prompt), prompt))
 
@@ -143,22 +154,27 @@ class Runner:
             The sampled tokens on a rank that samples, None elsewhere; block tables, KV pool and, on one rank, the last
             tokens are updated.
         """
-        start = time.perf_counter()
+        entered = self.recorder.begin()
         self.tables.apply(batch)
         rows = sampling_rows(batch)
         x_TD = self._forward(batch, chunk_ids)
         if not self.model.has_head:
             assert self.pipe is not None, "a stage without the head passes its hidden states on"
+            self.recorder.end(batch)
+            with self.recorder.waiting("send"):
+                self.pipe.reserve()
             self.pipe.send(batch, x_TD)
             return None
         logits_SV = self.model.logits(x_TD[last_tokens(batch)])
         if not self.samples:
+            self.recorder.end(batch)
             return None
         slots = [self._sampling[row.slot] for row in rows]
         indices = [row.kv_len - slot.num_prompt_tokens for row, slot in zip(rows, slots, strict=True)]
         sampled = sample(logits_SV, slots, indices) if rows else []
         self.take_tokens(rows, [s.token_id for s in sampled])
-        return StepResult(rows, sampled, time.perf_counter() - start)
+        record = self.recorder.end(batch)
+        return StepResult(rows, sampled, record.end_s - entered - record.hidden_wait_s)
 
     def take_tokens(self, rows: Sequence[Row], token_ids: Sequence[int]) -> None:
         """Note the tokens drawn for the rows, as input of their next decodes."""
@@ -187,7 +203,9 @@ class Runner:
             x_TD = self.model.embed(self._input_ids(batch, chunk_ids))
         else:
             assert self.pipe is not None, "a stage without the embedding receives hidden states"
-            x_TD = self.pipe.receive(batch)
+            with self.recorder.waiting("hidden"):
+                x_TD = self.pipe.receive(batch)
+            self.recorder.begin()
         return self.model(x_TD, cos, sin, attend)  # type: ignore[no-any-return]
 
     def _input_ids(self, batch: Batch, chunk_ids: torch.Tensor | None) -> torch.Tensor:

@@ -27,7 +27,8 @@ class SlotSampling:
         seed: of this request's draws.
         end_ids: ids that may not be drawn before ``min_tokens`` tokens are out.
         num_prompt_tokens: positions below it belong to the prompt.
-        prompt_ids: the prompt, kept only when a repetition penalty needs it.
+        prompt_ids: the distinct tokens of the prompt, kept only when a repetition penalty needs them; never the whole
+            prompt, which a penalty would sort at every token and a message would carry to other ranks.
         output_ids: tokens drawn so far, kept only when a penalty needs them.
     """
 
@@ -42,9 +43,10 @@ class SlotSampling:
     def of(
         cls, params: SamplingParams, seed: int, end_ids: tuple[int, ...], num_prompt_tokens: int, prompt: torch.Tensor
     ) -> SlotSampling:
-        """The state of a new request; the prompt is kept only if a penalty needs it."""
-        keeps = params.repetition_penalty not in (None, 1.0)
-        return cls(params, seed, end_ids, num_prompt_tokens, prompt if keeps else None)
+        """The state of a new request; ``prompt`` is integers of one axis."""
+        has_penalty = params.repetition_penalty not in (None, 1.0)
+        distinct = torch.bincount(prompt).nonzero().view(-1).to(torch.int32) if has_penalty else None
+        return cls(params, seed, end_ids, num_prompt_tokens, distinct)
 
     @property
     def has_penalties(self) -> bool:

@@ -1,26 +1,153 @@
-"""What ran when, as a Chrome trace (opens in ui.perfetto.dev and chrome://tracing)."""
+"""What ran when: a record a batch on every rank, and a Chrome trace (opens in ui.perfetto.dev and chrome://tracing).
+
+Times of records are of the machine's monotonic clock, which the processes of one machine share. Another node's lanes
+are shifted by the difference of the wall clocks, so between nodes they are as exact as those agree.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
+import platform
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from medha.batch import Batch
+
+_RECORDS_KEPT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """What one rank did for one batch; times in seconds of the monotonic clock.
+
+    The waits are those since the batch before: of a rank's first batch they are the time without work.
+
+    Attributes:
+        num_tokens: of the batch.
+        start_s, end_s: compute, from when the input was there to before the output was sent; the collectives of a
+            tensor-parallel group are part of it.
+        control_ready: the batch's message was here when the batch before ended.
+        control_wait_s: waited for the batch's message.
+        hidden_wait_s: waited for hidden states of the stage before.
+        report_wait_s: waited for sampled tokens; on rank 0 for the end of the oldest batch in the pipeline.
+        send_wait_s: waited for a free buffer to send the hidden states of the batch before.
+    """
+
+    batch_id: int
+    num_tokens: int
+    start_s: float
+    end_s: float
+    control_ready: bool
+    control_wait_s: float
+    hidden_wait_s: float
+    report_wait_s: float
+    send_wait_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of compute."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecords:
+    """The records of one rank in the order in which it ran them, and its place."""
+
+    rank: int
+    stage: int
+    tp_rank: int
+    batches: tuple[BatchRecord, ...]
+
+
+class Recorder:
+    """Keeps the newest records of one rank.
+
+    Args:
+        clock: monotonic seconds.
+        kept: how many records; older ones are dropped.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, kept: int = _RECORDS_KEPT) -> None:
+        self.control_ready = True
+        self._clock = clock
+        self._records: deque[BatchRecord] = deque(maxlen=kept)
+        self._waits: dict[str, float] = defaultdict(float)
+        self._start = 0.0
+
+    @contextmanager
+    def waiting(self, what: Literal["control", "hidden", "report", "send"]) -> Iterator[None]:
+        """Count the time within as a wait, of the batch that ends next."""
+        start = self._clock()
+        yield
+        self._waits[what] += self._clock() - start
+
+    def begin(self) -> float:
+        """Compute begins now; the last call before :meth:`end` counts. Returns the time."""
+        self._start = self._clock()
+        return self._start
+
+    def end(self, batch: Batch) -> BatchRecord:
+        """The compute of a batch ends now; returns its record."""
+        waits = (self._waits[what] for what in ("control", "hidden", "report", "send"))
+        times = (self._start, self._clock())
+        record = BatchRecord(batch.batch_id, batch.num_tokens, *times, self.control_ready, *waits)
+        self._records.append(record)
+        self._waits.clear()
+        return record
+
+    def take(self) -> tuple[BatchRecord, ...]:
+        """The records since the last call; they and the waits since are forgotten."""
+        records = tuple(self._records)
+        self._records.clear()
+        self._waits.clear()
+        return records
+
+
+def encode_records(records: RankRecords) -> bytes:
+    """A rank's records as JSON, with what tells its clock from that of another node."""
+    return json.dumps(
+        {
+            "place": (records.rank, records.stage, records.tp_rank),
+            "batches": [astuple(record) for record in records.batches],
+            "node": platform.node(),
+            "epoch_s": _epoch_s(),
+        }
+    ).encode()
+
+
+def decode_records(data: bytes) -> RankRecords:
+    """The inverse of :func:`encode_records`; times are of this node's clock."""
+    sent = json.loads(data)
+    shift = 0.0 if sent["node"] == platform.node() else sent["epoch_s"] - _epoch_s()
+    names = [field.name for field in fields(BatchRecord)]
+    batches = []
+    for values in sent["batches"]:
+        one = dict(zip(names, values, strict=True))
+        one |= {"start_s": one["start_s"] + shift, "end_s": one["end_s"] + shift}
+        batches.append(BatchRecord(**one))
+    return RankRecords(*sent["place"], tuple(batches))
 
 
 class Timeline:
     """Collects one slice a batch and one a row of it, then writes them as Chrome Trace Event JSON.
 
-    Process 0 is the stages (thread s is stage s), process 1 the requests (one thread each).
+    Process 0 is the stages (one thread a rank), process 1 the requests (one thread each).
     """
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = [_name("process_name", 0, 0, "stages")]
         self._events += [_name("thread_name", 0, 0, "stage 0"), _name("process_name", 1, 0, "requests")]
         self._threads: dict[str, int] = {}
+        self._gather: Callable[[], Sequence[RankRecords]] | None = None
+        self._zero_s = 0.0
+        self._ranks: dict[int, list[RankRecords]] = defaultdict(list)
 
     def record(self, batch: Batch, start_s: float, end_s: float, request_id: Callable[[int], str]) -> None:
         """Add a batch that ran from ``start_s`` to ``end_s``; ``request_id`` names a slot."""
@@ -32,9 +159,33 @@ class Timeline:
             row_args = {"batch": batch.batch_id, "position": row.position, "tokens": row.q_len}
             self._events.append(_slice(name, 1, thread, start_s, end_s, row_args))
 
+    def gather_from(self, gather: Callable[[], Sequence[RankRecords]], *, zero_s: float) -> None:
+        """Show the lanes of several ranks.
+
+        Args:
+            gather: returns their records since it was last called.
+            zero_s: the time of their clock at which the times given to :meth:`record` are 0.
+        """
+        self._gather, self._zero_s = gather, zero_s
+
+    def collect(self) -> None:
+        """Take what the ranks have recorded so far; with a single rank there is nothing to take."""
+        for records in self._gather() if self._gather is not None else ():
+            self._ranks[records.rank].append(records)
+
+    def close(self) -> None:
+        """Take what the ranks have recorded; they go, so it is for the last time."""
+        self.collect()
+        self._gather = None
+
     def write(self, path: Path) -> None:
-        """Write the trace; gzip when the name ends in ``.gz``."""
-        data = json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}).encode()
+        """Write the trace; gzip when the name ends in ``.gz``. With several ranks that still run it asks them first."""
+        self.collect()
+        events = self._events
+        if self._ranks:
+            events = [event for event in events if event["pid"] != 0]
+            events += _stage_events([_joined(parts) for _, parts in sorted(self._ranks.items())], self._zero_s)
+        data = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
         path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
 
     def _thread(self, request_id: str) -> int:
@@ -44,10 +195,62 @@ class Timeline:
         return self._threads[request_id]
 
 
+def _joined(parts: Sequence[RankRecords]) -> RankRecords:
+    """Records of one rank that were taken at several times."""
+    first = parts[0]
+    return RankRecords(first.rank, first.stage, first.tp_rank, tuple(b for part in parts for b in part.batches))
+
+
+def _stage_events(ranks: Sequence[RankRecords], zero_s: float) -> list[dict[str, Any]]:
+    """A lane a rank, a slice a batch, and arrows along which hidden states went."""
+    events = [_name("process_name", 0, 0, "stages")]
+    num_tp = 1 + max(rank.tp_rank for rank in ranks)
+    for rank in ranks:
+        name = f"stage {rank.stage}" + (f", tp {rank.tp_rank}" if num_tp > 1 else "")
+        events.append(_name("thread_name", 0, rank.rank, name))
+        events += [_batch_slice(rank.rank, record, zero_s) for record in rank.batches]
+    for tp_rank in range(num_tp):
+        column = sorted((rank for rank in ranks if rank.tp_rank == tp_rank), key=lambda rank: rank.stage)
+        for before, after in pairwise(column):
+            events += _arrows(before, after, zero_s)
+    return events
+
+
+def _batch_slice(rank: int, record: BatchRecord, zero_s: float) -> dict[str, Any]:
+    waits = ("control_wait_s", "hidden_wait_s", "report_wait_s", "send_wait_s")
+    args = {"batch": record.batch_id, "tokens": record.num_tokens} | {name: getattr(record, name) for name in waits}
+    return _slice(f"batch {record.batch_id}", 0, rank, record.start_s - zero_s, record.end_s - zero_s, args)
+
+
+def _arrows(before: RankRecords, after: RankRecords, zero_s: float) -> list[dict[str, Any]]:
+    """From the end of each batch on one rank to its start on another."""
+    events = []
+    starts = {record.batch_id: record.start_s for record in after.batches}
+    for record in before.batches:
+        if record.batch_id in starts:
+            common = {"name": "hidden states", "cat": "flow", "pid": 0, "args": {"batch": record.batch_id}}
+            common["id"] = f"{before.rank}-{after.rank}-{record.batch_id}"
+            # An arrow belongs to the slice that is open at its time, so it leaves just before the end.
+            leaves = max(record.start_s, record.end_s - 1e-6) - zero_s
+            events.append({**common, "ph": "s", "tid": before.rank, "ts": _microseconds(leaves)})
+            arrives = _microseconds(starts[record.batch_id] - zero_s)
+            events.append({**common, "ph": "f", "bp": "e", "tid": after.rank, "ts": arrives})
+    return events
+
+
+def _epoch_s() -> float:
+    """The wall clock's time at which the monotonic clock was 0."""
+    return time.time() - time.perf_counter()
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _slice(name: str, pid: int, tid: int, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
-    ts, dur = round(start_s * 1e6, 1), round((end_s - start_s) * 1e6, 1)
+    ts, dur = _microseconds(start_s), _microseconds(end_s - start_s)
     return {"name": name, "cat": "step", "ph": "X", "ts": ts, "dur": dur, "pid": pid, "tid": tid, "args": args}

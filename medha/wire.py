@@ -22,7 +22,7 @@ _TAIL_INTS = 2  # bits of the float64 busy time
 
 
 def sampling_to_json(slot: int, sampling: SlotSampling) -> dict[str, Any]:
-    """A new request's sampling state; the prompt goes along only where a penalty needs it."""
+    """A new request's sampling state; the prompt's distinct tokens go along only where a penalty needs them."""
     params = {f.name: getattr(sampling.params, f.name) for f in dataclasses.fields(SamplingParams)}
     return {
         "slot": slot,

@@ -85,11 +85,11 @@ def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., E
     """The engine configuration that a command line leads to; no model is loaded."""
     seen: list[EngineConfig] = []
 
-    def build_engine(config: EngineConfig, **options: object) -> None:
+    def build_role(config: EngineConfig, **options: object) -> None:
         seen.append(config)
         raise ConfigError("no model is loaded here")
 
-    monkeypatch.setattr(medha.build, "build_engine", build_engine)
+    monkeypatch.setattr(medha.build, "build_role", build_role)
 
     def configure(*arguments: str) -> EngineConfig:
         done = run("--prompt", "x", *arguments)
@@ -361,7 +361,7 @@ NO_CUDA = pytest.mark.skipif(medha.build.torch.cuda.is_available(), reason="need
 def test_bad_usage_is_one_line_before_the_model_is_loaded(
     bare: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(medha.build, "build_engine", lambda *_, **__: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
     requests = write_lines(tmp_path / "requests.jsonl", {"prompt": "x"})
     (tmp_path / "latin-1.txt").write_bytes(b"Zo\xeb")
     names = {"model": folder, "requests": requests, "tmp": tmp_path}
@@ -498,10 +498,10 @@ def test_a_full_disk_ends_the_run(run: Command, option: str) -> None:
 
 
 def test_an_interrupt_while_the_model_is_loaded(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build_engine(*_: object, **__: object) -> None:
+    def build_role(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(medha.build, "build_engine", build_engine)
+    monkeypatch.setattr(medha.build, "build_role", build_role)
     assert run("--prompt", "x").code == 130
 
 

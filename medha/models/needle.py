@@ -52,6 +52,7 @@ from medha.errors import ValidationError
 VOCAB_SIZE = 256
 HIDDEN_SIZE = 256
 INTERMEDIATE_SIZE = 16
+NUM_LAYERS = 2
 NUM_HEADS = 8
 NUM_KV_HEADS = 2
 HEAD_DIM = 128
@@ -103,7 +104,7 @@ def needle_config() -> dict[str, Any]:
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
         "intermediate_size": INTERMEDIATE_SIZE,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": NUM_HEADS,
         "num_key_value_heads": NUM_KV_HEADS,
         "head_dim": HEAD_DIM,

@@ -34,7 +34,8 @@ class Message:
     """One message of the stream.
 
     Attributes:
-        kind: ``batch``, ``call`` (a call of the front door begins), ``end`` (it ends) or ``stop``.
+        kind: ``batch``, ``call`` (a call of the front door begins), ``end`` (it ends), ``records`` (rank 0 asks for what
+            was run) or ``stop``.
         fields: what goes as JSON.
         batch: the plan of a step.
         completed: id of the newest batch whose results rank 0 had when it scheduled this one, -1 for none.
@@ -48,7 +49,7 @@ class Message:
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
 
-_KINDS = ("batch", "call", "end", "stop")
+_KINDS = ("batch", "call", "end", "records", "stop")
 
 
 def encode(message: Message) -> npt.NDArray[np.int32]:

@@ -10,7 +10,6 @@ rides behind the hidden states and is compared by the receiver.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import deque
 from dataclasses import dataclass
@@ -41,7 +40,9 @@ class StagePipe:
         previous, following: global ranks of the neighbours, None at an end of the pipeline.
         dim: model dimension.
         dtype: of the hidden states.
-        num_buffers: sends kept in flight; a buffer is reused after its send is done.
+        num_buffers: sends kept in flight.
+
+    Buffers are kept and used again: that of a send once it is done, that of a receive at the next one's end.
     """
 
     def __init__(
@@ -60,30 +61,33 @@ class StagePipe:
         self._dim = dim
         self._dtype = dtype
         self._receives: deque[_Receive] = deque()
+        self._received: torch.Tensor | None = None  # what the last batch's hidden states lie in
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._num_buffers = num_buffers
-        self.waited_s = 0.0
+        self._free_receives: list[torch.Tensor] = []
+        self._free_sends: list[torch.Tensor] = []
 
     def post(self, batch: Batch) -> None:
         """Post the receive of a batch's hidden states; batches are posted in the order in which they run."""
         if self._previous is None:
             return
-        buffer = torch.empty(self._hidden_bytes(batch) + _TAIL_BYTES, dtype=torch.uint8)
+        buffer = self._sized(batch, self._free_receives)
         work = dist.irecv(buffer, src=self._previous, group=self._group)
         assert work is not None, "the receiver is in the group"
         self._receives.append(_Receive(batch, buffer, work))
 
     def receive(self, batch: Batch) -> torch.Tensor:
-        """The hidden states [T, D] of the oldest posted batch; waits for them.
+        """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them.
 
         Raises:
             PlanDivergenceError: the stage before ran another batch.
         """
         posted = self._receives.popleft()
         assert posted.batch.batch_id == batch.batch_id, "receives are taken in the order of their posts"
-        start = time.perf_counter()
         posted.work.wait()
-        self.waited_s = time.perf_counter() - start
+        if self._received is not None:
+            self._free_receives.append(self._received)
+        self._received = posted.buffer
         size = self._hidden_bytes(batch)
         theirs = tuple(posted.buffer[size:].clone().view(torch.int64).tolist())
         ours = (batch.batch_id, digest(batch))
@@ -94,13 +98,22 @@ class StagePipe:
             )
         return posted.buffer[:size].view(self._dtype).view(batch.num_tokens, self._dim)
 
-    def send(self, batch: Batch, x_TD: torch.Tensor) -> None:
-        """Send the hidden states of a batch on; returns at once unless all buffers are in flight."""
-        assert self._following is not None, "the last stage sends no hidden states"
+    def reserve(self) -> None:
+        """Wait until a send can begin at once: for the oldest one when all buffers are in flight."""
         while len(self._sends) >= self._num_buffers:
-            self._sends.popleft()[0].wait()
+            work, buffer = self._sends.popleft()
+            work.wait()
+            self._free_sends.append(buffer)
+
+    def send(self, batch: Batch, x_TD: torch.Tensor) -> None:
+        """Send the hidden states of a batch on; returns at once after :meth:`reserve`."""
+        assert self._following is not None, "the last stage sends no hidden states"
+        self.reserve()
+        buffer = self._sized(batch, self._free_sends)
+        size = self._hidden_bytes(batch)
+        buffer[:size].view(self._dtype).view(x_TD.shape).copy_(x_TD)
         tail = torch.tensor([batch.batch_id, digest(batch)], dtype=torch.int64)
-        buffer = torch.cat([x_TD.contiguous().view(-1).view(torch.uint8), tail.view(torch.uint8)])
+        buffer[size:].copy_(tail.view(torch.uint8))
         work = dist.isend(buffer, dst=self._following, group=self._group)
         assert work is not None, "the sender is in the group"
         self._sends.append((work, buffer))
@@ -109,6 +122,14 @@ class StagePipe:
         """Wait for every send."""
         while self._sends:
             self._sends.popleft()[0].wait()
+
+    def _sized(self, batch: Batch, free: list[torch.Tensor]) -> torch.Tensor:
+        """A buffer of exactly a batch's bytes: the storage of a free one if it is large enough, else new."""
+        size = self._hidden_bytes(batch) + _TAIL_BYTES
+        storage = free.pop() if free else None
+        if storage is None or storage.untyped_storage().nbytes() < size:
+            return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8).set_(storage.untyped_storage(), 0, (size,))
 
     def _hidden_bytes(self, batch: Batch) -> int:
         return batch.num_tokens * self._dim * self._dtype.itemsize

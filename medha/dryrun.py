@@ -1,0 +1,137 @@
+"""``--dry-run``: what a layout would look like, for any number of ranks, from ``config.json`` alone on one CPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from medha.build import TORCH_DTYPES, Part
+from medha.config import EngineConfig, ModelConfig
+from medha.models.hf_config import load_model_config
+from medha.models.hub import resolve_model
+from medha.models.plan import TP_PLAN
+from medha.models.weights import expected_tensors
+from medha.parallel.mesh import check_layout
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank would hold.
+
+    Attributes:
+        weight_bytes: parameters.
+        kv_bytes_per_token: keys and values of one token in the layers held here.
+        kv_tokens: tokens that its pool holds, None where no size is given.
+    """
+
+    rank: int
+    kvp_rank: int
+    stage: int
+    tp_rank: int
+    layers: range
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int | None
+
+
+def plan_ranks(config: EngineConfig, model: ModelConfig) -> list[RankPlan]:
+    """The plan of every rank of a layout.
+
+    Raises:
+        ParallelConfigError: the layout cannot work.
+    """
+    parallel = config.parallel
+    check_layout(parallel, model, parallel.world_size)
+    itemsize = TORCH_DTYPES[model.dtype if config.dtype == "auto" else config.dtype].itemsize
+    plans = []
+    for rank in range(parallel.world_size):
+        part = Part.at(model, parallel, rank)
+        token_bytes = 2 * len(part.layers) * part.num_kv_heads * model.head_dim * itemsize
+        plans.append(
+            RankPlan(
+                rank,
+                *parallel.coordinates(rank),
+                part.layers,
+                _num_parameters(part) * itemsize,
+                token_bytes,
+                _kv_tokens(config, token_bytes),
+            )
+        )
+    return plans
+
+
+def run_dry(config: EngineConfig, console: Console) -> int:
+    """Print rank map, memory plan and longest context; returns 0."""
+    folder = resolve_model(config.model, revision=config.revision)
+    model = load_model_config(
+        folder,
+        hf_overrides=config.hf_overrides,
+        rope_scaling=config.rope_scaling,
+        max_model_len=config.max_model_len,
+    )
+    plans = plan_ranks(config, model)
+    table = Table(title=f"{model.architecture} on {len(plans)} ranks", title_justify="left")
+    for name in ("rank", "kvp", "stage", "tp", "layers", "weights", "KV a token", "KV pool"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for plan in plans:
+        table.add_row(
+            str(plan.rank),
+            str(plan.kvp_rank),
+            str(plan.stage),
+            str(plan.tp_rank),
+            f"{plan.layers.start}-{plan.layers.stop - 1}",
+            f"{plan.weight_bytes / 2**30:.2f} GiB",
+            f"{plan.kv_bytes_per_token:,} B",
+            "-" if plan.kv_tokens is None else f"{plan.kv_tokens:,} tokens",
+        )
+    console.print(table)
+    limit = config.max_model_len or model.max_position_embeddings
+    pools = [plan.kv_tokens for plan in plans if plan.kv_tokens is not None]
+    if pools:
+        console.print(f"Longest context: {min(limit, *pools):,} tokens (the model allows {limit:,}).")
+    else:
+        most = max(plan.kv_bytes_per_token for plan in plans)
+        console.print(
+            f"The model allows {limit:,} tokens; their keys and values take {limit * most / 2**30:.2f} GiB on the "
+            "fullest rank. With --kv-memory or --num-kv-blocks, the longest context that fits is told."
+        )
+    return 0
+
+
+def _kv_tokens(config: EngineConfig, token_bytes: int) -> int | None:
+    cache = config.cache
+    if cache.num_blocks is not None:
+        return cache.num_blocks * cache.block_size
+    if cache.memory_bytes is None:
+        return None
+    return cache.memory_bytes // (token_bytes * cache.block_size) * cache.block_size
+
+
+def _num_parameters(part: Part) -> int:
+    """Parameters that a rank holds: those of its layers, its share of each that is split."""
+    total = 0
+    for name, shape in expected_tensors(part.model).items():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is not None and int(layer[1]) not in part.layers:
+            continue
+        if layer is None and not _held_outside_layers(name, part):
+            continue
+        total += torch.Size(shape).numel() // (part.tp if _is_split(name) else 1)
+    return total
+
+
+def _held_outside_layers(name: str, part: Part) -> bool:
+    is_first, is_last = part.layers.start == 0, part.layers.stop == part.model.num_layers
+    if name == "model.embed_tokens.weight":
+        return is_first or (is_last and part.model.tie_word_embeddings)
+    return is_last
+
+
+def _is_split(name: str) -> bool:
+    module, _, kind = name.rpartition(".")
+    split = TP_PLAN.get(re.sub(r"\.\d+\.", ".*.", module))
+    return split is not None and not (split == "row" and kind == "bias")

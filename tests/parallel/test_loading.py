@@ -1,0 +1,74 @@
+"""Each rank reads and holds only its own part of a checkpoint, and the dry run foretells it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from medha.config import EngineConfig
+from medha.dryrun import plan_ranks, run_dry
+from medha.errors import ParallelConfigError
+from medha.models.hf_config import load_model_config
+from medha.models.weights import Checkpoint
+from tests.checkpoints import make_checkpoint
+from tests.parallel.workers import WorkerPool
+
+
+def load(folder: str, options: dict[str, Any]) -> tuple[int, int]:
+    """On each rank: (bytes read from the checkpoint, bytes of parameters held)."""
+    from medha.build import build_role
+    from medha.models.layers import local_part
+
+    read: list[int] = []
+    role = build_role(EngineConfig.from_flat(folder, num_kv_blocks=2, **options), progress=read.append)
+    runner = (role.follower or role.engine.runner)._runner  # type: ignore[union-attr]
+    held = {id(p): local_part(p).numel() * p.element_size() for p in runner.model.parameters()}
+    role.close()
+    return sum(read), sum(held.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "tp", "spp"),
+    [("llama", False, 2, 1), ("qwen2", False, 4, 1), ("qwen3", False, 1, 3), ("llama-bias", True, 2, 2)],
+)
+def test_each_rank_reads_only_its_part(
+    workers: WorkerPool, tmp_path: Path, family: str, tied: bool, tp: int, spp: int
+) -> None:
+    make_checkpoint(tmp_path, family, tied=tied)
+    options = {"tp": tp, "spp": spp, "tp_forward": "dtensor"}  # which keeps the parameters as they were loaded
+    answers = workers.run(load, tp * spp, str(tmp_path), options)
+    model = load_model_config(tmp_path)
+    plans = plan_ranks(EngineConfig.from_flat(str(tmp_path), **options), model)
+    odd_vocab = model.hidden_size * 4  # 211 rows do not divide: a rank may hold one more than its share
+    for (read, held), plan in zip(answers, plans, strict=True):
+        assert read == held
+        assert abs(held - plan.weight_bytes) <= 2 * odd_vocab
+    with Checkpoint(tmp_path) as checkpoint:
+        whole = sum(checkpoint.info(name).num_bytes for name in checkpoint.names)
+    replicas = 1.5 if tied or family == "qwen2" else 1.1  # tied heads, KV heads and norms are held more than once
+    assert whole <= sum(read for read, _ in answers) <= replicas * whole
+
+
+def test_dry_run_prints_rank_map_memory_and_longest_context(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    console = Console(record=True, width=100)
+    options = {"tp": 2, "spp": 3, "kv_memory": 1 << 20, "block_size": 64}
+    assert run_dry(EngineConfig.from_flat(str(tmp_path), **options), console) == 0
+    text = console.export_text()
+    assert text.startswith("LlamaForCausalLM on 6 ranks")
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line[:1] == "│"]
+    assert [row[:5] for row in rows] == [
+        [str(rank), "0", str(rank // 2), str(rank % 2), f"{rank // 2}-{rank // 2}"] for rank in range(6)
+    ]
+    # one layer, one KV head of 16, keys and values, float32
+    assert {row[6] for row in rows} == {f"{2 * 16 * 4} B"}
+    assert text.rstrip().endswith("Longest context: 8,192 tokens (the model allows 8,192).")
+
+
+def test_dry_run_refuses_what_cannot_work(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(ParallelConfigError, match=r"^tp=3 .* accepted: 1, 2, 4$"):
+        run_dry(EngineConfig.from_flat(str(tmp_path), tp=3), Console(quiet=True))
