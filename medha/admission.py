@@ -170,7 +170,7 @@ def _checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32
             raise _wrong_prompt(name, value)
         array = _list_as_array(ids)
         if array is None:
-            index = next(i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < 2**63)
+            index = next(i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < vocab_size)
             raise _wrong_id(name, index, ids[index], vocab_size)
     if len(array) and (array.min() < 0 or array.max() >= vocab_size):
         index = int(np.argmax((array < 0) | (array >= vocab_size)))

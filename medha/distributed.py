@@ -6,8 +6,8 @@ other rank runs :class:`Follower`: it takes messages in order and runs its stage
 
 What travels: the batch to everyone; the tokens of a batch's chunks with it, to the other ranks of the first stage only;
 sampled tokens from the sampling rank to the first stage, and to rank 0 also the word that a batch without any is done,
-so that no more batches than the depth are between the first stage and the last. A batch names the newest one whose tokens rank 0 had when it
-scheduled it; the other ranks of the first stage read up to that one before they run it, so they decode the same tokens.
+so that no more batches than the depth are between the first stage and the last. A batch names the newest one whose
+tokens rank 0 had when it scheduled it; the other ranks of the first stage read up to that one before they run it, so they decode the same tokens.
 """
 
 from __future__ import annotations

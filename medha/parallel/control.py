@@ -34,8 +34,8 @@ class Message:
     """One message of the stream.
 
     Attributes:
-        kind: ``batch``, ``call`` (a call of the front door begins), ``end`` (it ends), ``records`` (rank 0 asks for what
-            was run) or ``stop``.
+        kind: ``batch``, ``call`` (a call of the front door begins), ``end`` (it ends), ``records`` (rank 0 asks for
+            what was run) or ``stop``.
         fields: what goes as JSON.
         batch: the plan of a step.
         completed: id of the newest batch whose results rank 0 had when it scheduled this one, -1 for none.

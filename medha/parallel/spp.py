@@ -126,10 +126,9 @@ class StagePipe:
     def _sized(self, batch: Batch, free: list[torch.Tensor]) -> torch.Tensor:
         """A buffer of exactly a batch's bytes: the storage of a free one if it is large enough, else new."""
         size = self._hidden_bytes(batch) + _TAIL_BYTES
-        storage = free.pop() if free else None
-        if storage is None or storage.untyped_storage().nbytes() < size:
+        if not free or free[-1].untyped_storage().nbytes() < size:
             return torch.empty(size, dtype=torch.uint8)
-        return torch.empty(0, dtype=torch.uint8).set_(storage.untyped_storage(), 0, (size,))
+        return free.pop().as_strided((size,), (1,), 0)
 
     def _hidden_bytes(self, batch: Batch) -> int:
         return batch.num_tokens * self._dim * self._dtype.itemsize

@@ -1,0 +1,255 @@
+"""A model of a transport without buffers, on which deadlock is exact: every blocking operation goes through it.
+
+A send completes only when its receive has been posted (and the other way round), a collective only when every member
+has entered it; a thread that waits, waits here. One thread runs at a time and hands over at each operation to one that
+can go on, chosen by a seed, so an interleaving is a function of the seed. When none can go on and not all have ended,
+that is a deadlock, reported with the place of each thread.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import medha.distributed
+import medha.parallel.control
+import medha.parallel.spp
+
+
+class DeadlockError(AssertionError):
+    """No thread can go on; says where each one is."""
+
+
+class _Stopped(BaseException):
+    """Ends a thread after a deadlock or the failure of another."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What stands for a process group on one rank."""
+
+    transport: Transport
+    name: str
+    rank: int
+    members: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Work:
+    """A send or receive; ``wait`` blocks until its peer is there too."""
+
+    transport: Transport
+    what: str
+    tensor: torch.Tensor
+    done: bool = False
+
+    def wait(self) -> bool:
+        """Block until the data has moved."""
+        self.transport.block(lambda: self.done, self.what)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the data has moved."""
+        return self.done
+
+
+@dataclass(eq=False)
+class _Actor:
+    name: str
+    priority: float
+    ready: Callable[[], bool] = lambda: True
+    what: str = "starts"
+    done: bool = False
+    baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    thread: threading.Thread | None = None
+
+
+class Transport:
+    """Threads that take turns, and what they send each other.
+
+    Args:
+        seed: chooses the interleaving.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._is_fair = self._random.random() < 0.5  # else by priorities that change now and then: some starve long
+        self._actors: list[_Actor] = []
+        self._current: _Actor | None = None
+        self._finished = threading.Event()
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._sends: dict[tuple[str, int, int], deque[Work]] = {}
+        self._receives: dict[tuple[str, int, int], deque[Work]] = {}
+        self._entered: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._num_entered: dict[tuple[str, int], int] = {}
+        self.num_messages = 0
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def spawn(self, name: str, function: Callable[[], None]) -> None:
+        """Add a thread; it runs once it is chosen."""
+        actor = _Actor(name, self._random.random())
+        actor.thread = threading.Thread(target=self._live, args=(actor, function), name=name, daemon=True)
+        self._actors.append(actor)
+        actor.thread.start()
+
+    def run(self) -> None:
+        """Run every thread to its end.
+
+        Raises:
+            DeadlockError: they do not end; or what the first of them raised.
+        """
+        self._pass_on()
+        assert self._finished.wait(60), "a thread of the model waits for something that is not of the model"
+        for actor in self._actors:
+            assert actor.thread is not None
+            actor.thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def block(self, ready: Callable[[], bool], what: str) -> None:
+        """Let others run until ``ready()``; called by every operation, also by one that need not wait."""
+        me = self._current
+        assert me is not None and threading.current_thread() is me.thread, "one thread runs at a time"
+        if self._stopped:
+            raise _Stopped
+        me.ready, me.what = ready, what
+        self._pass_on()
+        me.baton.acquire()
+        if self._stopped:
+            raise _Stopped
+
+    def _live(self, actor: _Actor, function: Callable[[], None]) -> None:
+        actor.baton.acquire()
+        try:
+            if not self._stopped:
+                function()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self._stop(error)
+        actor.done = True
+        if not self._stopped:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Choose who runs next."""
+        ready = [actor for actor in self._actors if not actor.done and actor.ready()]
+        if ready:
+            self._current = chosen = self._chosen(ready)
+            chosen.baton.release()
+        elif all(actor.done for actor in self._actors):
+            self._finished.set()
+        else:
+            self._stop(DeadlockError("deadlock:\n" + "\n".join(self._places())))
+
+    def _chosen(self, ready: list[_Actor]) -> _Actor:
+        if self._is_fair:
+            return self._random.choice(ready)
+        chosen = max(ready, key=lambda actor: actor.priority)
+        if self._random.random() < 0.05:
+            chosen.priority = self._random.random()
+        return chosen
+
+    def _places(self) -> Iterator[str]:
+        for actor in self._actors:
+            yield f"  {actor.name}: " + ("has ended" if actor.done else actor.what)
+
+    def _stop(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._stopped = True
+        for actor in self._actors:
+            actor.baton.release()
+        self._finished.set()
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def isend(self, tensor: torch.Tensor, dst: int, group: Group) -> Work:
+        """Post a send; the data is read when the receive is there, not before."""
+        assert tensor.is_contiguous(), "gloo fails on the sender only"
+        work = Work(self, f"sends to rank {dst} in {group.name}", tensor)
+        return self._post(work, (group.name, group.rank, dst), self._sends)
+
+    def irecv(self, tensor: torch.Tensor, src: int, group: Group) -> Work:
+        """Post a receive."""
+        work = Work(self, f"receives from rank {src} in {group.name}", tensor)
+        return self._post(work, (group.name, src, group.rank), self._receives)
+
+    def _post(self, work: Work, channel: tuple[str, int, int], side: dict[tuple[str, int, int], deque[Work]]) -> Work:
+        self.block(lambda: True, work.what)
+        side.setdefault(channel, deque()).append(work)
+        sends, receives = self._sends.get(channel, ()), self._receives.get(channel, ())
+        while sends and receives:
+            send, receive = sends.popleft(), receives.popleft()
+            size = send.tensor.numel()
+            assert size <= receive.tensor.numel(), f"{channel}: {size} numbers for {receive.tensor.numel()}"
+            receive.tensor.view(-1)[:size] = send.tensor.view(-1)
+            send.done = receive.done = True
+            self.num_messages += 1
+        return work
+
+    def all_reduce(self, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        """The sum over a group, once all its ranks are here."""
+        counter = (group.name, group.rank)
+        self._num_entered[counter] = number = self._num_entered.get(counter, 0) + 1
+        key = (group.name, number)
+        entered = self._entered.setdefault(key, [])
+        entered.append(tensor)
+        assert tensor.shape == entered[0].shape, f"collective {key}: {tensor.shape} beside {entered[0].shape}"
+        self.block(lambda: len(entered) == len(group.members), f"in collective {number} of {group.name}")
+        return torch.stack(entered).sum(0)
+
+    # -- what the library sees -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def installed(self, world_size: int) -> Iterator[None]:
+        """Within, the library's transfers, queues and threads are those of this model."""
+        dist = SimpleNamespace(
+            isend=lambda tensor, *, dst, group: self.isend(tensor, dst, group),
+            irecv=lambda tensor, *, src, group: self.irecv(tensor, src, group),
+            barrier=lambda *_, **__: self._barrier(world_size),
+            destroy_process_group=lambda *_: None,
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (medha.distributed, medha.parallel.control, medha.parallel.spp):
+                patch.setattr(module, "dist", dist)
+            patch.setattr(medha.parallel.control, "threading", SimpleNamespace(Thread=self._thread))
+            patch.setattr(medha.parallel.control, "queue", SimpleNamespace(SimpleQueue=lambda: _Queue(self)))
+            yield
+
+    def _thread(self, target: Callable[[], None], *, name: str, daemon: bool) -> Any:
+        assert self._current is not None and daemon
+        return SimpleNamespace(start=lambda owner=self._current.name: self.spawn(f"{owner}, {name}", target))
+
+    def _barrier(self, world_size: int) -> None:
+        assert self._current is not None
+        rank = int(self._current.name.split()[1])
+        self.all_reduce(torch.zeros(()), Group(self, "barrier", rank, tuple(range(world_size))))
+
+
+class _Queue:
+    """queue.SimpleQueue on the model's threads."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._items: deque[Any] = deque()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+
+    def get(self) -> Any:
+        self._transport.block(lambda: bool(self._items), "waits for a message of rank 0")
+        return self._items.popleft()
+
+    def empty(self) -> bool:
+        return not self._items
