@@ -22,7 +22,8 @@ logger = logging.getLogger("medha")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids (an array or tensor of them too), or a mapping with exactly one of ``prompt`` (text),
-``prompt_token_ids`` and ``messages``."""
+``prompt_token_ids`` and ``messages``. A prompt of millions of tokens is best an integer array: 10M are checked
+and copied in 8 ms, while a list of them takes half a second, in which nobody else gets a token."""
 
 _FORMS = ("prompt", "prompt_token_ids", "messages")
 

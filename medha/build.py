@@ -13,17 +13,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from medha.attention.interface import AttentionBackend
 from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
-from medha.distributed import Caller, DrivingRunner, Follower
+from medha.distributed import Caller, DrivingRunner, Follower, failures_named, give_up
 from medha.engine import Engine, ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.kv_cache import KVCache
@@ -35,8 +33,8 @@ from medha.models.layers import TensorShard, local_part
 from medha.models.plan import TP_PLAN
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.parallel.control import ControlReceiver, ControlSender
-from medha.parallel.launch import Launch, read_launch
-from medha.parallel.mesh import Ranks, check_layout, check_same_everywhere, fingerprint, init_ranks, least
+from medha.parallel.launch import read_launch
+from medha.parallel.mesh import Job, Ranks, check_layout, check_same_everywhere, init_ranks, least, meet, wait_for_all
 from medha.parallel.spp import StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
 from medha.runner import Runner
@@ -48,7 +46,7 @@ logger = logging.getLogger("medha")
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FALLBACK_MEMORY = 4 << 30
-_LOAD_LIMIT = timedelta(hours=1)
+_LOAD_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ class Role:
         """Tell every rank that this one goes with an error; they end too."""
         for part in (self.caller, self.follower):
             if part is not None:
-                part.ranks.monitor.report(f"rank {part.ranks.rank}: {type(error).__name__}: {error}")
+                give_up(part.ranks, error)
 
     def close(self) -> None:
         """Leave the job; every rank calls it."""
@@ -111,11 +109,23 @@ def build_role(
 
     Raises:
         ConfigError: something about the folder, the device, the layout or the sizes is wrong; the subclass says what.
+        RankFailedError: another rank failed.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     launch = read_launch()
-    _check_launch(config.parallel, launch)
+    if launch is None:
+        _check_is_alone(config.parallel)
+        return _build(config, None, timeline, progress)
+    job = meet(config.parallel, launch)
+    with failures_named(job, activity="start"):
+        return _build(config, job, timeline, progress)
+
+
+def _build(
+    config: EngineConfig, job: Job | None, timeline: Timeline | None, progress: Callable[[int], None] | None
+) -> Role:
+    """:func:`build_role` where the ranks, if there are several, have met."""
     folder = resolve_model(config.model, revision=config.revision)
     model_config = load_model_config(
         folder,
@@ -123,21 +133,23 @@ def build_role(
         rope_scaling=config.rope_scaling,
         max_model_len=config.max_model_len,
     )
-    check_layout(config.parallel, model_config, 1 if launch is None else launch.world_size)
+    check_layout(config.parallel, model_config, 1 if job is None else job.launch.world_size)
     limits, tokenizer = _load_text_side(config, folder, model_config)
     device = pick_device(config.device)
     dtype = TORCH_DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
-    ranks = None if launch is None else init_ranks(config.parallel, launch, device)
-    if ranks is not None:
-        check_same_everywhere(ranks, fingerprint(config, model_config))
+    ranks = None
+    if job is not None:
+        parts = {"configuration": config, "config.json": model_config, "checkpoint": _checkpoint_facts(config, folder)}
+        check_same_everywhere(job, parts)
+        ranks = init_ranks(job, device)
     part = Part.of(model_config, ranks)
     num_blocks = _num_blocks(config, part, dtype, device, limits.max_model_len)
     if ranks is not None:
         num_blocks = least(ranks, num_blocks)
     runner = _build_runner(config, part, ranks, folder, num_blocks=num_blocks, dtype=dtype, device=device, on=progress)
-    if ranks is not None:
-        # Loading may take far longer than a transfer may; whoever is missing is named.
-        dist.monitored_barrier(ranks.control_group, timeout=_LOAD_LIMIT, wait_all_ranks=True)
+    if job is not None:
+        # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
+        wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
     if ranks is None or ranks.rank == 0:
         logger.info(
             "%s on %s in %s, context %d, KV pool %d blocks of %d tokens; sampling defaults %s, end-of-sequence ids %s",
@@ -246,8 +258,18 @@ def _depth(config: EngineConfig) -> int:
     return config.parallel.spp + 1 if config.parallel.spp > 1 else 1
 
 
-def _check_launch(parallel: ParallelConfig, launch: Launch | None) -> None:
-    if launch is None and parallel.world_size > 1:
+def _checkpoint_facts(config: EngineConfig, folder: Path) -> list[object]:
+    """What tells two checkpoints apart without reading a weight: names, shapes, dtypes and file sizes."""
+    if config.load_format == "dummy":
+        return []
+    with Checkpoint(folder) as checkpoint:
+        infos = [checkpoint.info(name) for name in sorted(checkpoint.names)]
+    sizes = [(file, (folder / file).stat().st_size) for file in sorted({info.file for info in infos})]
+    return [*((info.name, info.shape, info.dtype) for info in infos), *sizes]
+
+
+def _check_is_alone(parallel: ParallelConfig) -> None:
+    if parallel.world_size > 1:
         raise ParallelConfigError(
             f"tp={parallel.tp} x spp={parallel.spp} x kvp={parallel.kvp} needs {parallel.world_size} ranks, this is "
             f"one process; start it as: torchrun --nproc-per-node {parallel.world_size} {_this_program()}"

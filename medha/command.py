@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -20,12 +21,16 @@ import typer
 
 from medha.config import OPTION_ALIASES
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
-from medha.parallel.launch import is_first_rank, read_launch
+from medha.parallel.launch import is_first_rank, is_launched
 
 logger = logging.getLogger("medha")
 
 FAILED_REQUESTS = 3
 """Exit code of a run that ended with some requests failed."""
+
+_BAD_INPUT = 2
+_SPEAK_S = 2.0  # how long other ranks wait for rank 0 to say what all of them found
+_ECHO_S = 2.0  # a signal that follows another within so long comes from the launcher
 
 # Other names of options; those of the engine's are known to medha.config.
 _ALIASES = {**OPTION_ALIASES, "model_path": "model", "max_new_tokens": "max_tokens"}
@@ -73,8 +78,13 @@ def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = 
         message = error.format_message()  # type: ignore[attr-defined]
         return complain(f"{message} (see {prog_name} --help)", 2)
     except MedhaError as error:
-        if isinstance(error, EngineDeadError) and error.__cause__ is not None:
-            logger.error("the engine failed", exc_info=error.__cause__)
+        root: BaseException = error
+        while (
+            isinstance(root, MedhaError) and root.__cause__ is not None
+        ):  # the failed rank shows where, the others not
+            root = root.__cause__
+        if isinstance(error, EngineDeadError) and not isinstance(root, MedhaError):
+            logger.error("the engine failed", exc_info=root)
         code = FAILED_REQUESTS if isinstance(error, RequestError) else exit_code(error)
         return complain(f"{type(error).__name__}: {error}", code)
     except (KeyboardInterrupt, typer.Abort):
@@ -84,7 +94,7 @@ def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = 
 def end_process(code: int) -> NoReturn:
     """Exit; one more Ctrl-C while the interpreter shuts down changes nothing."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if code and read_launch() is not None:
+    if code and is_launched():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # the clean-up of process groups would wait for ranks that may be gone
@@ -94,7 +104,9 @@ def end_process(code: int) -> NoReturn:
 def complain(message: str, code: int) -> int:
     """Write an error to stderr, on one line, on the rank that speaks; returns ``code``."""
     if is_first_rank():
-        print("error:", " ".join(message.split()), file=sys.stderr)
+        print("error:", " ".join(message.split()), file=sys.stderr, flush=True)
+    elif code == _BAD_INPUT:
+        time.sleep(_SPEAK_S)  # the launcher ends every rank as soon as one has ended, and rank 0 has to speak yet
     return code
 
 
@@ -106,16 +118,25 @@ def ignore_signals() -> None:
 
 @contextmanager
 def first_interrupt() -> Iterator[list[int]]:
-    """Within, the first Ctrl-C is noted in the list that is yielded; the second raises KeyboardInterrupt."""
+    """Within, the first Ctrl-C is noted in the list that is yielded; the second raises KeyboardInterrupt.
+
+    Under a launcher a termination counts as well, and a signal right after the first is its echo: Ctrl-C reaches every
+    process of the terminal, and the launcher passes it on.
+    """
     noted: list[int] = []
+    last_s = 0.0
 
     def note(signum: int, frame: FrameType | None) -> None:
-        if noted:
+        nonlocal last_s
+        is_echo = is_launched() and time.monotonic() - last_s < _ECHO_S
+        last_s = time.monotonic()
+        if not noted:
+            noted.append(signum)
+        elif not is_echo:
             raise KeyboardInterrupt
-        noted.append(signum)
 
-    # torchrun passes Ctrl-C on as a termination; a plain process ends on one as it always did.
-    numbers = (signal.SIGINT,) if read_launch() is None else (signal.SIGINT, signal.SIGTERM)
+    # a plain process ends on a termination as it always did
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_launched() else (signal.SIGINT,)
     try:
         before = {number: signal.signal(number, note) for number in numbers}
     except ValueError:  # not the main thread: there is no Ctrl-C to note
@@ -137,6 +158,8 @@ def start_logging(level: str) -> None:
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise ConfigError(f"log_level={level!r}; accepted: debug, info, warning, error")
+    # the C++ side of torch.distributed prints stack traces when another rank is gone; read when torch is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("medha: %(message)s"))
     logger.handlers[:] = [handler]

@@ -7,7 +7,8 @@ other rank runs :class:`Follower`: it takes messages in order and runs its stage
 What travels: the batch to everyone; the tokens of a batch's chunks with it, to the other ranks of the first stage only;
 sampled tokens from the sampling rank to the first stage, and to rank 0 also the word that a batch without any is done,
 so that no more batches than the depth are between the first stage and the last. A batch names the newest one whose
-tokens rank 0 had when it scheduled it; the other ranks of the first stage read up to that one before they run it, so they decode the same tokens.
+tokens rank 0 had when it scheduled it; the other ranks of the first stage read up to that one before they run it, so
+they decode the same tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from medha.batch import Batch, Row
 from medha.errors import EngineDeadError, MedhaError, RankFailedError
 from medha.parallel.control import ControlReceiver, ControlSender, Message
-from medha.parallel.mesh import Ranks
+from medha.parallel.mesh import Job, Ranks
 from medha.request import RequestOutput, SamplingParams
 from medha.runner import Pending, Runner, StepResult, sampling_rows
 from medha.sampling import SlotSampling
@@ -249,7 +250,8 @@ class Follower:
             while self._last is None and (self._receiver.has_message or not self._queue):
                 with failures_named(self.ranks), self._runner.recorder.waiting("control"):
                     message = self._receiver.receive()
-                self._take(message)
+                with failures_named(self.ranks, message.batch):
+                    self._take(message)
             if self._queue:
                 self._run(self._queue.popleft())
                 continue
@@ -285,12 +287,12 @@ class Follower:
 
     def _run(self, message: Message) -> None:
         assert message.batch is not None, "only batches are queued"
-        while self._expected and self._expected[0].batch_id <= message.completed:
-            with self._runner.recorder.waiting("report"):
-                result = self._expected.popleft().wait()
-            self._runner.take_tokens(result.rows, [s.token_id for s in result.sampled])
-        ids = torch.from_numpy(message.token_ids) if self.ranks.is_first_stage else None
         with failures_named(self.ranks, message.batch):
+            while self._expected and self._expected[0].batch_id <= message.completed:
+                with self._runner.recorder.waiting("report"):
+                    result = self._expected.popleft().wait()
+                self._runner.take_tokens(result.rows, [s.token_id for s in result.sampled])
+            ids = torch.from_numpy(message.token_ids) if self.ranks.is_first_stage else None
             sampled_here = self._runner.run(message.batch, ids)
             if sampled_here is not None:
                 self._reports.send(sampled_here)
@@ -299,30 +301,40 @@ class Follower:
         """Follow one call of the front door to its end; returns what rank 0's call returned, or raises what it raised.
 
         Raises:
-            EngineDeadError: rank 0 called something else.
+            EngineDeadError: rank 0 called something else; every rank hears of it.
         """
-        begun = self.follow()
-        if begun.kind != "call" or begun.fields.get("name") != name:
-            theirs = begun.fields.get("name", "close")
-            raise EngineDeadError(f"rank {self.ranks.rank} called {name}, rank 0 called {theirs}")
-        ended = self.follow()
-        if ended.kind != "end":
-            raise EngineDeadError(f"rank 0 left its call of {name} without an end")
+        begun = self._follow_to(name, "call")
+        if begun.fields["name"] != name:
+            raise self._mismatch(name, begun)
+        ended = self._follow_to(name, "end")
         if ended.fields["error"] is not None:
             raise error_from_json(ended.fields["error"])
         return outputs_from_json(ended.fields["outputs"])
 
     def serve(self) -> None:
-        """Follow until rank 0 stops."""
-        message = self.follow()
-        if message.kind != "stop":
-            raise EngineDeadError(f"rank 0 called {message.fields.get('name')}, rank {self.ranks.rank} only follows")
+        """Follow until rank 0 stops; raises as :meth:`join`."""
+        self._follow_to("close", "stop")
 
     def close(self) -> None:
-        """Wait for rank 0 to stop, then leave the process groups."""
+        """Wait for rank 0 to stop, then leave the process groups; raises as :meth:`join`."""
         self.serve()
-        self._reports.drain()
+        with failures_named(self.ranks, activity="shutdown"):
+            self._reports.drain()
         leave(self.ranks)
+
+    def _follow_to(self, name: str, kind: str) -> Message:
+        message = self.follow()
+        if message.kind != kind:
+            raise self._mismatch(name, message)
+        return message
+
+    def _mismatch(self, name: str, message: Message) -> EngineDeadError:
+        theirs = {"call": str(message.fields.get("name")), "stop": "close"}.get(message.kind, message.kind)
+        error = EngineDeadError(
+            f"{self.ranks.place} called {name} where rank 0 called {theirs}; accepted: the same calls on every rank"
+        )
+        give_up(self.ranks, error)
+        return error
 
 
 class Caller:
@@ -341,22 +353,38 @@ class Caller:
 
     def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         """Run a call that every rank has joined; all of them return or raise the same."""
-        self._sender.send(Message("call", {"name": name}))
+        with failures_named(self.ranks, activity="idle"):
+            self._sender.send(Message("call", {"name": name}))
         try:
             outputs = run()
-        except MedhaError as error:
-            self._sender.send(Message("end", {"outputs": [], "error": error_to_json(error)}))
+        except EngineDeadError as error:  # the others may be gone, and hear of it from the monitor
+            give_up(self.ranks, error)
             raise
-        self._sender.send(Message("end", {"outputs": outputs_to_json(outputs), "error": None}))
+        except Exception as error:
+            self._end({"outputs": [], "error": error_to_json(error)})
+            raise
+        except BaseException as error:
+            give_up(self.ranks, error)
+            raise
+        self._end({"outputs": outputs_to_json(outputs), "error": None})
         return outputs
 
     def close(self) -> None:
-        """Let the others stop, then leave the process groups."""
-        if self._timeline is not None:
-            self._timeline.close()
-        self._sender.send(Message("stop"))
-        self._sender.drain()
+        """Let the others stop, then leave the process groups.
+
+        Raises:
+            RankFailedError: another rank failed before all had left.
+        """
+        with failures_named(self.ranks, activity="shutdown"):
+            if self._timeline is not None:
+                self._timeline.close()
+            self._sender.send(Message("stop"))
+            self._sender.drain()
         leave(self.ranks)
+
+    def _end(self, fields: dict[str, Any]) -> None:
+        with failures_named(self.ranks, activity="idle"):
+            self._sender.send(Message("end", fields))
 
 
 def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:
@@ -364,36 +392,75 @@ def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:
 
 
 def leave(ranks: Ranks) -> None:
-    """Leave the process groups; every rank calls it."""
-    dist.barrier()
-    ranks.monitor.stop()
-    dist.barrier()
+    """Leave the process groups; every rank calls it.
+
+    Raises:
+        RankFailedError: a rank failed before all had left.
+    """
+    with failures_named(ranks, activity="shutdown"):
+        dist.barrier()
+    if not ranks.monitor.leave():
+        raise RankFailedError(ranks.monitor.first_error() or f"{ranks.place}: not every rank has left in time")
     dist.destroy_process_group()
 
 
+def give_up(ranks: Ranks | Job, error: BaseException) -> None:
+    """Tell every rank that this one goes with an error; they end too."""
+    if not isinstance(error, RankFailedError):
+        ranks.monitor.report(f"{ranks.place}: {type(error).__name__}: {error}")
+    _linger(ranks, ranks.monitor.first_error() or str(error))
+
+
 @contextmanager
-def failures_named(ranks: Ranks, batch: Batch | None = None) -> Iterator[None]:
+def failures_named(ranks: Ranks | Job, batch: Batch | None = None, *, activity: str | None = None) -> Iterator[None]:
     """Within, a failure of this rank is reported to all, and that of another rank is named.
 
+    Args:
+        ranks: this rank and its monitor.
+        batch: what is run, if a batch.
+        activity: what this rank is about otherwise.
+
     Raises:
-        RankFailedError: with the first error that any rank reported, and its rank, stage and batch.
+        RankFailedError: with the first error that any rank reported, and its rank, stage and batch. An error of
+            medha's own is raised as it is.
     """
-    place = f"rank {ranks.rank} (stage {ranks.stage}, " + ("idle)" if batch is None else f"batch {batch.batch_id})")
+    activity = activity or ("idle" if batch is None else f"batch {batch.batch_id}")
+    ranks.monitor.doing(activity)
     try:
         yield
-    except EngineDeadError as error:
-        ranks.monitor.report(f"{place}: {error}")
+    except RankFailedError as error:
+        _linger(ranks, str(error))
         raise
     except Exception as error:
-        if not _is_lost_peer(error):
+        place = f"{ranks.place}, {activity}"
+        is_echo = _is_lost_peer(error)
+        if is_echo:
+            ranks.monitor.suspect()
+        else:
             ranks.monitor.report(f"{place}: {type(error).__name__}: {error}")
         first = ranks.monitor.first_error()
-        raise RankFailedError(first or f"{place} lost a peer: {error}") from error
+        if first is None:
+            first = f"{place}: lost a peer: {error}"
+            ranks.monitor.report(first)
+        _linger(ranks, first)
+        if isinstance(error, MedhaError):
+            raise
+        raise RankFailedError(first) from (None if is_echo else error)
+
+
+def _linger(ranks: Ranks | Job, first: str) -> None:
+    """Let rank 0 tell the user; speak up where it is gone."""
+    if not ranks.monitor.linger():
+        logger.error("%s", first)
 
 
 def _is_lost_peer(error: Exception) -> bool:
     """Whether an error is only the echo of another rank's failure."""
     text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("closed by peer", "reset by peer", "Timed out waiting", "Broken pipe", "gloo")
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, MedhaError)
+        and any(
+            sign in text for sign in ("closed by peer", "reset by peer", "Timed out waiting", "Broken pipe", "gloo")
+        )
     )

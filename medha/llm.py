@@ -8,8 +8,10 @@ with LLM("path/to/model") as llm:
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
@@ -49,6 +51,8 @@ class LLM:
     def __init__(self, model: str | Path, *, timeline: Timeline | None = None, **options: Any) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
         self._role: Role | None = build_role(self.config, timeline=timeline)
+        if not self._role.is_alone:
+            atexit.register(_close_at_exit, weakref.ref(self))
         self._ids = map(str, itertools.count())
         self._streams: dict[str, deque[RequestOutput]] = {}  # outputs that each open stream has not yielded yet
 
@@ -149,9 +153,13 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete one conversation or several with the model's chat template; otherwise as :meth:`generate`."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [{"messages": conversation} for conversation in conversations]
-        return self.generate(prompts, sampling_params, slo=slo, use_tqdm=use_tqdm)
+
+        def run() -> list[RequestOutput]:
+            conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+            prompts = [{"messages": conversation} for conversation in conversations]
+            return self._generate(prompts, sampling_params, slo, use_tqdm)
+
+        return self._on_every_rank("chat", run)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, slo: SLO | None = None
@@ -194,7 +202,8 @@ class LLM:
         if value is None or self._role is None or self._role.is_alone:
             self.close()
         else:  # the other ranks may be anywhere: to wait for them could be for ever
-            self._role.give_up(value)
+            role, self._role = self._role, None
+            role.give_up(value)
 
     @property
     def _open_role(self) -> Role:
@@ -272,8 +281,17 @@ class LLM:
             )
 
 
+def _close_at_exit(llm: weakref.ref[LLM]) -> None:
+    """A program that ends without :meth:`LLM.close` closes all the same, unless it ends with an error."""
+    there = llm()
+    if there is not None and getattr(sys, "last_value", None) is None:
+        there.close()
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list of prompts."""
+    if getattr(prompts, "ndim", None) == 1:
+        return [prompts]  # type: ignore[list-item]  # an array of token ids
     listed: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # numpy and torch
     if isinstance(listed, (str, Mapping)):
         return [listed]

@@ -132,7 +132,8 @@ def decode_records(data: bytes) -> RankRecords:
         one = dict(zip(names, values, strict=True))
         one |= {"start_s": one["start_s"] + shift, "end_s": one["end_s"] + shift}
         batches.append(BatchRecord(**one))
-    return RankRecords(*sent["place"], tuple(batches))
+    rank, stage, tp_rank = sent["place"]
+    return RankRecords(rank, stage, tp_rank, tuple(batches))
 
 
 class Timeline:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,15 +126,19 @@ def _completion(fields: dict[str, Any]) -> CompletionOutput:
     return CompletionOutput(**fields)
 
 
-def error_to_json(error: Exception) -> list[str]:
-    """Class name and message of an error."""
-    return [type(error).__name__, str(error)]
+def error_to_json(error: Exception) -> dict[str, Any]:
+    """Class name and message of an error, and which parameter of which request a refusal is about."""
+    where = {name: getattr(error, name) for name in ("param", "index") if getattr(error, name, None) is not None}
+    return {"class": type(error).__name__, "message": str(error), **where}
 
 
-def error_from_json(item: Sequence[str]) -> Exception:
+def error_from_json(item: Mapping[str, Any]) -> Exception:
     """An error of the same class with the same message; a RequestError for a class that is not medha's."""
-    name, message = item
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, errors.MedhaError):
-        return kind(message)
-    return errors.RequestError(f"{name}: {message}")
+    kind = getattr(errors, item["class"], None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.MedhaError)):
+        return errors.RequestError(f"{item['class']}: {item['message']}")
+    error = kind(item["message"])
+    for name in ("param", "index"):
+        if name in item:
+            setattr(error, name, item[name])
+    return error

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import platform
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from medha.batch import Batch, Row
-from medha.timeline import Timeline
+from medha.timeline import BatchRecord, RankRecords, Recorder, Timeline, decode_records, encode_records
 
 FIRST = Batch(0, (Row(0, 0, 8, False, False),))
 SECOND = Batch(1, (Row(1, 30, 1, True, True), Row(0, 8, 4, False, True)))
@@ -96,3 +98,103 @@ def test_a_reused_slot_gets_a_thread_of_its_own(tmp_path: Path) -> None:
 def test_empty_timeline_is_a_trace(tmp_path: Path) -> None:
     Timeline().write(tmp_path / "a.json")
     assert [e["ph"] for e in read(tmp_path / "a.json")["traceEvents"]] == ["M", "M", "M"]
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_recorder_counts_compute_and_waits() -> None:
+    clock = Clock()
+    recorder = Recorder(clock=clock)
+    recorder.control_ready = False
+    with recorder.waiting("control"):
+        clock.now = 1.0
+    recorder.begin()
+    clock.now = 1.5  # gets ready for the hidden states, then waits
+    with recorder.waiting("hidden"):
+        clock.now = 2.0
+    assert recorder.begin() == 2.0
+    clock.now = 5.0
+    record = recorder.end(FIRST)
+    assert record == BatchRecord(0, 8, 2.0, 5.0, False, 1.0, 0.5, 0.0, 0.0)
+    assert record.busy_s == 3.0
+    recorder.control_ready = True
+    with recorder.waiting("send"):
+        clock.now = 5.25
+    with recorder.waiting("report"):
+        clock.now = 5.5
+    with recorder.waiting("report"):
+        clock.now = 6.0
+    recorder.begin()
+    assert recorder.end(SECOND) == BatchRecord(1, 5, 6.0, 6.0, True, 0.0, 0.0, 0.75, 0.25)
+    assert [kept.batch_id for kept in recorder.take()] == [0, 1]
+    assert recorder.take() == ()
+
+
+def test_recorder_keeps_the_newest() -> None:
+    recorder = Recorder(kept=2)
+    for batch_id in range(5):
+        recorder.begin()
+        recorder.end(Batch(batch_id, FIRST.rows))
+    assert [kept.batch_id for kept in recorder.take()] == [3, 4]
+
+
+def ran(batch_id: int, start_s: float, end_s: float) -> BatchRecord:
+    return BatchRecord(batch_id, 8, start_s, end_s, True, 0.0, 0.125, 0.0, 0.0)
+
+
+def test_records_survive_their_json() -> None:
+    records = RankRecords(5, 2, 1, (ran(0, 1.1, 2.3), ran(1, 2.3, 1e6 / 3)))
+    assert decode_records(encode_records(records)) == records
+    assert decode_records(encode_records(RankRecords(0, 0, 0, ()))).batches == ()
+
+
+def test_another_nodes_clock_is_shifted() -> None:
+    sent = json.loads(encode_records(RankRecords(1, 1, 0, (ran(0, 1.0, 2.0),))))
+    sent["node"] = platform.node() + "-other"
+    sent["epoch_s"] = time.time() - time.perf_counter() + 100.0  # its monotonic clock began 100 s after ours
+    (record,) = decode_records(json.dumps(sent).encode()).batches
+    assert record.start_s == pytest.approx(101.0, abs=0.01)
+    assert record.busy_s == pytest.approx(1.0)
+
+
+def test_ranks_have_lanes_and_batches_arrows(tmp_path: Path) -> None:
+    """Records come in two parts; rank 0's take the place of what the engine recorded of the stages."""
+    parts = [
+        [RankRecords(0, 0, 0, (ran(0, 10.0, 11.0),)), RankRecords(1, 1, 0, (ran(0, 11.0, 12.0),))],
+        [RankRecords(0, 0, 0, (ran(1, 11.0, 12.0),)), RankRecords(1, 1, 0, ())],
+    ]
+    timeline = Timeline()
+    timeline.record(FIRST, 0.0, 1.0, lambda slot: "a")
+    timeline.gather_from(lambda: parts.pop(0), zero_s=10.0)
+    timeline.collect()
+    timeline.close()
+    timeline.write(tmp_path / "a.json")  # asks nobody any more
+    events = read(tmp_path / "a.json")["traceEvents"]
+    lanes = [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name" and e["pid"] == 0]
+    assert lanes == [(0, "stage 0"), (1, "stage 1")]
+    slices = [(e["name"], e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == 0]
+    assert slices == [("batch 0", 0, 0.0, 1e6), ("batch 1", 0, 1e6, 1e6), ("batch 0", 1, 1e6, 1e6)]
+    arrows = [(e["ph"], e["id"], e["tid"], e["ts"], e.get("bp")) for e in events if e["ph"] in "sf"]
+    assert arrows == [("s", "0-1-0", 0, 1e6 - 1, None), ("f", "0-1-0", 1, 1e6, "e")]
+    waits = [e["args"]["hidden_wait_s"] for e in events if e["ph"] == "X" and e["pid"] == 0]
+    assert waits == [0.125] * 3
+    assert [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1] == ["chunk [0:8]"]
+
+
+def test_tensor_parallel_ranks_have_lanes_of_their_own(tmp_path: Path) -> None:
+    places = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    timeline = Timeline()
+    timeline.gather_from(lambda: [RankRecords(*place, (ran(0, 1.0 + place[1], 2.0),)) for place in places], zero_s=0.0)
+    timeline.write(tmp_path / "a.json")
+    events = read(tmp_path / "a.json")["traceEvents"]
+    lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
+    assert lanes == ["stage 0, tp 0", "stage 0, tp 1", "stage 1, tp 0", "stage 1, tp 1"]
+    assert [e["tid"] for e in events if e["ph"] in "sf"] == [0, 2, 1, 3]

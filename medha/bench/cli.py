@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +11,7 @@ from medha.command import make_app
 from medha.errors import ConfigError
 
 app = make_app(help="Measure on this machine.")
+_OVERRIDES = "Fields of the random Llama's config.json as JSON, for example '{\"hidden_size\": 64}'."
 
 
 @app.callback()
@@ -27,6 +28,7 @@ def compare(
     num_threads: Annotated[int, typer.Option(min=1, help="CPU threads, the same for both.")] = 2,
     num_iters_warmup: Annotated[int, typer.Option(min=0)] = 1,
     num_iters: Annotated[int, typer.Option(min=1, help="Counted runs; the median is reported.")] = 3,
+    hf_overrides: Annotated[str | None, typer.Option(help=_OVERRIDES, show_default=False)] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> int:
     """The same weights and prompts through medha and through transformers at its best; ratios of medians."""
@@ -38,6 +40,33 @@ def compare(
         decode_tokens=decode_len,
         dtype=dtype,
         num_threads=num_threads,
+        warmup=num_iters_warmup,
+        runs=num_iters,
+        hf_overrides=_overrides(hf_overrides),
+    )
+    return run_and_print(options, output_json)
+
+
+@app.command()
+def scaling(
+    layouts: Annotated[str, typer.Option(help="Compared with one rank, comma separated: spp2, tp2, tp2spp2.")] = "spp2",
+    prompt_len: Annotated[int, typer.Option(min=1, help="Prompt in tokens.")] = 16384,
+    chunk_size: Annotated[int, typer.Option(min=1, help="Prompt tokens a batch.")] = 512,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    num_iters_warmup: Annotated[int, typer.Option(min=0)] = 1,
+    num_iters: Annotated[int, typer.Option(min=1, help="Counted runs; the median is reported.")] = 3,
+    hf_overrides: Annotated[str | None, typer.Option(help=_OVERRIDES, show_default=False)] = None,
+    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> int:
+    """Prefill on several ranks against one, one thread a rank; starts its processes itself, without torchrun."""
+    from medha.bench.scaling import ScalingOptions, run_and_print
+
+    options = ScalingOptions(
+        layouts=tuple(layouts.split(",")),
+        prompt_len=prompt_len,
+        chunk_size=chunk_size,
+        hf_overrides=_overrides(hf_overrides),
+        dtype=dtype,
         warmup=num_iters_warmup,
         runs=num_iters,
     )
@@ -54,6 +83,13 @@ def needle(
     from medha.bench.needle import run_and_print
 
     return run_and_print(_lengths(tokens), tuple(depth or [0.1]), output_json)
+
+
+def _overrides(text: str | None) -> dict[str, Any] | None:
+    """Fields of ``config.json`` given as JSON."""
+    from medha.models.hf_config import parse_hf_overrides
+
+    return None if text is None else parse_hf_overrides(text)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ sampler.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from medha.bench.model import describe, random_llama
 from medha.bench.report import Timing, check_writable, environment, interleaved, write_report
 from medha.errors import ConfigError
 from medha.llm import LLM
 from medha.request import SamplingParams
-
-MODEL_SHAPE: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +39,12 @@ class CompareOptions:
     warmup: int = 1
     runs: int = 3
     seed: int = 0
+    hf_overrides: Mapping[str, Any] | None = None
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Fields of the model's ``config.json``."""
+        return random_llama(self.hf_overrides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +93,7 @@ def compare(
         {
             "benchmark": "compare",
             "environment": environment(),
-            "model": MODEL_SHAPE,
+            "model": options.shape,
             "options": {name: getattr(options, name) for name in options.__slots__},
             "results": [
                 {
@@ -121,7 +116,7 @@ def run_and_print(options: CompareOptions, output_json: Path | None) -> int:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("comparing", total=num_runs(options))
         results = compare(options, output_json=output_json, on_run=lambda: bar.advance(task))
-    table = Table(title="medha against transformers: random Llama, 4 layers, 1,024 wide, GQA 4")
+    table = Table(title=f"medha against transformers: {describe(options.shape)}")
     table.add_column("what", no_wrap=True)
     for name in ("medha ms", "min-max", "HF ms", "min-max", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -156,7 +151,7 @@ def _make_model(folder: Path, options: CompareOptions) -> Any:
     except ImportError as error:
         raise ConfigError("bench compare needs transformers; pip install 'medha[bench]'") from error
     torch.manual_seed(options.seed)
-    config = transformers.LlamaConfig(**MODEL_SHAPE, initializer_range=0.2)
+    config = transformers.LlamaConfig(**options.shape, initializer_range=0.2)
     model = transformers.LlamaForCausalLM(config).to(getattr(torch, options.dtype)).eval()
     model.save_pretrained(folder)
     model.set_attn_implementation("sdpa")
@@ -228,5 +223,5 @@ def _decode(llm: LLM, reference: Any, options: CompareOptions, on_run: Callable[
 
 def _prompts(count: int, length: int, options: CompareOptions) -> list[list[int]]:
     generator = torch.Generator().manual_seed(options.seed)
-    ids = torch.randint(0, MODEL_SHAPE["vocab_size"], (count, length), generator=generator)
+    ids = torch.randint(0, options.shape["vocab_size"], (count, length), generator=generator)
     return [[int(token) for token in row] for row in ids]

@@ -72,6 +72,8 @@ def decode(ints: npt.NDArray[np.int32]) -> Message:
     if not 0 <= kind < len(_KINDS) or min(num_bytes, num_batch, num_ids) < 0:
         raise ValueError(f"a control message with header {ints[:_HEADER].tolist()} has no known kind or size")
     batch_end, ids_end = _HEADER + num_batch, _HEADER + num_batch + num_ids
+    if len(ints) != ids_end + -(-num_bytes // 4):
+        raise ValueError(f"a control message with header {ints[:_HEADER].tolist()} cannot have {len(ints)} integers")
     batch = Batch.from_ints(ints[_HEADER:batch_end].tolist()) if num_batch else None
     text = ints[ids_end:].tobytes()[:num_bytes]
     return Message(_KINDS[kind], json.loads(text) if text else {}, batch, completed, ints[batch_end:ids_end])

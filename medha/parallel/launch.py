@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from medha.errors import ConfigError
 
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # MASTER_ADDR alone is set on many clusters
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,9 @@ class Launch:
         rank, world_size: global.
         local_rank, local_world_size: on this node.
         address: where the ranks meet, host:port; differs between jobs that run at once.
+        agent_pid: process id of torchrun's agent, None where no agent watches over the ranks.
+        agent_has_store: whether the agent holds the store at that address; rank 0 does otherwise.
+        attempt: how often the agent has restarted the job.
     """
 
     rank: int
@@ -26,32 +33,87 @@ class Launch:
     local_rank: int
     local_world_size: int
     address: str
+    agent_pid: int | None = None
+    agent_has_store: bool = False
+    attempt: int = 0
+
+    @property
+    def host(self) -> str:
+        """Where the ranks meet."""
+        return self.address.rpartition(":")[0]
+
+    @property
+    def port(self) -> int:
+        """Where the ranks meet."""
+        return int(self.address.rpartition(":")[2])
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     """What torchrun set, or None for a plain Python process.
 
     Raises:
-        ConfigError: only some of the variables are set, or one is no number.
+        ConfigError: only some of the variables are set, or one is no number, or no rank of that world.
     """
     env = os.environ if environ is None else environ
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in env]
-    if "RANK" in missing and "WORLD_SIZE" in missing:
+    there = [name for name in _SIGNS if name in env]
+    if not there:
         return None
+    missing = [name for name in _NEEDED if name not in env]
     if missing:
-        raise ConfigError(f"the environment sets some of torchrun's variables, but not {', '.join(missing)}")
+        raise ConfigError(
+            f"the environment sets {', '.join(there)}, as torchrun does, but not {', '.join(missing)}; "
+            "accepted: all of them (start with torchrun), or none for a single process"
+        )
     try:
-        return Launch(
+        launch = Launch(
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),
             local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
-            address=f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
+            address=f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT'])}",
+            agent_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in env else None,
+            agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be integers: {error}") from error
+        raise ConfigError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT must be integers: {error}"
+        ) from error
+    if not 0 <= launch.rank < launch.world_size:
+        raise ConfigError(f"RANK={launch.rank} with WORLD_SIZE={launch.world_size}; accepted: 0 to WORLD_SIZE - 1")
+    if not 0 < launch.port < 65536:
+        raise ConfigError(f"MASTER_PORT={launch.port}; accepted: 1 to 65535")
+    return launch
 
 
 def is_first_rank() -> bool:
     """Whether this process may speak to the user: rank 0, or a plain Python process."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process, even if it set only some of its variables."""
+    return any(name in os.environ for name in _SIGNS)
+
+
+def gloo_interface(launch: Launch) -> str:
+    """The network interface that gloo is to listen on, for messages.
+
+    Where all ranks meet on the loopback and nobody chose an interface, sets ``GLOO_SOCKET_IFNAME`` to the loopback:
+    gloo would listen on whatever address the host name resolves to.
+    """
+    if _GLOO_INTERFACE not in os.environ and launch.local_world_size == launch.world_size and _is_loopback(launch.host):
+        names = {name for _, name in socket.if_nameindex()}
+        loopback = next((name for name in ("lo", "lo0") if name in names), None)
+        if loopback is not None:
+            os.environ[_GLOO_INTERFACE] = loopback
+    return os.environ.get(_GLOO_INTERFACE, "the address of the host name")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -6,26 +6,53 @@ tensor-parallel group a stage (from the mesh), one for hidden states, one for sa
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import json
 import logging
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import medha
 from medha.config import ModelConfig, ParallelConfig
-from medha.errors import ConfigError, ParallelConfigError
+from medha.errors import ConfigError, ParallelConfigError, RankFailedError
 from medha.parallel.health import Monitor
-from medha.parallel.launch import Launch
+from medha.parallel.launch import Launch, gloo_interface
 
 logger = logging.getLogger("medha")
 
 # Control messages come when there is work; a dead peer is noticed by its closed connection, not by this timeout.
 _CONTROL_TIMEOUT = timedelta(days=365)
+_READ_LIMIT_S = 3600.0  # to find, download and check a model, before any process group exists
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """This process has met the others: a store and a monitor, no process group yet.
+
+    Attributes:
+        launch: this process's place.
+        config: degrees, which may not fit the model yet.
+        store: shared by all ranks.
+        monitor: notices failed ranks.
+    """
+
+    launch: Launch
+    config: ParallelConfig
+    store: Store
+    monitor: Monitor
+
+    @property
+    def place(self) -> str:
+        """This rank in messages."""
+        return _place(self.config, self.launch.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +66,7 @@ class Ranks:
         mesh: all three axes.
         tp_group: the ranks of this stage.
         pipe_group: for hidden states; report_group: for sampled tokens; control_group: for messages from rank 0.
-        monitor: notices failed ranks.
+        job: how the ranks met, with the monitor that notices failed ones.
     """
 
     config: ParallelConfig
@@ -51,7 +78,17 @@ class Ranks:
     pipe_group: dist.ProcessGroup
     report_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
-    monitor: Monitor
+    job: Job
+
+    @property
+    def monitor(self) -> Monitor:
+        """Notices failed ranks."""
+        return self.job.monitor
+
+    @property
+    def place(self) -> str:
+        """This rank in messages."""
+        return self.job.place
 
     @property
     def is_first_stage(self) -> bool:
@@ -104,25 +141,86 @@ def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) ->
         )
 
 
-def init_ranks(config: ParallelConfig, launch: Launch, device: torch.device) -> Ranks:
-    """Join the other ranks: process groups with explicit timeouts, and the mesh. Every rank calls it.
+def meet(config: ParallelConfig, launch: Launch) -> Job:
+    """Join the other ranks at the launcher's address and begin to watch them. Every rank calls it, before all else.
 
     Raises:
-        ConfigError: the ranks could not meet.
+        ConfigError: the address cannot be used, or ranks are missing after ``dist_timeout_s``.
+        RankFailedError: another rank has failed meanwhile.
     """
+    interface = gloo_interface(launch)
+    has_store = launch.rank == 0 and not launch.agent_has_store
+    whole = _connect(launch, config.dist_timeout_s, is_host=has_store)
+    if has_store:
+        atexit.register(lambda: whole)  # held to the end, so that the next LLM of this process meets at the same store
+    # the launcher may start the ranks again, and a process may build one LLM after the other
+    prefix = f"medha/{launch.attempt}"
+    prefix = f"{prefix}/{PrefixStore(prefix, whole).add(f'joins/{launch.rank}', 1)}"
+    holder = "torchrun's agent" if launch.agent_has_store else _place(config, 0)
+    monitor = Monitor(
+        PrefixStore(prefix, _connect(launch, config.dist_timeout_s, is_host=False)),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        holder=holder,
+        parent=launch.agent_pid,
+        name=lambda rank: _place(config, rank),
+    )
+    monitor.start()
+    job = Job(launch, config, PrefixStore(prefix, whole), monitor)
+    wait_for_all(job, "here", limit_s=config.dist_timeout_s)
+    if launch.rank == 0:
+        logger.info(
+            "%d ranks meet at %s (store of %s, open on every interface), gloo listens on %s; none of it asks for a "
+            "password: keep it inside a network you trust",
+            launch.world_size, launch.address, holder, interface,
+        )  # fmt: skip
+    return job
+
+
+def wait_for_all(job: Job, point: str, *, limit_s: float) -> None:
+    """Wait until every rank has come to a named point; no process group is needed, and none times out meanwhile.
+
+    Raises:
+        ConfigError: names the ranks that are missing after ``limit_s`` seconds.
+        RankFailedError: a rank has failed.
+    """
+    job.store.set(f"{point}/{job.launch.rank}", "")
+    deadline = time.monotonic() + limit_s
+    missing = list(range(job.launch.world_size))
+    while missing := [rank for rank in missing if not job.store.check([f"{point}/{rank}"])]:
+        if job.monitor.has_failure:
+            raise RankFailedError(job.monitor.first_error() or "a rank has failed")
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"ranks {missing} of {job.launch.world_size} have not come to {job.launch.address} "
+                f"within {limit_s:.0f} s"
+            )
+        time.sleep(0.01)
+
+
+def init_ranks(job: Job, device: torch.device) -> Ranks:
+    """Make the process groups, with explicit timeouts, and the mesh. Every rank calls it.
+
+    Raises:
+        ConfigError: the ranks cannot reach each other.
+    """
+    config, launch = job.config, job.launch
     timeout = timedelta(seconds=config.dist_timeout_s)
+    wait_for_all(job, "ready", limit_s=_READ_LIMIT_S)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=PrefixStore("groups", job.store),
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timeout,
+            )
         except (dist.DistError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"rank {launch.rank} could not join the others at {launch.address}: {error}") from error
+            raise ConfigError(f"{job.place} could not connect to the others: {error}") from error
     mesh = init_device_mesh(device.type, (config.kvp, config.spp, config.tp), mesh_dim_names=("kvp", "spp", "tp"))
     everyone = list(range(config.world_size))
     _, stage, tp_rank = config.coordinates(launch.rank)
-    monitor = Monitor(_default_store(), rank=launch.rank, world_size=launch.world_size)
-    dist.barrier()
-    monitor.start()
     return Ranks(
         config=config,
         rank=launch.rank,
@@ -133,32 +231,33 @@ def init_ranks(config: ParallelConfig, launch: Launch, device: torch.device) -> 
         pipe_group=_new_group(everyone, timeout),
         report_group=_new_group(everyone, timeout),
         control_group=_new_group(everyone, _CONTROL_TIMEOUT),
-        monitor=monitor,
+        job=job,
     )
 
 
-def _default_store() -> Store:
-    """The store over which the ranks met."""
-    store: Store = dist.distributed_c10d._get_default_store()
-    return store
+def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
+    """Compare what this rank runs with the others; every rank calls it, before any process group exists.
 
-
-def fingerprint(*parts: object) -> int:
-    """A number that differs between ranks whose version or configuration differs."""
-    text = repr((medha.__version__, *parts)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:7])
-
-
-def check_same_everywhere(ranks: Ranks, number: int) -> None:
-    """Compare a fingerprint over all ranks; every rank calls it.
+    Args:
+        job: the ranks.
+        parts: by name, values whose ``repr`` must be the same on every rank.
 
     Raises:
-        ConfigError: names the ranks that differ from rank 0; the same text on every rank.
+        ConfigError: names the ranks that differ from rank 0, and in what; the same text on every rank.
     """
-    numbers = _gathered(ranks, number)
-    odd = [rank for rank, theirs in enumerate(numbers) if theirs != numbers[0]]
+    prints = {name: fingerprint(part) for name, part in {"version of medha": medha.__version__, **parts}.items()}
+    job.store.set(f"prints/{job.launch.rank}", json.dumps(prints))
+    wait_for_all(job, "compared", limit_s=_READ_LIMIT_S)
+    theirs = [json.loads(job.store.get(f"prints/{rank}")) for rank in range(job.launch.world_size)]
+    odd = [rank for rank, them in enumerate(theirs) if them != theirs[0]]
     if odd:
-        raise ConfigError(f"ranks {odd} run another version or configuration of medha than rank 0")
+        names = [name for name in prints if any(theirs[rank].get(name) != theirs[0].get(name) for rank in odd)]
+        raise ConfigError(f"ranks {odd} differ from rank 0 in: {', '.join(names)}; accepted: the same on every rank")
+
+
+def fingerprint(part: object) -> str:
+    """A short text that differs between values whose ``repr`` differs."""
+    return hashlib.sha256(repr(part).encode()).hexdigest()[:16]
 
 
 def least(ranks: Ranks, number: int) -> int:
@@ -171,6 +270,28 @@ def _gathered(ranks: Ranks, number: int) -> list[int]:
     everyone = [torch.empty_like(mine) for _ in range(ranks.config.world_size)]
     dist.all_gather(everyone, mine, group=ranks.report_group)
     return [int(theirs) for theirs in everyone]
+
+
+def _connect(launch: Launch, timeout_s: float, *, is_host: bool) -> Store:
+    try:
+        return TCPStore(
+            launch.host,
+            launch.port,
+            world_size=None,
+            is_master=is_host,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        what = "could not listen" if is_host else "could not reach the others"
+        raise ConfigError(
+            f"rank {launch.rank} {what} at {launch.address} (MASTER_ADDR and MASTER_PORT): {error}"
+        ) from error
+
+
+def _place(config: ParallelConfig, rank: int) -> str:
+    return f"rank {rank} (stage {config.coordinates(rank)[1]})"
 
 
 def _new_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:

@@ -126,9 +126,10 @@ class StagePipe:
     def _sized(self, batch: Batch, free: list[torch.Tensor]) -> torch.Tensor:
         """A buffer of exactly a batch's bytes: the storage of a free one if it is large enough, else new."""
         size = self._hidden_bytes(batch) + _TAIL_BYTES
-        if not free or free[-1].untyped_storage().nbytes() < size:
+        buffer = free.pop() if free else None  # one that is too small is dropped, so their number does not grow
+        if buffer is None or buffer.untyped_storage().nbytes() < size:
             return torch.empty(size, dtype=torch.uint8)
-        return free.pop().as_strided((size,), (1,), 0)
+        return buffer.as_strided((size,), (1,), 0)
 
     def _hidden_bytes(self, batch: Batch) -> int:
         return batch.num_tokens * self._dim * self._dtype.itemsize

@@ -43,6 +43,9 @@ class Group:
     members: tuple[int, ...]
 
 
+_Channel = tuple[str, int, int, int]  # group, from, to, tag
+
+
 @dataclass(eq=False)
 class Work:
     """A send or receive; ``wait`` blocks until its peer is there too."""
@@ -88,8 +91,8 @@ class Transport:
         self._finished = threading.Event()
         self._stopped = False
         self._error: BaseException | None = None
-        self._sends: dict[tuple[str, int, int], deque[Work]] = {}
-        self._receives: dict[tuple[str, int, int], deque[Work]] = {}
+        self._sends: dict[_Channel, deque[Work]] = {}
+        self._receives: dict[_Channel, deque[Work]] = {}
         self._entered: dict[tuple[str, int], list[torch.Tensor]] = {}
         self._num_entered: dict[tuple[str, int], int] = {}
         self.num_messages = 0
@@ -174,18 +177,18 @@ class Transport:
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def isend(self, tensor: torch.Tensor, dst: int, group: Group) -> Work:
+    def isend(self, tensor: torch.Tensor, dst: int, group: Group, tag: int = 0) -> Work:
         """Post a send; the data is read when the receive is there, not before."""
         assert tensor.is_contiguous(), "gloo fails on the sender only"
         work = Work(self, f"sends to rank {dst} in {group.name}", tensor)
-        return self._post(work, (group.name, group.rank, dst), self._sends)
+        return self._post(work, (group.name, group.rank, dst, tag), self._sends)
 
-    def irecv(self, tensor: torch.Tensor, src: int, group: Group) -> Work:
+    def irecv(self, tensor: torch.Tensor, src: int, group: Group, tag: int = 0) -> Work:
         """Post a receive."""
         work = Work(self, f"receives from rank {src} in {group.name}", tensor)
-        return self._post(work, (group.name, src, group.rank), self._receives)
+        return self._post(work, (group.name, src, group.rank, tag), self._receives)
 
-    def _post(self, work: Work, channel: tuple[str, int, int], side: dict[tuple[str, int, int], deque[Work]]) -> Work:
+    def _post(self, work: Work, channel: _Channel, side: dict[_Channel, deque[Work]]) -> Work:
         self.block(lambda: True, work.what)
         side.setdefault(channel, deque()).append(work)
         sends, receives = self._sends.get(channel, ()), self._receives.get(channel, ())
@@ -217,6 +220,8 @@ class Transport:
         dist = SimpleNamespace(
             isend=lambda tensor, *, dst, group: self.isend(tensor, dst, group),
             irecv=lambda tensor, *, src, group: self.irecv(tensor, src, group),
+            send=lambda tensor, *, dst, group, tag=0: self.isend(tensor, dst, group, tag).wait(),
+            recv=lambda tensor, *, src, group, tag=0: self.irecv(tensor, src, group, tag).wait(),
             barrier=lambda *_, **__: self._barrier(world_size),
             destroy_process_group=lambda *_: None,
         )

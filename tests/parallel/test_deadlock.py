@@ -17,14 +17,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import medha.distributed
 import medha.parallel.control
+from medha.batch import Batch
 from medha.config import ParallelConfig, RopeConfig, SchedulerConfig
 from medha.distributed import Caller, DrivingRunner, Follower, ReportLine
 from medha.engine import Engine, ModelLimits
+from medha.errors import PlanDivergenceError
 from medha.kv_cache import KVCache
 from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.mesh import Ranks
@@ -33,6 +35,7 @@ from medha.request import RequestOutput, SamplingParams
 from medha.runner import Runner
 from medha.sched.scheduler import Scheduler
 from tests.checkpoints import VOCAB, make_checkpoint
+from tests.engines import load_decoder, make_engine
 from tests.parallel.rendezvous import DeadlockError, Group, Transport
 from tests.parallel.workers import WorkerPool
 
@@ -105,7 +108,9 @@ def workloads(scale: int = 1) -> st.SearchStrategy[Workload]:
     )
 
 
-def drive(engine: Engine, workload: Workload, vocab_size: int) -> dict[str, RequestOutput]:
+def drive(
+    engine: Engine, workload: Workload, vocab_size: int, after_step: Callable[[int], object] = lambda step: None
+) -> dict[str, RequestOutput]:
     """Run a workload to its end; arrivals and aborts happen between steps."""
     waiting = sorted(enumerate(workload.arrivals), key=lambda pair: pair[1].step)
     aborts: list[tuple[int, str]] = []
@@ -122,6 +127,7 @@ def drive(engine: Engine, workload: Workload, vocab_size: int) -> dict[str, Requ
             if when == step:
                 engine.abort(request_id)
         outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        after_step(step)
         step += 1
     assert engine.scheduler.pool.num_used == 0
     assert not engine._by_slot
@@ -140,13 +146,15 @@ def check(outputs: dict[str, RequestOutput], expected: dict[str, RequestOutput],
             assert tokens == truth
 
 
-# -- a model of a model --------------------------------------------------------------------------------------------------
+# -- a model of a model ------------------------------------------------------------------------------------
 
 
 class ToyModel:
     """Some layers of a decoder that mixes integers; rows are split over a tensor-parallel group and summed."""
 
-    def __init__(self, layers: range, tp: int, tp_rank: int, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, layers: range, tp: int, tp_rank: int, all_reduce: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         self.config = SimpleNamespace(rope=RopeConfig(), head_dim=DIM)
         self.has_embedding = layers.start == 0
         self.has_head = layers.stop == NUM_LAYERS
@@ -188,7 +196,9 @@ class ToyAttention:
         return out_TNH, None
 
 
-def toy_runner(layers: range, pipe: StagePipe | None, *, samples: bool, tp: int, tp_rank: int, all_reduce: Any) -> Runner:
+def toy_runner(
+    layers: range, pipe: StagePipe | None, *, samples: bool, tp: int, tp_rank: int, all_reduce: Any
+) -> Runner:
     cache = KVCache(
         num_layers=len(layers),
         num_blocks=NUM_BLOCKS,
@@ -229,16 +239,13 @@ def on_one_rank(workload: Workload) -> dict[str, RequestOutput]:
 
 
 class QuietMonitor:
-    """A failure monitor that nobody calls for."""
+    """A failure monitor that has nothing to tell."""
 
-    def report(self, text: str) -> None:
-        pass
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
-    def first_error(self) -> None:
-        return None
-
-    def stop(self) -> None:
-        pass
+    def leave(self) -> bool:
+        return True
 
 
 def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
@@ -251,16 +258,14 @@ def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
         "stage": stage,
         "tp_rank": tp_rank,
         "tp_group": Group(transport, f"tp of stage {stage}", rank, peers),
-        "monitor": QuietMonitor(),
+        "job": SimpleNamespace(monitor=QuietMonitor(), place=f"rank {rank}"),
     }
     for name in ("pipe", "report", "control"):
         values[f"{name}_group"] = Group(transport, name, rank, everyone)
     return Ranks(**{f.name: values.get(f.name) for f in dataclasses.fields(Ranks)})
 
 
-def on_ranks(
-    workload: Workload, layout: tuple[int, int], seed: int, limits: Buffers
-) -> dict[str, RequestOutput]:
+def on_ranks(workload: Workload, layout: tuple[int, int], seed: int, limits: Buffers) -> dict[str, RequestOutput]:
     """Run a workload on a layout, every rank in a thread of the model, in the interleaving that ``seed`` chooses."""
     config = ParallelConfig(tp=layout[0], spp=layout[1])
     transport = Transport(seed)
@@ -290,11 +295,13 @@ def on_ranks(
             follower.close()
             return
         sender = ControlSender(ranks.control_group, range(1, config.world_size))
-        engine = toy_engine(DrivingRunner(runner, ranks, sender), workload, config.spp + 1 if config.spp > 1 else 1)
+        driving = DrivingRunner(runner, ranks, sender)
+        engine = toy_engine(driving, workload, config.spp + 1 if config.spp > 1 else 1)
         caller = Caller(sender, ranks)
 
         def generate() -> list[RequestOutput]:
-            collected.append(drive(engine, workload, TOY_VOCAB))
+            asks_now_and_then = lambda step: step % 5 == 2 and driving.gather_records()  # noqa: E731
+            collected.append(drive(engine, workload, TOY_VOCAB, asks_now_and_then))
             return []
 
         caller.call("generate", generate)
@@ -313,7 +320,7 @@ def on_ranks(
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_no_deadlock_without_buffers(layout: tuple[int, int]) -> None:
-    run_model(layout, max_examples=30)
+    run_model(layout, max_examples=20)
 
 
 @pytest.mark.slow
@@ -329,3 +336,203 @@ def run_model(layout: tuple[int, int], *, max_examples: int) -> None:
         check(on_ranks(workload, layout, seed, limits), on_one_rank(workload), workload)
 
     every_run_ends()
+
+
+# -- the model can find a deadlock ------------------------------------------------------------------------------------
+
+
+class LateReport:
+    """A report whose receive is posted only when its tokens are needed."""
+
+    def __init__(self, line: ReportLine, batch: Any, post: Callable[..., Any]) -> None:
+        self.batch_id = batch.batch_id
+        self._post = lambda: post(line, batch)
+
+    def wait(self) -> Any:
+        return self._post().wait()
+
+
+def send_synchronously(patch: pytest.MonkeyPatch, kind: Any) -> None:
+    """Mutation: every send of a ReportLine or StagePipe waits until it is done."""
+    send = kind.send
+
+    def send_and_wait(self: Any, *args: Any, **kwargs: Any) -> None:
+        send(self, *args, **kwargs)
+        self.drain()
+
+    patch.setattr(kind, "send", send_and_wait)
+
+
+def post_reports_late(patch: pytest.MonkeyPatch) -> None:
+    """Mutation: receives of reports are posted after computing."""
+    post = ReportLine.post
+
+    def post_late(self: ReportLine, batch: Batch) -> LateReport | None:
+        comes = self._ranks.rank == 0 or any(row.samples for row in batch.rows)
+        return LateReport(self, batch, post) if comes else None
+
+    patch.setattr(ReportLine, "post", post_late)
+
+
+def send_messages_late(patch: pytest.MonkeyPatch) -> None:
+    """Mutation: rank 0 computes its part of a batch before it tells the others of the batch."""
+    run, send = Runner.run, ControlSender.send
+    held: list[tuple[ControlSender, Message, Any]] = []
+
+    def hold(self: ControlSender, message: Message, *, only: Any = None) -> None:
+        if message.batch is None:
+            send(self, message, only=only)
+        else:
+            held.append((self, message, only))
+
+    def run_then_send(self: Runner, *args: Any, **kwargs: Any) -> Any:
+        result = run(self, *args, **kwargs)
+        while held:
+            sender, message, only = held.pop(0)
+            send(sender, message, only=only)
+        return result
+
+    patch.setattr(ControlSender, "send", hold)
+    patch.setattr(Runner, "run", run_then_send)
+
+
+BUSY = Workload((Arrival(0, 8, 4, None), Arrival(0, 8, 4, None), Arrival(1, 16, 3, None)), 8, 8, 4, None)
+AMPLE = Buffers(stage=64, reports=64, messages=64, posted=4, frame_ints=1 << 17)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_late_receives_and_synchronous_sends_are_a_deadlock(layout: tuple[int, int], seed: int) -> None:
+    """Rank 0 waits in a send to the stage that waits for rank 0 to receive its report, or the same within a stage."""
+    with pytest.MonkeyPatch.context() as patch:
+        post_reports_late(patch)
+        send_synchronously(patch, ReportLine)
+        send_synchronously(patch, StagePipe)
+        with pytest.raises(DeadlockError, match=r"sends to rank \d in report") as caught:
+            on_ranks(BUSY, layout, seed, AMPLE)
+    lines = str(caught.value).splitlines()
+    assert [f"  rank {rank}" for rank in range(layout[0] * layout[1])] == sorted(
+        line.partition(":")[0] for line in lines[1:] if "control:" not in line
+    )
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)], ids=str)
+def test_computing_before_the_message_is_a_deadlock(layout: tuple[int, int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        send_messages_late(patch)
+        with pytest.raises(DeadlockError, match=r"rank 0: in collective 1 of tp of stage 0"):
+            on_ranks(BUSY, layout, 0, AMPLE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_synchronous_sends_alone_are_no_deadlock(layout: tuple[int, int]) -> None:
+    """Receives are posted ahead, so not even a transport that blocks in each send can stop the ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        send_synchronously(patch, ReportLine)
+        send_synchronously(patch, StagePipe)
+        for seed in range(3):
+            check(on_ranks(BUSY, layout, seed, AMPLE), on_one_rank(BUSY), BUSY)
+
+
+def forget_reports(patch: pytest.MonkeyPatch) -> None:
+    """Mutation: the other ranks of the first stage decode without the tokens that rank 0 had."""
+    run = Follower._run
+
+    def forgetful(self: Follower, message: Message) -> None:
+        self._expected.clear()
+        run(self, message)
+
+    patch.setattr(Follower, "_run", forgetful)
+
+
+def reuse_buffers_early(patch: pytest.MonkeyPatch) -> None:
+    """Mutation: a send's buffer is filled again before the send is done."""
+
+    def reserve(self: StagePipe) -> None:
+        while len(self._sends) >= self._num_buffers:
+            self._free_sends.append(self._sends.popleft()[1])
+
+    patch.setattr(StagePipe, "reserve", reserve)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "layout", "error"),
+    [
+        (forget_reports, (2, 1), AssertionError),
+        (forget_reports, (2, 2), AssertionError),
+        (reuse_buffers_early, (1, 2), PlanDivergenceError),
+    ],
+)
+def test_wrong_tokens_and_torn_buffers_are_found(
+    mutate: Callable[[pytest.MonkeyPatch], None], layout: tuple[int, int], error: type[Exception]
+) -> None:
+    """The model of a model notices what is lost or late, and the transport reads a buffer as late as it may."""
+    expected = on_one_rank(BUSY)
+    with pytest.MonkeyPatch.context() as patch:
+        mutate(patch)
+        with pytest.raises(error):
+            check(on_ranks(BUSY, layout, 0, Buffers(1, 1, 1, 1, 64)), expected, BUSY)
+
+
+# -- gloo ------------------------------------------------------------------------------------
+
+
+def serve(folder: str, options: dict[str, Any], loads: list[Workload]) -> list[dict[str, RequestOutput]] | None:
+    """On each rank: rank 0 drives the workloads one after the other, the rest follow."""
+    from medha import LLM
+
+    llm = LLM(folder, **options)
+    if not llm.is_driver:
+        llm.follow()
+        return None
+    outputs = [drive(llm.engine, load, VOCAB) for load in loads]
+    llm.close()
+    return outputs
+
+
+def generated(count: int) -> list[Workload]:
+    """Workloads of up to 160 tokens a prompt, the same at each run."""
+    loads: list[Workload] = []
+
+    @settings(max_examples=count, database=None, derandomize=True, phases=[Phase.generate])
+    @given(workloads(8).filter(lambda load: len(load.arrivals) > 2))
+    def collect(load: Workload) -> None:
+        loads.append(load)
+
+    collect()
+    return loads
+
+
+def run_gloo(workers: WorkerPool, folder: Path, layout: tuple[int, int], count: int) -> None:
+    loads = generated(count)
+    make_checkpoint(folder, "llama", num_hidden_layers=max(3, layout[1]), num_key_value_heads=2)
+    first = loads[0]
+    options = {
+        "chunk_size": min(first.chunk_size, first.max_batch_tokens),
+        "max_batch_tokens": first.max_batch_tokens,
+        "max_num_seqs": first.max_num_seqs,
+        "block_size": 16,
+        "num_kv_blocks": 24,
+    }
+    model = load_decoder(folder)
+    alone = [
+        dataclasses.replace(load, arrivals=tuple(dataclasses.replace(a, abort_after=None) for a in load.arrivals))
+        for load in loads
+    ]
+    expected = [drive(make_engine(model), load, VOCAB) for load in alone]
+    answers = workers.run(
+        serve, layout[0] * layout[1], str(folder), options | {"tp": layout[0], "spp": layout[1]}, loads
+    )
+    for outputs, truth, load in zip(answers[0], expected, loads, strict=True):
+        check(outputs, truth, load)
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2), (1, 3)], ids=str)
+def test_generated_workloads_end_on_gloo(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int]) -> None:
+    run_gloo(workers, tmp_path, layout, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_many_generated_workloads_end_on_gloo(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int]) -> None:
+    run_gloo(workers, tmp_path, layout, 40)

@@ -1,0 +1,75 @@
+"""``medha bench scaling`` at a toy size: its jobs run and end, and its figures are what the records say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from medha.bench.cli import app
+from medha.bench.job import Job, parse_layout
+from medha.bench.scaling import ONE_RANK, Usage
+from medha.command import run_app
+from medha.config import ParallelConfig
+from medha.errors import ConfigError, RankFailedError
+from medha.timeline import BatchRecord, RankRecords
+from tests.bench.shapes import TINY
+
+
+def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "scaling.json"
+    options = ["--prompt-len", "96", "--chunk-size", "16", "--num-iters", "2", "--hf-overrides", json.dumps(TINY)]
+    assert run_app(app, "bench", ["scaling", *options, "--output-json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert [(r["layout"], r["num_ranks"]) for r in report["results"]] == [(ONE_RANK, 1), ("spp2", 2)]
+    assert report["options"]["threads_a_rank"] == 1
+    assert report["model"]["hidden_size"] == TINY["hidden_size"]
+    assert {"cpu", "cpu_count", "versions", "date"} <= set(report["environment"])
+    for result in report["results"]:
+        assert len(result["seconds"]) == result["timing"]["runs"] == 2
+        assert len(result["usage"]["busy_s"]) == result["num_ranks"]
+        assert 0 <= result["usage"]["bubble"] < 1
+    text = capsys.readouterr().out
+    assert "spp2" in text and "bubble" in text
+
+
+def batch(batch_id: int, start_s: float, *, control_ready: bool = True, hidden_wait_s: float = 0.0) -> BatchRecord:
+    return BatchRecord(
+        batch_id,
+        num_tokens=8,
+        start_s=start_s,
+        end_s=start_s + 1.0,
+        control_ready=control_ready,
+        control_wait_s=0.0 if control_ready else 0.25,
+        hidden_wait_s=hidden_wait_s,
+        report_wait_s=0.0,
+        send_wait_s=0.0,
+    )
+
+
+def test_usage_counts_idle_time_and_leaves_the_filling_out_of_the_waits() -> None:
+    first = RankRecords(0, 0, 0, tuple(batch(i, float(i)) for i in range(3)))
+    filling = batch(0, 1.0, control_ready=False, hidden_wait_s=1.0)
+    second = RankRecords(1, 1, 0, (filling, batch(1, 2.5, hidden_wait_s=0.5), batch(2, 3.5, control_ready=False)))
+    usage = Usage.of([first, second])
+    assert usage.span_s == 4.5
+    assert usage.busy_s == (3.0, 3.0)
+    assert usage.bubble == pytest.approx(1 / 3)
+    assert (usage.transfer_wait_s, usage.control_wait_s, usage.num_late_messages) == (0.5, 0.25, 1)
+
+
+@pytest.mark.parametrize(("text", "tp", "spp"), [("spp2", 1, 2), ("tp2", 2, 1), ("tp2spp4", 2, 4), ("tp2·spp2", 2, 2)])
+def test_layout_names(text: str, tp: int, spp: int) -> None:
+    assert parse_layout(text) == ParallelConfig(tp=tp, spp=spp)
+
+
+@pytest.mark.parametrize("text", ["", "2", "spp", "pp2", "spp2tp2"])
+def test_other_layout_names_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"layout .*; accepted: for example spp2, tp2 or tp2spp2"):
+        parse_layout(text)
+
+
+def test_a_job_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"a job of 1 ranks has ended"):
+        Job(str(tmp_path / "absent"), ParallelConfig(), {})

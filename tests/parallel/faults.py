@@ -1,0 +1,186 @@
+"""Jobs whose ranks fail on purpose: forked from a server that has torch loaded, so a job starts in a second.
+
+A rank is a process of its own with the environment that torchrun would set, its stdout and stderr in files. Before it
+runs, hooks are put into medha: at a point of the work (``start``, ``prefill``, ``decode``, ``shutdown``) the rank is
+killed, stopped, throws, or is slow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.parallel.workers import free_port, launch_environment
+
+POINTS = ("start", "prefill", "decode", "shutdown")
+LIMIT_S = 60.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["medha", "medha.llm", "medha.generate", "torch._dynamo", "tests.parallel.faults"])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a rank and where.
+
+    Attributes:
+        action: ``kill``, ``stop``, ``throw`` or ``sleep``.
+        after: how often the point is passed first.
+    """
+
+    rank: int
+    point: str
+    action: str
+    after: int = 0
+    sleep_s: float = 0.0
+
+
+@dataclass
+class Job:
+    """Running ranks.
+
+    Attributes:
+        ended_s: monotonic time at which each rank was seen to have ended.
+    """
+
+    folder: Path
+    processes: list[Any]
+    ended_s: dict[int, float] = field(default_factory=dict)
+
+    def wait(self, limit_s: float = LIMIT_S, *, but: Sequence[int] = ()) -> list[int | None]:
+        """Wait for all ranks, or all but some; returns their exit codes, None for one that still runs."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self.processes):
+                if process.exitcode is not None:
+                    self.ended_s.setdefault(rank, time.monotonic())
+            if len(set(self.ended_s) - set(but)) == len(self.processes) - len(but):
+                break
+            time.sleep(0.02)
+        return [process.exitcode for process in self.processes]
+
+    def stderr(self, rank: int) -> str:
+        """What a rank has written there."""
+        return (self.folder / f"stderr-{rank}").read_text()
+
+    def fault_s(self) -> float:
+        """Monotonic time at which the fault struck; waits for it."""
+        path = self.folder / "fault"
+        deadline = time.monotonic() + LIMIT_S
+        while not (path.is_file() and path.read_text()):
+            assert time.monotonic() < deadline, f"no fault; {self.stderr(0)}"
+            time.sleep(0.02)
+        return float(path.read_text())
+
+    def seconds_to_end(self, rank: int) -> float:
+        """Seconds from the fault to the end of a rank."""
+        return self.ended_s[rank] - self.fault_s()
+
+    def kill(self) -> None:
+        """End what is left."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def start(
+    folder: Path,
+    world_size: int,
+    target: Callable[..., None],
+    *args: Any,
+    fault: Fault | None = None,
+    environment: Mapping[str, str] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Job:
+    """Start ``target(rank, *args)`` on every rank, or on some of them only."""
+    port = free_port()
+    processes = []
+    for rank in range(world_size) if ranks is None else ranks:
+        env = launch_environment(rank, world_size, port) | dict(environment or {})
+        process = _context.Process(target=_rank, args=(rank, folder, env, fault, target, args))
+        process.start()
+        processes.append(process)
+    return Job(folder, processes)
+
+
+def command(rank: int, arguments: list[str]) -> None:
+    """Run ``python -m medha.generate`` with these arguments."""
+    from medha import generate
+
+    sys.argv = ["medha.generate", *arguments]
+    generate.main()
+
+
+def _rank(
+    rank: int,
+    folder: Path,
+    env: dict[str, str],
+    fault: Fault | None,
+    target: Callable[..., None],
+    args: tuple[Any, ...],
+) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        descriptor = os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server that forks ignores it
+    os.environ.update(env)
+    import torch
+
+    torch.set_num_threads(1)
+    if fault is not None and fault.rank == rank:
+        _install(fault, folder)
+    target(rank, *args)
+
+
+def _install(fault: Fault, folder: Path) -> None:
+    """Put the fault into medha."""
+    from medha import build, distributed
+    from medha.batch import Batch
+    from medha.runner import Runner
+
+    passed = itertools.count()
+
+    def strike() -> None:
+        if next(passed) != fault.after:
+            return
+        (folder / "fault").write_text(str(time.monotonic()))
+        if fault.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.action == "sleep":
+            time.sleep(fault.sleep_s)
+        else:
+            raise ValueError("boom")
+
+    run, load, leave = Runner.run, build._load_model, distributed.leave
+
+    def run_or_fail(self: Runner, batch: Batch, *rest: Any, **named: Any) -> Any:
+        point = "decode" if any(row.is_decode for row in batch.rows) else "prefill"
+        if point == fault.point:
+            strike()
+        return run(self, batch, *rest, **named)
+
+    def load_or_fail(*rest: Any, **named: Any) -> Any:
+        strike()
+        return load(*rest, **named)
+
+    def leave_or_fail(*rest: Any, **named: Any) -> Any:
+        strike()
+        return leave(*rest, **named)
+
+    if fault.point == "start":
+        build._load_model = load_or_fail
+    elif fault.point == "shutdown":
+        distributed.leave = leave_or_fail
+    else:
+        Runner.run = run_or_fail  # type: ignore[method-assign]

@@ -1,0 +1,148 @@
+"""Messages of the control stream: what is sent is what arrives, in one frame or in several; garbage is an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import medha.parallel.control as control
+from medha.batch import Batch, Extent, Row
+from medha.parallel.control import ControlReceiver, ControlSender, Message, decode, encode
+from tests.parallel.rendezvous import Group, Transport
+from tests.parallel.workers import WorkerPool
+
+NUMBERS = st.integers(0, 2**31 - 1)
+SMALL = st.integers(0, 2**30)
+BATCHES = st.builds(
+    Batch,
+    NUMBERS,
+    st.lists(st.builds(Row, NUMBERS, SMALL, SMALL, st.booleans(), st.booleans()), max_size=5).map(tuple),
+    st.lists(st.builds(Extent, NUMBERS, NUMBERS, NUMBERS), max_size=5).map(tuple),
+    st.lists(NUMBERS, max_size=5).map(tuple),
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+MESSAGES = st.builds(
+    Message,
+    st.sampled_from(control._KINDS),
+    st.dictionaries(st.text(), JSON, max_size=3),
+    st.none() | BATCHES,
+    st.integers(-1, 2**31 - 1),
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40).map(lambda ids: np.array(ids, np.int32)),
+)
+
+
+def same(a: Message, b: Message) -> bool:
+    """Messages hold arrays, so they have no ``==``."""
+    return (a.kind, a.fields, a.batch, a.completed) == (b.kind, b.fields, b.batch, b.completed) and np.array_equal(
+        a.token_ids, b.token_ids
+    )
+
+
+@given(MESSAGES)
+@example(Message("stop"))
+@example(Message("call", {"name": "é"}))
+@example(Message("batch", {}, Batch(0, ()), -1))
+def test_round_trip(message: Message) -> None:
+    ints = encode(message)
+    assert ints.dtype == np.int32
+    assert same(decode(ints), message)
+
+
+@settings(deadline=None, max_examples=40, database=None)
+@given(st.lists(MESSAGES.filter(lambda m: m.kind != "stop"), max_size=5), st.integers(3, 40), st.integers(0, 99))
+def test_stream_in_frames(messages: list[Message], frame_ints: int, seed: int) -> None:
+    """Cut into frames of any size and sent over the model of a transport, messages arrive whole and in order."""
+    messages = [*messages, Message("stop")]
+    transport = Transport(seed)
+    arrived: list[Message] = []
+    with transport.installed(2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "FRAME_INTS", frame_ints)
+
+        def send() -> None:
+            sender = ControlSender(group(0), [1])
+            for message in messages:
+                sender.send(message)
+            sender.drain()
+
+        def receive() -> None:
+            receiver = ControlReceiver(group(1))
+            arrived.extend(receiver.receive() for _ in messages)
+
+        def group(rank: int) -> Any:
+            return Group(transport, "control", rank, (0, 1))
+
+        transport.spawn("rank 0", send)
+        transport.spawn("rank 1", receive)
+        transport.run()
+    assert all(same(a, b) for a, b in zip(arrived, messages, strict=True))
+    assert transport.num_messages == sum(-(-len(encode(m)) // (frame_ints - 2)) for m in messages)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 9), max_size=30))
+def test_garbage_is_an_error_or_a_message(ints: list[int]) -> None:
+    """Whatever arrives, nothing but a ValueError comes of it, and nothing that does not encode to the same again."""
+    array = np.array(ints, np.int32)
+    try:
+        message = decode(array)
+    except ValueError:
+        return
+    assert same(decode(encode(message)), message)
+
+
+@given(MESSAGES, st.data())
+def test_a_cut_or_longer_message_is_an_error(message: Message, data: st.DataObject) -> None:
+    ints = encode(message)
+    cut = data.draw(st.integers(0, len(ints) - 1))
+    for wrong in (ints[:cut], np.append(ints, np.int32(7))):
+        with pytest.raises(ValueError):
+            decode(wrong)
+
+
+@pytest.mark.parametrize("kind", [-1, len(control._KINDS)])
+def test_an_unknown_kind_is_named(kind: int) -> None:
+    ints = encode(Message("stop"))
+    ints[0] = kind
+    with pytest.raises(ValueError, match=rf"a control message with header \[{kind}, 0, 0, 0, -1\] has no known kind"):
+        decode(ints)
+
+
+def exchange(sizes: list[int]) -> list[int]:
+    """On each rank: rank 0 sends messages of so many token ids, and answers with 0; the others with what arrived."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    arrived = [0]
+    if dist.get_rank() == 0:
+        sender = ControlSender(group, range(1, dist.get_world_size()))
+        for size in sizes:
+            sender.send(Message("batch", {"size": size}, token_ids=np.arange(size, dtype=np.int32)))
+        sender.send(Message("stop"))
+        sender.drain()
+    else:
+        receiver = ControlReceiver(group)
+        arrived = []
+        while (message := receiver.receive()).kind != "stop":
+            assert message.fields == {"size": len(message.token_ids)}
+            assert np.array_equal(message.token_ids, np.arange(len(message.token_ids)))
+            arrived.append(len(message.token_ids))
+    dist.barrier()
+    dist.destroy_process_group()
+    return arrived
+
+
+def test_long_messages_over_gloo(workers: WorkerPool) -> None:
+    """Of several frames each, and more of them than receives are posted or sends kept."""
+    size = control.FRAME_INTS
+    sizes = [1, size - 7, size - 6, 3 * size, *range(100), 2 * size]
+    assert workers.run(exchange, 3, sizes) == [[0], sizes, sizes]

@@ -1,0 +1,344 @@
+"""A rank that dies, throws or is stopped ends every rank in time, and the user reads why; nothing hangs.
+
+Times to the named error are printed (``pytest -s``, or in the summary of a failure).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel.faults import Fault, Job, command, start
+from tests.serving import write_byte_model
+
+LIMIT_S = 10.0
+"""Within so many seconds of a fault every other rank has ended."""
+
+REQUESTS = [
+    {"id": "short", "prompt": "a", "max_tokens": 1},
+    {"id": "long", "prompt": "b" * 2000, "max_tokens": 40, "ignore_eos": True},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that serves text."""
+    folder = tmp_path_factory.mktemp("model")
+    write_byte_model(folder)
+    return folder
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """Jobs to end with the test."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.kill()
+
+
+def arguments(folder: Path, model: Path, *extra: str) -> list[str]:
+    """A command line that serves REQUESTS on two stages and writes ``out.jsonl``."""
+    (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in REQUESTS))
+    sizes = (
+        "--chunk-size 64 --max-batch-tokens 64 --block-size 64 --num-kv-blocks 64 --num-threads 1 --max-model-len 4096"
+    )
+    layout = () if "--tp" in extra or "--spp" in extra else ("--spp", "2")
+    files = ("--requests", str(folder / "requests.jsonl"), "--output", str(folder / "out.jsonl"))
+    return ["--model", str(model), *sizes.split(), *files, *layout, *extra]
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """What the output file holds, by request."""
+    rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    return {row["id"]: row for row in rows}
+
+
+def check_ends(job: Job, fault: Fault, capsys: pytest.CaptureFixture[str], *, limit_s: float = LIMIT_S) -> str:
+    """Every rank but the one that failed ends in time with an error; returns what the first of them tells the user."""
+    survivors = [rank for rank in range(len(job.processes)) if rank != fault.rank]
+    codes = job.wait(but=[fault.rank] if fault.action == "stop" else [])
+    took_s = max(job.seconds_to_end(rank) for rank in survivors if rank in job.ended_s)
+    said = job.stderr(0 if 0 in survivors or fault.action == "throw" else survivors[0])
+    error = next((line for line in reversed(said.splitlines()) if "rror" in line), said)
+    with capsys.disabled():
+        print(
+            f"\n  rank {fault.rank} {fault.action} in {fault.point}: others ended after {took_s:.1f} s: {error[:160]}"
+        )
+    assert all(codes[rank] not in (None, 0) for rank in survivors), (codes, said)
+    assert took_s <= limit_s, said
+    return said
+
+
+FAULTS = [
+    Fault(1, "start", "kill"),
+    Fault(1, "prefill", "kill", after=8),
+    Fault(1, "decode", "kill", after=8),
+    Fault(1, "shutdown", "kill"),
+    Fault(1, "start", "throw"),
+    Fault(1, "prefill", "throw", after=8),
+    Fault(0, "decode", "kill", after=8),
+    Fault(0, "prefill", "throw", after=8),
+]
+MORE_FAULTS = [
+    Fault(0, "start", "kill"),
+    Fault(0, "start", "throw"),
+    Fault(0, "shutdown", "kill"),
+    Fault(0, "shutdown", "throw"),
+    Fault(0, "prefill", "kill", after=8),
+    Fault(0, "decode", "throw", after=8),
+    Fault(1, "decode", "throw", after=8),
+    Fault(1, "shutdown", "throw"),
+]
+_EVERY_FAULT = [*FAULTS, *(pytest.param(fault, marks=pytest.mark.slow) for fault in MORE_FAULTS)]
+
+
+@pytest.mark.parametrize("fault", _EVERY_FAULT, ids=lambda f: f"{f.rank}-{f.point}-{f.action}")
+def test_failed_rank_ends_all(
+    model: Path, tmp_path: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str], fault: Fault
+) -> None:
+    """D4, D6: killed or throwing, at any point of the work."""
+    jobs.append(job := start(tmp_path, 2, command, arguments(tmp_path, model), fault=fault))
+    check_failure(job, fault, tmp_path, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [("--tp", "2"), ("--spp", "3"), ("--tp", "2", "--spp", "2")], ids=" ".join)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.rank}-{f.point}-{f.action}")
+def test_failed_rank_ends_all_of_every_layout(
+    model: Path,
+    tmp_path: Path,
+    jobs: list[Job],
+    capsys: pytest.CaptureFixture[str],
+    fault: Fault,
+    layout: tuple[str, ...],
+) -> None:
+    world_size = {2: int(layout[1]), 4: 4}[len(layout)]
+    jobs.append(job := start(tmp_path, world_size, command, arguments(tmp_path, model, *layout), fault=fault))
+    check_failure(job, fault, tmp_path, capsys)
+
+
+def check_failure(job: Job, fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = check_ends(job, fault, capsys)
+    assert f"rank {fault.rank} (stage " in said
+    if fault.action == "throw":
+        assert "ValueError: boom" in said
+        assert sum("Traceback" in job.stderr(rank) for rank in range(len(job.processes))) <= 1 + (fault.rank == 0)
+        if fault.point != "shutdown":
+            assert "Traceback" in job.stderr(fault.rank)
+    if fault.point in ("prefill", "decode"):
+        assert "batch " in said
+        assert written(folder)["short"]["finish_reason"] == "length"  # what had finished was written before
+        if fault.rank != 0:
+            assert written(folder)["long"]["finish_reason"] == "error"
+    elif fault.point == "shutdown":
+        assert written(folder)["long"]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_stopped_rank_is_noticed(
+    model: Path, tmp_path: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    """D5: a rank that is stopped sends no word; with rank 0, the store that it holds is silent too."""
+    fault = Fault(rank, "decode", "stop", after=8)
+    jobs.append(job := start(tmp_path, 2, command, arguments(tmp_path, model), fault=fault))
+    said = check_ends(job, fault, capsys)
+    assert f"rank {rank} (stage {rank})" in said
+    assert "stopped" in said
+    assert written(tmp_path)["short"]["finish_reason"] == "length"
+
+
+@pytest.mark.slow
+def test_long_step_is_no_failure(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    """D5: a step of 15 s is not silence, on either rank."""
+    for rank in (0, 1):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        fault = Fault(rank, "decode", "sleep", after=8, sleep_s=15.0)
+        jobs.append(start(folder, 2, command, arguments(folder, model), fault=fault))
+    for rank, job in enumerate(jobs):
+        assert job.wait() == [0, 0], job.stderr(0)
+        assert min(job.seconds_to_end(0), job.seconds_to_end(1)) >= 15.0
+        assert written(tmp_path / str(rank))["long"]["finish_reason"] == "length"
+
+
+# -- ranks that disagree ---------------------------------------------------------------------------------------------
+
+
+def tampered(rank: int, arguments: list[str]) -> None:
+    """As ``command``; rank 1 takes the fifth batch for another one."""
+    import dataclasses
+
+    from medha.distributed import Follower
+
+    take = Follower._take
+
+    def take_other(self: Follower, message: Any) -> None:
+        if message.batch is not None and message.batch.batch_id == 5:
+            row = dataclasses.replace(message.batch.rows[0], position=message.batch.rows[0].position + 1)
+            message = dataclasses.replace(message, batch=dataclasses.replace(message.batch, rows=(row,)))
+        take(self, message)
+
+    if rank == 1:
+        Follower._take = take_other  # type: ignore[method-assign]
+    command(rank, arguments)
+
+
+def test_ranks_that_disagree_on_a_batch(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    """D7: the digests that ride with the hidden states differ."""
+    jobs.append(job := start(tmp_path, 2, tampered, arguments(tmp_path, model)))
+    assert job.wait(30.0) == [4, 4], job.stderr(0)
+    assert "PlanDivergenceError" in job.stderr(0)
+    assert "rank 1 (stage 1), batch" in job.stderr(0)
+    assert job.stderr(0).count("digest") == 1
+    assert written(tmp_path)["long"]["finish_reason"] == "error"
+
+
+def calls(rank: int, model: str, names: list[list[str]]) -> None:
+    """Each rank makes its own calls of the front door."""
+    from medha import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    with LLM(model, spp=2, num_kv_blocks=8, max_model_len=1024) as llm:
+        for name in names[rank]:
+            if name == "generate":
+                llm.generate("a", params)
+            elif name == "chat":
+                llm.chat([{"role": "user", "content": "a"}], params)
+            elif name == "raise":
+                raise KeyError("mine")
+    print("closed")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([["generate"], ["chat"]], "called chat where rank 0 called generate"),
+        ([["generate"], []], "called close where rank 0 called generate"),
+        ([["generate"], ["generate", "generate"]], "called generate where rank 0 called close"),
+        ([["generate", "raise"], ["generate"]], "rank 0 (stage 0): KeyError: 'mine'"),
+        ([["generate"], ["generate", "raise"]], "rank 1 (stage 1): KeyError: 'mine'"),
+    ],
+)
+def test_ranks_that_call_different_things(
+    model: Path, tmp_path: Path, jobs: list[Job], names: list[list[str]], expected: str
+) -> None:
+    jobs.append(job := start(tmp_path, 2, calls, str(model), names))
+    assert all(job.wait(30.0)), job.stderr(0)
+    assert expected in job.stderr(0) + job.stderr(1)
+    assert all("mine" in job.stderr(rank) or expected in job.stderr(rank) for rank in (0, 1)), job.stderr(0)
+
+
+def refused(rank: int, model: str) -> None:
+    """A refusal is the same on every rank, and the next call works."""
+    from medha import LLM, SamplingParams
+    from medha.errors import ValidationError
+
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    with LLM(model, spp=2, num_kv_blocks=8, max_model_len=1024) as llm:
+        try:
+            llm.generate(["a", {"prompt_token_ids": [999]}], params)
+        except ValidationError as error:
+            print(type(error).__name__, error, error.param, error.index, sep="|")
+        try:
+            llm.generate(["a", "b"], [params])
+        except ValidationError as error:
+            print(error, error.param)
+        print([output.outputs[0].token_ids for output in llm.generate(["a", "b"], params)])
+    with LLM(model, spp=2, num_kv_blocks=8, max_model_len=1024) as llm:  # a second one in the same processes
+        print(len(llm.generate("a", params)))
+
+
+def test_refusal_is_the_same_everywhere(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    jobs.append(job := start(tmp_path, 2, refused, str(model)))
+    assert job.wait(30.0) == [0, 0], job.stderr(0) + job.stderr(1)
+    said = [(tmp_path / f"stdout-{rank}").read_text() for rank in (0, 1)]
+    assert said[0] == said[1]
+    assert said[0].startswith("ValidationError|prompt 1: ")
+    assert said[0].splitlines()[0].endswith("|1")
+    assert said[0].splitlines()[-1] == "1"
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_signals(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    """Ranks other than 0 ignore both signals; rank 0 finishes what is in flight, writes everything and ends."""
+    fault = Fault(0, "decode", "sleep", after=8, sleep_s=2.0)  # so that there is time to send the signals
+    jobs.append(job := start(tmp_path, 2, command, arguments(tmp_path, model), fault=fault))
+    job.fault_s()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(job.processes[1].pid, number)
+    os.kill(job.processes[0].pid, signal.SIGTERM)
+    os.kill(job.processes[0].pid, signal.SIGTERM)  # as from torchrun after the terminal's own
+    codes = job.wait(20.0)
+    assert codes[0] in (130, 143), job.stderr(0)
+    assert codes[1] == 0, job.stderr(1)
+    assert written(tmp_path)["long"]["finish_reason"] == "abort"
+    assert len(written(tmp_path)["long"]["token_ids"]) >= 5
+    assert job.stderr(1) == ""
+
+
+# -- surroundings ----------------------------------------------------------------------------------------------------
+
+
+def test_garbage_on_the_stores_port(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    """D21: the store's port gets bytes that mean nothing while the job runs."""
+    fault = Fault(1, "decode", "sleep", after=8, sleep_s=2.0)
+    jobs.append(job := start(tmp_path, 2, command, arguments(tmp_path, model), fault=fault))
+    job.fault_s()
+    line = next(line for line in job.stderr(0).splitlines() if "ranks meet at" in line)
+    host, _, port = line.partition("meet at ")[2].split()[0].rpartition(":")
+    garbage = (b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" * 64, os.urandom(4096))
+
+    def throw(data: bytes) -> None:
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(data)
+            time.sleep(0.5)
+
+    throwers = [threading.Thread(target=throw, args=(data,)) for data in garbage]
+    for thrower in throwers:
+        thrower.start()
+    for thrower in throwers:
+        thrower.join()
+    assert job.wait(30.0) == [0, 0], job.stderr(0)
+    assert written(tmp_path)["long"]["finish_reason"] == "length"
+    assert "open on every interface" in line and "gloo listens on lo" in line
+
+
+def jumping(rank: int, arguments: list[str]) -> None:
+    """As ``command``, with a wall clock that jumps by a day each time it is read."""
+    real, jumps = time.time, [0.0, 86400.0, -86400.0]
+
+    def jump() -> float:
+        jumps.append(jumps.pop(0))
+        return real() + jumps[0]
+
+    time.time = jump
+    command(rank, arguments)
+
+
+def limited(rank: int, arguments: list[str]) -> None:
+    """As ``command``, with 64 file descriptors and a home that cannot be written."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    os.environ["HOME"] = "/proc"
+    command(rank, arguments)
+
+
+@pytest.mark.parametrize("target", [jumping, limited])
+def test_odd_surroundings_change_nothing(model: Path, tmp_path: Path, jobs: list[Job], target: Any) -> None:
+    """D16 and D20: jumps of the wall clock; few descriptors and no home."""
+    jobs.append(job := start(tmp_path, 2, target, arguments(tmp_path, model)))
+    assert job.wait(30.0) == [0, 0], job.stderr(0) + job.stderr(1)
+    assert written(tmp_path)["long"]["finish_reason"] == "length"

@@ -1,0 +1,132 @@
+"""Two stages work at once: chunk i + 1 is in stage 0 while chunk i is in stage 1; no stage waits to be told what to do.
+
+Judged from what each rank recorded. No threshold in seconds: the machine may be busy with other things.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha.timeline import RankRecords, Timeline
+from tests.parallel.workers import WorkerPool
+
+NUM_CHUNKS = 40
+CHUNK_SIZE = 128
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+}
+
+
+def read_prompts(folder: str, trace: str, layout: dict[str, int]) -> list[list[RankRecords]]:
+    """On each rank: prefill two prompts one by one; rank 0 returns the records of each, and writes the trace."""
+    from medha.build import build_role
+    from medha.config import EngineConfig
+    from medha.request import SamplingParams
+
+    prompt = [i % 256 for i in range(NUM_CHUNKS * CHUNK_SIZE)]
+    options: dict[str, Any] = {"chunk_size": CHUNK_SIZE, "max_batch_tokens": CHUNK_SIZE, "num_kv_blocks": 24}
+    timeline = Timeline()
+    config = EngineConfig.from_flat(folder, load_format="dummy", dtype="float32", **options, **layout)
+    role = build_role(config, timeline=timeline)
+    taken = []
+    if role.engine is not None:
+        for name in ("first", "second"):
+            role.engine.add_request(name, prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+            while role.engine.has_unfinished:
+                role.engine.step()
+            timeline.collect()
+            taken.append([parts[-1] for _, parts in sorted(timeline._ranks.items())])
+        timeline.write(Path(trace))
+    role.close()
+    return taken
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose chunks take some milliseconds in each stage."""
+    folder = tmp_path_factory.mktemp("overlap")
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def taken(workers: WorkerPool, folder: Path) -> list[list[RankRecords]]:
+    """The records of each prompt on each of two stages; the trace is in the folder."""
+    records: list[list[RankRecords]] = workers.run(
+        read_prompts, 2, str(folder), str(folder / "trace.json"), {"spp": 2}
+    )[0]
+    return records
+
+
+def overlaps(stages: list[RankRecords]) -> list[bool]:
+    """Of each chunk but the last: whether the next one was in stage 0 while it was in stage 1."""
+    first, second = (stage.batches[:NUM_CHUNKS] for stage in stages)
+    pairs = zip(first[1:], second[:-1], strict=True)
+    return [later.start_s < earlier.end_s and earlier.start_s < later.end_s for later, earlier in pairs]
+
+
+def test_both_stages_run_every_batch_one_after_the_other(taken: list[list[RankRecords]]) -> None:
+    for stages in taken:
+        assert [(stage.rank, stage.stage) for stage in stages] == [(0, 0), (1, 1)]
+        ids = [[record.batch_id for record in stage.batches] for stage in stages]
+        assert ids[0] == ids[1] == list(range(ids[0][0], ids[0][0] + NUM_CHUNKS + 1))  # and one decode
+        for before, after in zip(*(stage.batches for stage in stages), strict=True):
+            assert before.start_s < before.end_s <= after.start_s < after.end_s
+
+
+def test_next_chunk_is_in_stage_0_while_this_one_is_in_stage_1(taken: list[list[RankRecords]]) -> None:
+    for stages in taken:
+        assert sum(overlaps(stages)) >= NUM_CHUNKS // 2
+
+
+def test_without_depth_nothing_overlaps(workers: WorkerPool, folder: Path) -> None:
+    """The records can tell: one batch in flight is the schedule without a pipeline."""
+    layout = {"spp": 2, "depth": 1}
+    for stages in workers.run(read_prompts, 2, str(folder), str(folder / "serial.json"), layout)[0]:
+        assert not any(overlaps(stages))
+
+
+def test_no_stage_waits_for_the_control_plane(taken: list[list[RankRecords]]) -> None:
+    """The message of a chunk leaves rank 0 a stage's time before its hidden states, so it is there when asked for."""
+    for stages in taken:
+        filled = stages[1].batches[2:NUM_CHUNKS]
+        assert sum(not record.control_ready for record in filled) <= 2  # a busy machine may stop rank 0 for a while
+
+
+def test_no_more_batches_than_the_depth_are_in_the_pipeline(taken: list[list[RankRecords]]) -> None:
+    """Batch k enters stage 0 after batch k - 3 has left stage 1, although most batches sample nothing."""
+    first, second = (stage.batches for stage in taken[0])
+    assert all(enters.start_s >= left.end_s for enters, left in zip(first[3:], second, strict=False))
+
+
+def test_trace_has_a_lane_a_stage_and_arrows_between(taken: list[list[RankRecords]], folder: Path) -> None:
+    num_batches = 2 * (NUM_CHUNKS + 1)
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 0}
+    assert lanes == {0: "stage 0", 1: "stage 1"}
+    slices = [[e for e in events if e["ph"] == "X" and e["pid"] == 0 and e["tid"] == lane] for lane in lanes]
+    assert [len(lane) for lane in slices] == [num_batches] * 2
+    for lane in slices:
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in pairwise(lane))
+    leaves, arrives = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
+    assert set(leaves) == set(arrives) and len(leaves) == num_batches
+    assert all(leaves[i]["ts"] <= arrives[i]["ts"] and (leaves[i]["tid"], arrives[i]["tid"]) == (0, 1) for i in leaves)
+    requests = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    assert len(requests) == num_batches
+    starts = {e["args"]["batch"]: e["ts"] for e in slices[0]}
+    assert all(e["ts"] <= starts[e["args"]["batch"]] <= e["ts"] + e["dur"] for e in requests)  # one clock

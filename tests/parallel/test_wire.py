@@ -1,0 +1,166 @@
+"""What crosses ranks beside batches comes back as it went: sampling state, outputs, sampled tokens, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medha import errors
+from medha.batch import Row
+from medha.errors import EngineDeadError, MedhaError, RequestError, ValidationError
+from medha.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from medha.runner import StepResult
+from medha.sampling import Sampled, SlotSampling
+from medha.wire import (
+    decode_report,
+    encode_report,
+    error_from_json,
+    error_to_json,
+    outputs_from_json,
+    outputs_to_json,
+    report_size,
+    sampling_from_json,
+    sampling_to_json,
+)
+
+IDS = st.integers(0, 2**31 - 1)
+FLOATS = st.floats(allow_nan=False)
+FLOAT32 = st.floats(width=32, allow_nan=False)
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 99),
+    temperature=st.none() | st.floats(0, 2),
+    top_k=st.none() | st.integers(0, 50),
+    top_p=st.none() | st.floats(0.1, 1.0),
+    min_p=st.none() | st.floats(0, 1),
+    repetition_penalty=st.none() | st.floats(0.5, 2),
+    presence_penalty=st.floats(-2, 2),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+    stop=st.none() | st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=2),
+    stop_token_ids=st.none() | st.lists(IDS, max_size=3),
+    logprobs=st.none() | st.integers(0, 5),
+    ignore_eos=st.booleans(),
+)
+
+
+def through_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+@given(
+    IDS,
+    PARAMS,
+    st.integers(0, 2**64),
+    st.lists(IDS, max_size=3).map(tuple),
+    st.lists(st.integers(0, 300), min_size=1, max_size=9),
+)
+def test_sampling_state(slot: int, params: SamplingParams, seed: int, end_ids: tuple[int, ...], ids: list[int]) -> None:
+    state = SlotSampling.of(params.resolve({}), seed, end_ids, len(ids), torch.tensor(ids, dtype=torch.int32))
+    back_slot, back = sampling_from_json(through_json(sampling_to_json(slot, state)))
+    assert back_slot == slot
+    assert (back.params, back.seed, back.end_ids) == (state.params, seed, end_ids)
+    assert (back.num_prompt_tokens, back.output_ids) == (len(ids), [])
+    if state.params.repetition_penalty == 1.0:
+        assert state.prompt_ids is back.prompt_ids is None
+    else:
+        assert back.prompt_ids is not None and state.prompt_ids is not None
+        assert back.prompt_ids.dtype == state.prompt_ids.dtype == torch.int32
+        assert back.prompt_ids.tolist() == state.prompt_ids.tolist() == sorted(set(ids))
+
+
+LOGPROBS = st.dictionaries(
+    IDS, st.builds(Logprob, FLOATS, st.integers(1, 999), st.none() | st.text(max_size=3)), min_size=1, max_size=3
+)
+COMPLETIONS = st.builds(
+    CompletionOutput,
+    index=st.integers(0, 3),
+    text=st.none() | st.text(),
+    token_ids=st.lists(IDS, max_size=4),
+    finish_reason=st.sampled_from(("stop", "length", "abort", "error")),
+    stop_reason=st.none() | st.text(max_size=3) | IDS,
+    logprobs=st.none() | st.lists(LOGPROBS, max_size=3),
+    cumulative_logprob=st.none() | FLOATS,
+)
+ERRORS = st.builds(ValidationError, st.text(), param=st.just("prompt")) | st.builds(EngineDeadError, st.text())
+OUTPUTS = st.builds(
+    RequestOutput,
+    st.text(),
+    st.none() | st.text(),
+    st.lists(IDS, max_size=4),
+    st.lists(COMPLETIONS, min_size=1, max_size=2),
+    st.just(True),
+    st.builds(RequestMetrics, FLOATS, first_token=st.none() | FLOATS, num_chunks=st.integers(0, 9)),
+    st.none() | ERRORS,
+)
+
+
+@given(st.lists(OUTPUTS, max_size=3))
+def test_outputs(outputs: list[RequestOutput]) -> None:
+    back = outputs_from_json(through_json(outputs_to_json(outputs)))
+    assert [without_error(output) for output in back] == [without_error(output) for output in outputs]
+    for a, b in zip(back, outputs, strict=True):
+        assert (type(a.error), str(a.error)) == (type(b.error), str(b.error))
+
+
+def without_error(output: RequestOutput) -> Any:
+    return [getattr(output, name) for name in RequestOutput.__slots__ if name != "error"]
+
+
+OURS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MedhaError)]
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_every_error_of_ours_keeps_its_class(kind: type[MedhaError]) -> None:
+    back = error_from_json(through_json(error_to_json(kind("what is wrong"))))
+    assert type(back) is kind
+    assert str(back) == "what is wrong"
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), OSError(2, "gone"), type("annotations", (Exception,), {})("y")])
+def test_an_error_that_is_not_ours_is_told_in_words(error: Exception) -> None:
+    back = error_from_json(through_json(error_to_json(error)))
+    assert type(back) is RequestError
+    assert str(back) == f"{type(error).__name__}: {error}"
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> tuple[StepResult, list[SlotSampling]]:
+    wanted = draw(st.lists(st.none() | st.integers(0, 4), max_size=6))
+    slots = [SlotSampling(SamplingParams(max_tokens=1, logprobs=num).resolve({}), 0, (), 1) for num in wanted]
+    sampled = []
+    for num in wanted:
+        finite = draw(st.booleans())
+        entry = st.tuples(IDS, FLOAT32, st.integers(1, 2**31 - 1))
+        given_num = 0 if num is None else draw(st.integers(1, 1 + num))  # fewer where the vocabulary is smaller
+        entries = tuple(draw(st.lists(entry, min_size=given_num, max_size=given_num)))
+        sampled.append(Sampled(draw(IDS), finite, None if num is None or not finite else entries))
+    rows = tuple(Row(i, 5, 1, True, True) for i in range(len(wanted)))
+    return StepResult(rows, sampled, draw(FLOATS)), slots
+
+
+@given(reports())
+def test_reports(report: tuple[StepResult, list[SlotSampling]]) -> None:
+    """Both ends know the size from the rows alone; numbers come back bit by bit."""
+    result, slots = report
+    ints = encode_report(result, slots)
+    assert ints.dtype == torch.int32
+    assert len(ints) == report_size(result.rows, slots)
+    assert decode_report(ints, result.rows, slots) == result
+
+
+def test_numbers_of_a_report_keep_their_bits() -> None:
+    slots = [SlotSampling(SamplingParams(max_tokens=1, logprobs=0).resolve({}), 0, (), 1)]
+    row = (Row(0, 5, 1, True, True),)
+    for value in (-math.inf, -0.0, struct.unpack("f", struct.pack("I", 1))[0]):
+        result = StepResult(row, [Sampled(1, True, ((1, value, 1),))], 1e-300)
+        back = decode_report(encode_report(result, slots), row, slots)
+        assert back.sampled[0].logprobs is not None
+        assert struct.pack("f", back.sampled[0].logprobs[0][1]) == struct.pack("f", value)
+        assert back.busy_s == 1e-300
