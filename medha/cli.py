@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 import medha
 from medha.bench.cli import app as bench_app
 from medha.command import end_process, make_app, run_app
+from medha.environment import environment
 from medha.generate import generate
-
-_PACKAGES = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "huggingface-hub",
-    "minijinja",
-    "typer",
-    "rich",
-    "transformers",
-    "flashinfer-python",
-)
 
 app = make_app(help="Serve long-context LLMs without convoys.")
 app.command("generate")(generate)
@@ -62,33 +47,6 @@ def env(
             value = ", ".join(value)
         print(f"{name:>10}  {'none' if value is None else value}")
     return 0
-
-
-def environment() -> dict[str, Any]:
-    """What matters about this machine and installation, as plain JSON values."""
-    import torch  # here because it takes a second, and only this verb of this module needs it
-
-    devices = ["cpu"]
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        devices.append(f"cuda:{index} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)")
-    return {
-        "medha": medha.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "cuda": torch.version.cuda,
-        "devices": devices,
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def main() -> NoReturn:

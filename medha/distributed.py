@@ -320,7 +320,7 @@ class Follower:
         self.serve()
         with failures_named(self.ranks, activity="shutdown"):
             self._reports.drain()
-        leave(self.ranks)
+            leave(self.ranks)
 
     def _follow_to(self, name: str, kind: str) -> Message:
         message = self.follow()
@@ -380,7 +380,7 @@ class Caller:
                 self._timeline.close()
             self._sender.send(Message("stop"))
             self._sender.drain()
-        leave(self.ranks)
+            leave(self.ranks)
 
     def _end(self, fields: dict[str, Any]) -> None:
         with failures_named(self.ranks, activity="idle"):
@@ -392,13 +392,12 @@ def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:
 
 
 def leave(ranks: Ranks) -> None:
-    """Leave the process groups; every rank calls it.
+    """Leave the process groups; every rank calls it, within :func:`failures_named`.
 
     Raises:
         RankFailedError: a rank failed before all had left.
     """
-    with failures_named(ranks, activity="shutdown"):
-        dist.barrier()
+    dist.barrier()
     if not ranks.monitor.leave():
         raise RankFailedError(ranks.monitor.first_error() or f"{ranks.place}: not every rank has left in time")
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from medha.bench.model import describe, random_llama
-from medha.bench.report import Timing, check_writable, environment, interleaved, write_report
+from medha.bench.report import Timing, check_writable, interleaved, machine_line, stamp, write_report
 from medha.errors import ConfigError
 from medha.llm import LLM
 from medha.request import SamplingParams
@@ -92,7 +92,7 @@ def compare(
         output_json,
         {
             "benchmark": "compare",
-            "environment": environment(),
+            "environment": stamp(),
             "model": options.shape,
             "options": {name: getattr(options, name) for name in options.__slots__},
             "results": [
@@ -129,11 +129,10 @@ def run_and_print(options: CompareOptions, output_json: Path | None) -> int:
             f"{result.ratio:.2f}x",
             "equal" if result.same_tokens else "DIFFER",
         )
-    machine = environment()
     console = Console()
     console.print(table)
     console.print(
-        f"{machine['cpu']}, {machine['torch_threads']} threads, {options.dtype}, {machine['versions']}; "
+        f"{machine_line()}; {options.num_threads} threads, {options.dtype}; "
         f"median of {options.runs} after {options.warmup} warm-up, interleaved"
     )
     return 0 if all(result.same_tokens for result in results) else 3

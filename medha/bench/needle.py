@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from medha.bench.report import check_writable, environment, write_report
+from medha.bench.report import check_writable, stamp, write_report
 from medha.display import Display
 from medha.llm import LLM
 from medha.models.needle import make_haystack, write_needle
@@ -76,7 +76,7 @@ def run_and_print(lengths: tuple[int, ...], depths: tuple[float, ...], output_js
     peak = peak_memory_bytes()
     report = {
         "benchmark": "needle",
-        "environment": environment(),
+        "environment": stamp(),
         "results": [{name: getattr(r, name) for name in NeedleResult.__slots__} for r in results],
         "peak_memory_bytes": peak,
         "wall_s": time.perf_counter() - start,

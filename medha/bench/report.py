@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import medha
+from medha.environment import environment
 from medha.errors import ConfigError
 
 
@@ -59,25 +57,16 @@ def interleaved(
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
-def environment() -> dict[str, Any]:
+def stamp() -> dict[str, Any]:
     """Date, hardware and versions of a run."""
-    import torch
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), **environment()}
 
-    versions = {"medha": medha.__version__, **{name: metadata.version(name) for name in ("torch", "numpy")}}
-    for name in ("transformers", "flashinfer-python"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "versions": versions,
-        "cpu": _cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+
+def machine_line() -> str:
+    """Hardware and versions on one line, for below a table."""
+    facts = environment()
+    versions = ", ".join(f"{name} {facts['packages'][name]}" for name in ("torch", "transformers"))
+    return f"{facts['cpu']}, {facts['cpus']} cores, medha {facts['medha']}, {versions}"
 
 
 def check_writable(path: Path | None) -> None:
@@ -102,12 +91,3 @@ def write_report(path: Path | None, report: dict[str, Any]) -> None:
 
 def _plain(value: Any) -> Any:
     return asdict(value) if isinstance(value, Timing) else str(value)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from medha.bench.job import Job, Prefill, parse_layout
 from medha.bench.model import describe, random_llama, write_config
-from medha.bench.report import Timing, check_writable, environment, write_report
+from medha.bench.report import Timing, check_writable, machine_line, stamp, write_report
 from medha.config import ParallelConfig
 from medha.errors import ConfigError
 from medha.timeline import RankRecords
@@ -144,7 +144,7 @@ def scaling(
     results = [_result(name, runs, jobs[ONE_RANK]) for name, runs in jobs.items()]
     report = {
         "benchmark": "scaling",
-        "environment": environment(),
+        "environment": stamp(),
         "model": shape,
         "options": asdict(options) | {"threads_a_rank": 1},
         "results": [asdict(result) for result in results],
@@ -174,7 +174,6 @@ def run_and_print(options: ScalingOptions, output_json: Path | None) -> int:
             f"{usage.transfer_wait_s:.3f}",
             f"{usage.control_wait_s:.3f}",
         )
-    machine = environment()
     console = Console()
     console.print(table)
     for result in results[1:]:
@@ -183,8 +182,8 @@ def run_and_print(options: ScalingOptions, output_json: Path | None) -> int:
             f"{result.usage.span_s:.2f} s by rank; {result.usage.num_late_messages} late control messages"
         )
     console.print(
-        f"{machine['cpu']}, {machine['cpu_count']} cores, 1 thread a rank, chunks of {options.chunk_size}, "
-        f"{options.dtype}, {machine['versions']}; median of {options.runs} after {options.warmup} warm-up, interleaved"
+        f"{machine_line()}; 1 thread a rank, chunks of {options.chunk_size}, {options.dtype}; "
+        f"median of {options.runs} after {options.warmup} warm-up, interleaved"
     )
     return 0
 

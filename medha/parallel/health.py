@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 logger = logging.getLogger("medha")
 
 EXIT_CODE = 4
-SILENT_S = 6.0
+SILENT_S = 5.0
 """How long a rank may not beat before it counts as failed."""
 
 _BEAT_S = 0.5
@@ -153,9 +153,8 @@ class Monitor:
             except RuntimeError as error:
                 if not self._leaving:
                     reason = str(error).partition("\n")[0]
-                    self._found(
-                        f"{self._holder} has died: {self._name(self._rank)} lost the store that it held: {reason}"
-                    )
+                    here = f"{self._name(self._rank)} lost its store in {self._activity}"
+                    self._found(f"{self._holder} has died: {here}: {reason}")
                 return
             last = now
             self._num_rounds += 1
@@ -233,7 +232,7 @@ class Monitor:
         assert self._error is not None, "an error is known"
         self._heard.set()
         self._wake.set()
-        told = self.linger(1.0)
+        told = self.linger(0.5)
         self._end(self._error, self._rank == 0 or not told)
 
     def _at_exit(self) -> None:

@@ -25,7 +25,7 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [(r["layout"], r["num_ranks"]) for r in report["results"]] == [(ONE_RANK, 1), ("spp2", 2)]
     assert report["options"]["threads_a_rank"] == 1
     assert report["model"]["hidden_size"] == TINY["hidden_size"]
-    assert {"cpu", "cpu_count", "versions", "date"} <= set(report["environment"])
+    assert {"cpu", "cpus", "packages", "date"} <= set(report["environment"])
     for result in report["results"]:
         assert len(result["seconds"]) == result["timing"]["runs"] == 2
         assert len(result["usage"]["busy_s"]) == result["num_ranks"]

@@ -69,7 +69,7 @@ def check_ends(job: Job, fault: Fault, capsys: pytest.CaptureFixture[str], *, li
     codes = job.wait(but=[fault.rank] if fault.action == "stop" else [])
     took_s = max(job.seconds_to_end(rank) for rank in survivors if rank in job.ended_s)
     said = job.stderr(0 if 0 in survivors or fault.action == "throw" else survivors[0])
-    error = next((line for line in reversed(said.splitlines()) if "rror" in line), said)
+    error = next((line for line in reversed(said.splitlines()) if line.startswith(("error:", "medha:"))), said)
     with capsys.disabled():
         print(
             f"\n  rank {fault.rank} {fault.action} in {fault.point}: others ended after {took_s:.1f} s: {error[:160]}"
@@ -222,10 +222,16 @@ def calls(rank: int, model: str, names: list[list[str]]) -> None:
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ([["generate"], ["chat"]], "called chat where rank 0 called generate"),
+        pytest.param([["generate"], ["chat"]], "called chat where rank 0 called generate", marks=pytest.mark.slow),
         ([["generate"], []], "called close where rank 0 called generate"),
-        ([["generate"], ["generate", "generate"]], "called generate where rank 0 called close"),
-        ([["generate", "raise"], ["generate"]], "rank 0 (stage 0): KeyError: 'mine'"),
+        pytest.param(
+            [["generate"], ["generate", "generate"]],
+            "called generate where rank 0 called close",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [["generate", "raise"], ["generate"]], "rank 0 (stage 0): KeyError: 'mine'", marks=pytest.mark.slow
+        ),
         ([["generate"], ["generate", "raise"]], "rank 1 (stage 1): KeyError: 'mine'"),
     ],
 )
@@ -336,7 +342,7 @@ def limited(rank: int, arguments: list[str]) -> None:
     command(rank, arguments)
 
 
-@pytest.mark.parametrize("target", [jumping, limited])
+@pytest.mark.parametrize("target", [pytest.param(jumping, marks=pytest.mark.slow), limited])
 def test_odd_surroundings_change_nothing(model: Path, tmp_path: Path, jobs: list[Job], target: Any) -> None:
     """D16 and D20: jumps of the wall clock; few descriptors and no home."""
     jobs.append(job := start(tmp_path, 2, target, arguments(tmp_path, model)))

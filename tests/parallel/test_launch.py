@@ -1,0 +1,315 @@
+"""What is refused before a job begins: variables, layout, ranks that differ, an address of no use; torchrun itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha.errors import ConfigError
+from medha.parallel.launch import read_launch
+from tests.parallel.faults import Job, start
+from tests.parallel.test_faults import arguments, written
+from tests.parallel.workers import WorkerPool, free_port, launch_environment
+from tests.serving import write_byte_model
+
+MARK = "MEDHA_TEST_JOB"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that serves text."""
+    folder = tmp_path_factory.mktemp("model")
+    write_byte_model(folder)
+    return folder
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """Jobs to end with the test."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.kill()
+
+
+# -- the environment (D2) --------------------------------------------------------------------------------------------
+
+WHOLE = launch_environment(1, 2, 29500)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_partly_set_environment_names_what_is_missing(missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"but not {missing}; accepted: all of them"):
+        read_launch({name: value for name, value in WHOLE.items() if name != missing})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "one"}, "must be integers"),
+        ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999; accepted"),
+        ({"MASTER_PORT": "http"}, "must be integers"),
+    ],
+)
+def test_environment_of_no_use(change: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_launch(WHOLE | change)
+
+
+def test_no_launcher_is_a_single_process() -> None:
+    assert read_launch({}) is None
+    assert read_launch({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}) is None
+    launch = read_launch(WHOLE)
+    assert launch is not None
+    assert (launch.rank, launch.world_size, launch.host, launch.port) == (1, 2, "127.0.0.1", 29500)
+
+
+def test_command_line_with_a_part_of_the_environment(model: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "medha.generate", "--model", str(model), "--prompt", "a"],
+        env={**os.environ, "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 2
+    assert run.stderr.count("error:") == 1 and "but not RANK, MASTER_ADDR, MASTER_PORT" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+# -- the layout (D1) -------------------------------------------------------------------------------------------------
+
+
+def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
+    """What building the LLM raises on this rank, and how soon; loading a weight would be an error of its own."""
+    from medha import LLM, build
+
+    def load(*args: Any, **named: Any) -> None:
+        raise AssertionError("weights are read")
+
+    before, build._load_model = build._load_model, load
+    begin = time.monotonic()
+    try:
+        LLM(folder, num_kv_blocks=8, **options)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    finally:
+        build._load_model = before
+    raise AssertionError("accepted")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 4}, "tp=4 x spp=1 x kvp=1 is 4 ranks, and 2 were started; accepted: degrees whose product is 2"),
+        ({}, "tp=1 x spp=1 x kvp=1 is 1 ranks, and 2 were started"),
+        ({"kvp": 2}, "kvp=2 is not implemented; accepted: 1"),
+        ({"tp": 2, "hf_overrides": {"intermediate_size": 97}}, "tp=2 does not divide"),
+        ({"spp": 2, "hf_overrides": {"num_hidden_layers": 1}}, "spp=2 stages for 1 layers; accepted: 1 to 1"),
+    ],
+)
+def test_layout_that_cannot_work(
+    workers: WorkerPool, model: Path, options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = workers.run(refusal, 2, str(model), options)
+    assert len({(name, text) for name, text, _ in answers}) == 1
+    assert answers[0][0] == "ParallelConfigError"
+    assert message in answers[0][1]
+    took_s = max(took for _, _, took in answers)
+    with capsys.disabled():
+        print(f"\n  refused on every rank after {took_s:.1f} s: {answers[0][1]}")
+    assert took_s < 5.0
+
+
+def test_no_torchrun_prints_the_command(model: Path) -> None:
+    program = f"from medha import LLM\nLLM({str(model)!r}, tp=2)"
+    env = {name: value for name, value in os.environ.items() if name not in WHOLE}
+    run = subprocess.run([sys.executable, "-c", program, "mine"], env=env, capture_output=True, text=True, timeout=60)
+    assert "start it as: torchrun --nproc-per-node 2" in run.stderr
+
+
+# -- ranks that differ (D3) ------------------------------------------------------------------------------------------
+
+
+def different(folders: list[str], options: list[dict[str, Any]], versions: list[str]) -> tuple[str, str, float]:
+    """As ``refusal``, with a model, options and version for each rank."""
+    import medha
+
+    rank = int(os.environ["RANK"])
+    before, medha.__version__ = medha.__version__, versions[rank]
+    try:
+        return refusal(folders[rank], {"spp": 2, **options[rank]})
+    finally:
+        medha.__version__ = before
+
+
+@pytest.mark.parametrize(
+    ("seeds", "versions", "other_model", "named"),
+    [
+        ((0, 1), ("1", "1"), False, "configuration"),
+        ((0, 0), ("1", "2"), False, "version of medha"),
+        ((0, 0), ("1", "1"), True, "checkpoint"),
+    ],
+)
+def test_ranks_that_differ(
+    workers: WorkerPool,
+    model: Path,
+    tmp_path: Path,
+    *,
+    seeds: tuple[int, int],
+    versions: tuple[str, str],
+    other_model: bool,
+    named: str,
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folders = [str(model), str(model)]
+    if other_model:  # the same config.json, other dtypes
+        for file in model.iterdir():
+            if file.is_file():
+                (tmp_path / file.name).write_bytes(file.read_bytes())
+        tensors = load_file(tmp_path / "model.safetensors")
+        save_file({n: t.to(torch.bfloat16) for n, t in tensors.items()}, tmp_path / "model.safetensors")
+        folders[1] = str(tmp_path)
+    answers = workers.run(different, 2, folders, [{"seed": seed} for seed in seeds], list(versions))
+    assert len({(name, text) for name, text, _ in answers}) == 1
+    assert answers[0][0] == "ConfigError"
+    assert answers[0][1].startswith("ranks [1] differ from rank 0 in: ")
+    assert named in answers[0][1]
+
+
+# -- the address (D12) -----------------------------------------------------------------------------------------------
+
+
+def joining(rank: int, folder: str) -> None:
+    """Build an LLM with little patience."""
+    from medha import LLM
+
+    begin = time.monotonic()
+    try:
+        LLM(folder, spp=2, num_kv_blocks=8, dist_timeout=3)
+    except ConfigError as error:
+        print(f"{time.monotonic() - begin:.1f}|{error}", flush=True)
+        os._exit(2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "alone",
+        pytest.param("refused", marks=pytest.mark.slow),
+        pytest.param("no such host", marks=pytest.mark.slow),
+        "port in use",
+    ],
+)
+def test_address_of_no_use(
+    model: Path, tmp_path: Path, jobs: list[Job], case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        address = {"no such host": "nowhere.invalid"}.get(case, "127.0.0.1")
+        port = listener.getsockname()[1] if case == "port in use" else free_port()
+        rank = 0 if case in ("alone", "port in use") else 1
+        env = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        jobs.append(job := start(tmp_path, 2, joining, str(model), environment=env, ranks=[rank]))
+        assert job.wait(40.0) == [2], job.stderr(rank)
+    took, _, message = (tmp_path / f"stdout-{rank}").read_text().partition("|")
+    with capsys.disabled():
+        print(f"\n  {case}: after {took} s: {message[:150]}")
+    assert f"{address}:{port}" in message
+    assert float(took) < 10.0
+
+
+# -- under torchrun itself -------------------------------------------------------------------------------------------
+
+
+def torchrun(folder: Path, model: Path, *extra: str) -> subprocess.Popen[str]:
+    """Two ranks of ``medha.generate`` under torchrun."""
+    port = ("--master-port", str(free_port()))
+    command = [*TORCHRUN, *port, "-m", "medha.generate", *arguments(folder, model, *extra)]
+    env = {name: value for name, value in os.environ.items() if name not in WHOLE} | {MARK: str(folder)}
+    with (folder / "stderr").open("w") as stderr:
+        return subprocess.Popen(command, env=env, stderr=stderr, stdout=subprocess.DEVNULL, text=True)
+
+
+def wait_for(folder: Path, text: str, process: subprocess.Popen[str]) -> None:
+    """Wait until the job's stderr, or its output file, has a text."""
+    deadline = time.monotonic() + 60.0
+    files = (folder / "stderr", folder / "out.jsonl")
+    while not any(text in file.read_text() for file in files if file.is_file()):
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "stderr").read_text()
+        time.sleep(0.05)
+
+
+def members(folder: Path) -> dict[int, dict[str, str]]:
+    """Processes of a folder's job that have not ended, with their environments; each is in a session of its own."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            pairs = (pair.partition("=") for pair in (process / "environ").read_text().split("\0"))
+            env = {name: value for name, _, value in pairs}
+        except (OSError, UnicodeDecodeError):
+            continue
+        if env.get(MARK) == str(folder):  # a zombie's environment is empty
+            found[int(process.name)] = env
+    return found
+
+
+def test_torchrun_prints_a_configuration_error_once(model: Path, tmp_path: Path) -> None:
+    process = torchrun(tmp_path, model, "--tp", "4")
+    assert process.wait(90) != 0
+    said = (tmp_path / "stderr").read_text()
+    assert said.count("ParallelConfigError") == 1, said
+    assert not members(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["rank 1", "agent", "interrupt"])
+def test_torchrun_job_that_ends_early(
+    model: Path, tmp_path: Path, who: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D4, D14 and Ctrl-C: a rank or the agent is killed, or the terminal interrupts all; nothing is left behind."""
+    process = torchrun(tmp_path, model)
+    rows = [{"id": "short", "prompt": "a", "max_tokens": 1}]
+    rows.append({"id": "long", "prompt": "b" * 200, "max_tokens": 3500, "ignore_eos": True})
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wait_for(tmp_path, '"short"', process)
+    begin = time.monotonic()
+    by_rank = {env["RANK"]: pid for pid, env in members(tmp_path).items() if "RANK" in env}
+    if who == "rank 1":
+        os.kill(by_rank["1"], signal.SIGKILL)
+    elif who == "agent":
+        process.kill()
+    else:
+        process.send_signal(signal.SIGINT)
+    while members(tmp_path) and time.monotonic() - begin < 40:
+        process.poll()
+        time.sleep(0.05)
+    took_s = time.monotonic() - begin
+    said = (tmp_path / "stderr").read_text()
+    with capsys.disabled():
+        print(f"\n  {who}: all processes ended after {took_s:.1f} s")
+    assert not members(tmp_path), said
+    assert process.wait(5) != 0
+    assert took_s < 10.0
+    assert written(tmp_path)["short"]["finish_reason"] == "length"
+    if who == "rank 1":
+        assert "RankFailedError: rank 1 (stage 1) died" in said
+    elif who == "agent":
+        assert "died" in said
+    else:
+        assert written(tmp_path)["long"]["finish_reason"] == "abort"
