@@ -57,12 +57,10 @@ def drive(
     start = engine.now()
     upcoming = deque(arrivals)
     while upcoming or engine.has_unfinished:
-        if should_stop():
+        if should_stop():  # what is in flight runs to its end, on every rank
             engine.abort_all()
-            while engine.has_unfinished:  # what is in flight runs to its end, on every rank
-                yield from engine.step()
             yield from (_unserved(arrival, start) for arrival in upcoming)
-            return
+            upcoming.clear()
         while upcoming and upcoming[0].arrival_s <= engine.now() - start:
             refused = _add(engine, upcoming.popleft(), start)
             if refused is not None:

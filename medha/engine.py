@@ -291,7 +291,11 @@ class Engine:
 
     def _die(self, cause: Exception) -> EngineDeadError:
         """End every request with the error that stopped the engine."""
-        self._dead = dead = EngineDeadError(f"a step failed: {type(cause).__name__}: {cause}")
+        if isinstance(cause, EngineDeadError):
+            dead = type(cause)(str(cause))
+        else:
+            dead = EngineDeadError(f"a step failed: {type(cause).__name__}: {cause}")
+        self._dead = dead
         dead.__cause__ = cause
         for live in list(self._live.values()):
             live.finish("error", self.now(), error=dead, flush_text=False)  # the tokenizer may be what failed

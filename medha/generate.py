@@ -28,7 +28,7 @@ from medha.command import (
 from medha.config import ATTENTION_BACKENDS, EngineConfig, parse_bytes
 from medha.display import Display, StreamedText
 from medha.driver import Arrival, Joiner, drive
-from medha.errors import ConfigError, RequestError, exit_code
+from medha.errors import ConfigError, RequestError
 from medha.jsonl import read_requests, write_line
 from medha.models.hf_config import parse_hf_overrides
 from medha.parallel.launch import is_first_rank
@@ -267,7 +267,7 @@ def _serve(
     role.close()
     if interrupted:
         logger.warning("interrupted; what was produced is kept")
-        return exit_code(KeyboardInterrupt())
+        return 128 + interrupted[0]
     return FAILED_REQUESTS if num_failed else 0
 
 
@@ -275,8 +275,9 @@ def _follow(config: EngineConfig) -> int:
     """What every rank but the first does: its part of the model, as rank 0 says."""
     from medha.build import build_role  # here because it loads torch
 
-    ignore_signals()
-    build_role(config).close()
+    role = build_role(config)
+    ignore_signals()  # from here on rank 0 tells this rank when to stop
+    role.close()
     return 0
 
 
