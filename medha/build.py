@@ -34,7 +34,17 @@ from medha.models.plan import TP_PLAN
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.parallel.control import ControlReceiver, ControlSender
 from medha.parallel.launch import read_launch
-from medha.parallel.mesh import Job, Ranks, check_layout, check_same_everywhere, init_ranks, least, meet, wait_for_all
+from medha.parallel.mesh import (
+    Job,
+    Ranks,
+    check_layout,
+    check_same_everywhere,
+    init_ranks,
+    least,
+    meet,
+    once_per_node,
+    wait_for_all,
+)
 from medha.parallel.spp import StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
 from medha.runner import Runner
@@ -126,7 +136,7 @@ def _build(
     config: EngineConfig, job: Job | None, timeline: Timeline | None, progress: Callable[[int], None] | None
 ) -> Role:
     """:func:`build_role` where the ranks, if there are several, have met."""
-    folder = resolve_model(config.model, revision=config.revision)
+    folder = _resolve(config, job)
     model_config = load_model_config(
         folder,
         hf_overrides=config.hf_overrides,
@@ -266,6 +276,14 @@ def _checkpoint_facts(config: EngineConfig, folder: Path) -> list[object]:
         infos = [checkpoint.info(name) for name in sorted(checkpoint.names)]
     sizes = [(file, (folder / file).stat().st_size) for file in sorted({info.file for info in infos})]
     return [*((info.name, info.shape, info.dtype) for info in infos), *sizes]
+
+
+def _resolve(config: EngineConfig, job: Job | None) -> Path:
+    """The model's folder; one from the hub is downloaded once a node, while no collective waits."""
+    resolve = partial(resolve_model, config.model, revision=config.revision)
+    if job is None or Path(config.model).exists():
+        return resolve()
+    return once_per_node(job, "downloaded", resolve, limit_s=_LOAD_LIMIT_S)
 
 
 def _check_is_alone(parallel: ParallelConfig) -> None:

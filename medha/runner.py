@@ -204,7 +204,7 @@ class Runner:
         else:
             assert self.pipe is not None, "a stage without the embedding receives hidden states"
             with self.recorder.waiting("hidden"):
-                x_TD = self.pipe.receive(batch)
+                x_TD = self.pipe.receive(batch).to(self.device)
             self.recorder.begin()
         return self.model(x_TD, cos, sin, attend)  # type: ignore[no-any-return]
 

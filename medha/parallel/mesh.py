@@ -11,9 +11,10 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ logger = logging.getLogger("medha")
 
 # Control messages come when there is work; a dead peer is noticed by its closed connection, not by this timeout.
 _CONTROL_TIMEOUT = timedelta(days=365)
+
+T = TypeVar("T")
 _READ_LIMIT_S = 3600.0  # to find, download and check a model, before any process group exists
 
 
@@ -185,8 +188,28 @@ def wait_for_all(job: Job, point: str, *, limit_s: float) -> None:
         RankFailedError: a rank has failed.
     """
     job.store.set(f"{point}/{job.launch.rank}", "")
+    _wait_for(job, point, list(range(job.launch.world_size)), limit_s=limit_s)
+
+
+def once_per_node(job: Job, point: str, run: Callable[[], T], *, limit_s: float) -> T:
+    """Run something on the first rank of each node, and then on the node's others, which find what it left there.
+
+    Raises:
+        ConfigError: the first rank has not done it after ``limit_s`` seconds.
+        RankFailedError: a rank has failed.
+    """
+    first = job.launch.rank - job.launch.local_rank
+    if job.launch.local_rank > 0:
+        _wait_for(job, point, [first], limit_s=limit_s)
+        return run()
+    result = run()
+    job.store.set(f"{point}/{first}", "")
+    return result
+
+
+def _wait_for(job: Job, point: str, missing: list[int], *, limit_s: float) -> None:
+    """Wait until the given ranks have come to a named point."""
     deadline = time.monotonic() + limit_s
-    missing = list(range(job.launch.world_size))
     while missing := [rank for rank in missing if not job.store.check([f"{point}/{rank}"])]:
         if job.monitor.has_failure:
             raise RankFailedError(job.monitor.first_error() or "a rank has failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from medha.dryrun import plan_ranks, run_dry
 from medha.errors import ParallelConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.weights import Checkpoint
+from medha.parallel.mesh import wait_for_all
 from tests.checkpoints import make_checkpoint
 from tests.parallel.workers import WorkerPool
 
@@ -72,3 +74,35 @@ def test_dry_run_refuses_what_cannot_work(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     with pytest.raises(ParallelConfigError, match=r"^tp=3 .* accepted: 1, 2, 4$"):
         run_dry(EngineConfig.from_flat(str(tmp_path), tp=3), Console(quiet=True))
+
+
+def resolve_from_hub(marker: str) -> list[str]:
+    """On each rank: resolve a hub id with a download that takes a while; what was in the cache when it began."""
+    from medha import build
+    from medha.parallel.launch import read_launch
+    from medha.parallel.mesh import meet
+
+    found: list[str] = []
+
+    def download(model: str, *, revision: str | None) -> Path:
+        found.append("cached" if Path(marker).exists() else "downloaded")
+        time.sleep(0.5)
+        Path(marker).touch()
+        return Path(marker)
+
+    original, build.resolve_model = build.resolve_model, download
+    try:
+        config = EngineConfig.from_flat("someone/model", spp=2)
+        launch = read_launch()
+        assert launch is not None
+        job = meet(config.parallel, launch)
+        build._resolve(config, job)
+        wait_for_all(job, "end", limit_s=60.0)
+        job.monitor.leave()
+    finally:
+        build.resolve_model = original
+    return found
+
+
+def test_a_hub_model_is_downloaded_once_a_node(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(resolve_from_hub, 2, str(tmp_path / "cache")) == [["downloaded"], ["cached"]]
