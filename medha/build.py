@@ -224,6 +224,30 @@ class Part:
             return (slice(head * H, (head + 1) * H), *(slice(0, n) for n in parameter.shape[1:]))
         return local_slices(parameter)
 
+    def num_parameters(self) -> int:
+        """Parameters that this rank holds: those of its layers, its share of each that is split."""
+        total = 0
+        for name, shape in expected_tensors(self.model).items():
+            if self._holds(name):
+                total += torch.Size(shape).numel() // (self.tp if _is_split(name) else 1)
+        return total
+
+    def _holds(self, name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is not None:
+            return int(layer[1]) in self.layers
+        is_first, is_last = self.layers.start == 0, self.layers.stop == self.model.num_layers
+        if name == "model.embed_tokens.weight":
+            return is_first or (is_last and self.model.tie_word_embeddings)
+        return is_last
+
+
+def _is_split(name: str) -> bool:
+    """Whether the plan splits a tensor of the checkpoint over tensor-parallel ranks."""
+    module, _, kind = name.rpartition(".")
+    split = TP_PLAN.get(re.sub(r"\.\d+\.", ".*.", module))
+    return split is not None and not (split == "row" and kind == "bias")
+
 
 def _build_runner(
     config: EngineConfig,
@@ -413,7 +437,7 @@ def _num_blocks(config: EngineConfig, part: Part, dtype: torch.dtype, device: to
         memory, source = cache.memory_bytes, "kv_memory"
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        weights = _num_parameters(part.whole) * dtype.itemsize // config.parallel.world_size
+        weights = part.num_parameters() * dtype.itemsize
         memory = int(free - total * (1 - cache.gpu_memory_utilization)) - weights
         source = "gpu_memory_utilization"
     else:
@@ -427,11 +451,6 @@ def _num_blocks(config: EngineConfig, part: Part, dtype: torch.dtype, device: to
     useful = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
     fitting = memory // block_bytes
     return fitting if cache.memory_bytes is not None else min(fitting, useful)
-
-
-def _num_parameters(model: ModelConfig) -> int:
-    sizes = [torch.Size(shape).numel() for shape in expected_tensors(model).values()]
-    return sum(sizes)
 
 
 def _available_memory() -> int:

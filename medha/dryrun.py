@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -13,8 +11,6 @@ from medha.build import TORCH_DTYPES, Part
 from medha.config import EngineConfig, ModelConfig
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
-from medha.models.plan import TP_PLAN
-from medha.models.weights import expected_tensors
 from medha.parallel.mesh import check_layout
 
 
@@ -56,7 +52,7 @@ def plan_ranks(config: EngineConfig, model: ModelConfig) -> list[RankPlan]:
                 rank,
                 *parallel.coordinates(rank),
                 part.layers,
-                _num_parameters(part) * itemsize,
+                part.num_parameters() * itemsize,
                 token_bytes,
                 _kv_tokens(config, token_bytes),
             )
@@ -109,29 +105,3 @@ def _kv_tokens(config: EngineConfig, token_bytes: int) -> int | None:
     if cache.memory_bytes is None:
         return None
     return cache.memory_bytes // (token_bytes * cache.block_size) * cache.block_size
-
-
-def _num_parameters(part: Part) -> int:
-    """Parameters that a rank holds: those of its layers, its share of each that is split."""
-    total = 0
-    for name, shape in expected_tensors(part.model).items():
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer is not None and int(layer[1]) not in part.layers:
-            continue
-        if layer is None and not _held_outside_layers(name, part):
-            continue
-        total += torch.Size(shape).numel() // (part.tp if _is_split(name) else 1)
-    return total
-
-
-def _held_outside_layers(name: str, part: Part) -> bool:
-    is_first, is_last = part.layers.start == 0, part.layers.stop == part.model.num_layers
-    if name == "model.embed_tokens.weight":
-        return is_first or (is_last and part.model.tie_word_embeddings)
-    return is_last
-
-
-def _is_split(name: str) -> bool:
-    module, _, kind = name.rpartition(".")
-    split = TP_PLAN.get(re.sub(r"\.\d+\.", ".*.", module))
-    return split is not None and not (split == "row" and kind == "bias")

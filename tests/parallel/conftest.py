@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.parallel.faults import Job
 from tests.parallel.workers import WorkerPool
+from tests.serving import write_byte_model
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +16,20 @@ def workers() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that serves text."""
+    folder = tmp_path_factory.mktemp("model")
+    write_byte_model(folder)
+    return folder
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """Jobs to end with the test."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.kill()

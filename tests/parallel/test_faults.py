@@ -11,14 +11,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parallel.faults import Fault, Job, command, start
-from tests.serving import write_byte_model
 
 LIMIT_S = 10.0
 """Within so many seconds of a fault every other rank has ended."""
@@ -27,23 +25,6 @@ REQUESTS = [
     {"id": "short", "prompt": "a", "max_tokens": 1},
     {"id": "long", "prompt": "b" * 2000, "max_tokens": 40, "ignore_eos": True},
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model that serves text."""
-    folder = tmp_path_factory.mktemp("model")
-    write_byte_model(folder)
-    return folder
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    """Jobs to end with the test."""
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.kill()
 
 
 def arguments(folder: Path, model: Path, *extra: str) -> list[str]:

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,9 @@ from medha.parallel.launch import read_launch
 from tests.parallel.faults import Job, start
 from tests.parallel.test_faults import arguments, written
 from tests.parallel.workers import WorkerPool, free_port, launch_environment
-from tests.serving import write_byte_model
 
 MARK = "MEDHA_TEST_JOB"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model that serves text."""
-    folder = tmp_path_factory.mktemp("model")
-    write_byte_model(folder)
-    return folder
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    """Jobs to end with the test."""
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.kill()
 
 
 # -- the environment (D2) --------------------------------------------------------------------------------------------
