@@ -214,14 +214,16 @@ def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) 
 
 
 def _check_pool(params: SamplingParams, num_prompt_tokens: int, scheduler: Scheduler) -> None:
-    needed = scheduler.claim_blocks(num_prompt_tokens, params.max_tokens)
-    num_blocks, block_size = scheduler.pool.num_blocks, scheduler.block_size
-    if needed <= num_blocks:
+    memory = scheduler.memory
+    needed = num_prompt_tokens + params.max_tokens - 1  # the last sampled token is never written
+    if needed <= memory.max_request_tokens:
         return
-    prompt_fits = num_prompt_tokens <= num_blocks * block_size
+    groups = f" on each of {memory.num_groups} groups" if memory.num_groups > 1 else ""
+    prompt_fits = num_prompt_tokens <= memory.max_request_tokens
     raise KVCapacityError(
-        f"{num_prompt_tokens} prompt tokens and max_tokens={params.max_tokens} need {needed} KV blocks of "
-        f"{block_size} tokens; the pool has {num_blocks} ({num_blocks * block_size} tokens)",
+        f"{num_prompt_tokens} prompt tokens and max_tokens={params.max_tokens} need {needed} tokens of KV cache; "
+        f"accepted: at most {memory.max_request_tokens} ({memory.max_kv_per_group}{groups}, the pool has "
+        f"{memory.num_blocks} blocks of {memory.block_size})",
         param="max_tokens" if prompt_fits else "prompt",
         value=params.max_tokens if prompt_fits else num_prompt_tokens,
     )

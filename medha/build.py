@@ -33,6 +33,7 @@ from medha.models.layers import TensorShard, local_part
 from medha.models.plan import TP_PLAN
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.parallel.control import ControlReceiver, ControlSender
+from medha.parallel.kvp import Merge
 from medha.parallel.launch import read_launch
 from medha.parallel.mesh import (
     Job,
@@ -156,22 +157,22 @@ def _build(
     num_blocks = _num_blocks(config, part, dtype, device, limits.max_model_len)
     if ranks is not None:
         num_blocks = least(ranks, num_blocks)
+    max_kv_per_group = _max_kv_per_group(config, limits.max_model_len, num_blocks)
     runner = _build_runner(config, part, ranks, folder, num_blocks=num_blocks, dtype=dtype, device=device, on=progress)
     if job is not None:
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
         wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
-    if ranks is None or ranks.rank == 0:
-        logger.info(
-            "%s on %s in %s, context %d, KV pool %d blocks of %d tokens; sampling defaults %s, end-of-sequence ids %s",
-            model_config.architecture, device, dtype, limits.max_model_len, num_blocks, config.cache.block_size,
-            dict(limits.sampling_defaults), list(limits.eos_token_ids),
-        )  # fmt: skip
-    depth = _depth(config)
+        for _, merge in sorted(runner.merges.items()):
+            merge.warm(device)
+    scheduler = Scheduler(
+        dataclasses.replace(config.scheduler, depth=_depth(config), max_kv_per_group=max_kv_per_group),
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        num_groups=config.parallel.kvp,
+    )
     if ranks is not None and ranks.rank != 0:
         return Role(limits, tokenizer, follower=Follower(runner, ranks, ControlReceiver(ranks.control_group)))
-    scheduler = Scheduler(
-        dataclasses.replace(config.scheduler, depth=depth), num_blocks=num_blocks, block_size=config.cache.block_size
-    )
+    _log_start(model_config, limits, scheduler, device=device, dtype=dtype)
     if ranks is None:
         return Role(limits, tokenizer, Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline))
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
@@ -282,7 +283,41 @@ def _build_runner(
         dtype=dtype,
         num_buffers=ranks.config.spp + 1,
     )
-    return Runner(model, cache, backend, device, pipe=pipe, samples=ranks.rank == ranks.sampler_rank)
+    merges = {run: Merge(group, 1 + run[1] - run[0]) for run, group in ranks.run_groups.items()}
+    return Runner(model, cache, backend, device, pipe=pipe, samples=ranks.is_sampler, group=ranks.group, merges=merges)
+
+
+def _log_start(
+    model: ModelConfig, limits: ModelLimits, scheduler: Scheduler, *, device: torch.device, dtype: torch.dtype
+) -> None:
+    memory = scheduler.memory
+    groups = ""
+    if memory.num_groups > 1:
+        groups = f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group} tokens of a request on one"
+    logger.info(
+        "%s on %s in %s, context %d, KV pool %d blocks of %d tokens%s, longest request that fits %d tokens; "
+        "sampling defaults %s, end-of-sequence ids %s",
+        model.architecture, device, dtype, limits.max_model_len, memory.num_blocks, memory.block_size, groups,
+        memory.max_request_tokens, dict(limits.sampling_defaults), list(limits.eos_token_ids),
+    )  # fmt: skip
+
+
+def _max_kv_per_group(config: EngineConfig, max_model_len: int, num_blocks: int) -> int:
+    """KV tokens of one request on one group: by default an even share of the longest request, so that it uses all.
+
+    Raises:
+        ConfigError: what is given is no multiple of the block size, or more than the pool.
+    """
+    block_size, pool = config.cache.block_size, num_blocks * config.cache.block_size
+    given = config.scheduler.max_kv_per_group
+    if given is None:
+        share = -(-max_model_len // config.parallel.kvp)
+        return min(pool, -(-share // block_size) * block_size) if config.parallel.kvp > 1 else pool
+    if given % block_size or given > pool:
+        raise ConfigError(
+            f"max_kv_per_group={given}; accepted: multiples of block_size={block_size} up to the pool's {pool} tokens"
+        )
+    return given
 
 
 def _depth(config: EngineConfig) -> int:

@@ -122,18 +122,22 @@ class SchedulerConfig:
         max_batch_tokens: query tokens of a batch.
         chunk_size: query tokens of one prefill in a batch.
         depth: batches in flight at most; None is one a stage and one more, or 1 with a single stage.
+        max_kv_per_group: KV tokens of one request on one KV-parallel group, a multiple of the block size; a request
+            takes the next group when it has as many. None is an even share of the longest request.
     """
 
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     chunk_size: int = 512
     depth: int | None = None
+    max_kv_per_group: int | None = None
 
     def __post_init__(self) -> None:
         _check_positive_int("max_num_seqs", self.max_num_seqs, 65536)
         _check_positive_int("max_batch_tokens", self.max_batch_tokens, 2**24)
         _check_positive_int("chunk_size", self.chunk_size, 2**24)
         _check_positive_int("depth", self.depth, 1024, optional=True)
+        _check_positive_int("max_kv_per_group", self.max_kv_per_group, 2**31 - 1, optional=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,7 @@ class ParallelConfig:
     Attributes:
         tp: tensor-parallel degree: heads and MLP columns of each layer are split.
         spp: stream-pipeline stages: layers are split.
-        kvp: KV-cache-parallel groups; only 1 is implemented.
+        kvp: KV-cache-parallel groups: each holds the whole model; the KV cache of a long request is split over them.
         tp_forward: ``local`` runs plain tensors with one all-reduce per row-split layer; ``dtensor`` runs the DTensor
             modules themselves, the reference.
         dist_timeout_s: how long a collective or transfer may take before it is an error.
@@ -296,6 +300,7 @@ _OPTION_SECTIONS: dict[str, tuple[str, str]] = {
     "max_batch_tokens": ("scheduler", "max_batch_tokens"),
     "chunk_size": ("scheduler", "chunk_size"),
     "depth": ("scheduler", "depth"),
+    "max_kv_per_group": ("scheduler", "max_kv_per_group"),
     "tp": ("parallel", "tp"),
     "spp": ("parallel", "spp"),
     "kvp": ("parallel", "kvp"),

@@ -1,18 +1,18 @@
 """The engine over ranks: rank 0 schedules and drives, the others follow the control stream.
 
 Rank 0 gives its engine a :class:`DrivingRunner`, which has the interface of :class:`medha.runner.Runner`: a batch that
-is submitted goes out as a message, runs on rank 0's own stage, and its result is a report from the sampling rank. Every
-other rank runs :class:`Follower`: it takes messages in order and runs its stage as told, at its own pace.
+is submitted goes out as a message, runs on rank 0's own stage, and its result is a report from the sampling ranks.
+Every other rank runs :class:`Follower`: it takes messages in order and runs its stage as told, at its own pace.
 
-What travels: the batch to everyone; the tokens of a batch's chunks with it, to the other ranks of the first stage only;
-sampled tokens from the sampling rank to the first stage, and to rank 0 also the word that a batch without any is done,
-so that no more batches than the depth are between the first stage and the last. A batch names the newest one whose
-tokens rank 0 had when it scheduled it; the other ranks of the first stage read up to that one before they run it, so
-they decode the same tokens.
+What travels: the batch to everyone; with it the tokens of its rows, to the ranks that embed them; sampled tokens from
+each group's sampling rank to rank 0, which has them before it schedules the next decode of a request. A report comes
+also of a batch after which no token is drawn, so that no more batches than the depth are between the first stage and
+the last. A group that a batch does not concern changes its block tables and does nothing else.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from medha.errors import EngineDeadError, MedhaError, RankFailedError
 from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.mesh import Job, Ranks
 from medha.request import RequestOutput, SamplingParams
-from medha.runner import Pending, Runner, StepResult, sampling_rows
+from medha.runner import Runner, StepResult, sampling_rows
 from medha.sampling import SlotSampling
 from medha.timeline import RankRecords, Timeline, decode_records, encode_records
 from medha.wire import (
@@ -67,37 +67,30 @@ class _Report:
 
 
 class ReportLine:
-    """Sends and receives the reports of batches that are done; which end this rank is follows from its place.
-
-    Rank 0 gets a report of every batch, the other ranks of the first stage of those that sample.
-    """
+    """Sends the reports of batches that are done from each group's sampling rank to rank 0, and receives them there."""
 
     def __init__(self, ranks: Ranks, runner: Runner) -> None:
         self._ranks = ranks
         self._runner = runner
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
-    def post(self, batch: Batch) -> _Report | None:
-        """Post the receive of a batch's report; None where none will come."""
-        rows = sampling_rows(batch)
-        if not rows and self._ranks.rank != 0:
-            return None
+    def post(self, batch: Batch, group: int) -> _Report:
+        """Post the receive of one group's report of a batch, on rank 0."""
+        rows = sampling_rows(batch, group)
         slots = [self._runner.sampling(row.slot) for row in rows]
         buffer = torch.empty(report_size(rows, slots), dtype=torch.int32)
-        work = dist.irecv(buffer, src=self._ranks.sampler_rank, group=self._ranks.report_group)
+        work = dist.irecv(buffer, src=self._ranks.sampler_rank(group), group=self._ranks.report_group)
         assert work is not None, "the receiver is in the group"
         return _Report(batch.batch_id, rows, slots, buffer, work)
 
     def send(self, result: StepResult) -> None:
-        """Send a batch's sampled tokens to the other ranks of the first stage."""
+        """Send what was sampled to rank 0, on another rank."""
         report = encode_report(result, [self._runner.sampling(row.slot) for row in result.rows])
-        for rank in self._ranks.first_stage_ranks:
-            if rank != self._ranks.rank and (result.rows or rank == 0):
-                while len(self._sends) >= _REPORTS_IN_FLIGHT:
-                    self._sends.popleft()[0].wait()
-                work = dist.isend(report, dst=rank, group=self._ranks.report_group)
-                assert work is not None, "the sender is in the group"
-                self._sends.append((work, report))
+        while len(self._sends) >= _REPORTS_IN_FLIGHT:
+            self._sends.popleft()[0].wait()
+        work = dist.isend(report, dst=0, group=self._ranks.report_group)
+        assert work is not None, "the sender is in the group"
+        self._sends.append((work, report))
 
     def drain(self) -> None:
         """Wait for every send."""
@@ -107,15 +100,21 @@ class ReportLine:
 
 @dataclass(frozen=True, slots=True)
 class _InPipeline:
-    """A batch on its way through the stages; its result is waited for."""
+    """A batch on its way through the stages; its result is waited for.
+
+    Attributes:
+        own: what rank 0 itself sampled.
+        reports: of the groups that the batch concerns and whose sampling rank is another.
+    """
 
     driver: DrivingRunner
     batch: Batch
-    report: _Report
+    own: StepResult | None
+    reports: list[_Report]
 
     def result(self) -> StepResult:
-        """The result of the batch; its tokens become known to rank 0's stage."""
-        return self.driver.completed(self.batch, self.report)
+        """The result of the batch; its tokens become known to rank 0."""
+        return self.driver.completed(self.batch, self.own, self.reports)
 
 
 class DrivingRunner:
@@ -134,10 +133,11 @@ class DrivingRunner:
         self._reports = ReportLine(ranks, runner)
         self._opened: list[dict[str, Any]] = []
         self._closed: list[int] = []
-        self._completed = -1
         self._is_interrupted = False
-        self._first = [rank for rank in ranks.first_stage_ranks if rank != 0]
-        self._others = [rank for rank in range(1, ranks.config.world_size) if rank not in self._first]
+        groups = range(ranks.config.kvp)
+        self._embedders = [[rank for rank in ranks.first_stage_ranks(group) if rank != 0] for group in groups]
+        embedders = {rank for group in self._embedders for rank in group}
+        self._others = [rank for rank in range(1, ranks.config.world_size) if rank not in embedders]
 
     def open(
         self,
@@ -166,7 +166,7 @@ class DrivingRunner:
         self._is_interrupted = True
         raise EngineDeadError("a step was interrupted; the other ranks have part of it, so the engine has ended")
 
-    def submit(self, batch: Batch) -> _InPipeline | Pending:
+    def submit(self, batch: Batch) -> _InPipeline:
         """Send a batch to every rank and run this rank's part of it.
 
         Raises:
@@ -175,30 +175,31 @@ class DrivingRunner:
         with failures_named(self._ranks, batch):
             return self._submit(batch)
 
-    def _submit(self, batch: Batch) -> _InPipeline | Pending:
+    def _submit(self, batch: Batch) -> _InPipeline:
         fields = {"open": self._opened, "close": self._closed} if self._opened or self._closed else {}
         self._opened, self._closed = [], []
-        ids = self._runner.chunk_ids(batch)
-        self._sender.send(Message("batch", fields, batch, self._completed), only=self._others)
-        self._sender.send(Message("batch", fields, batch, self._completed, ids.numpy()), only=self._first)
-        if self._ranks.sampler_rank == 0:
-            result = self._runner.run(batch, ids)
-            assert result is not None, "rank 0 samples"
-            self._reports.send(result)
-            self._completed = batch.batch_id
-            return Pending(result)
-        report = self._reports.post(batch)
-        assert report is not None, "rank 0 gets a report of every batch"
-        self._runner.run(batch, ids)
-        return _InPipeline(self, batch, report)
+        if self._others:
+            self._sender.send(Message("batch", fields, batch), only=self._others)
+        parts = [batch.part_of(group) for group in range(self._ranks.config.kvp)]
+        for part, embedders in zip(parts, self._embedders, strict=True):
+            if embedders:
+                ids = self._runner.input_ids(part).numpy()
+                self._sender.send(Message("batch", fields, batch, ids), only=embedders)
+        concerned = [group for group, part in enumerate(parts) if part.rows]
+        reports = [self._reports.post(batch, group) for group in concerned if self._ranks.sampler_rank(group) != 0]
+        own = self._runner.run(parts[0], self._runner.input_ids(parts[0]))
+        return _InPipeline(self, batch, own, reports)
 
-    def completed(self, batch: Batch, report: _Report) -> StepResult:
+    def completed(self, batch: Batch, own: StepResult | None, reports: list[_Report]) -> StepResult:
         """Wait for the oldest batch in the pipeline; raises as :meth:`submit`."""
+        results = [] if own is None else [own]
         with failures_named(self._ranks, batch), self._runner.recorder.waiting("report"):
-            result = report.wait()
-        self._runner.take_tokens(result.rows, [s.token_id for s in result.sampled])
-        self._completed = batch.batch_id
-        return result
+            results += [report.wait() for report in reports]
+        rows = tuple(row for result in results for row in result.rows)
+        sampled = [token for result in results for token in result.sampled]
+        whole = StepResult(rows, sampled, max(result.busy_s for result in results))
+        self._runner.take_tokens(whole)
+        return whole
 
     def gather_records(self) -> list[RankRecords]:
         """What each rank has run since the last call, rank 0 first; waits until the others follow.
@@ -234,8 +235,6 @@ class Follower:
         self.ranks = ranks
         self._receiver = receiver
         self._reports = ReportLine(ranks, runner)
-        self._takes_reports = ranks.is_first_stage and ranks.rank != ranks.sampler_rank
-        self._expected: deque[_Report] = deque()
         self._queue: deque[Message] = deque()
         self._last: Message | None = None
 
@@ -271,13 +270,10 @@ class Follower:
             self._runner.close(slot)
         for fields in message.fields.get("open", ()):
             self._runner.open_sampling(*sampling_from_json(fields))
-        if self._runner.pipe is not None:
-            self._runner.pipe.post(message.batch)
-        if self._takes_reports:
-            report = self._reports.post(message.batch)
-            if report is not None:
-                self._expected.append(report)
-        self._queue.append(message)
+        part = message.batch.part_of(self.ranks.group)
+        if self._runner.pipe is not None and part.rows:
+            self._runner.pipe.post(part)
+        self._queue.append(dataclasses.replace(message, batch=part))
 
     def _send_records(self) -> None:
         """Answer :meth:`DrivingRunner.gather_records`."""
@@ -288,10 +284,6 @@ class Follower:
     def _run(self, message: Message) -> None:
         assert message.batch is not None, "only batches are queued"
         with failures_named(self.ranks, message.batch):
-            while self._expected and self._expected[0].batch_id <= message.completed:
-                with self._runner.recorder.waiting("report"):
-                    result = self._expected.popleft().wait()
-                self._runner.take_tokens(result.rows, [s.token_id for s in result.sampled])
             ids = torch.from_numpy(message.token_ids) if self.ranks.is_first_stage else None
             sampled_here = self._runner.run(message.batch, ids)
             if sampled_here is not None:
@@ -388,7 +380,7 @@ class Caller:
 
 
 def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:
-    return RankRecords(ranks.rank, ranks.stage, ranks.tp_rank, runner.recorder.take())
+    return RankRecords(ranks.rank, ranks.stage, ranks.tp_rank, runner.recorder.take(), ranks.group)
 
 
 def leave(ranks: Ranks) -> None:

@@ -88,11 +88,13 @@ def run_dry(config: EngineConfig, console: Console) -> int:
     limit = config.max_model_len or model.max_position_embeddings
     pools = [plan.kv_tokens for plan in plans if plan.kv_tokens is not None]
     if pools:
-        console.print(f"Longest context: {min(limit, *pools):,} tokens (the model allows {limit:,}).")
+        fits = min(pools) * config.parallel.kvp
+        console.print(f"Longest context: {min(limit, fits):,} tokens (the model allows {limit:,}).")
     else:
         most = max(plan.kv_bytes_per_token for plan in plans)
         console.print(
-            f"The model allows {limit:,} tokens; their keys and values take {limit * most / 2**30:.2f} GiB on the "
+            f"The model allows {limit:,} tokens; their keys and values take "
+            f"{limit * most / config.parallel.kvp / 2**30:.2f} GiB on the "
             "fullest rank. With --kv-memory or --num-kv-blocks, the longest context that fits is told."
         )
     return 0

@@ -8,6 +8,7 @@ complete the oldest batch.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -101,6 +102,7 @@ class Engine:
         self._in_flight: deque[tuple[Batch, PendingResult]] = deque()
         self._ended: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
+        self._dying = threading.Lock()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class Engine:
         try:
             outputs = self._step() + self._ended
         except Exception as error:
-            raise self._die(error) from error
+            raise self.fail(error) from error
         except BaseException:  # an interrupt: the requests are lost, the engine is not
             self.abandon()
             raise
@@ -234,8 +236,7 @@ class Engine:
         self._by_slot.clear()
         self._free_slots.clear()
         self._in_flight.clear()
-        old = self.scheduler
-        self.scheduler = Scheduler(old.config, num_blocks=old.pool.num_blocks, block_size=old.block_size)
+        self.scheduler = self.scheduler.fresh()
         self.runner.reset()
 
     def _step(self) -> list[RequestOutput]:
@@ -289,8 +290,24 @@ class Engine:
             del self._by_slot[slot]
             self._free_slots.append(slot)
 
-    def _die(self, cause: Exception) -> EngineDeadError:
-        """End every request with the error that stopped the engine."""
+    def fail(self, cause: Exception) -> EngineDeadError:
+        """End every request with the error that stopped the engine; only the first call has an effect.
+
+        The one method that another thread may call, while :meth:`step` is stuck.
+
+        Args:
+            cause: what happened.
+
+        Returns:
+            What every later call raises; its ``outputs`` holds the requests that had not been returned as finished.
+        """
+        with self._dying:
+            if self._dead is None:
+                self._die(cause)
+            assert self._dead is not None, "it has just died"
+            return self._dead
+
+    def _die(self, cause: Exception) -> None:
         if isinstance(cause, EngineDeadError):
             dead = type(cause)(str(cause))
         else:
@@ -302,4 +319,3 @@ class Engine:
             self._retire(live)
         dead.outputs, self._ended = self._ended, []
         self._in_flight.clear()
-        return dead

@@ -22,12 +22,14 @@ class WritePlan:
     """Where a batch's new keys and values go.
 
     Attributes:
-        singles: pool tokens of the batch's first tokens, int64 on the pool's device: one write for all decodes.
+        singles: pool tokens of the decodes, int64 on the pool's device: one write for all of them.
         spans: (first batch token, first pool token, count) of each adjacent run among the rest.
+        sources: batch tokens of the decodes, int64; None where they are the batch's first.
     """
 
     singles: torch.Tensor
     spans: tuple[tuple[int, int, int], ...]
+    sources: torch.Tensor | None = None
 
 
 class KVCache:
@@ -86,7 +88,7 @@ class KVCache:
         """
         for pool, new in ((self.k[layer], k_TKH), (self.v[layer], v_TKH)):
             if len(plan.singles):
-                pool[plan.singles] = new[: len(plan.singles)]
+                pool[plan.singles] = new[: len(plan.singles)] if plan.sources is None else new[plan.sources]
             for source, target, count in plan.spans:
                 pool[target : target + count] = new[source : source + count]
 
@@ -94,33 +96,51 @@ class KVCache:
 class BlockTables:
     """A rank's replica of the block tables, kept by applying each batch's delta.
 
+    With KV parallelism a rank holds one shard of a request: adjacent positions whose keys and values its group took.
+
     Args:
         block_size: tokens a block.
+        group: this rank's KV-parallel group; blocks of other groups are not noted.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, group: int = 0) -> None:
         self.block_size = block_size
+        self._group = group
         self._extents: dict[int, list[tuple[int, int]]] = {}
+        self._shards: dict[int, tuple[int, int]] = {}  # positions [start, end) that lie here, or will after the batch
 
     def apply(self, batch: Batch) -> None:
-        """Apply the frees, then the new extents of a batch, in place."""
+        """Apply the frees, then the new extents of a batch, in place; its rows extend the shards."""
         for slot in batch.frees:
             self._extents.pop(slot, None)
+            self._shards.pop(slot, None)
         for extent in batch.extents:
-            append_extent(self._extents.setdefault(extent.slot, []), extent.first, extent.count)
+            if extent.group == self._group:
+                append_extent(self._extents.setdefault(extent.slot, []), extent.first, extent.count)
+        for row in batch.rows:
+            if row.holder == self._group:
+                start, _ = self._shards.get(row.slot, (row.position, 0))
+                self._shards[row.slot] = (start, row.kv_len)
 
     def clear(self) -> None:
         """Forget every table."""
         self._extents.clear()
+        self._shards.clear()
+
+    def shard(self, slot: int) -> tuple[int, int]:
+        """Positions [start, end) of a request that lie here once the last applied batch has run."""
+        return self._shards[slot]
 
     def ranges(self, slot: int, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """Where positions [start, end) of a request lie: (first pool token, count) runs in position order.
 
         Raises:
-            IndexError: the table ends before ``end``.
+            IndexError: a position is not of the shard that lies here.
         """
+        offset = self._shards.get(slot, (0, 0))[0]  # position of the extent's first token
+        if start < offset:
+            raise IndexError(f"slot {slot} has positions from {offset} here, position {start} is asked for")
         runs: list[tuple[int, int]] = []
-        offset = 0  # position of the extent's first token
         for first, count in self._extents.get(slot, ()):
             low = max(start, offset)
             high = min(end, offset + count * self.block_size)

@@ -13,8 +13,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields
-from itertools import pairwise
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ class BatchRecord:
         hidden_wait_s: waited for hidden states of the stage before.
         report_wait_s: waited for sampled tokens; on rank 0 for the end of the oldest batch in the pipeline.
         send_wait_s: waited for a free buffer to send the hidden states of the batch before.
+        merge_wait_s: within the compute, waited for the other groups' parts of shared attention and merged them.
     """
 
     batch_id: int
@@ -49,6 +50,7 @@ class BatchRecord:
     hidden_wait_s: float
     report_wait_s: float
     send_wait_s: float
+    merge_wait_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -58,12 +60,13 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankRecords:
-    """The records of one rank in the order in which it ran them, and its place."""
+    """The records of one rank in the order in which it ran them, and its place; ``group`` is the KV-parallel one."""
 
     rank: int
     stage: int
     tp_rank: int
     batches: tuple[BatchRecord, ...]
+    group: int = 0
 
 
 class Recorder:
@@ -82,7 +85,7 @@ class Recorder:
         self._start = 0.0
 
     @contextmanager
-    def waiting(self, what: Literal["control", "hidden", "report", "send"]) -> Iterator[None]:
+    def waiting(self, what: Literal["control", "hidden", "report", "send", "merge"]) -> Iterator[None]:
         """Count the time within as a wait, of the batch that ends next."""
         start = self._clock()
         yield
@@ -95,7 +98,7 @@ class Recorder:
 
     def end(self, batch: Batch) -> BatchRecord:
         """The compute of a batch ends now; returns its record."""
-        waits = (self._waits[what] for what in ("control", "hidden", "report", "send"))
+        waits = (self._waits[what] for what in ("control", "hidden", "report", "send", "merge"))
         times = (self._start, self._clock())
         record = BatchRecord(batch.batch_id, batch.num_tokens, *times, self.control_ready, *waits)
         self._records.append(record)
@@ -114,7 +117,7 @@ def encode_records(records: RankRecords) -> bytes:
     """A rank's records as JSON, with what tells its clock from that of another node."""
     return json.dumps(
         {
-            "place": (records.rank, records.stage, records.tp_rank),
+            "place": (records.rank, records.stage, records.tp_rank, records.group),
             "batches": [astuple(record) for record in records.batches],
             "node": platform.node(),
             "epoch_s": _epoch_s(),
@@ -132,8 +135,8 @@ def decode_records(data: bytes) -> RankRecords:
         one = dict(zip(names, values, strict=True))
         one |= {"start_s": one["start_s"] + shift, "end_s": one["end_s"] + shift}
         batches.append(BatchRecord(**one))
-    rank, stage, tp_rank = sent["place"]
-    return RankRecords(rank, stage, tp_rank, tuple(batches))
+    rank, stage, tp_rank, group = sent["place"]
+    return RankRecords(rank, stage, tp_rank, tuple(batches), group)
 
 
 class Timeline:
@@ -199,26 +202,28 @@ class Timeline:
 def _joined(parts: Sequence[RankRecords]) -> RankRecords:
     """Records of one rank that were taken at several times."""
     first = parts[0]
-    return RankRecords(first.rank, first.stage, first.tp_rank, tuple(b for part in parts for b in part.batches))
+    return replace(first, batches=tuple(b for part in parts for b in part.batches))
 
 
 def _stage_events(ranks: Sequence[RankRecords], zero_s: float) -> list[dict[str, Any]]:
     """A lane a rank, a slice a batch, and arrows along which hidden states went."""
     events = [_name("process_name", 0, 0, "stages")]
     num_tp = 1 + max(rank.tp_rank for rank in ranks)
+    num_groups = 1 + max(rank.group for rank in ranks)
     for rank in ranks:
-        name = f"stage {rank.stage}" + (f", tp {rank.tp_rank}" if num_tp > 1 else "")
+        name = f"group {rank.group}, " if num_groups > 1 else ""
+        name += f"stage {rank.stage}" + (f", tp {rank.tp_rank}" if num_tp > 1 else "")
         events.append(_name("thread_name", 0, rank.rank, name))
         events += [_batch_slice(rank.rank, record, zero_s) for record in rank.batches]
-    for tp_rank in range(num_tp):
-        column = sorted((rank for rank in ranks if rank.tp_rank == tp_rank), key=lambda rank: rank.stage)
+    for place in product(range(num_groups), range(num_tp)):
+        column = sorted((rank for rank in ranks if (rank.group, rank.tp_rank) == place), key=lambda rank: rank.stage)
         for before, after in pairwise(column):
             events += _arrows(before, after, zero_s)
     return events
 
 
 def _batch_slice(rank: int, record: BatchRecord, zero_s: float) -> dict[str, Any]:
-    waits = ("control_wait_s", "hidden_wait_s", "report_wait_s", "send_wait_s")
+    waits = ("control_wait_s", "hidden_wait_s", "report_wait_s", "send_wait_s", "merge_wait_s")
     args = {"batch": record.batch_id, "tokens": record.num_tokens} | {name: getattr(record, name) for name in waits}
     return _slice(f"batch {record.batch_id}", 0, rank, record.start_s - zero_s, record.end_s - zero_s, args)
 

@@ -70,7 +70,7 @@ def run_to_end(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) ->
     while engine.has_unfinished:
         for output in engine.step():
             tokens[output.request_id] = output.outputs[0].token_ids
-    assert engine.scheduler.pool.num_used == 0
+    assert engine.scheduler.memory.num_used == 0
     return [tokens[str(i)] for i in range(len(prompts))]
 
 

@@ -106,7 +106,7 @@ def finish(engine: Engine) -> dict[str, RequestOutput]:
 def assert_empty(engine: Engine) -> None:
     """No request holds a block, a slot or a place in the scheduler."""
     scheduler = engine.scheduler
-    assert (scheduler.pool.num_used, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0)
+    assert (scheduler.memory.num_used, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0)
     assert scheduler.in_flight == ()
     assert not engine._by_slot and not engine._live
     assert not engine.runner._prompts and not engine.runner._sampling

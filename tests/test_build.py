@@ -51,7 +51,7 @@ def build(folder: Path, **options: Any) -> Engine:
 def pool(engine: Engine) -> tuple[int, int]:
     """(blocks, tokens a block), the same for scheduler and cache."""
     scheduler, cache = engine.scheduler, engine.runner.cache
-    assert (scheduler.pool.num_blocks, scheduler.block_size) == (cache.num_blocks, cache.block_size)
+    assert (scheduler.memory.num_blocks, scheduler.memory.block_size) == (cache.num_blocks, cache.block_size)
     assert cache.k[0].shape == (cache.num_blocks * cache.block_size, 2, 16)
     return cache.num_blocks, cache.block_size
 

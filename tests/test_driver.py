@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +15,9 @@ from medha.batch import Batch
 from medha.build import build_engine
 from medha.config import EngineConfig
 from medha.driver import Arrival, Joiner, drive
-from medha.engine import Engine
-from medha.errors import ContextLengthError, EngineDeadError, ValidationError
+from medha.engine import Engine, PendingResult
+from medha.errors import ContextLengthError, EngineDeadError, RankFailedError, ValidationError
+from medha.jsonl import OutputLines
 from medha.models.needle import write_needle
 from medha.request import RequestOutput, SamplingParams
 from medha.runner import StepResult
@@ -50,7 +54,7 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     engine = Engine(built.runner, built.scheduler, built.limits, tokenizer=built.tokenizer, clock=clock)
     yield engine
     assert not engine.has_unfinished
-    assert engine.scheduler.pool.num_used == 0
+    assert engine.scheduler.memory.num_used == 0
 
 
 def final(outputs: list[RequestOutput]) -> dict[str, RequestOutput]:
@@ -133,7 +137,51 @@ def test_a_dead_engine_returns_every_request_and_raises(engine: Engine, monkeypa
     ends = final(outputs)
     assert {i: o.outputs[0].finish_reason for i, o in ends.items()} == {"running": "error", "future": "error"}
     assert all(isinstance(o.error, EngineDeadError) for o in ends.values())
-    engine.scheduler.pool.release(0)  # a dead engine keeps its blocks
+    engine.scheduler.memory.release(0)  # a dead engine keeps its blocks
+
+
+def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines are written once, whichever thread comes first, and the stuck one is held if it moves after all."""
+    submit, stuck, unstuck = engine.runner.submit, threading.Event(), threading.Event()
+
+    def get_stuck(batch: Batch) -> PendingResult:
+        if batch.batch_id >= 4:
+            stuck.set()
+            assert unstuck.wait(20.0)
+            raise RankFailedError("rank 1 is gone")
+        return submit(batch)
+
+    monkeypatch.setattr(engine.runner, "submit", get_stuck)
+    wrong = ValidationError("the line is wrong")
+    arrivals = [
+        Arrival("running", "hello", DELTA),
+        Arrival("running", "", error=wrong),
+        Arrival("future", "hello", DELTA, arrival_s=1000.0),
+    ]
+    lines = OutputLines(engine, arrivals, [file := io.StringIO()])
+
+    def serve() -> None:
+        for piece in drive(engine, arrivals):
+            lines.add(piece)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    assert stuck.wait(20.0)
+    lines.fail("rank 1 is stopped")
+    written = file.getvalue()
+    unstuck.set()
+    thread.join(0.5)
+    assert thread.is_alive(), "it may not go on, to the end of the process or to a second line"
+    assert file.getvalue() == written
+    rows = [json.loads(line) for line in written.splitlines()]
+    assert [row["error"] for row in rows] == [
+        {"type": "ValidationError", "message": "the line is wrong"},
+        *[{"type": "RankFailedError", "message": "rank 1 is stopped"}] * 2,
+    ]
+    assert [(row["id"], row["num_output_tokens"] > 0) for row in rows[1:]] == [("running", True), ("future", False)]
+    assert engine.fail(ValueError("later")).outputs == engine.fail(ValueError("later")).outputs
+    assert str(engine.fail(ValueError("later"))) == "rank 1 is stopped"
+    engine.scheduler.memory.release(0)  # a dead engine keeps its blocks
 
 
 def test_requests_that_a_step_adds_are_served(engine: Engine) -> None:

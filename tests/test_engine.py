@@ -292,7 +292,7 @@ def test_abort_frees_at_once_when_nothing_is_in_flight(bytes_model: Model) -> No
     engine = bytes_model.engine()
     engine.add_request("one", PROMPTS[0], PARAMS)
     engine.step()
-    assert engine.scheduler.pool.num_used > 0
+    assert engine.scheduler.memory.num_used > 0
     engine.abort("one")
     assert_empty(engine)
     (output,) = engine.step()

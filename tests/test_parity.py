@@ -162,7 +162,7 @@ def test_schedule_never_changes_tokens(case: Case, data: st.DataObject) -> None:
             tokens[output.request_id] = output.outputs[0].token_ids
         step += 1
     assert [tokens[str(i)] for i in range(len(chosen))] == [case.expected[c] for c in chosen]
-    assert engine.scheduler.pool.num_used == 0
+    assert engine.scheduler.memory.num_used == 0
 
 
 def test_chunk_of_one_token(case: Case) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +23,12 @@ import torch
 import torch.distributed as dist
 
 from medha.batch import Batch
+from medha.errors import PlanDivergenceError
 
 FRAME_INTS = 1 << 17
 _POSTED = 4  # receives that a rank keeps posted ahead
 _RING = 64  # sends in flight to one rank
-_HEADER = 5  # kind, JSON bytes, integers of the batch, token ids, completed batch
+_HEADER = 5  # kind, JSON bytes, integers of the batch, token ids, CRC-32 of the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,12 @@ class Message:
             what was run) or ``stop``.
         fields: what goes as JSON.
         batch: the plan of a step.
-        completed: id of the newest batch whose results rank 0 had when it scheduled this one, -1 for none.
-        token_ids: prompt tokens of the batch's chunks in order, to the ranks that embed them.
+        token_ids: tokens of the rows that concern the receiver's group, in order, to the ranks that embed them.
     """
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     batch: Batch | None = None
-    completed: int = -1
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
 
@@ -57,7 +57,7 @@ def encode(message: Message) -> npt.NDArray[np.int32]:
     text = json.dumps(message.fields).encode() if message.fields else b""
     batch = np.empty(0, np.int32) if message.batch is None else np.asarray(message.batch.to_ints(), np.int32)
     sizes = (len(text), len(batch), len(message.token_ids))
-    header = np.array((_KINDS.index(message.kind), *sizes, message.completed), np.int32)
+    header = np.array((_KINDS.index(message.kind), *sizes, _signed_crc(batch)), np.int32)
     padded = np.frombuffer(text + b" " * (-len(text) % 4), np.int32)
     return np.concatenate((header, batch, message.token_ids.astype(np.int32, copy=False), padded))
 
@@ -67,16 +67,29 @@ def decode(ints: npt.NDArray[np.int32]) -> Message:
 
     Raises:
         ValueError: the integers are no message.
+        PlanDivergenceError: the batch is not the one that was sent; within a tensor-parallel group nothing else tells.
     """
-    kind, num_bytes, num_batch, num_ids, completed = ints[:_HEADER].tolist()
+    kind, num_bytes, num_batch, num_ids, crc = ints[:_HEADER].tolist()
     if not 0 <= kind < len(_KINDS) or min(num_bytes, num_batch, num_ids) < 0:
         raise ValueError(f"a control message with header {ints[:_HEADER].tolist()} has no known kind or size")
     batch_end, ids_end = _HEADER + num_batch, _HEADER + num_batch + num_ids
     if len(ints) != ids_end + -(-num_bytes // 4):
         raise ValueError(f"a control message with header {ints[:_HEADER].tolist()} cannot have {len(ints)} integers")
+    arrived = _signed_crc(ints[_HEADER:batch_end])
+    if arrived != crc:
+        raise PlanDivergenceError(
+            f"batch {ints[_HEADER]}: rank 0 sent a plan with digest {crc & 0xFFFFFFFF:08x}, "
+            f"{arrived & 0xFFFFFFFF:08x} has arrived"
+        )
     batch = Batch.from_ints(ints[_HEADER:batch_end].tolist()) if num_batch else None
     text = ints[ids_end:].tobytes()[:num_bytes]
-    return Message(_KINDS[kind], json.loads(text) if text else {}, batch, completed, ints[batch_end:ids_end])
+    return Message(_KINDS[kind], json.loads(text) if text else {}, batch, ints[batch_end:ids_end])
+
+
+def _signed_crc(ints: npt.NDArray[np.int32]) -> int:
+    """CRC-32 as a signed number, which fits an int32."""
+    crc = zlib.crc32(ints.tobytes())
+    return crc - (1 << 32) if crc >= 1 << 31 else crc
 
 
 class ControlSender:

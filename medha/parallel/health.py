@@ -7,7 +7,8 @@ beat is for a rank that is stopped, and for peers that wait for nobody. A second
 store whose host is stopped answers nothing.
 
 A collective that waits for a missing rank cannot be undone, not even by aborting its group. So a process whose main
-thread does not come to know of a failure in time is ended.
+thread does not come to know of a failure in time is ended; whoever has something to save before that sets
+:attr:`Monitor.before_end`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _BEAT_S = 0.5
 _SUSPECT_S = 2.0  # the same for ranks that may be the one whose connection has closed
 _TOLD_S = 1.5  # how long rank 0 waits for ranks of which one may be dead
 _GRACE_S = 2.5  # how long the main thread may take to hear of a failure by itself
+_SAVE_S = 2.0  # how long what is called before the end may take
 
 
 class Monitor:
@@ -45,6 +47,9 @@ class Monitor:
         name: how messages call a rank.
         silent_s: a rank that has not beaten for so long has failed.
         end: called with a message, and whether to print it, when the main thread is stuck; ends the process.
+
+    Attributes:
+        before_end: called with the error, in another thread, just before ``end``. It has two seconds.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Monitor:
         self._name = name
         self._silent_s = silent_s
         self._end = end or end_process
+        self.before_end: Callable[[str], None] | None = None
         self._activity = "start"
         self._mine: str | None = None
         self._error: str | None = None
@@ -233,6 +239,8 @@ class Monitor:
         self._heard.set()
         self._wake.set()
         told = self.linger(0.5)
+        if self.before_end is not None:
+            _run_for(_SAVE_S, self.before_end, self._error)
         self._end(self._error, self._rank == 0 or not told)
 
     def _at_exit(self) -> None:
@@ -248,6 +256,24 @@ class Monitor:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_CODE)
+
+
+def _run_for(limit_s: float, save: Callable[[str], None], message: str) -> None:
+    """Call ``save(message)``, and go on after a time; what goes wrong with it is logged."""
+    troubles = [f"it has taken more than {limit_s:g} s"]
+
+    def run() -> None:
+        try:
+            save(message)
+            troubles.clear()
+        except Exception as error:
+            troubles[0] = f"{type(error).__name__}: {error}"
+
+    thread = threading.Thread(target=run, name="medha-save", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    for trouble in troubles:
+        logger.error("what was unfinished could not be saved in full: %s", trouble)
 
 
 def end_process(message: str, speak: bool) -> None:

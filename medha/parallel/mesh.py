@@ -1,13 +1,16 @@
 """Ranks: who is where, and the process groups between them.
 
 The mesh has three named axes, ("kvp", "spp", "tp"), tp fastest so that it lies inside a node. Process groups: one
-tensor-parallel group a stage (from the mesh), one for hidden states, one for sampled tokens, one for control messages.
+tensor-parallel group a stage (from the mesh), one for hidden states, one for sampled tokens, one for control messages,
+and one for each run of two or more neighbouring KV-parallel groups, between the ranks of one stage and one
+tensor-parallel index.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -65,15 +68,17 @@ class Ranks:
     Attributes:
         config: degrees.
         rank: global rank.
-        stage, tp_rank: coordinates.
+        group, stage, tp_rank: coordinates on the axes kvp, spp and tp.
         mesh: all three axes.
         tp_group: the ranks of this stage.
         pipe_group: for hidden states; report_group: for sampled tokens; control_group: for messages from rank 0.
+        run_groups: by (first, last) KV-parallel group, of the runs that this rank's belongs to.
         job: how the ranks met, with the monitor that notices failed ones.
     """
 
     config: ParallelConfig
     rank: int
+    group: int
     stage: int
     tp_rank: int
     mesh: DeviceMesh
@@ -81,6 +86,7 @@ class Ranks:
     pipe_group: dist.ProcessGroup
     report_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
+    run_groups: Mapping[tuple[int, int], dist.ProcessGroup]
     job: Job
 
     @property
@@ -104,19 +110,24 @@ class Ranks:
         return self.stage == self.config.spp - 1
 
     @property
-    def sampler_rank(self) -> int:
-        """The global rank that samples: the first of the last stage."""
-        return self.config.rank_of(stage=self.config.spp - 1, tp_rank=0)
+    def is_sampler(self) -> bool:
+        """Whether this rank draws tokens."""
+        return self.rank == self.sampler_rank(self.group)
 
-    @property
-    def first_stage_ranks(self) -> tuple[int, ...]:
-        """Global ranks of the first stage."""
-        return tuple(self.config.rank_of(stage=0, tp_rank=t) for t in range(self.config.tp))
+    def sampler_rank(self, group: int) -> int:
+        """The global rank that samples for a KV-parallel group: the first of its last stage."""
+        return self.config.rank_of(stage=self.config.spp - 1, tp_rank=0, kvp_rank=group)
+
+    def first_stage_ranks(self, group: int) -> tuple[int, ...]:
+        """Global ranks of the first stage of a KV-parallel group."""
+        return tuple(self.config.rank_of(stage=0, tp_rank=t, kvp_rank=group) for t in range(self.config.tp))
 
     def neighbour(self, step: int) -> int | None:
-        """The global rank with this tp index ``step`` stages on, None beyond an end."""
+        """The global rank with this group and tp index ``step`` stages on, None beyond an end."""
         stage = self.stage + step
-        return self.config.rank_of(stage=stage, tp_rank=self.tp_rank) if 0 <= stage < self.config.spp else None
+        if not 0 <= stage < self.config.spp:
+            return None
+        return self.config.rank_of(stage=stage, tp_rank=self.tp_rank, kvp_rank=self.group)
 
 
 def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) -> None:
@@ -125,8 +136,6 @@ def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) ->
     Raises:
         ParallelConfigError: names the degree, and what would work.
     """
-    if config.kvp != 1:
-        raise ParallelConfigError(f"kvp={config.kvp} is not implemented; accepted: 1")
     if config.world_size != world_size:
         raise ParallelConfigError(
             f"tp={config.tp} x spp={config.spp} x kvp={config.kvp} is {config.world_size} ranks, "
@@ -243,10 +252,11 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
             raise ConfigError(f"{job.place} could not connect to the others: {error}") from error
     mesh = init_device_mesh(device.type, (config.kvp, config.spp, config.tp), mesh_dim_names=("kvp", "spp", "tp"))
     everyone = list(range(config.world_size))
-    _, stage, tp_rank = config.coordinates(launch.rank)
+    group, stage, tp_rank = config.coordinates(launch.rank)
     return Ranks(
         config=config,
         rank=launch.rank,
+        group=group,
         stage=stage,
         tp_rank=tp_rank,
         mesh=mesh,
@@ -254,6 +264,7 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
         pipe_group=_new_group(everyone, timeout),
         report_group=_new_group(everyone, timeout),
         control_group=_new_group(everyone, _CONTROL_TIMEOUT),
+        run_groups=_run_groups(config, launch.rank, timeout),
         job=job,
     )
 
@@ -314,7 +325,26 @@ def _connect(launch: Launch, timeout_s: float, *, is_host: bool) -> Store:
 
 
 def _place(config: ParallelConfig, rank: int) -> str:
-    return f"rank {rank} (stage {config.coordinates(rank)[1]})"
+    group, stage, _ = config.coordinates(rank)
+    return f"rank {rank} (group {group}, stage {stage})" if config.kvp > 1 else f"rank {rank} (stage {stage})"
+
+
+def _run_groups(config: ParallelConfig, rank: int, timeout: timedelta) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A process group for each run of neighbouring KV-parallel groups, ascending; returns those that this rank is in.
+
+    Every rank makes all of them in one order, those between the ranks of other stages and tensor-parallel indices too.
+    """
+    mine = {}
+    for run in itertools.combinations(range(config.kvp), 2):
+        for stage, tp_rank in itertools.product(range(config.spp), range(config.tp)):
+            members = [
+                config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=group) for group in range(run[0], run[1] + 1)
+            ]
+            made = dist.new_group(members, timeout=timeout)
+            if rank in members:
+                assert isinstance(made, dist.ProcessGroup), "this rank is a member"
+                mine[run] = made
+    return mine
 
 
 def _new_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:

@@ -30,12 +30,14 @@ class BlockPool:
 
     Args:
         num_blocks: size of the pool, at least 1.
+        group: the KV-parallel group whose pool it is.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, group: int = 0) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks={num_blocks}; accepted: at least 1")
         self.num_blocks = num_blocks
+        self.group = group
         self.num_used = 0
         self._free: list[tuple[int, int]] = [(0, num_blocks)]  # sorted [first, end), neither held nor promised
         self._holdings: dict[int, _Holding] = {}
@@ -72,7 +74,7 @@ class BlockPool:
             if holding.next == holding.end:
                 self._find_run(holding, max(claim, count))
             take = min(count, holding.end - holding.next)
-            new.append(Extent(slot, holding.next, take))
+            new.append(Extent(slot, holding.next, take, self.group))
             append_extent(holding.extents, holding.next, take)
             holding.next += take
             self.num_used += take

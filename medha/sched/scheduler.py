@@ -8,20 +8,22 @@ The seam is four calls, and nothing else crosses it: :meth:`Scheduler.add`, :met
 :meth:`~Scheduler.schedule`, :meth:`~Scheduler.complete`. The scheduler knows slots and lengths, never token ids; time
 is handed in; it decides the same whenever it is called the same.
 
-Memory: a request is admitted when its whole claim (prompt plus ``max_new_tokens``) fits beside the claims of those
-already admitted, so no admitted request ever waits for blocks; the blocks themselves are allocated as they fill.
+Memory: :mod:`medha.sched.memory`. Groups: with KV parallelism a batch spans all groups, each with its own token budget;
+a request is bound to a run of them at its first chunk (:mod:`medha.sched.balancer`), and a chunk of a request that lies
+on several is bounded by the least budget left among them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from medha.batch import Batch, Extent, Row
 from medha.config import SchedulerConfig
 from medha.request import SLO
-from medha.sched.blocks import BlockPool
+from medha.sched.balancer import choose_group, pending_work, prefill_work
+from medha.sched.memory import KVMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class RequestHead:
     arrival_s: float
     slo: SLO | None = None
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """Its claim on KV memory in tokens; the last sampled token is never written."""
+        return self.num_prompt_tokens + self.max_new_tokens - 1
+
 
 @dataclass(slots=True)
 class _State:
@@ -53,11 +60,9 @@ class _State:
     """
 
     head: RequestHead
-    claim_blocks: int
     num_known_tokens: int
     num_scheduled_tokens: int = 0
     num_computed_tokens: int = 0
-    num_blocks: int = 0
     num_in_flight: int = 0
     ended: bool = False
 
@@ -70,26 +75,56 @@ class _State:
         return not self.prefilling and self.num_scheduled_tokens < self.num_known_tokens
 
 
+@dataclass(slots=True)
+class _Draft:
+    """A batch that is being filled.
+
+    Attributes:
+        budgets: tokens that each group may still get.
+    """
+
+    budgets: list[int]
+    rows: list[Row] = field(default_factory=list)
+    extents: list[Extent] = field(default_factory=list)
+
+
 class Scheduler:
-    """Decides what runs next on one KV pool.
+    """Decides what runs next.
 
     Args:
         config: budgets and depth.
-        num_blocks: KV blocks in the pool.
+        num_blocks: KV blocks in the pool of each group.
         block_size: tokens a block.
+        num_groups: KV-parallel groups.
+
+    Attributes:
+        memory: who holds which blocks.
+
+    Raises:
+        ValueError: ``config.max_kv_per_group`` does not fit the pool.
     """
 
-    def __init__(self, config: SchedulerConfig, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, config: SchedulerConfig, *, num_blocks: int, block_size: int, num_groups: int = 1) -> None:
         self.config = config
         self.depth = config.depth or 1
-        self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.memory = KVMemory(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_groups=num_groups,
+            max_kv_per_group=config.max_kv_per_group,
+        )
         self._waiting: dict[int, _State] = {}  # insertion order is arrival order
-        self._running: dict[int, _State] = {}  # insertion order is admission order
+        self._running: dict[int, _State] = {}  # insertion order is the order of first chunks
         self._in_flight: deque[Batch] = deque()
         self._frees: list[int] = []
-        self._claimed_blocks = 0
         self._next_batch_id = 0
+
+    def fresh(self) -> Scheduler:
+        """A scheduler of the same configuration that knows no request."""
+        memory = self.memory
+        return Scheduler(
+            self.config, num_blocks=memory.num_blocks, block_size=memory.block_size, num_groups=memory.num_groups
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -111,24 +146,20 @@ class Scheduler:
         state = self._running.get(slot)
         return 0 if state is None else state.num_computed_tokens
 
-    def claim_blocks(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
-        """KV blocks that a request may need in all; the last sampled token is never written."""
-        return -(-(num_prompt_tokens + max_new_tokens - 1) // self.block_size)
-
     def add(self, head: RequestHead) -> None:
         """Queue a request.
 
         Raises:
-            ValueError: its slot is in use, a length is below 1, or its claim exceeds the whole pool.
+            ValueError: its slot is in use, a length is below 1, or its claim exceeds the pools.
         """
         if head.slot in self._waiting or head.slot in self._running:
             raise ValueError(f"slot {head.slot} is in use")
         if head.num_prompt_tokens < 1 or head.max_new_tokens < 1:
             raise ValueError(f"{head}: lengths must be at least 1")
-        claim = self.claim_blocks(head.num_prompt_tokens, head.max_new_tokens)
-        if claim > self.pool.num_blocks:
-            raise ValueError(f"{head}: needs {claim} KV blocks, the pool has {self.pool.num_blocks}")
-        self._waiting[head.slot] = _State(head, claim, num_known_tokens=head.num_prompt_tokens)
+        if head.num_kv_tokens > self.memory.max_request_tokens:
+            most = self.memory.max_request_tokens
+            raise ValueError(f"{head}: needs {head.num_kv_tokens} KV tokens, at most {most} fit")
+        self._waiting[head.slot] = _State(head, num_known_tokens=head.num_prompt_tokens)
 
     def cancel(self, slot: int) -> tuple[int, ...]:
         """Stop scheduling a request at once; no-op for a slot that is not in use.
@@ -152,13 +183,14 @@ class Scheduler:
         """
         if len(self._in_flight) >= self.depth:
             return None
-        self._admit()
-        rows = self._decode_rows()
-        rows += self._prefill_rows(self.config.max_batch_tokens - len(rows), self.config.max_num_seqs - len(rows))
-        if not rows:
+        budgets = [self.config.max_batch_tokens] * self.memory.num_groups
+        draft = _Draft(budgets)
+        self._add_decodes(draft)
+        self._add_prefills(draft)
+        self._start_prefills(draft)
+        if not draft.rows:
             return None
-        extents = [extent for row in rows for extent in self._send(row)]
-        batch = Batch(self._next_batch_id, tuple(rows), tuple(extents), tuple(self._frees))
+        batch = Batch(self._next_batch_id, tuple(draft.rows), tuple(draft.extents), tuple(self._frees))
         self._next_batch_id += 1
         self._frees.clear()
         self._in_flight.append(batch)
@@ -195,48 +227,93 @@ class Scheduler:
             state.ended |= finished
         return self._close_ended(row.slot for row in batch.rows)
 
-    def _admit(self) -> None:
-        """Move requests from waiting to running in order of arrival while their claims fit."""
-        while self._waiting and len(self._running) < self.config.max_num_seqs:
-            slot, state = next(iter(self._waiting.items()))
-            if self._claimed_blocks + state.claim_blocks > self.pool.num_blocks:
-                return
-            self._claimed_blocks += state.claim_blocks
-            self._running[slot] = self._waiting.pop(slot)
-
-    def _decode_rows(self) -> list[Row]:
+    def _add_decodes(self, draft: _Draft) -> None:
         """One row for each request whose next token can be computed, dealt over the batches in flight."""
-        decoding = sum(not s.prefilling and not s.ended for s in self._running.values())
-        share = min(-(-decoding // self.depth), self.config.max_batch_tokens)
-        ready = [s for s in self._running.values() if s.can_decode and not s.ended]
-        return [Row(s.head.slot, s.num_scheduled_tokens, 1, True, True) for s in ready[:share]]
+        decoding = [s for s in self._running.values() if not s.prefilling and not s.ended]
+        placed = [(state, self.memory.place(state.head.slot, state.num_scheduled_tokens)) for state in decoding]
+        num_decoding = [0] * self.memory.num_groups
+        for _, (first, count) in placed:
+            for group in range(first, first + count):
+                num_decoding[group] += 1
+        shares = [min(-(-n // self.depth), left) for n, left in zip(num_decoding, draft.budgets, strict=True)]
+        for state, (first, count) in placed:
+            groups = range(first, first + count)
+            if state.can_decode and all(shares[group] > 0 for group in groups):
+                for group in groups:
+                    shares[group] -= 1
+                self._send(draft, Row(state.head.slot, state.num_scheduled_tokens, 1, True, True, first, count))
 
-    def _prefill_rows(self, token_budget: int, row_budget: int) -> list[Row]:
-        """Chunks of prefills in admission order within the token budget."""
-        rows: list[Row] = []
+    def _add_prefills(self, draft: _Draft) -> None:
+        """Chunks of prefills that have begun, in the order in which they began; one that gets no memory waits."""
         for state in self._running.values():
-            if token_budget <= 0 or len(rows) >= row_budget:
-                break
             if state.ended or not state.prefilling:
                 continue
             position = state.num_scheduled_tokens
-            left = state.head.num_prompt_tokens - position
-            q_len = min(left, self.config.chunk_size, token_budget)
-            rows.append(Row(state.head.slot, position, q_len, False, samples=q_len == left))
-            token_budget -= q_len
-        return rows
+            first, count = self.memory.place(state.head.slot, position)
+            q_len = min(self._chunk(state, draft, first, count), self.memory.room(state.head.slot, position))
+            if q_len > 0:
+                row = self._chunk_row(state, q_len, first, count)
+                if self.memory.can_take(row):
+                    self._send(draft, row)
 
-    def _send(self, row: Row) -> list[Extent]:
-        """Count a row as scheduled and allocate the blocks it fills."""
+    def _start_prefills(self, draft: _Draft) -> None:
+        """First chunks in order of arrival, until one finds no memory or no budget on any group that it may go to."""
+        while self._waiting and len(self._running) < self.config.max_num_seqs and max(draft.budgets) > 0:
+            slot, state = next(iter(self._waiting.items()))
+            row = self._first_row(state, draft)
+            if row is None:
+                return
+            self._running[slot] = self._waiting.pop(slot)
+            self.memory.start(slot, row.group, state.head.num_kv_tokens)
+            self._send(draft, row)
+
+    def _first_row(self, state: _State, draft: _Draft) -> Row | None:
+        """The first chunk of a request on the group to which it is bound."""
+        num_tokens = state.head.num_kv_tokens
+        limit = self.memory.max_kv_per_group
+
+        def row_at(first: int) -> Row:
+            return self._chunk_row(state, min(self._chunk(state, draft, first, 1), limit), first, 1)
+
+        def has_room(first: int) -> bool:
+            row = row_at(first)
+            return row.q_len > 0 and self.memory.can_start(first, num_tokens, row.kv_len, set_aside=row.samples)
+
+        firsts = self.memory.first_groups(num_tokens)
+        width = self.memory.num_groups - firsts[-1]
+        first = choose_group(self._pending_work(), width, firsts, has_room)
+        return None if first is None else row_at(first)
+
+    def _pending_work(self) -> list[float]:
+        """Prefill work of each group that is not yet scheduled."""
+        return pending_work(
+            self.memory.num_groups,
+            (
+                (*self.memory.run(s.head.slot), prefill_work(s.num_scheduled_tokens, s.head.num_prompt_tokens))
+                for s in self._running.values()
+                if s.prefilling and not s.ended
+            ),
+        )
+
+    def _chunk(self, state: _State, draft: _Draft, first: int, count: int) -> int:
+        """Tokens of a request's next chunk within the budgets of its groups."""
+        left = state.head.num_prompt_tokens - state.num_scheduled_tokens
+        return min(left, self.config.chunk_size, min(draft.budgets[first : first + count]))
+
+    def _chunk_row(self, state: _State, q_len: int, first: int, count: int) -> Row:
+        position = state.num_scheduled_tokens
+        is_last = position + q_len == state.head.num_prompt_tokens
+        return Row(state.head.slot, position, q_len, False, is_last, first, count)
+
+    def _send(self, draft: _Draft, row: Row) -> None:
+        """Put a row into the batch, count it as scheduled and allocate the blocks it fills."""
         state = self._running[row.slot]
         state.num_scheduled_tokens = row.kv_len
         state.num_in_flight += 1
-        needed = -(-row.kv_len // self.block_size) - state.num_blocks
-        if needed <= 0:
-            return []
-        extents = self.pool.allocate(row.slot, needed, claim=state.claim_blocks - state.num_blocks)
-        state.num_blocks += needed
-        return extents
+        draft.rows.append(row)
+        draft.extents += self.memory.take(row)
+        for group in range(row.group, row.holder + 1):
+            draft.budgets[group] -= row.q_len
 
     def _close_ended(self, slots: Iterable[int]) -> tuple[int, ...]:
         """Free the ended requests among ``slots`` that have nothing in flight."""
@@ -246,9 +323,7 @@ class Scheduler:
             if state is None or not state.ended or state.num_in_flight:
                 continue
             del self._running[slot]
-            self._claimed_blocks -= state.claim_blocks
-            if state.num_blocks:
-                self.pool.release(slot)
+            if self.memory.release(slot):
                 self._frees.append(slot)
             closed.append(slot)
         return tuple(closed)

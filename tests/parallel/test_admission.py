@@ -84,7 +84,7 @@ def _admit_one(llm: Any, length: int) -> Figures:
     engine.abort("short")
     while engine.has_unfinished:
         engine.step()
-    assert engine.scheduler.pool.num_used == 0
+    assert engine.scheduler.memory.num_used == 0
     largest_s = max(add_s + steps[0], *steps[1:])
     return Figures(median(before), add_s, largest_s, median(steps), abort_s + step_s, num_ints, batch_ints)
 

@@ -49,7 +49,7 @@ def cancel_at_every_step(folder: str, options: dict[str, Any], prompts: list[lis
     for abort_at in range(num_steps + 1):
         outputs, _ = run(llm.engine, prompts, abort_at)
         scheduler = llm.engine.scheduler
-        left = (scheduler.pool.num_used, scheduler.num_running, scheduler.num_waiting, len(llm.engine._by_slot))
+        left = (scheduler.memory.num_used, scheduler.num_running, scheduler.num_waiting, len(llm.engine._by_slot))
         answers.append(([o.outputs[0].token_ids for o in outputs], [o.outputs[0].finish_reason for o in outputs], left))
     run(llm.engine, prompts[:VICTIM], None)  # tells the others of the last frees
     llm.close()

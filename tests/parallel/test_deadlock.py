@@ -129,7 +129,7 @@ def drive(
         outputs |= {output.request_id: output for output in engine.step() if output.finished}
         after_step(step)
         step += 1
-    assert engine.scheduler.pool.num_used == 0
+    assert engine.scheduler.memory.num_used == 0
     assert not engine._by_slot
     return outputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -68,6 +69,45 @@ def test_a_main_thread_that_is_stuck_is_ended(ranks: Ranks) -> None:
     assert monitors[1].first_error() == "rank 1: boom"
     until(lambda: 0 in ranks.ended)
     assert ranks.ended == {0: ("rank 1: boom", True)}
+
+
+def test_what_is_to_be_saved_is_saved_before_the_end(ranks: Ranks) -> None:
+    calls: list[tuple[str, bool]] = []
+    monitor = ranks.monitor(0, 1)
+    monitor.before_end = lambda message: calls.append((message, 0 in ranks.ended))
+    monitor.start()
+    monitor.report("rank 0: boom")
+    until(lambda: 0 in ranks.ended)
+    assert calls == [("rank 0: boom", False)]
+
+
+def test_an_end_that_is_heard_of_saves_nothing(ranks: Ranks) -> None:
+    calls: list[str] = []
+    monitor = ranks.monitor(0, 1)
+    monitor.before_end = calls.append
+    monitor.start()
+    monitor.report("rank 0: boom")
+    assert monitor.first_error() == "rank 0: boom"
+    time.sleep(4.0)
+    assert (calls, ranks.ended) == ([], {})
+
+
+def test_saving_that_fails_or_hangs_is_told_and_delays_the_end_a_little(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(message: str) -> None:
+        raise OSError("disk full")
+
+    monitors = [ranks.monitor(rank, 2) for rank in range(2)]
+    monitors[0].before_end = fail
+    monitors[1].before_end = lambda message: time.sleep(30.0)
+    with caplog.at_level(logging.ERROR, "medha"):
+        for monitor in monitors:
+            monitor.start()
+        monitors[0].report("rank 0: boom")
+        until(lambda: len(ranks.ended) == 2)
+    told = sorted(record.getMessage().rpartition("in full: ")[2] for record in caplog.records)
+    assert told == ["OSError: disk full", "it has taken more than 2 s"]
 
 
 def test_a_rank_that_never_beats_is_named_with_what_it_did(ranks: Ranks) -> None:

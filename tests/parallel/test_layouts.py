@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,27 +55,37 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]], num
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     with LLM(folder, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        left = llm.engine.scheduler.pool.num_used if llm.is_driver else 0
+        left = llm.engine.scheduler.memory.num_used if llm.is_driver else 0
     return [output.outputs[0].token_ids for output in outputs], left
 
 
 def check_layout(
-    workers: WorkerPool, folder: Path, family: str, tied: bool, layout: tuple[int, int, str], **options: Any
+    workers: WorkerPool,
+    folder: Path,
+    family: str,
+    tied: bool,
+    layout: tuple[int, int, str],
+    lengths: Sequence[int] = LENGTHS,
+    **options: Any,
 ) -> None:
     tp, spp, tp_forward = layout
-    prompts, expected = reference(folder, family, tied, num_layers=max(3, spp))
+    kvp = options.get("kvp", 1)
+    prompts, expected = reference(folder, family, tied, lengths, num_layers=max(3, spp))
     options = {"chunk_size": 97, "max_batch_tokens": 160, "block_size": 64, "num_kv_blocks": 40} | options
     options |= {"tp": tp, "spp": spp, "tp_forward": tp_forward}
-    answers = workers.run(generate, tp * spp, str(folder), options, prompts, NUM_TOKENS)
-    assert [tokens for tokens, _ in answers] == [expected] * (tp * spp)  # every rank returns the same
-    assert [left for _, left in answers] == [0] * (tp * spp)
+    world_size = tp * spp * kvp
+    answers = workers.run(generate, world_size, str(folder), options, prompts, NUM_TOKENS)
+    assert [tokens for tokens, _ in answers] == [expected] * world_size  # every rank returns the same
+    assert [left for _, left in answers] == [0] * world_size
 
 
-def reference(folder: Path, family: str, tied: bool, *, num_layers: int) -> tuple[list[list[int]], list[list[int]]]:
+def reference(
+    folder: Path, family: str, tied: bool, lengths: Sequence[int], *, num_layers: int
+) -> tuple[list[list[int]], list[list[int]]]:
     """A checkpoint in ``folder``, prompts, and transformers' answers with gaps above MIN_GAP."""
     for seed in range(10):
         model = make_checkpoint(folder, family, tied=tied, seed=seed, num_hidden_layers=num_layers)
-        prompts = [random_prompt(length, seed=7) for length in LENGTHS]
+        prompts = [random_prompt(length, seed=7) for length in lengths]
         answers = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
         if min(gap for _, _, gap in answers) > MIN_GAP:
             return prompts, [tokens for tokens, _, _ in answers]
@@ -102,3 +113,14 @@ def test_one_request_at_a_time_and_tight_pool(
 ) -> None:
     """Requests queue for the pool, so batches come one by one and slots are used again at once."""
     check_layout(workers, tmp_path, "llama", False, layout, num_kv_blocks=12, max_num_seqs=2)
+
+
+# (kvp, spp, tp, tokens a group): the longest prompt needs every group.
+KVP_LAYOUTS = ((2, 1, 1, 384), (3, 1, 1, 256), (4, 1, 1, 192), (2, 2, 1, 384), (2, 1, 2, 384), (2, 2, 2, 384))
+
+
+@pytest.mark.parametrize(("kvp", "spp", "tp", "share"), KVP_LAYOUTS)
+def test_kvp_matches_transformers(workers: WorkerPool, tmp_path: Path, kvp: int, spp: int, tp: int, share: int) -> None:
+    """Growth inside a prefill, inside a decode, several long requests at once on different runs, short ones beside."""
+    lengths = (1, share - 3, 700, 2, share + 1, 33, 2 * share - 7, share - 1, 129)
+    check_layout(workers, tmp_path, "llama", False, (tp, spp, "local"), lengths, kvp=kvp, max_kv_per_group=share)

@@ -261,7 +261,7 @@ batch 1: 1 rows, 4 tokens
     assert play.sched.cancel(0) == ()
     play.cancelled.add(0)
     assert play.complete() + play.fill() + play.complete() == "batch 0 complete\nbatch 1 complete, slot 0 closed\n"
-    assert play.sched.pool.num_used == 0
+    assert play.sched.memory.num_used == 0
     play.cancelled.clear()
     play.add((0, 3, 1))
     assert (
@@ -381,7 +381,7 @@ def test_cancel_unknown_or_twice_does_nothing() -> None:
     assert play.sched.cancel(0) == ()
     assert play.sched.complete(0, 0.0, [], 0.0) == (0,)
     assert play.sched.cancel(0) == ()
-    assert (play.sched.num_running, play.sched.num_waiting, play.sched.pool.num_used) == (0, 0, 0)
+    assert (play.sched.num_running, play.sched.num_waiting, play.sched.memory.num_used) == (0, 0, 0)
     assert play.fill() == ""
 
 
@@ -505,7 +505,7 @@ class Simulation:
                 self.complete(float(tick))
         # Each tick scheduled or completed a batch of at least one token while there was one: nobody may be left.
         assert (self.sched.num_waiting, self.sched.num_running, self.sched.in_flight) == (0, 0, ())
-        assert self.sched.pool.num_used == 0
+        assert self.sched.memory.num_used == 0
         assert self.finished >= {i for i, r in enumerate(requests) if r.cancel is None}
         return self.log
 
@@ -649,7 +649,7 @@ class Simulation:
     def check_counts(self) -> None:
         assert (self.sched.num_running, self.sched.num_waiting) == (len(self.running), len(self.waiting))
         used = sum(len(blocks) for slot, blocks in self.owned.items() if slot not in self.to_free)
-        assert self.sched.pool.num_used == used <= self.load.num_blocks
+        assert self.sched.memory.num_used == used <= self.load.num_blocks
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)

@@ -1,0 +1,151 @@
+"""KV-cache parallelism: the groups of a run attend each to its own shard, and one all-gather a layer merges the parts.
+
+Source: the paper, arXiv 2409.17264 v5 section 3.3. What travels is an output and a log-sum-exp for each query and head,
+whatever the length of the context. Every rank of a run merges the same parts in shard order, so each gets the same bits
+and no result need be sent back. The digest of the shared rows rides along and is compared.
+
+Legend: T tokens shared on a run, N query heads of one rank, H head dimension.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from medha.attention.merge import merge_partials
+from medha.batch import Batch, Row
+from medha.errors import PlanDivergenceError
+
+_TAIL_BYTES = 16  # batch id and digest, int64 each
+Partial = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The rows of a batch that one run of groups attends to together.
+
+    Attributes:
+        batch_id: of the batch.
+        run: first and last group.
+        tokens: indices of their tokens in this rank's part of the batch, int64.
+        digest: CRC-32 of the rows.
+    """
+
+    batch_id: int
+    run: tuple[int, int]
+    tokens: torch.Tensor
+    digest: int
+
+
+class Merge:
+    """Merges of one run of groups.
+
+    Args:
+        group: process group of the run's ranks at this stage and tensor-parallel index, in shard order.
+        num_groups: its size.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_groups: int) -> None:
+        self._group = group
+        self._num_groups = num_groups
+
+    def start(self, shared: Shared, partial: Partial) -> Pending:
+        """Begin the all-gather of this rank's part; every rank of the run calls it in the same order.
+
+        Args:
+            shared: which rows.
+            partial: out [T, N, H] and lse [T, N], natural logarithm, float32, -inf for an empty shard.
+        """
+        mine = _packed(shared, *partial)
+        everyone = mine.new_empty(self._num_groups * len(mine))
+        # The name changed in torch 2.13; 2.11 has only the old one.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(everyone, mine, group=self._group, async_op=True)
+        return Pending(shared, partial, everyone.view(self._num_groups, -1), work, mine)
+
+    def warm(self, device: torch.device) -> None:
+        """Use the communicator once; every rank of the run calls it."""
+        shared = Shared(-1, (0, 0), torch.empty(0, dtype=torch.int64, device=device), 0)
+        empty = torch.zeros(1, 1, 2, device=device)
+        self.start(shared, (empty, empty[..., 0])).result(compare=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A merge under way; the buffers live as long as it does."""
+
+    shared: Shared
+    partial: Partial
+    everyone: torch.Tensor
+    work: dist.Work
+    mine: torch.Tensor
+
+    def result(self, *, compare: bool) -> torch.Tensor:
+        """The merged output [T, N, H] over the whole context; waits for the other groups.
+
+        Args:
+            compare: check that all ranks merge the same rows; once a batch is enough.
+
+        Raises:
+            PlanDivergenceError: a rank of the run has other rows.
+        """
+        self.work.wait()
+        if compare:
+            self._compare()
+        out, lse = self.partial
+        size = out.numel() * out.element_size()
+        end = size + 4 * lse.numel()
+        parts = [
+            (row[:size].view(out.dtype).view(out.shape), row[size:end].view(torch.float32).view(lse.shape))
+            for row in self.everyone
+        ]
+        return merge_partials(parts)[0]
+
+    def _compare(self) -> None:
+        tails = self.everyone[:, -_TAIL_BYTES:].contiguous().view(torch.int64).tolist()
+        ours = [self.shared.batch_id, self.shared.digest]
+        for group, theirs in enumerate(tails, start=self.shared.run[0]):
+            if theirs != ours:
+                raise PlanDivergenceError(
+                    f"batch {ours[0]}: group {group} merges rows of batch {theirs[0]} with digest {theirs[1]:08x}, "
+                    f"this one has {ours[0]} with {ours[1]:08x}"
+                )
+
+
+def shared_rows(batch: Batch, device: torch.device) -> list[Shared]:
+    """The rows of a rank's part of a batch that are shared, by run in ascending order: the order of all collectives."""
+    runs: dict[tuple[int, int], list[tuple[int, Row]]] = {}
+    start = 0
+    for row in batch.rows:
+        if row.is_shared:
+            runs.setdefault(row.run, []).append((start, row))
+        start += row.q_len
+    return [
+        Shared(batch.batch_id, run, _indices(located, device), _digest(batch, [row for _, row in located]))
+        for run, located in sorted(runs.items())
+    ]
+
+
+def _indices(located: Sequence[tuple[int, Row]], device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.arange(start, start + row.q_len) for start, row in located]).to(device)
+
+
+def _digest(batch: Batch, rows: Sequence[Row]) -> int:
+    return zlib.crc32(Batch(batch.batch_id, tuple(rows)).to_ints().tobytes())
+
+
+def _packed(shared: Shared, out_TNH: torch.Tensor, lse_TN: torch.Tensor) -> torch.Tensor:
+    """One part as bytes: output, log-sum-exp, batch id and digest."""
+    size = out_TNH.numel() * out_TNH.element_size()
+    end = size + 4 * lse_TN.numel()
+    padded = end + -end % 8 + _TAIL_BYTES
+    buffer = torch.empty(padded, dtype=torch.uint8, device=out_TNH.device)
+    buffer[:size].view(out_TNH.dtype).view(out_TNH.shape).copy_(out_TNH)
+    buffer[size:end].view(torch.float32).view(lse_TN.shape).copy_(lse_TN)
+    tail = torch.tensor([shared.batch_id, shared.digest], dtype=torch.int64)
+    buffer[padded - _TAIL_BYTES :].view(torch.int64).copy_(tail)
+    return buffer

@@ -1,0 +1,253 @@
+"""Who may take KV blocks of which group: claims, shards that grow along a run of groups, and the banker's test.
+
+A request's keys and values lie on a run of neighbouring groups, shard after shard: the first ``max_kv_per_group``
+tokens on its first group, the next on the second (the paper's KV parallelism and progressive growth, arXiv 2409.17264
+v5 section 3.3). Its claim says how many blocks of each group it may come to need. Blocks are allocated as they fill,
+and a prefill gets more only if the state stays *safe*: there is an order in which every request can still come to its
+end (Dijkstra's banker's algorithm). So memory is used before it is promised to anybody, and nobody waits for ever.
+
+A request that decodes never waits for memory: with the last chunk of its prompt the rest of its claim is set aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from medha.batch import Extent, Row
+from medha.sched.blocks import BlockPool
+
+
+@dataclass(slots=True)
+class _Account:
+    """What one request claims and holds on each group of its run, in blocks.
+
+    Attributes:
+        first: first group of the run.
+        claim, held: by group of the run.
+        starts: position at which each shard begun so far begins.
+        is_set_aside: nobody else may take the rest of its claim.
+    """
+
+    first: int
+    claim: list[int]
+    held: list[int]
+    starts: list[int] = field(default_factory=list)
+    is_set_aside: bool = False
+
+    def rest(self) -> Iterable[tuple[int, int]]:
+        """(group, blocks claimed and not yet held)."""
+        return ((self.first + i, c - h) for i, (c, h) in enumerate(zip(self.claim, self.held, strict=True)))
+
+
+class KVMemory:
+    """The KV block pools of all groups.
+
+    Args:
+        num_groups: KV-parallel groups.
+        num_blocks: blocks in the pool of each group.
+        block_size: tokens a block.
+        max_kv_per_group: tokens of one request on one group, a multiple of the block size; None is the whole pool.
+
+    Attributes:
+        pools: by group.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, num_groups: int = 1, max_kv_per_group: int | None = None
+    ) -> None:
+        whole = num_blocks * block_size
+        max_kv_per_group = whole if max_kv_per_group is None else max_kv_per_group
+        if max_kv_per_group % block_size or not 0 < max_kv_per_group <= whole:
+            raise ValueError(
+                f"max_kv_per_group={max_kv_per_group}; accepted: a multiple of the block size {block_size}, "
+                f"at most the pool's {whole} tokens"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_kv_per_group = max_kv_per_group
+        self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]
+        self._accounts: dict[int, _Account] = {}
+        self._open = [0] * num_groups  # blocks claimed and not yet held, over all requests
+        self._set_aside = [0] * num_groups  # the same over those that decode
+
+    @property
+    def num_groups(self) -> int:
+        """KV-parallel groups."""
+        return len(self.pools)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks held, over all groups."""
+        return sum(pool.num_used for pool in self.pools)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of the longest request that fits."""
+        return self.num_groups * self.max_kv_per_group
+
+    def claim(self, num_tokens: int) -> list[int]:
+        """Blocks that ``num_tokens`` take on each group of a run."""
+        shards = [self.max_kv_per_group] * (num_tokens // self.max_kv_per_group)
+        if num_tokens % self.max_kv_per_group:
+            shards.append(num_tokens % self.max_kv_per_group)
+        return [-(-shard // self.block_size) for shard in shards]
+
+    def first_groups(self, num_tokens: int) -> range:
+        """The groups at which the run of a request of ``num_tokens`` may begin; empty if it can never fit."""
+        return range(self.num_groups - len(self.claim(num_tokens)) + 1)
+
+    # -- one request -------------------------------------------------------------------------------------------------
+
+    def can_start(self, first: int, num_tokens: int, kv_len: int, *, set_aside: bool) -> bool:
+        """Whether a request of ``num_tokens`` in all may begin on group ``first`` with its first ``kv_len`` tokens.
+
+        Args:
+            first: one of :meth:`first_groups`.
+            num_tokens: its claim.
+            kv_len: tokens of its first chunk.
+            set_aside: the chunk is the last of its prompt.
+        """
+        claim = self.claim(num_tokens)
+        account = _Account(first, claim, [0] * len(claim))
+        needed = -(-kv_len // self.block_size)
+        return self._is_safe(account, first, needed, set_aside=set_aside, is_new=True)
+
+    def start(self, slot: int, first: int, num_tokens: int) -> None:
+        """Bind a request to the run that begins at ``first``; it holds nothing yet."""
+        claim = self.claim(num_tokens)
+        self._accounts[slot] = account = _Account(first, claim, [0] * len(claim))
+        self._count(account, +1)
+
+    def place(self, slot: int, position: int) -> tuple[int, int]:
+        """(first group, number of groups) of a row that begins at ``position``; one more where a shard is full."""
+        account = self._accounts[slot]
+        num_groups = len(account.starts)
+        if position == self._shard_end(account):
+            num_groups += 1
+        return account.first, num_groups
+
+    def run(self, slot: int) -> tuple[int, int]:
+        """(first group, number of groups) of the whole run of a bound request."""
+        account = self._accounts[slot]
+        return account.first, len(account.claim)
+
+    def room(self, slot: int, position: int) -> int:
+        """Tokens from ``position`` to the end of the shard that takes it: no row may cross that end."""
+        account = self._accounts[slot]
+        end = self._shard_end(account)
+        return self.max_kv_per_group if position == end else end - position
+
+    def can_take(self, row: Row) -> bool:
+        """Whether a prefill's next chunk leaves a safe state. A decode always does."""
+        account = self._accounts[row.slot]
+        if account.is_set_aside:
+            return True
+        needed = self._needed(account, row)
+        if needed <= 0 and not row.samples:
+            return True
+        return self._is_safe(account, row.holder, needed, set_aside=row.samples)
+
+    def take(self, row: Row) -> list[Extent]:
+        """Allocate the blocks that a row fills."""
+        account = self._accounts[row.slot]
+        needed = self._needed(account, row)
+        if row.num_groups > len(account.starts):
+            account.starts.append(row.position)
+        self._count(account, -1)
+        index = row.num_groups - 1
+        extents = []
+        if needed > 0:
+            rest = account.claim[index] - account.held[index]
+            extents = self.pools[row.holder].allocate(row.slot, needed, claim=rest)
+            account.held[index] += needed
+        account.is_set_aside |= row.samples
+        self._count(account, +1)
+        return extents
+
+    def release(self, slot: int) -> bool:
+        """Take everything back from a request; whether it held anything. No-op for one that was never bound."""
+        account = self._accounts.pop(slot, None)
+        if account is None:
+            return False
+        self._count(account, -1)
+        for group in range(account.first, account.first + len(account.claim)):
+            self.pools[group].release(slot)
+        return any(account.held)
+
+    def _shard_end(self, account: _Account) -> int:
+        return account.starts[-1] + self.max_kv_per_group if account.starts else 0
+
+    def _needed(self, account: _Account, row: Row) -> int:
+        """Blocks that a row needs beyond those that its holder group has."""
+        index = row.num_groups - 1
+        start = account.starts[index] if index < len(account.starts) else row.position
+        return -(-(row.kv_len - start) // self.block_size) - account.held[index]
+
+    def _count(self, account: _Account, sign: int) -> None:
+        for group, rest in account.rest():
+            self._open[group] += sign * rest
+            if account.is_set_aside:
+                self._set_aside[group] += sign * rest
+
+    # -- the banker's test -------------------------------------------------------------------------------------------
+
+    def _is_safe(self, taker: _Account, group: int, num_blocks: int, *, set_aside: bool, is_new: bool = False) -> bool:
+        """Whether everybody can come to an end after ``taker`` gets blocks of ``group``.
+
+        What decodes may still take must be free, all at once. Their blocks then come back, and the prefills, one after
+        the other in some order, must each find free what they may still take.
+        """
+        free = [pool.num_free for pool in self.pools]
+        if num_blocks > free[group]:
+            return False
+        rest = list(taker.rest())
+        wanted = list(self._open)
+        if is_new:
+            for g, blocks in rest:
+                wanted[g] += blocks
+        if all(w <= f for w, f in zip(wanted, free, strict=True)):
+            return True  # enough for everybody at once
+        if set_aside:
+            if any(self._set_aside[g] + blocks > free[g] for g, blocks in rest):
+                return False
+        elif self._set_aside[group] + num_blocks > free[group]:
+            return False
+        prefills = [
+            (list(a.rest()), _held(a)) for a in self._accounts.values() if not a.is_set_aside and a is not taker
+        ]
+        if not set_aside:
+            prefills.append(
+                (
+                    [(g, blocks - num_blocks * (g == group)) for g, blocks in rest],
+                    [(g, blocks + num_blocks * (g == group)) for g, blocks in _held(taker)],
+                )
+            )
+        available = [pool.num_blocks for pool in self.pools]
+        for _, held in prefills:
+            for g, blocks in held:
+                available[g] -= blocks
+        return _all_can_end(prefills, available)
+
+
+_Blocks = list[tuple[int, int]]  # (group, blocks)
+
+
+def _held(account: _Account) -> _Blocks:
+    return [(account.first + i, blocks) for i, blocks in enumerate(account.held)]
+
+
+def _all_can_end(waiting: Sequence[tuple[_Blocks, _Blocks]], available: list[int]) -> bool:
+    """Whether all can end one after the other: each takes its rest of what is available and gives back what it held."""
+    while waiting:
+        still = []
+        for rest, held in waiting:
+            if all(blocks <= available[group] for group, blocks in rest):
+                for group, blocks in held:
+                    available[group] += blocks
+            else:
+                still.append((rest, held))
+        if len(still) == len(waiting):
+            return False
+        waiting = still
+    return True
