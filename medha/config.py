@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal
@@ -113,29 +115,76 @@ class CacheConfig:
             raise ConfigError(f"gpu_memory_utilization={value!r}; accepted: a number above 0, at most 1")
 
 
+SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm", "token-budget")
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Budgets of one step.
+    """Who runs next, and the budgets of one step.
 
     Attributes:
-        max_num_seqs: requests admitted at once, and rows of a batch.
+        scheduler: ``medha``, or a classical one: ``static``, ``orca``, ``sarathi``, ``vllm``, ``token-budget``.
+        policy: order of prefills of the medha scheduler: ``fcfs``, ``sjf``, ``srpt``, ``edf``, ``lrs``, ``ilrs``,
+            ``lars``, ``priority`` (class first, then lars) or ``priority:NAME``, ``package.module:name``, or a function
+            of (columns, now_s); see :mod:`medha.sched.policy`.
+        max_num_seqs: requests started and not finished at once, and rows of a batch.
         max_batch_tokens: query tokens of a batch.
-        chunk_size: query tokens of one prefill in a batch.
+        chunk_size: query tokens of one prefill in a batch; None is whatever the time budget holds with the medha
+            scheduler, and 512 with the others that cut prompts into chunks.
+        t_target_s: seconds that a batch may take. None derives it from the tightest TPOT objective among the running
+            decodes and the depth, and is ``quantum_s`` where there is none.
+        quantum_s: seconds of a batch when no decode asks for less: how long a running prefill may hold up the others.
+        rho_max: most of a batch's prefill time that a long prefill yields to short ones, from its slack; 0 is no space
+            sharing.
+        long_threshold: prompts of so many tokens are long: one of them a batch and group, and it yields.
+        late_share: share of a batch's prefill time for requests that are late or were passed over; 0 is no guard.
+        patience_s: seconds without a chunk after which a request counts as passed over.
+        min_chunk: tokens below which a chunk is not efficient, unless it ends its prompt: reading the KV cache is then
+            not hidden behind arithmetic (the paper, v4 section 3.2, gives about 40).
+        chunk_granularity: chunks are multiples of it, unless they end their prompt.
+        deadline_floor_s, deadline_factor: a request without a TTFT objective is due ``max(floor, factor * its predicted
+            prefill time alone)`` after its arrival.
         depth: batches in flight at most; None is one a stage and one more, or 1 with a single stage.
         max_kv_per_group: KV tokens of one request on one KV-parallel group, a multiple of the block size; a request
             takes the next group when it has as many. None is an even share of the longest request.
     """
 
+    scheduler: str = "medha"
+    policy: str | Callable[[Any, float], Any] = field(default="lars", repr=False)
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
-    chunk_size: int = 512
+    chunk_size: int | None = None
     depth: int | None = None
     max_kv_per_group: int | None = None
+    t_target_s: float | None = None
+    quantum_s: float = 0.25
+    rho_max: float = 0.4
+    long_threshold: int = 8192
+    late_share: float = 0.1
+    patience_s: float = 10.0
+    min_chunk: int = 64
+    chunk_granularity: int = 16
+    deadline_floor_s: float = 1.0
+    deadline_factor: float = 5.0
 
     def __post_init__(self) -> None:
+        _check_choice("scheduler", self.scheduler, SCHEDULERS)
+        if self.scheduler != "medha" and self.chunk_size is None:
+            object.__setattr__(self, "chunk_size", 512)
         _check_positive_int("max_num_seqs", self.max_num_seqs, 65536)
         _check_positive_int("max_batch_tokens", self.max_batch_tokens, 2**24)
-        _check_positive_int("chunk_size", self.chunk_size, 2**24)
+        _check_positive_int("chunk_size", self.chunk_size, 2**24, optional=True)
+        for name in ("long_threshold", "min_chunk", "chunk_granularity"):
+            _check_positive_int(name, getattr(self, name), 2**31 - 1)
+        if self.t_target_s is not None:
+            _check_seconds("t_target_s", self.t_target_s)
+        for name in ("quantum_s", "deadline_floor_s", "deadline_factor"):
+            _check_seconds(name, getattr(self, name))
+        _check_seconds("patience_s", self.patience_s, may_be_inf=True)
+        for name in ("rho_max", "late_share"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+                raise ConfigError(f"{name}={value!r}; accepted: a number from 0 to below 1")
         _check_positive_int("depth", self.depth, 1024, optional=True)
         _check_positive_int("max_kv_per_group", self.max_kv_per_group, 2**31 - 1, optional=True)
 
@@ -289,6 +338,7 @@ OPTION_ALIASES = {
     "tensor_parallel_size": "tp",
     "pipeline_parallel_size": "spp",
     "kv_parallel_size": "kvp",
+    "scheduling_policy": "policy",
 }
 
 _OPTION_SECTIONS: dict[str, tuple[str, str]] = {
@@ -296,11 +346,7 @@ _OPTION_SECTIONS: dict[str, tuple[str, str]] = {
     "num_kv_blocks": ("cache", "num_blocks"),
     "kv_memory": ("cache", "memory_bytes"),
     "gpu_memory_utilization": ("cache", "gpu_memory_utilization"),
-    "max_num_seqs": ("scheduler", "max_num_seqs"),
-    "max_batch_tokens": ("scheduler", "max_batch_tokens"),
-    "chunk_size": ("scheduler", "chunk_size"),
-    "depth": ("scheduler", "depth"),
-    "max_kv_per_group": ("scheduler", "max_kv_per_group"),
+    **{f.name: ("scheduler", f.name) for f in dataclasses.fields(SchedulerConfig)},
     "tp": ("parallel", "tp"),
     "spp": ("parallel", "spp"),
     "kvp": ("parallel", "kvp"),
@@ -335,6 +381,12 @@ def _check_positive_int(name: str, value: Any, high: int, *, optional: bool = Fa
         return
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
         raise ConfigError(f"{name}={value!r}; accepted: an integer from 1 to {high}")
+
+
+def _check_seconds(name: str, value: Any, *, may_be_inf: bool = False) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    if not is_number or (value == math.inf and not may_be_inf):
+        raise ConfigError(f"{name}={value!r}; accepted: a {'' if may_be_inf else 'finite '}number above 0")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

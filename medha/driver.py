@@ -59,7 +59,7 @@ def drive(
     while upcoming or engine.has_unfinished:
         if should_stop():  # what is in flight runs to its end, on every rank
             engine.abort_all()
-            yield from (_unserved(arrival, start) for arrival in upcoming)
+            yield from (unserved(arrival, start) for arrival in upcoming)
             upcoming.clear()
         while upcoming and upcoming[0].arrival_s <= engine.now() - start:
             refused = _add(engine, upcoming.popleft(), start)
@@ -70,7 +70,7 @@ def drive(
                 outputs = engine.step()
             except EngineDeadError as error:
                 yield from error.outputs
-                yield from (_unserved(arrival, start, error=error) for arrival in upcoming)
+                yield from (unserved(arrival, start, error=error) for arrival in upcoming)
                 raise
             yield from outputs
             on_step()
@@ -118,13 +118,20 @@ def _add(engine: Engine, arrival: Arrival, start: float) -> RequestOutput | None
             raise
         except MedhaError as refusal:
             error = refusal
-    return _unserved(arrival, start, error=error, now=engine.now())
+    return unserved(arrival, start, error=error, now=engine.now())
 
 
-def _unserved(
+def unserved(
     arrival: Arrival, start: float, *, error: MedhaError | None = None, now: float | None = None
 ) -> RequestOutput:
-    """The output of a request that the engine never took; without an error it is aborted."""
+    """The output of a request that the engine never took; without an error it is aborted.
+
+    Args:
+        arrival: the request; its own error goes before ``error``.
+        start: time from which ``arrival.arrival_s`` counts, on the engine's clock.
+        error: why it was not taken.
+        now: time of its end on that clock, if known.
+    """
     error = arrival.error or error
     completion = CompletionOutput(0, text=None, token_ids=[], finish_reason="abort" if error is None else "error")
     metrics = RequestMetrics(start + arrival.arrival_s, finished=now)

@@ -103,11 +103,25 @@ class RankFailedError(EngineDeadError):
     """Another rank died, threw, or fell silent."""
 
 
+class PolicyError(MedhaError, ValueError):
+    """A user's scheduling policy raised, or returned something else than one number a request.
+
+    Attributes:
+        policy: its name, or None.
+        slot: of the request concerned, or None where it is not a single one.
+    """
+
+    def __init__(self, message: str, *, policy: str | None = None, slot: int | None = None) -> None:
+        super().__init__(message)
+        self.policy = policy
+        self.slot = slot
+
+
 def exit_code(error: BaseException) -> int:
     """The process exit code for an error: 2 bad input, 4 engine failure, 130 interrupted, 1 anything else."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if isinstance(error, (ConfigError, ValidationError, UnsupportedFeatureError)):
+    if isinstance(error, (ConfigError, ValidationError, UnsupportedFeatureError, PolicyError)):
         return 2
     if isinstance(error, EngineDeadError):
         return 4

@@ -27,12 +27,12 @@ from medha.command import (
 )
 from medha.config import ATTENTION_BACKENDS, EngineConfig, parse_bytes
 from medha.display import Display, StreamedText
-from medha.driver import Arrival, Joiner, drive
-from medha.errors import ConfigError, RequestError
-from medha.jsonl import read_requests, write_line
+from medha.driver import Arrival, drive
+from medha.errors import ConfigError
+from medha.jsonl import OutputLines, full_disk_reported, read_requests
 from medha.models.hf_config import parse_hf_overrides
 from medha.parallel.launch import is_first_rank
-from medha.request import RequestOutput, SamplingParams
+from medha.request import SamplingParams
 from medha.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _SAMPLING = (
 _ENGINE = (
     "tokenizer", "revision", "dtype", "device", "attention_backend", "load_format", "seed", "max_model_len",
     "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens", "chunk_size",
-    "num_threads", "tp", "spp", "kvp", "tp_forward", "dist_timeout",
+    "num_threads", "tp", "spp", "kvp", "max_kv_per_group", "tp_forward", "dist_timeout",
 )  # fmt: skip
 
 
@@ -106,12 +106,15 @@ def generate(
         int, _memory_option(help="Most tokens of a step.")
     ] = _DEFAULT.scheduler.max_batch_tokens,
     chunk_size: Annotated[
-        int, _memory_option(help="Most tokens of a prompt in a step.")
+        int | None, _memory_option(help="Most tokens of a prompt in a step.")
     ] = _DEFAULT.scheduler.chunk_size,
     num_threads: Annotated[int | None, _memory_option(help="CPU threads.")] = _DEFAULT.num_threads,
     tp: Annotated[int, _parallel_option("--tp", help="Tensor-parallel ranks.")] = _DEFAULT.parallel.tp,
     spp: Annotated[int, _parallel_option("--spp", help="Stream-pipeline stages.")] = _DEFAULT.parallel.spp,
-    kvp: Annotated[int, _parallel_option("--kvp", help="KV-parallel groups (only 1 yet).")] = _DEFAULT.parallel.kvp,
+    kvp: Annotated[int, _parallel_option("--kvp", help="KV-parallel groups.")] = _DEFAULT.parallel.kvp,
+    max_kv_per_group: Annotated[
+        int | None, _parallel_option(help="KV tokens of a request on one group.")
+    ] = _DEFAULT.scheduler.max_kv_per_group,
     tp_forward: Annotated[
         str, _parallel_option(help="local, or dtensor (the reference).")
     ] = _DEFAULT.parallel.tp_forward,
@@ -254,14 +257,15 @@ def _serve(
         view = _view(engine, len(arrivals), json_lines=json_lines, live=live)
         stack.enter_context(view)
         files = [file for file in (output, sys.stdout if json_lines else None) if file is not None]
-        joiner = Joiner()
+        lines = OutputLines(engine, arrivals, files)
+        stack.callback(lines.close)
+        if role.caller is not None:
+            role.caller.ranks.monitor.before_end = lines.fail
         num_failed = 0
         for piece in drive(engine, arrivals, should_stop=lambda: bool(interrupted), on_step=view.refresh):
             view.update(piece)
-            whole = joiner.add(piece)
+            whole = lines.add(piece)
             if whole is not None:
-                for file in files:
-                    _write(file, whole)
                 view.finish(whole)
                 num_failed += whole.error is not None
     role.close()
@@ -289,24 +293,9 @@ def _view(engine: Engine, num_requests: int, *, json_lines: bool, live: bool) ->
     return StreamedText(display, sys.stdout) if single else display
 
 
-def _write(file: TextIO, whole: RequestOutput) -> None:
-    with _full_disk_reported(getattr(file, "name", "stdout")):
-        write_line(file, whole)
-
-
 def _write_trace(trace: Timeline, path: Path) -> None:
-    with _full_disk_reported(path):
+    with full_disk_reported(path):
         trace.write(path)
-
-
-@contextmanager
-def _full_disk_reported(path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:  # whoever read stdout has gone: typer ends the process without a word
-        raise
-    except OSError as error:
-        raise RequestError(f"output file {path}: {error.strerror}; what was written before is kept") from error
 
 
 def main() -> NoReturn:

@@ -3,7 +3,8 @@
 A request line holds ``id`` (optional), one of ``prompt``, ``prompt_token_ids``, ``messages``, any field of
 :class:`medha.SamplingParams`, ``arrival_s`` and ``slo`` {``ttft_s``, ``tpot_s``}. A line that is wrong becomes an
 arrival with an error, so that the rest still run. Fields nobody knows are ignored and named once in the log; known ones
-that medha does not implement are errors.
+that medha does not implement are errors. :class:`OutputLines` writes one line for each request, also where the main
+thread of a rank is stuck.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ import dataclasses
 import json
 import logging
 import math
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from medha.driver import Arrival
-from medha.errors import ConfigError, MedhaError, ValidationError
+from medha.driver import Arrival, Joiner, unserved
+from medha.errors import ConfigError, MedhaError, RankFailedError, RequestError, ValidationError
 from medha.request import FIELD_ALIASES, SLO, UNSUPPORTED_FIELDS, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from medha.engine import Engine
 
 logger = logging.getLogger("medha")
 
@@ -60,6 +66,78 @@ def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[Arrival]:
     if unknown:
         logger.warning("request fields ignored (with how many lines): %s", dict(unknown))
     return sorted(arrivals, key=lambda a: a.arrival_s)
+
+
+class OutputLines:
+    """Puts what a run yields together and writes one line for each request, once.
+
+    Args:
+        engine: runs the requests.
+        arrivals: all of them; their outputs are deltas.
+        files: where each line goes; see :func:`write_line`.
+    """
+
+    def __init__(self, engine: Engine, arrivals: Sequence[Arrival], files: Sequence[TextIO]) -> None:
+        self._engine = engine
+        # lines of a request file may have one id, if all but one of them are wrong
+        self._unwritten: dict[tuple[str, Exception | None], Arrival] = {(a.request_id, a.error): a for a in arrivals}
+        self._files = files
+        self._joiner = Joiner()
+        self._lock = threading.Lock()
+
+    def add(self, piece: RequestOutput) -> RequestOutput | None:
+        """Take an output; writes and returns the whole one if it was its request's last.
+
+        Raises:
+            RequestError: a file cannot be written.
+        """
+        with self._lock:
+            whole = self._joiner.add(piece)
+            if whole is not None:
+                for file in self._files:
+                    _write_or_say_why(file, whole)
+                if self._unwritten.pop((whole.request_id, whole.error), None) is None:
+                    self._unwritten.pop((whole.request_id, None), None)
+            return whole
+
+    def fail(self, message: str) -> None:
+        """Write a line for each request that has none, with a RankFailedError and the tokens that it has got.
+
+        For another thread than the one that steps the engine, which is stuck; the process must end after it. If the
+        stuck thread moves after all, it writes nothing more, and is held in :meth:`add` or :meth:`close`.
+        """
+        self._lock.acquire()  # for good
+        dead = self._engine.fail(RankFailedError(message))
+        ended = {output.request_id: output for output in dead.outputs}
+        wholes = []
+        for arrival in self._unwritten.values():
+            output = ended.get(arrival.request_id) if arrival.error is None else None
+            # the times of an unserved request do not show in its line
+            wholes.append(self._joiner.add(output or unserved(arrival, 0.0, error=dead)))
+        for file in self._files:  # the first in full, should the second not take it
+            for whole in filter(None, wholes):
+                _write_or_say_why(file, whole)
+
+    def close(self) -> None:
+        """Return when no line is being written; never after :meth:`fail`."""
+        with self._lock:
+            pass
+
+
+def _write_or_say_why(file: TextIO, whole: RequestOutput) -> None:
+    with full_disk_reported(getattr(file, "name", "stdout")):
+        write_line(file, whole)
+
+
+@contextmanager
+def full_disk_reported(path: str | Path) -> Iterator[None]:
+    """Within, a file that cannot be written is a RequestError with its path."""
+    try:
+        yield
+    except BrokenPipeError:  # whoever read stdout has gone: typer ends the process without a word
+        raise
+    except OSError as error:
+        raise RequestError(f"output file {path}: {error.strerror}; what was written before is kept") from error
 
 
 def output_line(output: RequestOutput) -> dict[str, Any]:

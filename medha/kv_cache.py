@@ -8,6 +8,7 @@ outermost (the layout of paged kernels).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +79,11 @@ class KVCache:
                 f"does not give them ({error}); accepted: fewer, with num_kv_blocks or kv_memory"
             ) from error
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's keys and values over all layers held here."""
+        return sum(2 * pool[: self.block_size].nbytes for pool in self.k)
+
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, plan: WritePlan) -> None:
         """Copy new keys and values into a layer's pool, in place.
 
@@ -121,6 +127,22 @@ class BlockTables:
             if row.holder == self._group:
                 start, _ = self._shards.get(row.slot, (row.position, 0))
                 self._shards[row.slot] = (start, row.kv_len)
+
+    def adopt(self, slot: int, start: int, end: int, extents: Sequence[tuple[int, int]]) -> None:
+        """Take a request whose keys and values were put here by other means than batches, in place.
+
+        Args:
+            slot: its handle; a former occupant is forgotten.
+            start, end: positions of its shard.
+            extents: (first, count) of its blocks in position order; they may hold more than ``end - start`` tokens.
+        """
+        self._extents[slot] = list(extents)
+        self._shards[slot] = (start, end)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all requests that lie here."""
+        return sum(count for extents in self._extents.values() for _, count in extents)
 
     def clear(self) -> None:
         """Forget every table."""

@@ -56,7 +56,7 @@ def make_engine(
     )
     return Engine(
         Runner(model, cache, TorchBackend(), CPU),
-        Scheduler(SchedulerConfig(**scheduler), num_blocks=num_blocks, block_size=block_size),
+        Scheduler(SchedulerConfig("sarathi", **scheduler), num_blocks=num_blocks, block_size=block_size),
         ModelLimits(config.vocab_size, max_model_len),
     )
 

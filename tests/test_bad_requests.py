@@ -144,8 +144,8 @@ def test_request_that_never_fits_the_pool(model: Model, length: int, max_tokens:
     with pytest.raises(KVCapacityError) as caught:
         engine.add_request("bad", [1] * length, SamplingParams(max_tokens=max_tokens))
     assert str(caught.value) == (
-        f"{length} prompt tokens and max_tokens={max_tokens} need 17 KV blocks of 16 tokens; "
-        "the pool has 16 (256 tokens)"
+        f"{length} prompt tokens and max_tokens={max_tokens} need 257 tokens of KV cache; "
+        "accepted: at most 256 (256, the pool has 16 blocks of 16)"
     )
     assert (caught.value.param, caught.value.value) == (param, max_tokens if param == "max_tokens" else length)
     assert_empty(engine)

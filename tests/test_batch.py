@@ -17,12 +17,25 @@ BATCH = Batch(
     extents=(Extent(0, 5, 2), Extent(1, 9, 1)),
     frees=(3, 4),
 )
+SHARED = Batch(
+    batch_id=8,
+    rows=(
+        Row(5, 900, 1, True, True, 1, 3),
+        Row(6, 40, 1, True, True, 2, 1),
+        Row(0, 64, 16, False, False, 0, 2),
+        Row(1, 0, 4, False, True, 3, 1),
+    ),
+    extents=(Extent(0, 5, 2, 1), Extent(1, 0, 1, 3), Extent(5, 7, 1, 3), Extent(2, 4, 1)),
+    frees=(9,),
+)
+ROW_FIELDS = ("slot", "position", "q_len", "group", "num_groups")
+EXTENT_FIELDS = ("slot", "first", "count", "group")
 INT32 = st.integers(-(2**31), 2**31 - 1)
 BATCHES = st.builds(
     Batch,
     INT32,
-    st.lists(st.builds(Row, INT32, INT32, INT32, st.booleans(), st.booleans()), max_size=4).map(tuple),
-    st.lists(st.builds(Extent, INT32, INT32, INT32), max_size=4).map(tuple),
+    st.lists(st.builds(Row, INT32, INT32, INT32, st.booleans(), st.booleans(), INT32, INT32), max_size=4).map(tuple),
+    st.lists(st.builds(Extent, INT32, INT32, INT32, INT32), max_size=4).map(tuple),
     st.lists(INT32, max_size=4).map(tuple),
 )
 
@@ -43,6 +56,65 @@ batch 7: 3 rows, 21 tokens
     assert str(Batch(0, ())) == "batch 0: 0 rows, 0 tokens"
 
 
+def test_printing_of_groups() -> None:
+    assert (
+        str(SHARED)
+        == """\
+batch 8: 4 rows, 22 tokens
+  slot 5 decode [900] on groups 1-3
+  slot 6 decode [40] on group 2
+  slot 0 prefill [64:80] on groups 0-1
+  slot 1 prefill [0:4] last on group 3
+  slot 0 + blocks [5:7] of group 1
+  slot 1 + blocks [0:1] of group 3
+  slot 5 + blocks [7:8] of group 3
+  slot 2 + blocks [4:5]
+  slot 9 freed"""
+    )
+
+
+def test_a_rows_run_of_groups() -> None:
+    assert [(row.run, row.holder, row.is_shared) for row in SHARED.rows] == [
+        ((1, 3), 3, True),
+        ((2, 2), 2, False),
+        ((0, 1), 1, True),
+        ((3, 3), 3, False),
+    ]
+    assert [[row.concerns(group) for group in range(4)] for row in SHARED.rows] == [
+        [False, True, True, True],
+        [False, False, True, False],
+        [True, True, False, False],
+        [False, False, False, True],
+    ]
+
+
+@pytest.mark.parametrize(("group", "slots", "blocks"), [(0, [0], [2]), (1, [5, 0], [0]), (2, [5, 6], []), (4, [], [])])
+def test_part_of_a_group(group: int, slots: list[int], blocks: list[int]) -> None:
+    """Its rows in the batch's order, its own blocks, and every freed slot: the slot may have been anywhere."""
+    part = SHARED.part_of(group)
+    assert (part.batch_id, part.frees) == (8, (9,))
+    assert [row.slot for row in part.rows] == slots
+    assert [extent.slot for extent in part.extents] == blocks
+    assert set(part.rows) <= set(SHARED.rows)
+    assert Batch.from_ints(part.to_ints()) == part
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=6), st.lists(st.integers(0, 3), max_size=6))
+def test_parts_make_the_whole(runs: list[tuple[int, int]], holders: list[int]) -> None:
+    rows = tuple(Row(slot, 0, 1, False, False, *run) for slot, run in enumerate(runs))
+    extents = tuple(Extent(slot, slot, 1, group) for slot, group in enumerate(holders))
+    parts = [Batch(3, rows, extents, (7,)).part_of(group) for group in range(7)]
+    for row in rows:
+        assert [group for group, part in enumerate(parts) if row in part.rows] == list(range(row.group, row.holder + 1))
+    assert sorted(e.slot for part in parts for e in part.extents) == list(range(len(holders)))
+    assert all(part.part_of(group) == part for group, part in enumerate(parts))
+
+
+def test_one_group_has_the_whole_batch() -> None:
+    assert BATCH.part_of(0) == BATCH
+
+
 def test_counts() -> None:
     assert (BATCH.num_tokens, BATCH.num_decodes) == (21, 1)
     assert [row.kv_len for row in BATCH.rows] == [41, 16, 20]
@@ -51,8 +123,22 @@ def test_counts() -> None:
 def test_layout_of_the_integers() -> None:
     # Ranks of different builds must agree on it: header, rows (flags: 1 decode, 2 samples), extents, frees.
     assert BATCH.to_ints() == array(
-        "i", [7, 3, 2, 2, *(2, 40, 1, 3), *(0, 0, 16, 0), *(1, 16, 4, 2), *(0, 5, 2), *(1, 9, 1), 3, 4]
+        "i",
+        [
+            7,
+            3,
+            2,
+            2,
+            *(2, 40, 1, 3, 0, 1),
+            *(0, 0, 16, 0, 0, 1),
+            *(1, 16, 4, 2, 0, 1),
+            *(0, 5, 2, 0),
+            *(1, 9, 1, 0),
+            3,
+            4,
+        ],
     )
+    assert SHARED.to_ints()[4:16] == array("i", [*(5, 900, 1, 3, 1, 3), *(6, 40, 1, 3, 2, 1)])
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -60,7 +146,7 @@ def test_layout_of_the_integers() -> None:
 def test_round_trip(batch: Batch) -> None:
     ints = batch.to_ints()
     assert ints.itemsize == 4
-    assert len(ints) == 4 + 4 * len(batch.rows) + 3 * len(batch.extents) + len(batch.frees)
+    assert len(ints) == 4 + 6 * len(batch.rows) + 4 * len(batch.extents) + len(batch.frees)
     for form in (ints, list(ints), tuple(ints)):
         back = Batch.from_ints(form)
         assert back == batch
@@ -82,7 +168,7 @@ def test_every_wrong_length_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "ints",
-    [(0, -1, 0, 4), (0, 0, -1, 3), (0, 1, 0, -4), (0, -3, 4, 0), (0, 2**31 - 1, 0, 0)],
+    [(0, -1, 0, 6), (0, 0, -1, 4), (0, 1, 0, -6), (0, -2, 3, 0), (0, 2**31 - 1, 0, 0)],
     ids=["rows", "extents", "frees", "rows-that-cancel", "huge"],
 )
 def test_header_that_lies_is_refused(ints: tuple[int, ...]) -> None:
@@ -91,7 +177,7 @@ def test_header_that_lies_is_refused(ints: tuple[int, ...]) -> None:
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.integers(-3, 5), max_size=24))
+@given(st.lists(st.integers(-3, 5), max_size=32))
 def test_garbage_gives_a_batch_or_a_value_error(ints: list[int]) -> None:
     try:
         batch = Batch.from_ints(ints)
@@ -104,8 +190,8 @@ def test_garbage_gives_a_batch_or_a_value_error(ints: list[int]) -> None:
 def test_numbers_beyond_32_bits_are_refused(value: int) -> None:
     row, extent = Row(0, 0, 1, False, False), Extent(0, 0, 1)
     batches = [Batch(value, ()), Batch(0, (), frees=(value,))]
-    batches += [Batch(0, (dataclasses.replace(row, **{name: value}),)) for name in ("slot", "position", "q_len")]
-    batches += [Batch(0, (), (dataclasses.replace(extent, **{n: value}),)) for n in ("slot", "first", "count")]
+    batches += [Batch(0, (dataclasses.replace(row, **{name: value}),)) for name in ROW_FIELDS]
+    batches += [Batch(0, (), (dataclasses.replace(extent, **{n: value}),)) for n in EXTENT_FIELDS]
     for batch in batches:
         with pytest.raises(OverflowError):
             batch.to_ints()

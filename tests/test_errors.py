@@ -19,6 +19,7 @@ from medha.errors import (
     NonFiniteLogitsError,
     ParallelConfigError,
     PlanDivergenceError,
+    PolicyError,
     RankFailedError,
     RequestError,
     TokenizerError,
@@ -60,7 +61,8 @@ MedhaError
     NonFiniteLogitsError
   EngineDeadError
     PlanDivergenceError
-    RankFailedError"""
+    RankFailedError
+  PolicyError"""
     )
 
 
@@ -83,6 +85,7 @@ EXIT_CODES = {
     ContextLengthError: 2,
     KVCapacityError: 2,
     UnsupportedFeatureError: 2,
+    PolicyError: 2,
     ParallelConfigError: 2,
     EngineDeadError: 4,
     PlanDivergenceError: 4,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.batch import Batch, Extent
+from medha.batch import Batch, Extent, Row
 from medha.kv_cache import BlockTables, KVCache, WritePlan
 
 CPU = torch.device("cpu")
@@ -171,3 +171,91 @@ def test_a_position_beyond_the_table_is_an_error(slot: int, start: int, end: int
 
 def test_no_position_of_an_unknown_slot_is_no_range() -> None:
     assert make_tables(4).ranges(3, 0, 0) == ()
+
+
+# -- shards of a request that lies on several groups ------------------------------------------------------------------
+
+# Slot 1 grows along groups 0 to 2 in chunks, its last token is a decode; slot 2 stays on group 1.
+GROWTH = (
+    Batch(0, (Row(1, 0, 6, False, False, 0, 1),), (Extent(1, 4, 2, 0),)),
+    Batch(1, (Row(1, 6, 2, False, False, 0, 1), Row(2, 0, 3, False, True, 1, 1)), (Extent(2, 0, 1, 1),)),
+    Batch(
+        2, (Row(2, 3, 1, True, True, 1, 1), Row(1, 8, 8, False, False, 0, 2)), (Extent(1, 5, 1, 1), Extent(1, 2, 1, 1))
+    ),
+    Batch(3, (Row(1, 16, 3, False, True, 0, 3),), (Extent(1, 7, 1, 2),)),
+    Batch(4, (Row(1, 19, 1, True, True, 0, 3),)),
+)
+
+
+def group_tables(group: int, batches: tuple[Batch, ...] = GROWTH, *, parts: bool) -> BlockTables:
+    """The tables of one group's ranks; they need only their part of each batch, and ignore the rest."""
+    tables = BlockTables(4, group)
+    for batch in batches:
+        tables.apply(batch.part_of(group) if parts else batch)
+    return tables
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_each_group_has_its_shard(parts: bool) -> None:
+    first, second, third = (group_tables(group, parts=parts) for group in range(3))
+    assert [tables.shard(1) for tables in (first, second, third)] == [(0, 8), (8, 16), (16, 20)]
+    assert first.ranges(1, 0, 8) == ((16, 8),)
+    assert second.ranges(1, 8, 16) == ((20, 4), (8, 4))
+    assert second.ranges(1, 11, 13) == ((23, 1), (8, 1))
+    assert third.ranges(1, 16, 20) == ((28, 4),)
+    assert second.shard(2) == (0, 4)
+    assert [tables.num_blocks for tables in (first, second, third)] == [2, 3, 1]
+
+
+def test_a_shard_ends_where_the_last_applied_batch_ends() -> None:
+    ends = [group_tables(0, GROWTH[:n], parts=True).shard(1) for n in range(1, 6)]
+    assert ends == [(0, 6), (0, 8), (0, 8), (0, 8), (0, 8)]
+
+
+@pytest.mark.parametrize(("group", "start"), [(1, 0), (1, 7), (2, 15)])
+def test_a_position_before_the_shard_is_an_error(group: int, start: int) -> None:
+    begins = 8 * group
+    with pytest.raises(IndexError, match=rf"^slot 1 has positions from {begins} here, position {start} is asked for$"):
+        group_tables(group, parts=True).ranges(1, start, begins + 2)
+
+
+@pytest.mark.parametrize(("group", "end"), [(0, 9), (1, 17), (2, 21)])
+def test_a_position_behind_the_shard_is_an_error(group: int, end: int) -> None:
+    with pytest.raises(IndexError, match=rf"^slot 1 has blocks for {end - 1} tokens, position {end - 1} is asked for$"):
+        group_tables(group, parts=True).ranges(1, end - 1, end)
+
+
+def test_a_freed_slot_forgets_its_shard() -> None:
+    """The next request in the slot may begin on another group, and where it begins its shard begins."""
+    tables = group_tables(1, parts=True)
+    again = Batch(5, (Row(1, 0, 2, False, True, 1, 1),), (Extent(1, 9, 1, 1),), (1, 2))
+    tables.apply(again)
+    assert tables.shard(1) == (0, 2)
+    assert tables.ranges(1, 0, 2) == ((36, 2),)
+    assert tables.num_blocks == 1
+    with pytest.raises(KeyError):
+        tables.shard(2)
+    tables.clear()
+    with pytest.raises(KeyError):
+        tables.shard(1)
+
+
+def test_adopted_keys_are_a_shard_that_grows() -> None:
+    tables = BlockTables(4, 1)
+    tables.adopt(3, 8, 15, [(6, 2)])
+    assert (tables.shard(3), tables.ranges(3, 8, 15)) == ((8, 15), ((24, 7),))
+    tables.apply(Batch(0, (Row(3, 15, 1, True, True, 0, 2),)))
+    assert (tables.shard(3), tables.ranges(3, 14, 16)) == ((8, 16), ((30, 2),))
+
+
+def test_sources_say_which_tokens_are_written() -> None:
+    """Decodes whose keys another group takes lie between those that are written here."""
+    cache = make_cache()
+    k, v = torch.rand(2, 4, 2, 8)
+    cache.write(0, k, v, WritePlan(torch.tensor([30, 9]), ((3, 40, 1),), torch.tensor([0, 2])))
+    for pool, new in ((cache.k[0], k), (cache.v[0], v)):
+        assert torch.equal(pool[[30, 9, 40]], new[[0, 2, 3]])
+
+
+def test_bytes_of_a_block() -> None:
+    assert make_cache(num_layers=3).block_bytes == 3 * 2 * (4 * 2 * 8 * 4)

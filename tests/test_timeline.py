@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import platform
@@ -133,7 +134,11 @@ def test_recorder_counts_compute_and_waits() -> None:
     with recorder.waiting("report"):
         clock.now = 6.0
     recorder.begin()
-    assert recorder.end(SECOND) == BatchRecord(1, 5, 6.0, 6.0, True, 0.0, 0.0, 0.75, 0.25)
+    with recorder.waiting("merge"):  # within the compute
+        clock.now = 6.5
+    second = recorder.end(SECOND)
+    assert second == BatchRecord(1, 5, 6.0, 6.5, True, 0.0, 0.0, 0.75, 0.25, 0.5)
+    assert second.busy_s == 0.5
     assert [kept.batch_id for kept in recorder.take()] == [0, 1]
     assert recorder.take() == ()
 
@@ -151,7 +156,8 @@ def ran(batch_id: int, start_s: float, end_s: float) -> BatchRecord:
 
 
 def test_records_survive_their_json() -> None:
-    records = RankRecords(5, 2, 1, (ran(0, 1.1, 2.3), ran(1, 2.3, 1e6 / 3)))
+    merged = dataclasses.replace(ran(1, 2.3, 1e6 / 3), merge_wait_s=0.1)
+    records = RankRecords(5, 2, 1, (ran(0, 1.1, 2.3), merged), 3)
     assert decode_records(encode_records(records)) == records
     assert decode_records(encode_records(RankRecords(0, 0, 0, ()))).batches == ()
 
@@ -198,3 +204,24 @@ def test_tensor_parallel_ranks_have_lanes_of_their_own(tmp_path: Path) -> None:
     lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
     assert lanes == ["stage 0, tp 0", "stage 0, tp 1", "stage 1, tp 0", "stage 1, tp 1"]
     assert [e["tid"] for e in events if e["ph"] in "sf"] == [0, 2, 1, 3]
+
+
+def test_groups_have_lanes_of_their_own(tmp_path: Path) -> None:
+    """Hidden states go from stage to stage within a KV-parallel group; merges show in the slice."""
+    places = [(0, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 1), (3, 1, 0, 1)]
+    timeline = Timeline()
+    timeline.gather_from(
+        lambda: [
+            RankRecords(*place[:3], (dataclasses.replace(ran(0, 1.0 + place[1], 2.0), merge_wait_s=0.25),), place[3])
+            for place in places
+        ],
+        zero_s=0.0,
+    )
+    timeline.write(tmp_path / "a.json")
+    events = read(tmp_path / "a.json")["traceEvents"]
+    lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
+    assert lanes == ["group 0, stage 0", "group 0, stage 1", "group 1, stage 0", "group 1, stage 1"]
+    assert [(e["id"], e["tid"]) for e in events if e["ph"] in "sf"] == [
+        ("0-1-0", 0), ("0-1-0", 1), ("2-3-0", 2), ("2-3-0", 3),
+    ]  # fmt: skip
+    assert {e["args"]["merge_wait_s"] for e in events if e["ph"] == "X"} == {0.25}

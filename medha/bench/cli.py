@@ -35,7 +35,7 @@ def compare(
     from medha.bench.compare import CompareOptions, run_and_print
 
     options = CompareOptions(
-        prompt_lens=_lengths(prompt_lens),
+        prompt_lens=_lengths("prompt_lens", prompt_lens),
         decode_batch=batch_size,
         decode_tokens=decode_len,
         dtype=dtype,
@@ -49,40 +49,60 @@ def compare(
 
 @app.command()
 def scaling(
-    layouts: Annotated[str, typer.Option(help="Compared with one rank, comma separated: spp2, tp2, tp2spp2.")] = "spp2",
-    prompt_len: Annotated[int, typer.Option(min=1, help="Prompt in tokens.")] = 16384,
-    chunk_size: Annotated[int, typer.Option(min=1, help="Prompt tokens a batch.")] = 512,
+    mode: Annotated[str, typer.Option(help="prefill of a prompt, or one step over a long context: decode, chunk.")] = (
+        "prefill"
+    ),
+    layouts: Annotated[
+        str | None,
+        typer.Option(help="Compared with one rank, comma separated: spp2, kvp2spp2. [default: spp2; kvp2 for steps]"),
+    ] = None,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Prompt of a prefill in tokens.")] = 16384,
+    context: Annotated[str, typer.Option(help="Tokens in the KV cache before a step, comma separated.")] = "65536",
+    chunk_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens a batch. [default: 512; 64 for a step]")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     num_iters_warmup: Annotated[int, typer.Option(min=0)] = 1,
-    num_iters: Annotated[int, typer.Option(min=1, help="Counted runs; the median is reported.")] = 3,
+    num_iters: Annotated[int, typer.Option(min=1, help="Counted runs, or turns of 10 steps; for the median.")] = 3,
     hf_overrides: Annotated[str | None, typer.Option(help=_OVERRIDES, show_default=False)] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> int:
-    """Prefill on several ranks against one, one thread a rank; starts its processes itself, without torchrun."""
-    from medha.bench.scaling import ScalingOptions, run_and_print
+    """Several ranks against one, one thread a rank; starts its processes itself, without torchrun."""
+    from medha.bench import scaling, steps
 
-    options = ScalingOptions(
-        layouts=tuple(layouts.split(",")),
-        prompt_len=prompt_len,
-        chunk_size=chunk_size,
-        hf_overrides=_overrides(hf_overrides),
-        dtype=dtype,
-        warmup=num_iters_warmup,
-        runs=num_iters,
-    )
-    return run_and_print(options, output_json)
+    common: dict[str, Any] = {
+        "hf_overrides": _overrides(hf_overrides),
+        "dtype": dtype,
+        "warmup": num_iters_warmup,
+        "runs": num_iters,
+    }
+    if layouts is not None:
+        common["layouts"] = tuple(layouts.split(","))
+    if mode == "prefill":
+        options = scaling.ScalingOptions(prompt_len=prompt_len, chunk_size=chunk_size or 512, **common)
+        return scaling.run_and_print(options, output_json)
+    if mode not in ("decode", "chunk"):
+        raise ConfigError(f"mode={mode!r}; accepted: prefill, decode, chunk")
+    q_len = None if mode == "decode" else chunk_size or 64
+    step_options = steps.StepOptions(q_len, _lengths("context", context), **common)
+    return steps.run_and_print(step_options, output_json)
 
 
 @app.command()
 def needle(
     tokens: Annotated[str, typer.Option(help="Document lengths, comma separated.")] = "131072",
     depth: Annotated[list[float] | None, typer.Option(min=0.0, max=1.0, help="May be repeated.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    spp: Annotated[int, typer.Option(min=1, help="Pipeline stages, at most 2.")] = 1,
+    kvp: Annotated[int, typer.Option(min=1, help="KV-cache-parallel groups.")] = 1,
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> int:
-    """Find a fact hidden in a long document, with time and peak memory."""
+    """Find a fact hidden in a long document, with time and memory; starts its processes itself, without torchrun."""
     from medha.bench.needle import run_and_print
+    from medha.config import ParallelConfig
 
-    return run_and_print(_lengths(tokens), tuple(depth or [0.1]), output_json)
+    layout = ParallelConfig(tp=tp, spp=spp, kvp=kvp)
+    return run_and_print(_lengths("tokens", tokens), tuple(depth or [0.1]), layout, output_json)
 
 
 def _overrides(text: str | None) -> dict[str, Any] | None:
@@ -92,7 +112,7 @@ def _overrides(text: str | None) -> dict[str, Any] | None:
     return None if text is None else parse_hf_overrides(text)
 
 
-def _lengths(text: str) -> tuple[int, ...]:
+def _lengths(name: str, text: str) -> tuple[int, ...]:
     """``2048,16384`` as integers.
 
     Raises:
@@ -100,5 +120,5 @@ def _lengths(text: str) -> tuple[int, ...]:
     """
     parts = text.replace("_", "").split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"prompt_lens={text!r}; accepted: positive integers, comma separated")
+        raise ConfigError(f"{name}={text!r}; accepted: positive integers, comma separated")
     return tuple(int(part) for part in parts)

@@ -1,7 +1,8 @@
-"""Jobs of several ranks that a benchmark starts by itself, and what each of their ranks runs.
+"""Jobs of several ranks that a benchmark starts by itself: the side that starts and asks them.
 
-A job is started once and then asked for one prefill at a time, so that two jobs can take turns; one that is not asked
-waits for a line on its standard input and takes no time. The ranks get the environment that torchrun would set.
+A job is started once and then asked for one piece of work at a time, so that two jobs can take turns; one that is not
+asked waits for a line on its standard input and takes no time. The ranks get the environment that torchrun would set;
+what they do is in :mod:`medha.bench.ranks`.
 """
 
 from __future__ import annotations
@@ -12,23 +13,16 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 import medha
-from medha.build import Role, build_role
-from medha.config import EngineConfig, ParallelConfig
-from medha.distributed import DrivingRunner
+from medha.config import ParallelConfig
 from medha.errors import ConfigError, RankFailedError
-from medha.request import SamplingParams
-from medha.runner import Runner
-from medha.timeline import RankRecords, decode_records, encode_records
+from medha.timeline import RankRecords, decode_records
 
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _END_S = 30.0
@@ -47,39 +41,59 @@ class Prefill:
     ranks: tuple[RankRecords, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """What a rank says when it ends.
+
+    Attributes:
+        spans: (what, start, seconds) of each measured call, ``attention`` or ``packing``; times as in its records.
+        kv_bytes: keys and values of the blocks that were in use at the end of its last request.
+        peak_memory_bytes: most memory that it has held resident.
+    """
+
+    spans: tuple[tuple[str, float, float], ...]
+    kv_bytes: int
+    peak_memory_bytes: int
+
+
 def parse_layout(text: str) -> ParallelConfig:
-    """``spp2``, ``tp2`` or ``tp2spp2`` as degrees.
+    """``kvp2``, ``tp2`` or ``kvp2spp2`` as degrees; the axes in any order, each at most once.
 
     Raises:
         ConfigError: none of these.
     """
-    found = re.fullmatch(r"(?:tp(\d+))?[x*·]?(?:spp(\d+))?", text.strip())
-    if found is None or not any(found.groups()):
-        raise ConfigError(f"layout {text!r}; accepted: for example spp2, tp2 or tp2spp2")
-    tp, spp = (int(degree or 1) for degree in found.groups())
-    return ParallelConfig(tp=tp, spp=spp)
+    found = re.findall(r"([a-z]+)(\d+)[x*·]?", text.strip())
+    degrees = {axis: int(degree) for axis, degree in found}
+    whole = re.fullmatch(r"(?:(?:kvp|spp|tp)\d+(?:[x*·](?!$))?)+", text.strip())
+    if whole is None or len(degrees) < len(found):
+        raise ConfigError(f"layout {text!r}; accepted: for example spp2, tp2, kvp2 or kvp2spp2")
+    return ParallelConfig(tp=degrees.get("tp", 1), spp=degrees.get("spp", 1), kvp=degrees.get("kvp", 1))
 
 
 class Job:
-    """The processes of one layout, one thread each.
+    """The processes of one layout.
 
     Args:
         model: folder.
         layout: degrees; one rank runs without any process group.
-        options: of the engine, by their flat names.
+        options: of the engine, by their flat names; one thread a rank unless they say otherwise.
+        held: what the KV cache holds from the start, see :class:`medha.bench.held.Held`; nothing by default.
     """
 
-    def __init__(self, model: str, layout: ParallelConfig, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: str, layout: ParallelConfig, options: Mapping[str, Any], *, held: Mapping[str, Any] | None = None
+    ) -> None:
         size = layout.world_size
-        settings = json.dumps({"model": model, "tp": layout.tp, "spp": layout.spp, "num_threads": 1, **options})
+        degrees = {"tp": layout.tp, "spp": layout.spp, "kvp": layout.kvp}
+        settings = json.dumps({"engine": {"model": model, "num_threads": 1, **degrees, **options}, "held": held})
         base = _plain_environment()
         port = _free_port()
         self._ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "medha.bench.job", settings],
+                [sys.executable, "-m", "medha.bench.ranks", settings],
                 env=base if size == 1 else base | _launch(rank, size, port),
                 stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 text=True,
                 start_new_session=True,  # Ctrl-C is for the benchmark, which ends its jobs
             )
@@ -88,7 +102,12 @@ class Job:
         self._read()  # it has loaded
 
     def prefill(self, prompt_len: int, *, seed: int) -> Prefill:
-        """Read a random prompt and wait for the first token.
+        """Read a random prompt and wait for the first token; raises as :meth:`ask`."""
+        answer = self.ask("prefill", prompt_len=prompt_len, seed=seed)
+        return Prefill(answer["ttft_s"], records_in(answer))
+
+    def ask(self, work: str, **arguments: Any) -> dict[str, Any]:
+        """Have a piece of work done; see :mod:`medha.bench.ranks` for which there are.
 
         Raises:
             RankFailedError: the job has ended; its ranks have said why on stderr.
@@ -96,13 +115,19 @@ class Job:
         first = self._ranks[0].stdin
         assert first is not None, "rank 0 has a pipe"
         try:
-            first.write(json.dumps({"prompt_len": prompt_len, "seed": seed}) + "\n")
+            first.write(json.dumps({"work": work, **arguments}) + "\n")
             first.flush()
         except BrokenPipeError as error:
             raise self._failed() from error
-        answer = self._read()
-        ranks = tuple(decode_records(text.encode()) for text in answer["ranks"])
-        return Prefill(answer["ttft_s"], ranks)
+        return self._read()
+
+    def end(self) -> tuple[LastWords, ...]:
+        """Let the ranks go; returns the last words of each; raises as :meth:`ask`."""
+        said = [rank.communicate(timeout=_END_S)[0] for rank in self._ranks]  # the end of its input ends rank 0
+        if any(rank.returncode for rank in self._ranks):
+            raise self._failed()
+        answers = [json.loads(text.splitlines()[-1]) for text in said]
+        return tuple(LastWords(**{**answer, "spans": tuple(map(tuple, answer["spans"]))}) for answer in answers)
 
     def __enter__(self) -> Job:
         return self
@@ -111,10 +136,8 @@ class Job:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if value is None:
-                self._ranks[0].communicate(timeout=_END_S)  # the end of its input is the end of the job
-                for rank in self._ranks:
-                    rank.wait(timeout=_END_S)
+            if value is None and any(rank.poll() is None for rank in self._ranks):
+                self.end()
         finally:
             for rank in self._ranks:
                 rank.kill()
@@ -135,6 +158,11 @@ class Job:
         return RankFailedError(f"a job of {len(self._ranks)} ranks has ended: {[rank.wait() for rank in self._ranks]}")
 
 
+def records_in(answer: Mapping[str, Any]) -> tuple[RankRecords, ...]:
+    """What each rank ran, from an answer that says so."""
+    return tuple(decode_records(text.encode()) for text in answer["ranks"])
+
+
 def _plain_environment() -> dict[str, str]:
     """This process's environment without a launcher, with one thread, and with medha where it is found here."""
     kept = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
@@ -152,43 +180,3 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def run_rank(settings: Mapping[str, Any]) -> None:
-    """What a process of a job does: rank 0 reads prompts as it is asked, the others follow."""
-    role = build_role(EngineConfig.from_flat(**settings))
-    if role.engine is not None:
-        _answer({"ready": True})
-        for line in sys.stdin:
-            _answer(_prefill(role, **json.loads(line)))
-    role.close()
-
-
-def _prefill(role: Role, *, prompt_len: int, seed: int) -> dict[str, Any]:
-    engine = role.engine
-    assert engine is not None, "rank 0 has the engine"
-    generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randint(0, role.limits.vocab_size, (prompt_len,), generator=generator).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    start = time.perf_counter()
-    engine.add_request("prefill", prompt, params)
-    while engine.has_unfinished:
-        engine.step()
-    ttft_s = time.perf_counter() - start
-    ranks = [encode_records(records).decode() for records in _records(engine.runner)]
-    return {"ttft_s": ttft_s, "ranks": ranks}
-
-
-def _records(runner: object) -> list[RankRecords]:
-    if isinstance(runner, DrivingRunner):
-        return runner.gather_records()
-    assert isinstance(runner, Runner), "one rank runs by itself"
-    return [RankRecords(0, 0, 0, runner.recorder.take())]
-
-
-def _answer(value: Mapping[str, Any]) -> None:
-    print(json.dumps(value), flush=True)
-
-
-if __name__ == "__main__":
-    run_rank(json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The model that benchmarks run: a random Llama, 4 layers, 1,024 wide, GQA 4."""
+"""The models that benchmarks run: random Llamas of 4 layers with GQA 4, 1,024 or 512 wide."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ RANDOM_LLAMA: dict[str, Any] = {
     "eos_token_id": None,
 }
 """Fields of its ``config.json``."""
+
+NARROW_LLAMA: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+"""What differs in the narrow one: head dimension 64 as well."""
 
 
 def random_llama(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class Usage:
         bubble: share of all ranks' time that was not computing: filling, draining and waits.
         transfer_wait_s: the most that a rank waited for hidden states once its first batch was there.
         control_wait_s: the most that a rank waited for messages once its first batch was there.
+        merge_wait_s: the most that a rank waited for other groups' parts of shared attention and merged them.
         report_wait_s: the most that a rank waited for reports of batches that are done, rank 0 because of the depth.
         num_late_messages: batches whose message was not there when their rank had ended the one before.
     """
@@ -63,21 +64,24 @@ class Usage:
     bubble: float
     transfer_wait_s: float
     control_wait_s: float
+    merge_wait_s: float
     report_wait_s: float
     num_late_messages: int
 
     @classmethod
     def of(cls, ranks: Sequence[RankRecords]) -> Usage:
         """Summarise what the ranks recorded of one prefill."""
-        span = max(r.batches[-1].end_s for r in ranks) - min(r.batches[0].start_s for r in ranks)
+        active = [r.batches for r in ranks if r.batches]  # a group may have had nothing to do
+        span = max(batches[-1].end_s for batches in active) - min(batches[0].start_s for batches in active)
         busy = tuple(sum(batch.busy_s for batch in r.batches) for r in ranks)
-        filled = [r.batches[1:] for r in ranks]  # the wait for a rank's first batch is the pipeline's filling
+        filled = [batches[1:] for batches in active]  # the wait for a rank's first batch is the pipeline's filling
         return cls(
             span_s=span,
             busy_s=busy,
             bubble=1 - sum(busy) / (span * len(ranks)),
             transfer_wait_s=max(sum(batch.hidden_wait_s for batch in batches) for batches in filled),
             control_wait_s=max(sum(batch.control_wait_s for batch in batches) for batches in filled),
+            merge_wait_s=max(sum(batch.merge_wait_s for batch in batches) for batches in active),
             report_wait_s=max(sum(batch.report_wait_s for batch in batches) for batches in filled),
             num_late_messages=sum(not batch.control_ready for batches in filled for batch in batches),
         )

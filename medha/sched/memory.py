@@ -132,6 +132,15 @@ class KVMemory:
         account = self._accounts[slot]
         return account.first, len(account.claim)
 
+    def kv_before(self, slot: int, position: int, group: int) -> int:
+        """Tokens before ``position`` that a group holds of a request."""
+        account = self._accounts[slot]
+        index = group - account.first
+        if index >= len(account.starts):
+            return 0
+        end = account.starts[index + 1] if index + 1 < len(account.starts) else position
+        return end - account.starts[index]
+
     def room(self, slot: int, position: int) -> int:
         """Tokens from ``position`` to the end of the shard that takes it: no row may cross that end."""
         account = self._accounts[slot]

@@ -59,14 +59,32 @@ def test_usage_counts_idle_time_and_leaves_the_filling_out_of_the_waits() -> Non
     assert (usage.transfer_wait_s, usage.control_wait_s, usage.num_late_messages) == (0.5, 0.25, 1)
 
 
-@pytest.mark.parametrize(("text", "tp", "spp"), [("spp2", 1, 2), ("tp2", 2, 1), ("tp2spp4", 2, 4), ("tp2·spp2", 2, 2)])
-def test_layout_names(text: str, tp: int, spp: int) -> None:
-    assert parse_layout(text) == ParallelConfig(tp=tp, spp=spp)
+def test_a_group_without_work_has_no_share_in_the_figures() -> None:
+    busy = RankRecords(0, 0, 0, (batch(0, 0.0), batch(1, 1.0)))
+    usage = Usage.of([busy, RankRecords(1, 0, 0, (), group=1)])
+    assert (usage.span_s, usage.busy_s, usage.bubble) == (2.0, (2.0, 0.0), 0.5)
 
 
-@pytest.mark.parametrize("text", ["", "2", "spp", "pp2", "spp2tp2"])
+LAYOUTS = {
+    "spp2": ParallelConfig(spp=2),
+    "tp2": ParallelConfig(tp=2),
+    "tp2spp4": ParallelConfig(tp=2, spp=4),
+    "tp2·spp2": ParallelConfig(tp=2, spp=2),
+    "kvp2": ParallelConfig(kvp=2),
+    "kvp2spp2": ParallelConfig(kvp=2, spp=2),
+    "kvp2·tp2": ParallelConfig(kvp=2, tp=2),
+    "spp3xtp2xkvp4": ParallelConfig(kvp=4, spp=3, tp=2),
+}
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_layout_names(text: str) -> None:
+    assert parse_layout(text) == LAYOUTS[text]
+
+
+@pytest.mark.parametrize("text", ["", "2", "spp", "pp2", "spp2spp2", "kvp2x", "kvp2 tp2"])
 def test_other_layout_names_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"layout .*; accepted: for example spp2, tp2 or tp2spp2"):
+    with pytest.raises(ConfigError, match=r"layout .*; accepted: for example spp2, tp2, kvp2 or kvp2spp2"):
         parse_layout(text)
 
 

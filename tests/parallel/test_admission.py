@@ -175,7 +175,7 @@ def prepared(prompt: Any, **params: Any) -> Any:
         slo=None,
         limits=ModelLimits(256, 1 << 20),
         tokenizer=None,
-        scheduler=Scheduler(SchedulerConfig(), num_blocks=1 << 12, block_size=256),
+        scheduler=Scheduler(SchedulerConfig("sarathi"), num_blocks=1 << 12, block_size=256),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import medha.parallel.control as control
 from medha.batch import Batch, Extent, Row
+from medha.errors import PlanDivergenceError
 from medha.parallel.control import ControlReceiver, ControlSender, Message, decode, encode
 from tests.parallel.rendezvous import Group, Transport
 from tests.parallel.workers import WorkerPool
@@ -20,8 +22,8 @@ SMALL = st.integers(0, 2**30)
 BATCHES = st.builds(
     Batch,
     NUMBERS,
-    st.lists(st.builds(Row, NUMBERS, SMALL, SMALL, st.booleans(), st.booleans()), max_size=5).map(tuple),
-    st.lists(st.builds(Extent, NUMBERS, NUMBERS, NUMBERS), max_size=5).map(tuple),
+    st.lists(st.builds(Row, NUMBERS, SMALL, SMALL, st.booleans(), st.booleans(), SMALL, SMALL), max_size=5).map(tuple),
+    st.lists(st.builds(Extent, NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=5).map(tuple),
     st.lists(NUMBERS, max_size=5).map(tuple),
 )
 JSON = st.recursive(
@@ -34,22 +36,19 @@ MESSAGES = st.builds(
     st.sampled_from(control._KINDS),
     st.dictionaries(st.text(), JSON, max_size=3),
     st.none() | BATCHES,
-    st.integers(-1, 2**31 - 1),
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40).map(lambda ids: np.array(ids, np.int32)),
 )
 
 
 def same(a: Message, b: Message) -> bool:
     """Messages hold arrays, so they have no ``==``."""
-    return (a.kind, a.fields, a.batch, a.completed) == (b.kind, b.fields, b.batch, b.completed) and np.array_equal(
-        a.token_ids, b.token_ids
-    )
+    return (a.kind, a.fields, a.batch) == (b.kind, b.fields, b.batch) and np.array_equal(a.token_ids, b.token_ids)
 
 
 @given(MESSAGES)
 @example(Message("stop"))
 @example(Message("call", {"name": "é"}))
-@example(Message("batch", {}, Batch(0, ()), -1))
+@example(Message("batch", {}, Batch(0, ())))
 def test_round_trip(message: Message) -> None:
     ints = encode(message)
     assert ints.dtype == np.int32
@@ -89,11 +88,11 @@ def test_stream_in_frames(messages: list[Message], frame_ints: int, seed: int) -
 @settings(max_examples=300)
 @given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 9), max_size=30))
 def test_garbage_is_an_error_or_a_message(ints: list[int]) -> None:
-    """Whatever arrives, nothing but a ValueError comes of it, and nothing that does not encode to the same again."""
+    """Whatever arrives, only the two errors come of it, and nothing that does not encode to the same again."""
     array = np.array(ints, np.int32)
     try:
         message = decode(array)
-    except ValueError:
+    except (ValueError, PlanDivergenceError):
         return
     assert same(decode(encode(message)), message)
 
@@ -107,11 +106,34 @@ def test_a_cut_or_longer_message_is_an_error(message: Message, data: st.DataObje
             decode(wrong)
 
 
+@given(BATCHES, st.lists(st.integers(0, 99), max_size=9), st.data())
+def test_a_flipped_bit_in_the_batch_is_a_divergence(batch: Batch, ids: list[int], data: st.DataObject) -> None:
+    """Case D7: ranks of a tensor-parallel group would otherwise wait for each other with different shapes."""
+    ints = encode(Message("batch", {"open": []}, batch, np.array(ids, np.int32)))
+    size = len(batch.to_ints())
+    place = control._HEADER + data.draw(st.integers(0, size - 1))
+    ints[place] ^= np.int32(1 << data.draw(st.integers(0, 30)))
+    sent, arrived = (zlib.crc32(part.tobytes()) for part in (np.asarray(batch.to_ints()), ints[5 : 5 + size]))
+    with pytest.raises(PlanDivergenceError) as caught:
+        decode(ints)
+    assert str(caught.value) == (
+        f"batch {ints[5]}: rank 0 sent a plan with digest {sent:08x}, {arrived:08x} has arrived"
+    )
+
+
+@given(BATCHES, st.integers(0, 30))
+def test_a_flipped_bit_in_the_digest_is_a_divergence(batch: Batch, bit: int) -> None:
+    ints = encode(Message("batch", {}, batch))
+    ints[control._HEADER - 1] ^= np.int32(1 << bit)
+    with pytest.raises(PlanDivergenceError, match=rf"^batch {batch.batch_id}: rank 0 sent a plan with digest "):
+        decode(ints)
+
+
 @pytest.mark.parametrize("kind", [-1, len(control._KINDS)])
 def test_an_unknown_kind_is_named(kind: int) -> None:
     ints = encode(Message("stop"))
     ints[0] = kind
-    with pytest.raises(ValueError, match=rf"a control message with header \[{kind}, 0, 0, 0, -1\] has no known kind"):
+    with pytest.raises(ValueError, match=rf"a control message with header \[{kind}, 0, 0, 0, 0\] has no known kind"):
         decode(ints)
 
 

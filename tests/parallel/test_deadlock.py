@@ -214,6 +214,7 @@ def toy_runner(
 
 def toy_engine(runner: Any, workload: Workload, depth: int) -> Engine:
     scheduler = SchedulerConfig(
+        "sarathi",
         max_num_seqs=workload.max_num_seqs,
         max_batch_tokens=workload.max_batch_tokens,
         chunk_size=min(workload.chunk_size, workload.max_batch_tokens),

@@ -96,7 +96,10 @@ def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     [
         ({"tp": 4}, "tp=4 x spp=1 x kvp=1 is 4 ranks, and 2 were started; accepted: degrees whose product is 2"),
         ({}, "tp=1 x spp=1 x kvp=1 is 1 ranks, and 2 were started"),
-        ({"kvp": 2}, "kvp=2 is not implemented; accepted: 1"),
+        (
+            {"kvp": 2, "spp": 2},
+            "tp=1 x spp=2 x kvp=2 is 4 ranks, and 2 were started; accepted: degrees whose product is 2",
+        ),
         ({"tp": 2, "hf_overrides": {"intermediate_size": 97}}, "tp=2 does not divide"),
         ({"spp": 2, "hf_overrides": {"num_hidden_layers": 1}}, "spp=2 stages for 1 layers; accepted: 1 to 1"),
     ],
@@ -112,6 +115,18 @@ def test_layout_that_cannot_work(
     with capsys.disabled():
         print(f"\n  refused on every rank after {took_s:.1f} s: {answers[0][1]}")
     assert took_s < 5.0
+
+
+@pytest.mark.parametrize("tokens", [100, 9 * 256])
+def test_share_of_a_group_that_cannot_be(workers: WorkerPool, model: Path, tokens: int) -> None:
+    """No multiple of the block size, or more than the pool."""
+    answers = workers.run(refusal, 2, str(model), {"kvp": 2, "max_kv_per_group": tokens})
+    assert {(name, text) for name, text, _ in answers} == {
+        (
+            "ConfigError",
+            f"max_kv_per_group={tokens}; accepted: multiples of block_size=256 up to the pool's 2048 tokens",
+        )
+    }
 
 
 def test_no_torchrun_prints_the_command(model: Path) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,8 @@ class Node:
     def remove(self) -> None:
         """End what still runs here, then delete the namespace."""
         for pid in ip("netns", "pids", self.name).split():
-            os.kill(int(pid), signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
         for launcher in self.launchers:
             launcher.wait()
         ip("netns", "delete", self.name)
@@ -98,6 +99,7 @@ def _make_node(stack: ExitStack, folder: Path) -> Node:
     node = Node(f"medha-{uuid.uuid4().hex[:12]}", folder)
     ip("netns", "add", node.name)
     stack.callback(node.remove)
+    ip("netns", "exec", node.name, "true")  # to be in one may take more rights than to make it
     return node
 
 

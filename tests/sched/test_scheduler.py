@@ -25,7 +25,7 @@ class Play:
     def __init__(
         self, *, rows: int = 8, tokens: int = 16, chunk: int = 8, depth: int = 1, num_blocks: int = 16
     ) -> None:
-        config = SchedulerConfig(max_num_seqs=rows, max_batch_tokens=tokens, chunk_size=chunk, depth=depth)
+        config = SchedulerConfig("sarathi", max_num_seqs=rows, max_batch_tokens=tokens, chunk_size=chunk, depth=depth)
         self.sched = Scheduler(config, num_blocks=num_blocks, block_size=4)
         self.ends: dict[int, int] = {}
         self.cancelled: set[int] = set()
@@ -436,6 +436,7 @@ def loads(draw: st.DrawFn) -> Load:
         cancel = draw(st.none() | ticks)
         requests.append(Request(draw(st.integers(1, 40)), max_new, num_new, draw(ticks), cancel))
     config = SchedulerConfig(
+        "sarathi",
         max_num_seqs=draw(st.integers(1, 5)),
         max_batch_tokens=draw(st.integers(1, 20)),
         chunk_size=draw(st.integers(1, 16)),

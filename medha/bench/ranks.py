@@ -1,0 +1,132 @@
+"""What each rank of a benchmark's job runs: rank 0 does the work it is asked for line by line, the others follow.
+
+Each piece of work is one line of JSON on rank 0's standard input and one in answer. When the input ends the ranks end,
+each with a last line (:class:`medha.bench.job.LastWords`).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from medha.bench.held import Held, Meter, hold, run_steps
+from medha.bench.job import LastWords
+from medha.build import Role, build_role
+from medha.config import EngineConfig
+from medha.display import Display
+from medha.distributed import DrivingRunner
+from medha.engine import Engine
+from medha.request import SamplingParams
+from medha.runner import Runner
+from medha.timeline import RankRecords, encode_records
+
+
+def run_rank(engine: Mapping[str, Any], held: Mapping[str, Any] | None) -> None:
+    """What a process of a job does.
+
+    Args:
+        engine: flat names of :class:`EngineConfig`.
+        held: what the KV cache holds from the start; None for nothing.
+    """
+    config = EngineConfig.from_flat(**engine)
+    role = build_role(config)
+    runner = _own_runner(role)
+    meter = Meter()
+    if held is not None:
+        hold(runner, config.parallel, Held(**held))
+        meter.watch(runner)
+    if role.engine is not None:
+        _answer({"ready": True})
+        for line in sys.stdin:
+            request = json.loads(line)
+            _answer(_WORK[request.pop("work")](role, **request))
+    role.close()
+    kv_bytes = runner.tables.num_blocks * runner.cache.block_bytes
+    _answer(asdict(LastWords(tuple(meter.spans), kv_bytes, peak_memory_bytes())))
+
+
+def peak_memory_bytes() -> int:
+    """Most memory that this process has held resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _own_runner(role: Role) -> Runner:
+    """What runs batches on this rank itself."""
+    if role.follower is not None:
+        return role.follower._runner
+    runner = _engine(role).runner
+    if isinstance(runner, DrivingRunner):
+        return runner._runner
+    assert isinstance(runner, Runner), "one rank runs by itself"
+    return runner
+
+
+def _engine(role: Role) -> Engine:
+    assert role.engine is not None, "rank 0 has the engine"
+    return role.engine
+
+
+def _prefill(role: Role, *, prompt_len: int, seed: int) -> dict[str, Any]:
+    """Read a random prompt to its first token."""
+    engine = _engine(role)
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(0, role.limits.vocab_size, (prompt_len,), generator=generator).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    start = time.perf_counter()
+    engine.add_request("prefill", prompt, params)
+    while engine.has_unfinished:
+        engine.step()
+    return {"ttft_s": time.perf_counter() - start, "ranks": _records(engine)}
+
+
+def _steps(role: Role, *, held: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Run a number of equal steps over what the KV cache holds."""
+    engine = _engine(role)
+    groups = engine.scheduler.memory.num_groups
+    seconds = run_steps(engine.runner, Held(**held), num_groups=groups, vocab_size=role.limits.vocab_size, steps=steps)
+    return {"seconds": seconds, "ranks": _records(engine)}
+
+
+def _ask(role: Role, *, prompt: str, max_tokens: int, show_progress: bool) -> dict[str, Any]:
+    """Answer one prompt given as text."""
+    engine = _engine(role)
+    engine.add_request("document", prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    output = None
+    live = Console(stderr=True) if show_progress else None
+    with Display(engine, lines=None, live=live, num_requests=1) as display:
+        while engine.has_unfinished:
+            output = next((o for o in engine.step() if o.finished), output)
+            display.refresh()
+    assert output is not None, "the request ends"
+    return {"text": output.outputs[0].text or "", "ttft_s": output.metrics.ttft or 0.0}
+
+
+_WORK: dict[str, Callable[..., dict[str, Any]]] = {"prefill": _prefill, "steps": _steps, "ask": _ask}
+
+
+def _records(engine: Engine) -> list[str]:
+    """What each rank ran since the last call."""
+    runner = engine.runner
+    if isinstance(runner, DrivingRunner):
+        records = runner.gather_records()
+    else:
+        assert isinstance(runner, Runner), "one rank runs by itself"
+        records = [RankRecords(0, 0, 0, runner.recorder.take())]
+    return [encode_records(one).decode() for one in records]
+
+
+def _answer(value: Mapping[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    run_rank(**json.loads(sys.argv[1]))

@@ -1,0 +1,109 @@
+"""What running teaches about a prediction: a factor by kind of batch, and how far off predictions were.
+
+Fed by a stage's own busy time alone: waits for other stages say nothing about its cost.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["decode", "mixed", "prefill"]
+KINDS: tuple[Kind, ...] = ("decode", "mixed", "prefill")
+"""A batch of decodes alone, of decodes and chunks, of chunks alone."""
+
+_GAIN = 0.05
+"""Of the present observation once there are many: a slow-down is followed with a time constant of 20 steps."""
+_MAX_SURPRISE = 1.0
+"""Largest natural logarithm of the ratio that one observation may teach; a stall of a minute is no new speed."""
+_MAX_RATIO = 1e4
+"""Observations further than this from the uncorrected prediction, either way, are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFigures:
+    """Errors of predictions made before dispatch, as a share of the real time.
+
+    Attributes:
+        count: batches.
+        mean_abs: mean absolute error; 0.1 is 10 %.
+        mean_signed: mean error; above 0 where predictions are too long.
+    """
+
+    count: int
+    mean_abs: float
+    mean_signed: float
+
+
+class RunningError:
+    """Errors of predictions by kind, since the start."""
+
+    def __init__(self) -> None:
+        self._sums = {kind: [0, 0.0, 0.0] for kind in KINDS}
+
+    def add(self, kind: Kind, predicted_s: float, busy_s: float) -> None:
+        """Count one batch; both times are above 0."""
+        share = predicted_s / busy_s - 1.0
+        sums = self._sums[kind]
+        sums[0] += 1
+        sums[1] += abs(share)
+        sums[2] += share
+
+    def figures(self, kind: Kind | None = None) -> ErrorFigures:
+        """Of one kind, or of all batches; zeros before the first."""
+        chosen = list(self._sums.values()) if kind is None else [self._sums[kind]]
+        count, absolute, signed = (sum(column) for column in zip(*chosen, strict=True))
+        return ErrorFigures(int(count), absolute / max(count, 1), signed / max(count, 1))
+
+
+class Correction:
+    """One factor a kind, on every prediction.
+
+    The logarithm of the ratio of busy to uncorrected time is averaged: plainly over the first observations, then
+    exponentially. As the target does not contain the factor itself, batches in flight cause no feedback, and a change
+    of speed is approached from one side. A kind that has not been seen borrows the factor of the kind seen most.
+
+    Attributes:
+        num_ignored: observations that were not finite, not above 0 or absurd.
+        errors: of the predictions as they were made.
+    """
+
+    def __init__(self) -> None:
+        self.num_ignored = 0
+        self.errors = RunningError()
+        self._log = dict.fromkeys(KINDS, 0.0)
+        self._seen = dict.fromkeys(KINDS, 0)
+
+    def factor(self, kind: Kind) -> float:
+        """What predictions of a kind are multiplied by."""
+        source = kind if self._seen[kind] else max(KINDS, key=self._seen.__getitem__)
+        return math.exp(self._log[source])
+
+    def observe(self, kind: Kind, predicted_s: float, busy_s: float, *, factor: float | None = None) -> bool:
+        """Learn from one batch.
+
+        Args:
+            kind: what was in it.
+            predicted_s: as predicted before dispatch, corrected.
+            busy_s: what the stage took, waits excluded.
+            factor: the correction within ``predicted_s``; None is the present one, which is right where the batch was
+                predicted after the last observation.
+
+        Returns:
+            False if the observation was ignored (and counted).
+        """
+        within = self.factor(kind) if factor is None else factor
+        if not all(math.isfinite(value) and value > 0 for value in (predicted_s, busy_s, within)):
+            self.num_ignored += 1
+            return False
+        target = math.log(busy_s) - math.log(predicted_s) + math.log(within)
+        if abs(target) > math.log(_MAX_RATIO):
+            self.num_ignored += 1
+            return False
+        self.errors.add(kind, predicted_s, busy_s)
+        start = math.log(self.factor(kind))
+        surprise = min(max(target - start, -_MAX_SURPRISE), _MAX_SURPRISE)
+        self._seen[kind] += 1
+        self._log[kind] = start + max(_GAIN, 1.0 / self._seen[kind]) * surprise
+        return True

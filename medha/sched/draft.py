@@ -1,0 +1,173 @@
+"""A batch while it is filled: the rows so far, the tokens each group may still get, and the memory they take.
+
+A packer says who is next and how many tokens it may get; what bounds a row otherwise (tokens of a batch, the end of a
+shard, KV memory, the number of running requests) is checked here, the same for every packer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from medha.batch import Extent, Row
+from medha.config import SchedulerConfig
+from medha.sched.balancer import choose_group, pending_work, prefill_work
+from medha.sched.memory import KVMemory
+from medha.sched.predictor import Work
+from medha.sched.queue import Queue, State
+
+SizeFn = Callable[[int, int, int], int]
+"""(first group, number of groups, most tokens that may be) -> tokens of a chunk, 0 for none."""
+
+
+class Packer(Protocol):
+    """Fills a batch."""
+
+    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+        """Add rows to ``draft``."""
+        ...
+
+
+class Draft:
+    """A batch that is being filled.
+
+    Args:
+        config: budgets.
+        queue: the requests.
+        memory: the KV pools.
+        depth: batches in flight at most.
+        now_s: time.
+
+    Attributes:
+        rows, extents: so far.
+        tokens_left: tokens that each group may still get.
+        has_chunk: whether a group has a prefill chunk.
+        no_memory: slots of prefills that were refused for want of memory.
+    """
+
+    def __init__(self, config: SchedulerConfig, queue: Queue, memory: KVMemory, *, depth: int, now_s: float) -> None:
+        self.config = config
+        self.memory = memory
+        self.now_s = now_s
+        self.rows: list[Row] = []
+        self.extents: list[Extent] = []
+        self.tokens_left = [config.max_batch_tokens] * memory.num_groups
+        self.has_chunk = [False] * memory.num_groups
+        self.no_memory: list[int] = []
+        self._queue = queue
+        self._depth = depth
+
+    def add_decodes(self) -> None:
+        """One row for each request whose next token can be computed, dealt over the batches in flight."""
+        decoding = self._queue.decoding.values()
+        if self.memory.num_groups == 1:
+            share = min(-(-len(decoding) // self._depth), self.tokens_left[0])
+            ready = [state for state in decoding if state.can_decode][:share]
+            for state in ready:
+                self._send(state, Row(state.head.slot, state.num_scheduled_tokens, 1, True, True))
+            return
+        placed = [(state, *self.memory.place(state.slot, state.num_scheduled_tokens)) for state in decoding]
+        num_decoding = [0] * self.memory.num_groups
+        for _, first, count in placed:
+            for group in range(first, first + count):
+                num_decoding[group] += 1
+        shares = [min(-(-n // self._depth), left) for n, left in zip(num_decoding, self.tokens_left, strict=True)]
+        for state, first, count in placed:
+            groups = range(first, first + count)
+            if state.can_decode and all(shares[group] > 0 for group in groups):
+                for group in groups:
+                    shares[group] -= 1
+                self._send(state, Row(state.slot, state.num_scheduled_tokens, 1, True, True, first, count))
+
+    def add_chunk(self, state: State, size: SizeFn) -> int:
+        """Give a prefill a chunk, on the groups where it lies or, for its first one, where it is bound to.
+
+        Args:
+            state: with prompt tokens left.
+            size: asked once for each place that comes into question.
+
+        Returns:
+            Tokens of the chunk; 0 if it was refused.
+        """
+        return self._continue(state, size) if state.has_started else self._start(state, size)
+
+    def works(self, group: int) -> tuple[list[Work], list[Work]]:
+        """Decodes and chunks that a group has by now, as the predictor wants them."""
+        decodes: list[Work] = []
+        chunks: list[Work] = []
+        for row in self.rows:
+            if row.concerns(group):
+                kv = self.memory.kv_before(row.slot, row.position, group)
+                work = Work(row.q_len, kv, row.is_decode, row.run if row.is_shared else None, row.samples)
+                (decodes if row.is_decode else chunks).append(work)
+        return decodes, chunks
+
+    def _continue(self, state: State, size: SizeFn) -> int:
+        position = state.num_scheduled_tokens
+        first, count = self.memory.place(state.slot, position)
+        most = min(self._most(state, first, count), self.memory.room(state.slot, position))
+        q_len = min(most, size(first, count, most)) if most > 0 else 0
+        if q_len <= 0:
+            return 0
+        row = self._chunk_row(state, q_len, first, count)
+        if not self.memory.can_take(row):
+            self.no_memory.append(state.slot)
+            return 0
+        self._send(state, row)
+        return q_len
+
+    def _start(self, state: State, size: SizeFn) -> int:
+        if len(self._queue.running) >= self.config.max_num_seqs:
+            return 0
+        num_tokens = state.head.num_kv_tokens
+        firsts = self.memory.first_groups(num_tokens)
+        sizes: dict[int, int] = {}
+        for first in firsts:
+            most = min(self._most(state, first, 1), self.memory.max_kv_per_group)
+            sizes[first] = min(most, size(first, 1, most)) if most > 0 else 0
+        open_firsts = [first for first in firsts if sizes[first] > 0]
+
+        def has_memory(first: int) -> bool:
+            row = self._chunk_row(state, sizes[first], first, 1)
+            return self.memory.can_start(first, num_tokens, row.kv_len, set_aside=row.samples)
+
+        width = self.memory.num_groups - firsts[-1]
+        chosen = choose_group(self._pending(), width, open_firsts, has_memory)
+        if chosen is None:
+            if open_firsts:
+                self.no_memory.append(state.slot)
+            return 0
+        self._queue.start(state)
+        self.memory.start(state.slot, chosen, num_tokens)
+        self._send(state, self._chunk_row(state, sizes[chosen], chosen, 1))
+        return sizes[chosen]
+
+    def _pending(self) -> Sequence[float]:
+        """Prefill work of each group that is not yet scheduled."""
+        if self.memory.num_groups == 1:
+            return (0.0,)
+        return pending_work(
+            self.memory.num_groups,
+            (
+                (*self.memory.run(s.slot), prefill_work(s.num_scheduled_tokens, s.head.num_prompt_tokens))
+                for s in self._queue.prefills()
+            ),
+        )
+
+    def _most(self, state: State, first: int, count: int) -> int:
+        """Tokens of a request's next chunk within the budgets of its groups."""
+        most = min(state.num_left, *self.tokens_left[first : first + count])
+        return most if self.config.chunk_size is None else min(most, self.config.chunk_size)
+
+    def _chunk_row(self, state: State, q_len: int, first: int, count: int) -> Row:
+        position = state.num_scheduled_tokens
+        return Row(state.slot, position, q_len, False, q_len == state.num_left, first, count)
+
+    def _send(self, state: State, row: Row) -> None:
+        """Put a row into the batch, count it as scheduled and allocate the blocks it fills."""
+        self.rows.append(row)
+        self.extents += self.memory.take(row)
+        self._queue.sent(state, row, self.now_s)
+        for group in range(row.group, row.holder + 1):
+            self.tokens_left[group] -= row.q_len
+            self.has_chunk[group] |= not row.is_decode

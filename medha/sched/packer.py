@@ -1,0 +1,292 @@
+"""Batch packing under a time budget: Algorithms 1 and 2 of arXiv:2409.17264v5, with the guard of a share for the late.
+
+Decodes first, their predicted time counted; then prefills in the policy's order, each with the largest chunk that fits
+the budget. Chunks shrink as KV grows because the same budget holds fewer tokens: adaptive chunking needs no rule of its
+own. With KV parallelism every group has a budget, and a chunk that lies on several takes the least that any leaves.
+
+Departures from the paper, and why:
+
+- Algorithm 2 read literally lets every request yield a share of the budget, also the short ones it is yielded to. Here
+  only a long prefill yields, and only while a short one waits.
+- It yields a share of the whole budget, decodes included; here of what the decodes leave.
+- A request that is refused (a second long one, no memory, no time) does not block those behind it.
+- Where decodes alone, or a deep KV cache, leave no room for an efficient chunk, the first prefill of a group gets the
+  least efficient one all the same, and the batch is counted in ``num_over_budget``: else nothing would ever be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from medha.config import SchedulerConfig
+from medha.sched.correction import Kind
+from medha.sched.draft import Draft
+from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
+from medha.sched.policy import Columns, Ranking, load_policy, order, relative_slack
+from medha.sched.predictor import Predictor, Tick
+from medha.sched.queue import Queue, State
+
+# Requests of the order that are looked at first, and refusals after which a batch that has something is not filled up.
+_FIRST = 64
+_MAX_REFUSALS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a batch was predicted to take, before it was sent.
+
+    Attributes:
+        kind: what it consists of, on the group that takes longest.
+        seconds: busy seconds of the slowest stage of that group.
+        factor: the correction within ``seconds``.
+        budget_s: what the batch was to take at most.
+    """
+
+    kind: Kind
+    seconds: float
+    factor: float
+    budget_s: float
+
+
+@dataclass(slots=True)
+class _GroupTime:
+    """Time of one group in the batch that is being filled.
+
+    Attributes:
+        tick: what is in it, predicted.
+        budget_s: for the whole batch.
+        limit_s: what the present phase may fill.
+        decodes_s: what the decodes take.
+        has_long: whether a long prefill is in it.
+    """
+
+    tick: Tick
+    budget_s: float
+    limit_s: float
+    decodes_s: float
+    has_long: bool = False
+
+    @property
+    def prefill_s(self) -> float:
+        """The budget that the decodes leave."""
+        return max(0.0, self.budget_s - self.decodes_s)
+
+
+@dataclass(slots=True)
+class MedhaPacker:
+    """The paper's packer.
+
+    Args:
+        config: policy, budgets, shares.
+        predictor: of the slowest stage of a group.
+        depth: batches in flight at most: a decode returns every so many.
+
+    Attributes:
+        predictions: of the batch filled last, None if it is empty.
+        num_over_budget: batches with a chunk beyond their budget.
+    """
+
+    config: SchedulerConfig
+    predictor: Predictor
+    depth: int
+    prediction: Prediction | None = None
+    num_over_budget: int = 0
+    _ranking: Ranking = field(init=False)
+    _owed_s: list[float] = field(default_factory=list)
+    _groups: list[_GroupTime] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ranking = load_policy(self.config.policy)
+
+    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+        """See :meth:`medha.sched.draft.Packer.fill`."""
+        draft.add_decodes()
+        self._groups = [self._group_time(queue, draft, group) for group in range(draft.memory.num_groups)]
+        if queue.num_prefills:
+            columns = queue.columns(self.predictor.factor("mixed" if draft.rows else "prefill"))
+            rho = _Slack(self.config, columns, queue, now_s)
+            self._serve_guarded(queue, draft, columns, rho)
+            for group in self._groups:
+                group.limit_s = group.budget_s
+            self._serve_in_order(queue, draft, columns, rho)
+        self._note(draft)
+
+    # -- phases ------------------------------------------------------------------------------------------------------
+
+    def _serve_guarded(self, queue: Queue, draft: Draft, columns: Columns, rho: _Slack) -> None:
+        """Those that the policy has passed over get their share first, in order of arrival."""
+        share = self.config.late_share
+        if not share:
+            return
+        queue.guarded[:] = is_guarded(
+            columns,
+            draft.now_s,
+            last_chunk_s=queue.last_chunk_s,
+            was_guarded=queue.guarded,
+            patience_s=self.config.patience_s,
+        )
+        if not queue.guarded.any():
+            self._owed_s = []
+            return
+        owed = self._owed_s or [0.0] * len(self._groups)
+        limits = [
+            guard_limit_s(group.prefill_s, late_share=share, owed_s=owed_s)
+            for group, owed_s in zip(self._groups, owed, strict=True)
+        ]
+        for group, limit in zip(self._groups, limits, strict=True):
+            group.limit_s = group.decodes_s + limit
+        rows = guarded_rows(columns, queue.guarded, slots=queue.slots, first=_FIRST)
+        self._serve([queue.state_of_row(row) for row in rows.tolist()], draft, rho, may_exceed=False)
+        self._owed_s = [
+            owed_after_s(limit, given_s=group.tick.seconds - group.decodes_s, any_left=True)
+            for group, limit in zip(self._groups, limits, strict=True)
+        ]
+
+    def _serve_in_order(self, queue: Queue, draft: Draft, columns: Columns, rho: _Slack) -> None:
+        """Everybody in the policy's order; the order is taken before rows are removed from the columns."""
+        slots = queue.slots.copy()
+        most = len(slots)
+        states = [queue.state_of_row(row) for row in range(most)] if most <= _FIRST else None
+        rows = order(self._ranking, columns, slots=slots, now_s=draft.now_s, first=_FIRST)
+        first = [queue.state_of_row(row) if states is None else states[row] for row in rows.tolist()]
+        is_done = self._serve(first, draft, rho, may_exceed=True)
+        if is_done or most <= _FIRST:
+            return
+        # Rare: the first ones were refused and there is room left. The rows have moved since, so the order is new.
+        columns = queue.columns(1.0)
+        rows = order(self._ranking, columns, slots=queue.slots, now_s=draft.now_s)
+        rest = [queue.state_of_row(row) for row in rows.tolist()]
+        seen = {state.slot for state in first}
+        self._serve([state for state in rest if state.slot not in seen], draft, rho, may_exceed=True)
+
+    def _serve(self, states: Iterable[State], draft: Draft, rho: _Slack, *, may_exceed: bool) -> bool:
+        """Give chunks to requests in turn; whether no group can take more."""
+        num_refused = 0
+        for state in states:
+            if not self._has_room(draft, may_exceed=may_exceed):
+                return True
+            if num_refused >= _MAX_REFUSALS and draft.rows:
+                return True
+            if state.ended or not state.prefilling or self._in_batch(state, draft):
+                continue
+            num_refused += not self._give(state, draft, rho, may_exceed=may_exceed)
+        return not self._has_room(draft, may_exceed=may_exceed)
+
+    # -- one request -------------------------------------------------------------------------------------------------
+
+    def _give(self, state: State, draft: Draft, rho: _Slack, *, may_exceed: bool) -> bool:
+        """Try to put a chunk of a request into the batch."""
+        is_long = state.head.num_prompt_tokens >= self.config.long_threshold
+        share = rho.yielded(state) if is_long else 0.0
+        beyond = False
+
+        def size(first: int, count: int, most: int) -> int:
+            nonlocal beyond
+            groups = self._groups[first : first + count]
+            if is_long and any(group.has_long for group in groups):
+                return 0
+            tokens = self._fitting(state, draft, first, count, most, share)
+            if tokens == most or tokens >= self.config.min_chunk:
+                return tokens
+            beyond = may_exceed and not any(draft.has_chunk[first : first + count])
+            return min(self.config.min_chunk, most) if beyond else 0
+
+        position = state.num_scheduled_tokens
+        if not draft.add_chunk(state, size):
+            return False
+        row = draft.rows[-1]
+        for group in range(row.group, row.holder + 1):
+            kv = draft.memory.kv_before(state.slot, position, group)
+            self._groups[group].tick.add(
+                row.q_len, kv, run=row.run if row.is_shared else None, samples=row.samples and group == row.group
+            )
+            self._groups[group].has_long |= is_long
+        self.num_over_budget += beyond
+        return True
+
+    def _fitting(self, state: State, draft: Draft, first: int, count: int, most: int, share: float) -> int:
+        """The most tokens that fit the time of each group; ``share`` of it is left to others."""
+        tokens = most
+        run = (first, first + count - 1) if count > 1 else None
+        for index in range(first, first + count):
+            group = self._groups[index]
+            started = state.has_started
+            kv = draft.memory.kv_before(state.slot, state.num_scheduled_tokens, index) if started else 0
+            limit_s = group.decodes_s + (group.limit_s - group.decodes_s) * (1.0 - share)
+            tokens = min(
+                tokens,
+                group.tick.largest_chunk(
+                    kv,
+                    limit_s,
+                    tokens,
+                    self.config.chunk_granularity,
+                    run=run,
+                    samples=tokens == state.num_left and index == first,
+                ),
+            )
+            if tokens == 0:
+                break
+        return tokens
+
+    @staticmethod
+    def _in_batch(state: State, draft: Draft) -> bool:
+        """Whether a request has a chunk in this batch already (as a guarded one)."""
+        return any(row.slot == state.slot and not row.is_decode for row in draft.rows[-_FIRST:])
+
+    def _has_room(self, draft: Draft, *, may_exceed: bool) -> bool:
+        """Whether some group can take a chunk more."""
+        for group, left, has_chunk in zip(self._groups, draft.tokens_left, draft.has_chunk, strict=True):
+            if left > 0 and ((may_exceed and not has_chunk) or group.tick.largest_chunk(0, group.limit_s, 1) > 0):
+                return True
+        return False
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def _group_time(self, queue: Queue, draft: Draft, group: int) -> _GroupTime:
+        decodes, _ = draft.works(group)
+        tick = self.predictor.tick(decodes)
+        budget_s = self._budget_s(queue, draft, group)
+        return _GroupTime(tick, budget_s, budget_s, tick.seconds)
+
+    def _budget_s(self, queue: Queue, draft: Draft, group: int) -> float:
+        """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the preemption quantum.
+
+        A decode returns with every batch in flight, so it may take a depth-th of the TPOT.
+        """
+        if self.config.t_target_s is not None:
+            return self.config.t_target_s
+        tightest = self.config.quantum_s * self.depth
+        for state in queue.decoding.values():
+            slo = state.head.slo
+            if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
+                first, count = draft.memory.run(state.slot)
+                if first <= group < first + count:
+                    tightest = slo.tpot_s
+        return tightest / self.depth
+
+    def _note(self, draft: Draft) -> None:
+        """Keep the prediction of the batch."""
+        if not draft.rows:
+            self.prediction = None
+            return
+        slowest = max(self._groups, key=lambda group: group.tick.seconds)
+        tick = slowest.tick
+        self.prediction = Prediction(tick.kind, tick.seconds, tick.factor, slowest.budget_s)
+
+
+class _Slack:
+    """How much of the budget a long prefill leaves to short ones (Algorithm 2, space sharing)."""
+
+    def __init__(self, config: SchedulerConfig, columns: Columns, queue: Queue, now_s: float) -> None:
+        self._rho_max = config.rho_max
+        self._queue = queue
+        self._has_short = bool(config.rho_max) and bool((columns.num_prompt_tokens < config.long_threshold).any())
+        if self._has_short:
+            rho = relative_slack(columns, now_s)
+            is_long = columns.num_prompt_tokens >= config.long_threshold
+            self._rho = dict(zip(queue.slots[is_long].tolist(), rho[is_long].tolist(), strict=True))
+
+    def yielded(self, state: State) -> float:
+        """The share of the time after decodes that a long request yields."""
+        return min(self._rho_max, max(0.0, self._rho.get(state.slot, 0.0))) if self._has_short else 0.0

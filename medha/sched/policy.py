@@ -1,0 +1,343 @@
+"""Who goes first: the policies, smallest key first, and the order that follows from one.
+
+A policy is a function of read-only columns (one row a waiting or partly read request) and the time. Keys are computed
+anew at each step, so no order is ever stale: keys of different requests change at different rates. What becomes of the
+order (chunks, budgets, space sharing) is the packer's; who is served against the order is :mod:`medha.sched.guard`'s.
+
+Source: arXiv:2409.17264, v5 section 4.1 (FCFS, EDF, LRS, LARS) and v4 eq. 7 (ILRS). Under overload by short requests
+LARS, too, starves a long one: the slack of a late short request falls faster, relative to its work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medha.errors import ConfigError, PolicyError
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+
+# Shorter works and deadlines count as this long where something is divided by them.
+SHORTEST_S = 1e-9
+# An error names at most so many requests.
+MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What a policy sees: one row a request whose prefill is not done. Arrays are 1-D, equally long, read-only views.
+
+    A policy reads them during the call; the arrays behind the views change later.
+
+    Attributes:
+        arrival_s: when it arrived, seconds of the scheduler's clock.
+        deadline_s: seconds from arrival to when its first token is due (a length, as in the paper), above 0; inf is
+            no deadline.
+        work_total_s: predicted seconds of its whole prefill, at least 0.
+        work_left_s: predicted seconds of the part not yet scheduled; tokens in flight count as done.
+        num_prompt_tokens: length of its prompt.
+        num_computed_tokens: prompt tokens that are done in every stage.
+        priority: class; 0 realtime, 1 high, 2 normal, 3 low.
+
+    Raises:
+        ValueError: an array has another dtype, rank or length than it must.
+    """
+
+    arrival_s: Floats
+    deadline_s: Floats
+    work_total_s: Floats
+    work_left_s: Floats
+    num_prompt_tokens: Ints
+    num_computed_tokens: Ints
+    priority: Ints
+
+    def __post_init__(self) -> None:
+        for name in COLUMN_NAMES:
+            column = getattr(self, name)
+            dtype = np.float64 if name.endswith("_s") else np.int64
+            if column.dtype != dtype or column.shape != (len(self),):
+                raise ValueError(
+                    f"column {name} is {_kind(column)}; accepted: {dtype.__name__} of shape ({len(self)},)"
+                )
+            view = column.view()
+            view.flags.writeable = False
+            object.__setattr__(self, name, view)
+
+    def __len__(self) -> int:
+        return self.arrival_s.size
+
+    def rows(self, start: int, stop: int) -> Columns:
+        """The requests ``start`` to ``stop - 1``."""
+        return Columns(*(getattr(self, name)[start:stop] for name in COLUMN_NAMES))
+
+
+COLUMN_NAMES = tuple(field.name for field in dataclasses.fields(Columns))
+
+# A key for each request at a time in seconds; the smallest is served first, and inf is last.
+Policy: TypeAlias = Callable[[Columns, float], Floats]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The policies
+
+
+def slack(columns: Columns, now_s: float) -> Floats:
+    """Seconds that each request can still wait and be in time: deadline less now less work left (v5 section 4.1)."""
+    return columns.arrival_s + columns.deadline_s - now_s - columns.work_left_s
+
+
+def relative_slack(columns: Columns, now_s: float) -> Floats:
+    """Slack per second of total work: the paper's rho (v5 section 4.1), which also steers space sharing (Algorithm 2).
+
+    Below 0 for a request that cannot be in time. A work of 0 counts as one of 1 ns.
+    """
+    with np.errstate(over="ignore"):  # a huge deadline over a tiny work is inf, which is a key
+        return slack(columns, now_s) / np.maximum(columns.work_total_s, SHORTEST_S)
+
+
+def fcfs(columns: Columns, now_s: float) -> Floats:
+    """First come, first served: by arrival (v5 section 4.1, the first straw man)."""
+    return columns.arrival_s
+
+
+def sjf(columns: Columns, now_s: float) -> Floats:
+    """Shortest job first: by total work, seconds (classical; not in the paper)."""
+    return columns.work_total_s
+
+
+def srpt(columns: Columns, now_s: float) -> Floats:
+    """Shortest remaining processing time first: by work left, seconds (classical; not in the paper)."""
+    return columns.work_left_s
+
+
+def edf(columns: Columns, now_s: float) -> Floats:
+    """Earliest deadline first: by the time at which the deadline falls (v5 section 4.1, the second straw man)."""
+    return columns.arrival_s + columns.deadline_s
+
+
+def lrs(columns: Columns, now_s: float) -> Floats:
+    """Least remaining slack first, in seconds (v5 section 4.1, before it is made relative)."""
+    return slack(columns, now_s)
+
+
+def ilrs(columns: Columns, now_s: float) -> Floats:
+    """Least slack first, as a fraction of the deadline's length (v4 eq. 7).
+
+    Written as 1 - (waited + work left) / deadline: the same number, and 1 where there is no deadline.
+    """
+    spent_s = now_s - columns.arrival_s + columns.work_left_s
+    return 1.0 - spent_s / np.maximum(columns.deadline_s, SHORTEST_S)
+
+
+def lars(columns: Columns, now_s: float) -> Floats:
+    """Length-aware relative slack: least slack over total work first (v5 section 4.1)."""
+    return relative_slack(columns, now_s)
+
+
+BUILT_IN: MappingProxyType[str, Policy] = MappingProxyType(
+    {"fcfs": fcfs, "sjf": sjf, "srpt": srpt, "edf": edf, "lrs": lrs, "ilrs": ilrs, "lars": lars}
+)
+DEFAULT_POLICY = "lars"
+CLASS_FIRST = "priority"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """A policy under its name.
+
+    Attributes:
+        name: for messages and reports.
+        key: the policy.
+        by_class: whether the priority class goes before the key (classes are not in the paper).
+    """
+
+    name: str
+    key: Policy
+    by_class: bool = False
+
+
+def order(
+    ranking: Ranking, columns: Columns, *, slots: Ints, now_s: float, first: int | None = None
+) -> NDArray[np.intp]:
+    """Rows of ``columns`` by key (before it the class, if the ranking says so), ties by arrival, then slot.
+
+    Args:
+        ranking: the policy; the smallest key is first.
+        columns: the requests.
+        slots: their ids, in the same order.
+        now_s: time, seconds of the scheduler's clock.
+        first: how many rows are wanted; None is all. A few of many are found without sorting all.
+
+    Returns:
+        Row numbers, the first to be served first.
+
+    Raises:
+        PolicyError: the policy raised, or returned something else than a number for each request.
+    """
+    if len(columns) == 0:
+        return np.empty(0, np.intp)
+    try:
+        keys = _keys(ranking.key, columns, now_s)
+    except Exception as error:
+        rows = _culprits(ranking.key, columns, now_s)
+        fault = f"{type(error).__name__}: {error}"
+        raise _policy_error(ranking.name, fault, slots[rows.start : rows.stop]) from error
+    is_nan = np.isnan(keys)
+    if is_nan.any():
+        raise _policy_error(ranking.name, "the key is NaN", slots[is_nan])
+    by = (keys, columns.arrival_s, slots)
+    return sort_rows((columns.priority, *by) if ranking.by_class else by, first=first)
+
+
+def sort_rows(by: Sequence[Floats | Ints], *, first: int | None = None) -> NDArray[np.intp]:
+    """Row numbers in ascending order of ``by``, the most significant column first; no value is NaN.
+
+    Args:
+        by: columns of equal length.
+        first: how many rows are wanted; None is all.
+    """
+    if first is None:
+        return _sort_all(by)
+    rows = _head(np.arange(by[0].size), by, first)
+    return rows[_sort_all([column[rows] for column in by])]
+
+
+def _head(rows: NDArray[np.intp], by: Sequence[Floats | Ints], count: int) -> NDArray[np.intp]:
+    """The ``count`` first of ``rows`` in ascending order of ``by``, themselves in any order."""
+    if count <= 0 or count >= rows.size or not by:
+        return rows[: max(count, 0)]
+    values = by[0][rows]
+    last = np.partition(values, count - 1)[count - 1]
+    before = rows[values < last]
+    return np.concatenate((before, _head(rows[values == last], by[1:], count - before.size)))
+
+
+def _sort_all(by: Sequence[Floats | Ints]) -> NDArray[np.intp]:
+    """Row numbers in ascending order of ``by``. Sorts by the first column alone first: ties are few as a rule."""
+    rows = np.argsort(by[0])
+    is_tie = by[0][rows[1:]] == by[0][rows[:-1]]
+    if is_tie.any():
+        tied = np.flatnonzero(np.append(is_tie, False) | np.insert(is_tie, 0, False))
+        group = rows[tied]
+        rows[tied] = group[np.lexsort([column[group] for column in reversed(by)])]
+    return rows
+
+
+def _keys(policy: Policy, columns: Columns, now_s: float) -> Floats:
+    """The policy's keys, checked in all but NaN.
+
+    Raises:
+        TypeError: not a float64 array with one number a request.
+        Exception: whatever the policy raises.
+    """
+    keys: Any = policy(columns, now_s)
+    if not isinstance(keys, np.ndarray) or keys.dtype != np.float64 or keys.shape != (len(columns),):
+        raise TypeError(f"returned {_kind(keys)}; accepted: float64 of shape ({len(columns)},)")
+    return keys
+
+
+def _culprits(policy: Policy, columns: Columns, now_s: float) -> range:
+    """The smallest run of rows found, by halving, on which the policy alone fails: as a rule a single request."""
+    rows = range(len(columns))
+    while len(rows) > 1:
+        halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        failing = [half for half in halves if _fails(policy, columns.rows(half.start, half.stop), now_s)]
+        if not failing:
+            break
+        rows = failing[0]
+    return rows
+
+
+def _fails(policy: Policy, columns: Columns, now_s: float) -> bool:
+    try:
+        _keys(policy, columns, now_s)
+    except Exception:  # the one being traced; the caller raises the first
+        return True
+    return False
+
+
+def _policy_error(name: str, fault: str, slots: Ints) -> PolicyError:
+    named = ", ".join(str(slot) for slot in slots[:MAX_NAMED])
+    more = f" and {len(slots) - MAX_NAMED} more" if len(slots) > MAX_NAMED else ""
+    noun = "slot" if len(slots) == 1 else "slots"
+    slot = int(slots[0]) if len(slots) == 1 else None
+    return PolicyError(f"policy {name}: {fault} (request in {noun} {named}{more})", policy=name, slot=slot)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} of shape {value.shape}"
+    return type(value).__name__
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By name
+
+
+def load_policy(spec: str | Policy) -> Ranking:
+    """The policy that a user asks for.
+
+    Args:
+        spec: a built-in name; ``priority`` (class first, then LARS) or ``priority:SPEC`` (class first, then another);
+            ``package.module:name``; or the function itself.
+
+    Raises:
+        ConfigError: the name is unknown, the module cannot be imported, or what it names is no function.
+    """
+    if not isinstance(spec, str):
+        if not callable(spec):
+            raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}, or a function of (columns, now_s)")
+        return Ranking(_function_name(spec), spec)
+    if spec in BUILT_IN:
+        return Ranking(spec, BUILT_IN[spec])
+    head, colon, rest = spec.partition(":")
+    if head == CLASS_FIRST:
+        return _load_class_first(rest if colon else DEFAULT_POLICY)
+    if colon:
+        return Ranking(spec, _import_policy(spec, module_name=head, function_name=rest))
+    near = difflib.get_close_matches(spec.lower(), [*BUILT_IN, CLASS_FIRST], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}{hint}")
+
+
+def _load_class_first(inner_spec: str) -> Ranking:
+    inner = load_policy(inner_spec)
+    if inner.by_class:
+        raise ConfigError(f"policy='{CLASS_FIRST}:{inner_spec}'; accepted: {CLASS_FIRST} once")
+    return Ranking(f"{CLASS_FIRST}:{inner.name}", inner.key, by_class=True)
+
+
+def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy:
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(f"policy={spec!r}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+    policy: Policy | None = getattr(module, function_name, None)
+    if not callable(policy):
+        functions = [name for name, value in vars(module).items() if callable(value)]
+        near = difflib.get_close_matches(function_name, functions, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"policy={spec!r}: {module_name} has no function {function_name!r}{hint}")
+    return policy
+
+
+def _function_name(policy: Policy) -> str:
+    name = getattr(policy, "__qualname__", type(policy).__qualname__)
+    return f"{getattr(policy, '__module__', '?')}:{name}"
+
+
+def _accepted() -> str:
+    return f"{', '.join(sorted(BUILT_IN))}, {CLASS_FIRST}, {CLASS_FIRST}:NAME or package.module:name"

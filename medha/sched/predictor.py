@@ -1,0 +1,398 @@
+"""Busy seconds of one stage of one group for a batch, before it runs.
+
+The packer (Algorithms 1 and 2 of arXiv:2409.17264v5) searches for the largest chunk that fits a time budget. Here the
+form is inverted instead of probed: attention depends on the chunk through its number of query tiles alone, so the tile
+is found in a table, and within the tile the linear layers' curve is inverted. Everything is non-decreasing in tokens
+and in KV, and affine in KV, so that 10M tokens are predicted by the same line as 16K.
+
+Coefficients are the affair of :mod:`medha.sched.coefficients`, learning while running that of
+:mod:`medha.sched.correction`. Work left of a whole prompt (Algorithm 3) is :mod:`medha.sched.prefill_time`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medha.sched.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link
+from medha.sched.correction import Correction, Kind
+
+MIN_SECONDS = 1e-6
+"""No batch is predicted to take less."""
+_MAX_TILES = 1 << 15
+_ROUNDING = 1 - 1e-12
+"""Share of a budget that is used, so that what is found fits when it is predicted again."""
+
+Run = tuple[int, int]
+Floats = NDArray[np.float64]
+
+
+class Work(NamedTuple):
+    """One row of a batch as a group sees it.
+
+    Attributes:
+        q_len: query tokens, at least 1.
+        kv_before: tokens cached before them on this group.
+        is_decode: a decode, otherwise a chunk of a prompt.
+        run: first and last group of a request spread over several; None where this group holds all of it. A group
+            that holds earlier KV only is charged the causal part as well, at most a chunk too much.
+        samples: a chunk that ends its prompt, so that the head runs on it; a decode always samples.
+    """
+
+    q_len: int
+    kv_before: int
+    is_decode: bool
+    run: Run | None = None
+    samples: bool = False
+
+
+class Predictor:
+    """Predicts one stage, and corrects itself.
+
+    Args:
+        coefficients: of the stage.
+        max_tokens: query tokens of a batch at most; sizes the tables.
+        correction: shared with another predictor, or None for one that starts at factor 1.
+    """
+
+    def __init__(
+        self, coefficients: Coefficients, *, max_tokens: int = 16384, correction: Correction | None = None
+    ) -> None:
+        self.coefficients = coefficients
+        self.max_tokens = max_tokens
+        self.correction = correction or Correction()
+        self._line = _Line(coefficients.linear, (coefficients.tp, coefficients.spp))
+        self._tiles = _Tiles(coefficients.chunks, max_tokens)
+        self._head = None if coefficients.head is None else _Line(coefficients.head)
+
+    def tick(self, decodes: Sequence[Work] = ()) -> Tick:
+        """A batch of these decodes, to which chunks can be added."""
+        return Tick(self, decodes)
+
+    def predict(self, rows: Sequence[Work]) -> float:
+        """Corrected seconds of a batch; 0.0 for no rows."""
+        tick = self.tick([row for row in rows if row.is_decode])
+        for row in rows:
+            if not row.is_decode:
+                tick.add(row.q_len, row.kv_before, run=row.run, samples=row.samples)
+        return tick.seconds
+
+    def factor(self, kind: Kind) -> float:
+        """The present correction of a kind."""
+        return self.correction.factor(kind)
+
+    def observe(self, kind: Kind, predicted_s: float, busy_s: float, *, factor: float | None = None) -> bool:
+        """Learn from a batch that ran; see :meth:`medha.sched.correction.Correction.observe`."""
+        return self.correction.observe(kind, predicted_s, busy_s, factor=factor)
+
+    def uncorrected(self) -> Predictor:
+        """The same coefficients at factor 1 for good, as :class:`medha.sched.prefill_time.PrefillTimes` wants them."""
+        return Predictor(self.coefficients, max_tokens=self.max_tokens)
+
+
+class Tick:
+    """One batch while it is packed: its decodes, and the chunks added so far.
+
+    Factors are those of the moment at which it was made.
+
+    Args:
+        predictor: whose coefficients.
+        decodes: the batch's decodes.
+    """
+
+    __slots__ = (
+        "_alpha",
+        "_beside_s",
+        "_chunk_factor",
+        "_chunks_s",
+        "_decode_factor",
+        "_fixed_s",
+        "_floor_s",
+        "_head",
+        "_kvp",
+        "_line",
+        "_num_chunks",
+        "_num_decodes",
+        "_num_samples",
+        "_runs",
+        "_tiles",
+        "num_tokens",
+        "seconds",
+    )
+
+    def __init__(self, predictor: Predictor, decodes: Sequence[Work]) -> None:
+        coefficients = predictor.coefficients
+        self._line, self._tiles, self._head = predictor._line, predictor._tiles, predictor._head
+        self._kvp = coefficients.kvp
+        self._decode_factor = predictor.factor("decode")
+        self._chunk_factor = predictor.factor("mixed" if decodes else "prefill")
+        self._num_decodes, self._num_chunks, self._num_samples = len(decodes), 0, len(decodes)
+        self.num_tokens = 0
+        self._runs: set[Run] = set()
+        self._chunks_s = 0.0
+        self._fixed_s = coefficients.host_s + sum(link.fixed_s for link in (coefficients.tp, coefficients.spp) if link)
+        self._alpha, self._beside_s, self._floor_s = 1.0, 0.0, 0.0
+        self.seconds = 0.0
+        if decodes:
+            self._count_decodes(coefficients, decodes)
+
+    @property
+    def kind(self) -> Kind:
+        """What the batch is by now; an empty one counts as prefill."""
+        if not self._num_decodes:
+            return "prefill"
+        return "mixed" if self._num_chunks else "decode"
+
+    @property
+    def factor(self) -> float:
+        """The correction within :attr:`seconds`, to be handed back with the observation."""
+        return self._decode_factor if self.kind == "decode" else self._chunk_factor
+
+    def with_chunk(self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False) -> float:
+        """Corrected seconds of the batch if this chunk were added.
+
+        Raises:
+            ValueError: fewer than 1 token, or more than ``max_tokens`` of the predictor.
+        """
+        return self._corrected(self._raw(self._checked(q_len), *self._of_chunk(kv_before, run, samples)))
+
+    def add(self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False) -> None:
+        """Add a chunk; arguments and errors as of :meth:`with_chunk`."""
+        parts = a, kv, merge_s, fixed_s = self._of_chunk(kv_before, run, samples)
+        self.seconds = self._corrected(self._raw(self._checked(q_len), *parts))
+        tile = -(-q_len // self._tiles.tile)
+        self._chunks_s += a[tile] + kv * self._tiles.b[tile]
+        self._fixed_s += fixed_s + merge_s * tile
+        self._num_chunks += 1
+        self._num_samples += samples
+        self.num_tokens += q_len
+        if run is not None:
+            self._runs.add(run)
+
+    def largest_chunk(
+        self,
+        kv_before: int,
+        budget_s: float,
+        max_tokens: int,
+        granularity: int = 1,
+        *,
+        run: Run | None = None,
+        samples: bool = False,
+    ) -> int:
+        """The most tokens of one more chunk with which the whole batch still takes at most ``budget_s``.
+
+        Args:
+            kv_before: tokens cached before the chunk on this group.
+            budget_s: for the whole batch, decodes included.
+            max_tokens: tokens left of the prompt, or of another bound.
+            granularity: the chunk is a multiple of it, unless it is all of ``max_tokens``.
+            run: as in :class:`Work`.
+            samples: all of ``max_tokens`` would end the prompt.
+
+        Returns:
+            Tokens; 0 where not even the smallest chunk fits.
+        """
+        max_tokens = min(max_tokens, self._tiles.max_tokens)
+        if max_tokens < 1 or not self.seconds <= budget_s or budget_s < MIN_SECONDS:
+            return 0
+        parts = self._of_chunk(kv_before, run, samples)
+        if self._corrected(self._raw(max_tokens, *parts)) <= budget_s:
+            return max_tokens
+        raw_s = budget_s / self._chunk_factor * _ROUNDING
+        if samples:
+            parts = self._of_chunk(kv_before, run, False)
+        return min(self._solve(raw_s, max_tokens, *parts), max_tokens - 1) // granularity * granularity
+
+    def _count_decodes(self, coefficients: Coefficients, decodes: Sequence[Work]) -> None:
+        """Charge the decodes: their attention alone, beside a chunk, and the least that any mixed batch takes."""
+        q_lens, kvs, _, runs, _ = zip(*decodes, strict=True)
+        count, max_kv = len(kvs), max(kvs)
+        mean_kv = sum(kvs) / count
+        alone_s = _decode_seconds(coefficients.decodes, count, mean_kv)
+        if not coefficients.splits_kv:
+            alone_s = max(alone_s, _decode_seconds(coefficients.decodes, 1, max_kv))
+        self._beside_s = self._floor_s = alone_s
+        if (mixed := coefficients.mixed) is not None:
+            self._alpha = mixed.prefill_factor
+            self._beside_s = _decode_seconds(mixed.decodes, count, mean_kv)
+            self._floor_s = max(alone_s, mixed.straggler_a_s + mixed.straggler_b_s * max_kv)
+        if self._head is not None:
+            self._fixed_s += self._head.at(count)
+        for q_len, run in zip(q_lens, runs, strict=True):
+            if run is not None:
+                *_, merge_s, fixed_s = self._of_chunk(0, run, False)
+                self._fixed_s += fixed_s + merge_s / self._tiles.tile * q_len
+                self._runs.add(run)
+        self.num_tokens = sum(q_lens)
+        raw_s = self._fixed_s + self._line.at(self.num_tokens) + alone_s
+        self.seconds = max(raw_s * self._decode_factor, MIN_SECONDS)
+
+    def _checked(self, q_len: int) -> int:
+        if not 1 <= q_len <= self._tiles.max_tokens:
+            raise ValueError(f"q_len={q_len}; accepted: 1 to {self._tiles.max_tokens} tokens")
+        return q_len
+
+    def _of_chunk(self, kv_before: int, run: Run | None, samples: bool) -> tuple[list[float], float, float, float]:
+        """Offsets by tile, the KV that slopes are multiplied by, merge seconds a tile, and seconds once."""
+        tiles = self._tiles
+        merge_s = fixed_s = 0.0
+        if samples and self._head is not None:
+            done = self._num_samples
+            fixed_s = self._head.at(done + 1) - (self._head.at(done) if done else 0.0)
+        if run is not None and self._kvp is not None:
+            merge_s = (run[1] - run[0]) * self._kvp.token_s * tiles.tile
+            fixed_s += 0.0 if run in self._runs else self._kvp.fixed_s
+        return tiles.a if kv_before > 0 else tiles.first, kv_before, merge_s, fixed_s
+
+    def _raw(self, q_len: int, a: list[float], kv: float, merge_s: float, fixed_s: float) -> float:
+        """Uncorrected seconds with one more chunk."""
+        tiles = self._tiles
+        tile = -(-q_len // tiles.tile)
+        attention_s = self._alpha * (self._chunks_s + a[tile] + tiles.b[tile] * kv) + self._beside_s
+        if attention_s < self._floor_s:
+            attention_s = self._floor_s
+        return self._fixed_s + fixed_s + merge_s * tile + attention_s + self._line.at(self.num_tokens + q_len)
+
+    def _corrected(self, raw_s: float) -> float:
+        """Seconds of a batch with a chunk in it, never less than without."""
+        return max(raw_s * self._chunk_factor, self.seconds, MIN_SECONDS)
+
+    def _solve(self, raw_s: float, too_many: int, a: list[float], kv: float, merge_s: float, fixed_s: float) -> int:
+        """Tokens of the largest chunk within ``raw_s``; ``too_many`` do not fit."""
+        tiles, line = self._tiles, self._line
+        size, b = tiles.tile, tiles.b
+        x, y, slope = line.x, line.y, line.slope
+        alpha, floor_s, before = self._alpha, self._floor_s, self.num_tokens
+        left_s = raw_s - self._fixed_s - fixed_s
+        base_s = alpha * self._chunks_s + self._beside_s
+        # Neither the linear layers alone nor the cached keys alone may take all that is left: close bounds to start at.
+        most = line.inverse(left_s - max(base_s, floor_s)) - before
+        low, high = 0, max(-(-min(too_many, most + 1) // size), 1)
+        if kv > 0 and alpha > 0:
+            high = max(min(high, bisect_right(b, (left_s - base_s - y[0]) / (alpha * kv))), 1)
+        while high - low > 1:
+            tile = (low + high) // 2
+            tokens = before + tile * size
+            i = bisect_right(x, tokens) - 1
+            attention_s = base_s + alpha * (a[tile] + b[tile] * kv)
+            if attention_s < floor_s:
+                attention_s = floor_s
+            if y[i] + slope[i] * (tokens - x[i]) + attention_s + merge_s * tile <= left_s:
+                low = tile
+            else:
+                high = tile
+        attention_s = max(base_s + alpha * (a[high] + b[high] * kv), floor_s)
+        tokens = line.inverse(left_s - attention_s - merge_s * high) - before
+        return max(low * size, min(tokens, high * size, too_many))
+
+
+class _Line:
+    """A curve with what collectives add per token, ready for look-ups both ways."""
+
+    __slots__ = ("slope", "x", "y")
+
+    def __init__(self, curve: Curve, links: Sequence[Link | None] = ()) -> None:
+        token_s = sum(link.token_s for link in links if link is not None)
+        self.x: list[float] = [0.0, *curve.x]
+        self.y = [value + token_s * x for x, value in zip(self.x, [curve.y[0], *curve.y], strict=True)]
+        rises = np.diff(self.y) / np.diff(self.x)
+        self.slope: list[float] = [*rises.tolist(), curve.tail_slope + token_s]
+
+    def at(self, tokens: float) -> float:
+        """Seconds for this many tokens."""
+        i = bisect_right(self.x, tokens) - 1
+        return self.y[i] + self.slope[i] * (tokens - self.x[i])
+
+    def inverse(self, seconds: float) -> int:
+        """The most tokens within ``seconds``; 0 where none are."""
+        i = bisect_right(self.y, seconds) - 1
+        if i < 0:
+            return 0
+        if self.slope[i] <= 0:
+            return 1 << 62
+        return int(min(self.x[i] + (seconds - self.y[i]) / self.slope[i], 1e18))
+
+
+class _Tiles:
+    """Chunk attention by number of tiles, from 0 to that of the largest chunk."""
+
+    __slots__ = ("a", "b", "first", "max_tokens", "tile")
+
+    def __init__(self, table: ChunkAttention, max_tokens: int) -> None:
+        tile = table.tile
+        while max_tokens > tile * _MAX_TILES:
+            tile *= 2
+        self.tile, self.max_tokens = tile, max_tokens
+        sizes, columns = _extended(table, max_tokens + tile)
+        tiles = np.ceil(sizes / tile)
+        last = np.append(tiles[1:] > tiles[:-1], True)  # of several sizes in a tile, the largest
+        wanted = np.arange(1, -(-max_tokens // tile) + 1)
+        a, b, first = (_monotone_cubic(wanted, tiles[last], column[last]) for column in columns)
+        self.first: list[float] = [0.0, *first.tolist()]
+        self.a: list[float] = [0.0, *np.maximum(a, first).tolist()]  # cached keys never make a chunk cheaper
+        self.b: list[float] = [0.0, *b.tolist()]
+
+
+def _extended(table: ChunkAttention, max_tokens: int) -> tuple[Floats, tuple[Floats, Floats, Floats]]:
+    """Sizes, and A, B and KV 0 up to ``max_tokens``: a longer chunk costs what its parts cost one after another."""
+    size, a, b, first = table.tokens[-1], table.a_s[-1], table.b_s[-1], table.first_s[-1]
+    parts = np.unique(np.geomspace(2.0, max(2.0, max_tokens / size + 1), 256).round())
+    own = b * size * parts * (parts - 1) / 2
+    return (
+        np.concatenate([table.tokens, size * parts]),
+        (
+            np.concatenate([table.a_s, a * parts + own]),
+            np.concatenate([table.b_s, b * parts]),
+            np.concatenate([table.first_s, first + a * (parts - 1) + own]),
+        ),
+    )
+
+
+def _monotone_cubic(at: NDArray[np.int64], x: Floats, y: Floats) -> Floats:
+    """Piecewise cubic through points, non-decreasing where they are (Fritsch and Butland's slopes); flat before them.
+
+    Attention of a chunk is a quadratic in its size, which straight lines between few sizes overestimate by up to 12 %.
+    """
+    if len(x) < 2:
+        return np.full(len(at), y[0])
+    width = np.diff(x)
+    rise = np.diff(y) / width
+    inner = np.zeros(len(x) - 2)
+    before, after = rise[:-1], rise[1:]
+    climbing = before * after > 0
+    w1, w2 = (width[1:] + 2 * width[:-1])[climbing], (2 * width[1:] + width[:-1])[climbing]
+    inner[climbing] = (w1 + w2) / (w1 / after[climbing] + w2 / before[climbing])
+    slope = np.concatenate([[_end_slope(width, rise)], inner, [_end_slope(width[::-1], rise[::-1])]])
+    inside = np.clip(at, x[0], x[-1])
+    i = np.clip(np.searchsorted(x, inside, side="right") - 1, 0, len(rise) - 1)
+    t = (inside - x[i]) / width[i]
+    curve = (
+        y[i] * (1 + 2 * t) * (1 - t) ** 2
+        + width[i] * slope[i] * t * (1 - t) ** 2
+        + y[i + 1] * t**2 * (3 - 2 * t)
+        - width[i] * slope[i + 1] * t**2 * (1 - t)
+    )
+    return np.asarray(np.maximum.accumulate(curve), dtype=np.float64)
+
+
+def _end_slope(width: Floats, rise: Floats) -> float:
+    """Of the parabola through the three outermost points, within what keeps the first interval monotone."""
+    if len(rise) < 2:
+        return float(rise[0])
+    slope = ((2 * width[0] + width[1]) * rise[0] - width[0] * rise[1]) / (width[0] + width[1])
+    return float(min(max(slope, 0.0), 3 * rise[0]))
+
+
+def _decode_seconds(table: DecodeAttention, count: int, mean_kv: float) -> float:
+    """Attention of some decodes; more than the table holds cost in proportion."""
+    beyond = max(1.0, count / table.batch[-1])
+    a, b = np.interp(count, table.batch, table.a_s), np.interp(count, table.batch, table.b_s)
+    seconds = float(a + b * max(mean_kv, table.short_kv))
+    if mean_kv < table.short_kv:
+        a, b = np.interp(count, table.batch, table.short_a_s), np.interp(count, table.batch, table.short_b_s)
+        seconds = min(seconds, float(a + b * mean_kv))
+    return seconds * beyond

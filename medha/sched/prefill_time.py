@@ -1,0 +1,218 @@
+"""Seconds of prefill left, for many requests at once: Algorithm 3 of arXiv:2409.17264v5.
+
+The paper caches SimulatePrefill at a fixed step of 1K tokens up to 1M and looks the remainder up as a difference. Here:
+
+- About 1,000 lengths that lie where the function bends: every chunk of the first 128 is stepped through exactly, with
+  points inside it, because a prompt that ends inside a chunk pays for a small batch. Beyond that the seconds per token
+  vary slowly, and are summed by the trapezoid rule over ranges of many chunks (exact for attention affine in KV and an
+  even chunk), so that 10M tokens need a few hundred predictions instead of 100,000. Where a chunk jumps from one
+  tile of queries to less, points are added.
+- Two curves: what a prompt of some length takes in all, its last, smaller chunk included, and how much of that is done
+  once so many tokens are. The difference never falls below one token's step, so no request with tokens left counts as
+  finished (rounding both ends up to the cache's step makes it 0 near the end).
+- A chunk rule that yields nothing (the budget is too small) counts as one token, where the paper's simulation stops.
+
+The seconds are of a predictor at factor 1 and of one chunk rule; both are fixed when the object is made, so nothing can
+be stale. Callers multiply by the factor of the moment.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from medha.sched.predictor import Predictor
+
+Floats = NDArray[np.float64]
+ChunkRule = Callable[[int], int]
+
+_EXACT_CHUNKS = 128
+_EXACT_POINTS = 640
+_RISE = 0.01
+_BEND = 0.0025
+"""Shares of a total by which it may rise between two points, or be off a straight line, before one is put between."""
+_PROBES = (0.5, 0.23, 0.79)
+_NUM_POINTS = 320
+_MAX_POINTS = 800
+_REFINEMENTS = 8
+_JUMP = 0.05
+"""Change of the logarithm of a token's seconds between two points, above which a point is put between them."""
+
+
+class PrefillTimes:
+    """Cached prefill seconds of a request that runs alone.
+
+    Args:
+        predictor: of the slowest stage; taken at factor 1.
+        chunk: tokens of the next chunk, given the tokens cached before it.
+        max_tokens: longest prompt; longer ones count as this long.
+    """
+
+    def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000) -> None:
+        self.max_tokens = max_tokens
+        steps = _Steps(predictor.uncorrected(), chunk)
+        self.least_s = steps.seconds(1, 0)
+        lengths, totals, starts, done = steps.exact(max_tokens)
+        if starts[-1] < max_tokens:
+            more, at, last = steps.integrated(starts[-1], done[-1], max_tokens)
+            lengths, totals = [*lengths, *more], [*totals, *(at + last / 2)]
+            starts, done = [*starts, *more], [*done, *at]
+        self._lengths, self._totals = _floats(lengths), np.maximum.accumulate(_floats(totals))
+        self._starts, self._done = _floats(starts), np.maximum.accumulate(_floats(done))
+
+    @property
+    def num_points(self) -> int:
+        """Lengths at which the total is kept."""
+        return len(self._lengths)
+
+    def total_s(self, num_prompt: ArrayLike) -> Floats:
+        """Seconds to prefill prompts from their first token.
+
+        Args:
+            num_prompt: lengths in tokens; a number or an array of any shape.
+
+        Returns:
+            Float64 of that shape; 0 where the length is 0.
+        """
+        return _interpolated(num_prompt, self._lengths, self._totals)
+
+    def remaining_s(self, num_computed: ArrayLike, num_prompt: ArrayLike) -> Floats:
+        """Seconds to prefill the tokens that are left.
+
+        Exact to interpolation where a chunk of the rule begins at ``num_computed``, and within one chunk elsewhere.
+
+        Args:
+            num_computed: tokens done, or in flight; a number or an array.
+            num_prompt: lengths, of the same shape.
+
+        Returns:
+            Float64 of that shape; 0 where nothing is left, at least one token's step where something is.
+        """
+        left_s = self.total_s(num_prompt) - _interpolated(num_computed, self._starts, self._done)
+        tokens_left = np.asarray(num_prompt) > np.asarray(num_computed)
+        return np.where(tokens_left, np.maximum(left_s, self.least_s), 0.0)
+
+
+def budgeted_chunk(
+    predictor: Predictor, budget_s: float, max_tokens: int, *, granularity: int = 1, min_tokens: int = 1
+) -> ChunkRule:
+    """The rule of a packer for a request that runs alone: the largest chunk within the budget, at factor 1.
+
+    Args:
+        predictor: of the slowest stage.
+        budget_s: seconds of a batch.
+        max_tokens: of a batch.
+        granularity: of chunks.
+        min_tokens: taken where less fits.
+    """
+    tick = predictor.uncorrected().tick()
+
+    def chunk(kv_before: int) -> int:
+        return max(tick.largest_chunk(kv_before, budget_s, max_tokens, granularity), min_tokens)
+
+    return chunk
+
+
+class _Steps:
+    """The prefill of one endless prompt, step by step or in ranges of steps."""
+
+    def __init__(self, predictor: Predictor, chunk: ChunkRule) -> None:
+        self._predictor = predictor
+        self._chunk = chunk
+
+    def seconds(self, q_len: int, kv_before: int) -> float:
+        """Of one chunk alone; one longer than the predictor's largest batch runs as several."""
+        largest = self._predictor.max_tokens
+        total_s = 0.0
+        while q_len > largest:
+            total_s += self._predictor.tick().with_chunk(largest, kv_before)
+            q_len, kv_before = q_len - largest, kv_before + largest
+        return total_s + self._predictor.tick().with_chunk(q_len, kv_before)
+
+    def size(self, kv_before: int) -> int:
+        """The rule's chunk, at least 1."""
+        return max(self._chunk(kv_before), 1)
+
+    def exact(self, max_tokens: int) -> tuple[list[float], list[float], list[float], list[float]]:
+        """The first chunks: lengths and their totals; chunk starts and the seconds done by then."""
+        lengths, totals = [0.0], [0.0]
+        starts, done = [0.0], [0.0]
+        at, at_s = 0, 0.0
+        for _ in range(_EXACT_CHUNKS):
+            size = min(self.size(at), max_tokens - at)
+            for part, part_s in self._inside(size, at, at_s, _EXACT_POINTS - len(lengths)):
+                lengths.append(float(at + part))
+                totals.append(at_s + part_s)
+            at, at_s = at + size, totals[-1]
+            starts.append(float(at))
+            done.append(at_s)
+            if at >= max_tokens:
+                break
+        return lengths, totals, starts, done
+
+    def _inside(self, size: int, at: int, at_s: float, spare: int) -> list[tuple[int, float]]:
+        """Sizes up to that of a chunk and their seconds: halved where no straight line will do, to ``spare`` points."""
+        known = {part: self.seconds(part, at) for part in (1, size)}
+        ranges = deque([(1, size)])
+        while ranges and len(known) < spare:
+            low, high = ranges.popleft()
+            middle = (low + high) // 2
+            if middle > low and not self._is_straight(low, high, known, at=at, at_s=at_s):
+                known[middle] = self.seconds(middle, at)
+                ranges += [(low, middle), (middle, high)]
+        return sorted(known.items())
+
+    def _is_straight(self, low: int, high: int, known: dict[int, float], *, at: int, at_s: float) -> bool:
+        """Whether totals between two sizes are on a line: they hardly rise, or points at uneven places lie on it."""
+        start_s, rise_s = known[low], known[high] - known[low]
+        if rise_s <= _RISE * (at_s + start_s):
+            return True
+        for share in _PROBES:
+            part = low + round((high - low) * share)
+            line_s = start_s + rise_s * (part - low) / (high - low)
+            if abs(self.seconds(part, at) - line_s) > _BEND * (at_s + line_s):
+                return False
+        return True
+
+    def integrated(self, start: float, start_s: float, max_tokens: int) -> tuple[list[float], Floats, Floats]:
+        """From ``start`` on: lengths, seconds done by then, and what one more token would take."""
+        points, sizes, steps_s = self._sampled(np.unique(np.geomspace(start, max_tokens, _NUM_POINTS).round()))
+        rate = steps_s / sizes
+        spans = np.diff(points)
+        # A chunk costs its first token's rate throughout: half a chunk behind the integral.
+        lag = np.minimum((sizes[1:] + sizes[:-1]) / 2, spans)
+        ranges_s = (rate[1:] + rate[:-1]) / 2 * spans - lag * (rate[1:] - rate[:-1]) / 2
+        last_s = np.array([self.seconds(1, int(kv)) for kv in points[1:]])
+        return points[1:].tolist(), start_s + np.cumsum(ranges_s), last_s
+
+    def _sampled(self, points: Floats) -> tuple[Floats, Floats, Floats]:
+        """KV lengths, chunks and their seconds; where the cost of a token jumps, points are put in between."""
+        sizes, steps_s = self._at(points)
+        for _ in range(_REFINEMENTS):
+            jumps = np.abs(np.diff(np.log(steps_s / sizes))) > _JUMP
+            middles = np.setdiff1d(((points[1:] + points[:-1]) / 2).round()[jumps], points)
+            if not len(middles) or len(points) + len(middles) > _MAX_POINTS:
+                break
+            middle_sizes, middle_s = self._at(middles)
+            order = np.argsort(np.concatenate([points, middles]))
+            points = np.concatenate([points, middles])[order]
+            sizes = np.concatenate([sizes, middle_sizes])[order]
+            steps_s = np.concatenate([steps_s, middle_s])[order]
+        return points, sizes, steps_s
+
+    def _at(self, points: Floats) -> tuple[Floats, Floats]:
+        """Chunks of the rule at these KV lengths, and their seconds."""
+        sizes = [self.size(int(kv)) for kv in points]
+        steps_s = [self.seconds(size, int(kv)) for size, kv in zip(sizes, points, strict=True)]
+        return np.array(sizes, dtype=np.float64), np.array(steps_s)
+
+
+def _interpolated(at: ArrayLike, x: Floats, y: Floats) -> Floats:
+    return np.asarray(np.interp(np.asarray(at, dtype=np.float64), x, y), dtype=np.float64)
+
+
+def _floats(values: list[float]) -> Floats:
+    return np.asarray(values, dtype=np.float64)

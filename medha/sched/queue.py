@@ -1,0 +1,264 @@
+"""The requests that a scheduler knows: how far each has come, and columns over those whose prefill is not done.
+
+The columns are numpy arrays that are kept, not built, so that a decision over 100,000 waiting requests takes
+milliseconds: a request is a row, added at the end, and the last row takes the place of one that leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from medha.batch import Row
+from medha.request import SLO
+from medha.sched.balancer import prefill_work
+from medha.sched.policy import Columns, Floats, Ints
+from medha.sched.prefill_time import PrefillTimes
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """What the scheduler knows of a request at arrival.
+
+    Attributes:
+        slot: integer handle; unique among requests not yet closed.
+        num_prompt_tokens: at least 1.
+        max_new_tokens: at least 1; with the prompt it makes the claim on KV memory.
+        arrival_s: when it arrived, in seconds of the engine's clock.
+        slo: its objectives, if any.
+        priority: class, 0 (realtime) to 3 (low).
+    """
+
+    slot: int
+    num_prompt_tokens: int
+    max_new_tokens: int
+    arrival_s: float
+    slo: SLO | None = None
+    priority: int = 2
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Its claim on KV memory in tokens; the last sampled token is never written."""
+        return self.num_prompt_tokens + self.max_new_tokens - 1
+
+
+@dataclass(slots=True)
+class State:
+    """Progress of one request.
+
+    ``num_scheduled_tokens`` moves when a chunk is sent, ``num_computed_tokens`` when its batch is complete; only the
+    second leads to decodes and frees. ``num_known_tokens`` counts the prompt and the tokens sampled so far: a request
+    has work to schedule while fewer are scheduled than known, be it prefill or decode.
+
+    Attributes:
+        deadline_s: seconds from arrival to when its first token is due; inf is none.
+        has_started: it is bound to a group and may hold memory.
+        ended: it finished or was cancelled; it is closed once nothing of it is in flight.
+    """
+
+    head: RequestHead
+    num_known_tokens: int
+    deadline_s: float = math.inf
+    num_scheduled_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    has_started: bool = False
+    ended: bool = False
+
+    @property
+    def slot(self) -> int:
+        """Its handle."""
+        return self.head.slot
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether prompt tokens are left to schedule."""
+        return self.num_scheduled_tokens < self.head.num_prompt_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Prompt tokens not yet scheduled."""
+        return self.head.num_prompt_tokens - self.num_scheduled_tokens
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether its next token can be computed."""
+        return not self.prefilling and self.num_scheduled_tokens < self.num_known_tokens
+
+
+_FLOATS = ("arrival_s", "deadline_s", "work_total_s", "work_left_s", "last_chunk_s")
+_INTS = ("num_prompt_tokens", "num_computed_tokens", "priority", "slot")
+
+
+class Queue:
+    """All requests of a scheduler.
+
+    Args:
+        times: predicted seconds of prefills; None counts work in tokens of short context instead.
+        deadline_floor_s, deadline_factor: of a request without a TTFT objective the deadline is
+            ``max(floor, factor * predicted seconds alone)``; without ``times`` it has none.
+
+    Attributes:
+        running: started and not closed, in the order of their first chunks.
+        decoding: of those, the ones whose prompt is scheduled whole.
+        waiting: not started, in order of arrival.
+        num_prefills: rows of the columns.
+    """
+
+    def __init__(self, times: PrefillTimes | None, *, deadline_floor_s: float, deadline_factor: float) -> None:
+        self._times = times
+        self._floor_s, self._factor = deadline_floor_s, deadline_factor
+        self.running: dict[int, State] = {}
+        self.decoding: dict[int, State] = {}
+        self.waiting: dict[int, State] = {}
+        self.num_prefills = 0
+        self._states: list[State] = []  # by row
+        self._row_of: dict[int, int] = {}
+        self._floats: dict[str, Floats] = {name: np.empty(64, np.float64) for name in _FLOATS}
+        self._ints: dict[str, Ints] = {name: np.empty(64, np.int64) for name in _INTS}
+        self._guarded = np.zeros(64, np.bool_)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self.waiting or slot in self.running
+
+    # -- columns -----------------------------------------------------------------------------------------------------
+
+    def columns(self, factor: float) -> Columns:
+        """Views of the columns for a policy; ``factor`` corrects the predicted seconds."""
+        floats = {name: column[: self.num_prefills] for name, column in self._floats.items()}
+        ints = {name: column[: self.num_prefills] for name, column in self._ints.items()}
+        return Columns(
+            arrival_s=floats["arrival_s"],
+            deadline_s=floats["deadline_s"],
+            work_total_s=floats["work_total_s"] * factor,
+            work_left_s=floats["work_left_s"] * factor,
+            num_prompt_tokens=ints["num_prompt_tokens"],
+            num_computed_tokens=ints["num_computed_tokens"],
+            priority=ints["priority"],
+        )
+
+    @property
+    def slots(self) -> Ints:
+        """Slot of each row of the columns."""
+        return self._ints["slot"][: self.num_prefills]
+
+    @property
+    def last_chunk_s(self) -> Floats:
+        """When each row last had a chunk in a batch; its arrival before the first."""
+        return self._floats["last_chunk_s"][: self.num_prefills]
+
+    @property
+    def guarded(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which rows the guard looks after; written by the packer."""
+        return self._guarded[: self.num_prefills]
+
+    def state_of_row(self, row: int) -> State:
+        """The request of a row of the columns."""
+        return self._states[row]
+
+    def prefills(self) -> Iterator[State]:
+        """Started requests with prompt tokens left, in the order in which they started."""
+        return (state for state in self.running.values() if state.prefilling and not state.ended)
+
+    # -- a request's life --------------------------------------------------------------------------------------------
+
+    def add(self, head: RequestHead) -> State:
+        """A request arrives."""
+        total_s = self._total_s(head.num_prompt_tokens)
+        state = State(head, head.num_prompt_tokens, self._deadline_s(head, total_s))
+        self.waiting[head.slot] = state
+        row = self.num_prefills
+        if row == len(self._guarded):
+            self._grow()
+        floats = (head.arrival_s, state.deadline_s, total_s, total_s, head.arrival_s)
+        for name, seconds in zip(_FLOATS, floats, strict=True):
+            self._floats[name][row] = seconds
+        for name, number in zip(_INTS, (head.num_prompt_tokens, 0, head.priority, head.slot), strict=True):
+            self._ints[name][row] = number
+        self._guarded[row] = False
+        self._states.append(state)
+        self._row_of[head.slot] = row
+        self.num_prefills += 1
+        return state
+
+    def start(self, state: State) -> None:
+        """A request gets its first chunk."""
+        state.has_started = True
+        self.running[state.slot] = self.waiting.pop(state.slot)
+
+    def sent(self, state: State, row: Row, now_s: float) -> None:
+        """A row of a request goes into a batch."""
+        state.num_scheduled_tokens = row.kv_len
+        state.num_in_flight += 1
+        if row.is_decode:
+            return
+        if not state.prefilling:
+            self._remove(state.slot)
+            self.decoding[state.slot] = state
+            return
+        index = self._row_of[state.slot]
+        self._floats["last_chunk_s"][index] = now_s
+        self._floats["work_left_s"][index] = self._left_s(row.kv_len, state.head.num_prompt_tokens)
+
+    def computed(self, row: Row) -> State:
+        """A row's batch is done in every stage."""
+        state = self.running[row.slot]
+        state.num_in_flight -= 1
+        state.num_computed_tokens += row.q_len
+        index = self._row_of.get(row.slot)
+        if index is not None:
+            self._ints["num_computed_tokens"][index] = state.num_computed_tokens
+        return state
+
+    def end(self, state: State) -> None:
+        """Nothing more of a request is to be scheduled."""
+        state.ended = True
+        if state.slot in self._row_of:
+            self._remove(state.slot)
+        self.decoding.pop(state.slot, None)
+
+    def drop(self, slot: int) -> None:
+        """Forget a request."""
+        self.waiting.pop(slot, None)
+        self.running.pop(slot, None)
+        self.decoding.pop(slot, None)
+
+    # -- work --------------------------------------------------------------------------------------------------------
+
+    def _total_s(self, num_prompt_tokens: int) -> float:
+        if self._times is None:
+            return prefill_work(0, num_prompt_tokens)
+        return float(self._times.total_s(np.array(num_prompt_tokens)))
+
+    def _left_s(self, num_done: int, num_prompt_tokens: int) -> float:
+        if self._times is None:
+            return prefill_work(num_done, num_prompt_tokens)
+        return float(self._times.remaining_s(np.array(num_done), np.array(num_prompt_tokens)))
+
+    def _deadline_s(self, head: RequestHead, total_s: float) -> float:
+        if head.slo is not None and head.slo.ttft_s is not None:
+            return head.slo.ttft_s
+        return math.inf if self._times is None else max(self._floor_s, self._factor * total_s)
+
+    def _grow(self) -> None:
+        self._floats = {name: np.concatenate([column, column]) for name, column in self._floats.items()}
+        self._ints = {name: np.concatenate([column, column]) for name, column in self._ints.items()}
+        self._guarded = np.concatenate([self._guarded, self._guarded])
+
+    def _remove(self, slot: int) -> None:
+        """Take a request's row out; the last row takes its place."""
+        row = self._row_of.pop(slot)
+        last = self.num_prefills - 1
+        moved = self._states.pop()
+        if row != last:
+            for seconds in self._floats.values():
+                seconds[row] = seconds[last]
+            for numbers in self._ints.values():
+                numbers[row] = numbers[last]
+            self._guarded[row] = self._guarded[last]
+            self._states[row] = moved
+            self._row_of[moved.slot] = row
+        self.num_prefills = last

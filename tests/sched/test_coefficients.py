@@ -1,0 +1,136 @@
+"""Coefficients as data: what is refused, and the JSON form with its key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from medha.config import ModelConfig, RopeConfig
+from medha.errors import ConfigError
+from medha.sched.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link
+from medha.sched.hardware import HardwareSheet, default_coefficients
+from medha.sched.predictor import Predictor, Work
+
+from .costs import KEY, PLAIN, coefficients
+
+LLAMA = ModelConfig("LlamaForCausalLM", 32000, 4096, 14336, 32, 32, 8, 128, 131072, RopeConfig())
+
+
+@given(coefficients())
+def test_json_gives_back_the_same(stage: Coefficients) -> None:
+    assert Coefficients.from_json(stage.to_json(), expected=KEY) == stage
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(PLAIN.to_json())
+    assert Coefficients.load(path, expected=KEY) == PLAIN
+    with pytest.raises(ConfigError, match=r"profile .*none\.json cannot be read"):
+        Coefficients.load(tmp_path / "none.json")
+
+
+def test_a_profile_of_something_else_names_what_differs() -> None:
+    running = dataclasses.replace(KEY, model="another", num_threads=8)
+    with pytest.raises(ConfigError) as caught:
+        Coefficients.from_json(PLAIN.to_json(), expected=running, source="profile x.json")
+    assert str(caught.value) == (
+        "profile x.json was measured for something else: "
+        "model is 'llama 4x64', running 'another'; num_threads is 2, running 8"
+    )
+
+
+@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(KEY)])
+def test_every_part_of_the_key_counts(name: str) -> None:
+    value = getattr(KEY, name)
+    other = dataclasses.replace(KEY, **{name: value + 1 if isinstance(value, int) else value + "?"})
+    with pytest.raises(ConfigError, match=f"{name} is"):
+        KEY.check(other)
+
+
+def changed(path: str, value: Any) -> str:
+    tree = json.loads(PLAIN.to_json())
+    node = tree
+    *parents, last = path.split(".")
+    for name in parents:
+        node = node[name]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return json.dumps(tree)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON"),
+        ("[]", "accepted: a file of format 'medha-coefficients', version 1"),
+        (changed("version", 2), "version 1"),
+        (changed("linear", ...), "Coefficients lacks linear"),
+        (changed("linear", None), "Curve is None; accepted: an object"),
+        (changed("linear.z", 1), "Curve has unknown fields z; known: x, y"),
+        (changed("linear.y", [1.0]), r"curve\.y=\(1\.0,\); accepted: 4 numbers"),
+        (changed("linear.y", 3), r"curve\.y=3"),
+        (changed("chunks.a_s", [1e-3, 0.0, 1.0, 1.0]), r"chunks\.a_s falls"),
+        (changed("chunks.b_s", [1e-3, "x", 1.0, 1.0]), r"chunks\.b_s='x'; accepted: a finite number of at least 0"),
+        (changed("chunks.tile", 0), r"chunks\.tile=0"),
+        (changed("host_s", math.nan), "host_s=nan"),
+        (changed("host_s", -1), "host_s=-1"),
+        (changed("splits_kv", 1), "splits_kv=1; accepted: true or false"),
+        (changed("key.num_threads", "2"), "num_threads='2'; accepted: int"),
+    ],
+)
+def test_a_bad_file_is_a_named_error(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Coefficients.from_json(text)
+
+
+def test_tables_are_checked() -> None:
+    with pytest.raises(ConfigError, match="curve has no points"):
+        Curve((), ())
+    with pytest.raises(ConfigError, match="sizes fall or repeat"):
+        Curve((2.0, 2.0), (1.0, 1.0))
+    with pytest.raises(ConfigError, match=r"curve\.x=0\.0; accepted: a finite number above 0"):
+        Curve((0.0, 2.0), (1.0, 1.0))
+    with pytest.raises(ConfigError, match=r"link\.bytes_per_s=0"):
+        Link(1, 0.0, 0, 1.0)
+    with pytest.raises(ConfigError, match=r"decodes\.short_a_s"):
+        DecodeAttention((1.0,), (1.0,), (1.0,), short_kv=8.0)
+    assert DecodeAttention((1.0, 2.0), (2.0, 1.0), (1.0, 0.5)).a_s == (2.0, 1.0)  # may fall with the batch
+
+
+def test_the_tail_is_the_mean_slope_of_the_upper_half() -> None:
+    assert Curve((1.0, 2.0, 3.0, 4.0), (0.0, 5.0, 6.0, 6.0)).tail_slope == 0.5
+    assert Curve((1.0, 4.0), (2.0, 2.0)).tail_slope == 0.5  # flat: in proportion
+
+
+def test_the_default_is_a_roofline() -> None:
+    sheet = HardwareSheet(flops_per_s=1e14, bytes_per_s=1e12)
+    stage = default_coefficients(LLAMA, key=KEY, sheet=sheet, num_layers=16, dtype_bytes=2)
+    layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    assert stage.linear.y[0] == pytest.approx(16 * layer * 2 / 1e12)  # reads the weights
+    assert stage.linear.y[-1] == pytest.approx(16 * 2 * layer * stage.linear.x[-1] / 1e14)
+    kv_bytes = 16 * 2 * 1024 * 2
+    decode = Predictor(stage).predict([Work(1, 10_000_000, True)]) - Predictor(stage).predict([Work(1, 0, True)])
+    assert decode == pytest.approx(1e7 * kv_bytes / 1e12)
+    assert isinstance(stage.chunks, ChunkAttention) and stage.tp is stage.spp is stage.kvp is None
+
+
+def test_the_default_counts_its_layout() -> None:
+    stage = default_coefficients(
+        LLAMA, key=KEY, sheet=HardwareSheet.cpu(2), num_layers=8, dtype_bytes=4, tp=2, spp=4, kvp=2, has_head=False
+    )
+    assert stage.head is None
+    assert [link.calls for link in (stage.tp, stage.spp, stage.kvp) if link] == [16, 1, 8]
+    assert stage.kvp is not None and stage.kvp.bytes_per_token == 16 * (128 * 4 + 4)
+
+
+def test_a_bad_sheet_is_refused() -> None:
+    with pytest.raises(ConfigError, match="flops_per_s=0; accepted: a finite number above 0"):
+        HardwareSheet(flops_per_s=0)

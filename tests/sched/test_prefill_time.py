@@ -1,0 +1,112 @@
+"""Prefill seconds of whole prompts against stepping through them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.sched.predictor import Predictor
+from medha.sched.prefill_time import ChunkRule, PrefillTimes, budgeted_chunk
+
+from .costs import PLAIN, coefficients
+
+PREDICTOR = Predictor(PLAIN, max_tokens=4096)
+
+
+def stepwise(predictor: Predictor, chunk: ChunkRule, longest: int) -> tuple[list[int], list[float]]:
+    """Where chunks start, and the seconds spent by then."""
+    starts, done = [0], [0.0]
+    while starts[-1] < longest:
+        size = max(chunk(starts[-1]), 1)
+        done.append(done[-1] + predictor.tick().with_chunk(size, starts[-1]))
+        starts.append(starts[-1] + size)
+    return starts, done
+
+
+def exact(predictor: Predictor, starts: list[int], done: list[float], length: int) -> float:
+    """Seconds of a prompt of this length."""
+    i = int(np.searchsorted(starts, length)) - 1
+    return done[i] + predictor.tick().with_chunk(length - starts[i], starts[i])
+
+
+RULES = {
+    "fixed": lambda kv: 512,
+    "adaptive": budgeted_chunk(PREDICTOR, 0.05, 4096, granularity=16, min_tokens=16),
+    "small budget": budgeted_chunk(PREDICTOR, 0.006, 4096, granularity=1, min_tokens=64),
+    "whole prompt": lambda kv: 4096,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_within_one_percent_of_stepping(name: str) -> None:
+    times = PrefillTimes(PREDICTOR, RULES[name])
+    starts, done = stepwise(PREDICTOR, RULES[name], 1_000_000)
+    lengths = np.unique(np.geomspace(1, 999_000, 400).astype(int))
+    expected = np.array([exact(PREDICTOR, starts, done, int(length)) for length in lengths])
+    np.testing.assert_allclose(times.total_s(lengths), expected, rtol=0.01)
+    assert 500 < times.num_points < 1500
+
+
+def test_what_is_left_after_some_chunks() -> None:
+    rule = RULES["adaptive"]
+    times = PrefillTimes(PREDICTOR, rule)
+    starts, done = stepwise(PREDICTOR, rule, 1_000_000)
+    at = np.array(starts[:-1:50])
+    total = exact(PREDICTOR, starts, done, 900_000)
+    left = total - np.array(done[:-1:50])
+    at, left = at[at < 800_000], left[at < 800_000]
+    np.testing.assert_allclose(times.remaining_s(at, np.full(len(at), 900_000)), left, rtol=0.01)
+
+
+@settings(max_examples=25, deadline=None)
+@given(coefficients(), st.floats(0, 0.1))
+def test_monotone_and_never_zero_while_tokens_are_left(stage: object, budget_s: float) -> None:
+    predictor = Predictor(stage, max_tokens=256)  # type: ignore[arg-type]
+    times = PrefillTimes(predictor, budgeted_chunk(predictor, budget_s, 256), max_tokens=10_000_000)
+    lengths = np.unique(np.geomspace(1, 10_000_000, 500).astype(int))
+    totals = times.total_s(lengths)
+    assert (np.diff(totals) >= 0).all() and totals[0] > 0
+    assert times.total_s(np.array([0]))[0] == 0.0
+    done = np.concatenate([lengths - 1, lengths // 2, np.zeros_like(lengths)])
+    left = times.remaining_s(done, np.tile(lengths, 3))
+    assert np.isfinite(left).all() and (left >= times.least_s).all() and times.least_s > 0
+    assert not times.remaining_s(lengths, lengths).any()
+
+
+def test_less_is_left_as_a_prompt_proceeds() -> None:
+    times = PrefillTimes(PREDICTOR, RULES["adaptive"])
+    left = times.remaining_s(np.arange(0, 200_000, 37), np.full(5406, 200_000))
+    assert all(after <= before for before, after in pairwise(left.tolist()))
+
+
+def test_a_rule_that_yields_nothing_still_finishes() -> None:
+    times = PrefillTimes(PREDICTOR, lambda kv: 0, max_tokens=10_000)
+    starts, done = stepwise(PREDICTOR, lambda kv: 0, 2000)
+    assert times.total_s(1500) == pytest.approx(exact(PREDICTOR, starts, done, 1500), rel=0.01)
+
+
+def test_short_and_long_limits() -> None:
+    times = PrefillTimes(PREDICTOR, RULES["fixed"], max_tokens=300)
+    assert times.total_s(300) == pytest.approx(PREDICTOR.tick().with_chunk(300, 0))
+    assert times.total_s(10**9) == times.total_s(300)  # longer prompts count as the longest
+    assert times.remaining_s(10**9 - 1, 10**9) == times.least_s
+
+
+def test_a_chunk_larger_than_a_batch_runs_in_parts() -> None:
+    small = Predictor(PLAIN, max_tokens=512)
+    whole = PrefillTimes(small, lambda kv: 2048, max_tokens=2048)
+    parts = PrefillTimes(small, lambda kv: 512, max_tokens=2048)
+    assert whole.total_s(2048) == pytest.approx(parts.total_s(2048))
+
+
+def test_the_present_factor_does_not_enter() -> None:
+    predictor = Predictor(PLAIN, max_tokens=4096)
+    predictor.observe("prefill", 1.0, 5.0)
+    rule = budgeted_chunk(predictor, 0.05, 4096, granularity=16, min_tokens=16)
+    lengths = np.array([100, 10_000, 1_000_000])
+    times, fresh = PrefillTimes(predictor, rule), PrefillTimes(PREDICTOR, RULES["adaptive"])
+    np.testing.assert_array_equal(times.total_s(lengths), fresh.total_s(lengths))
