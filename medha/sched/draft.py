@@ -42,6 +42,7 @@ class Draft:
         rows, extents: so far.
         tokens_left: tokens that each group may still get.
         has_chunk: whether a group has a prefill chunk.
+        chunked: slots with a prefill chunk.
         no_memory: slots of prefills that were refused for want of memory.
     """
 
@@ -53,6 +54,7 @@ class Draft:
         self.extents: list[Extent] = []
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups
         self.has_chunk = [False] * memory.num_groups
+        self.chunked: set[int] = set()
         self.no_memory: list[int] = []
         self._queue = queue
         self._depth = depth
@@ -96,9 +98,12 @@ class Draft:
         decodes: list[Work] = []
         chunks: list[Work] = []
         for row in self.rows:
-            if row.concerns(group):
-                kv = self.memory.kv_before(row.slot, row.position, group)
-                work = Work(row.q_len, kv, row.is_decode, row.run if row.is_shared else None, row.samples)
+            if row.group <= group < row.group + row.num_groups:
+                if row.num_groups == 1:
+                    work = Work(row.q_len, row.position, row.is_decode, None, row.samples)
+                else:
+                    kv = self.memory.kv_before(row.slot, row.position, group)
+                    work = Work(row.q_len, kv, row.is_decode, row.run, row.samples)
                 (decodes if row.is_decode else chunks).append(work)
         return decodes, chunks
 
@@ -168,6 +173,9 @@ class Draft:
         self.rows.append(row)
         self.extents += self.memory.take(row)
         self._queue.sent(state, row, self.now_s)
-        for group in range(row.group, row.holder + 1):
+        for group in range(row.group, row.group + row.num_groups):
             self.tokens_left[group] -= row.q_len
-            self.has_chunk[group] |= not row.is_decode
+        if not row.is_decode:
+            self.chunked.add(row.slot)
+            for group in range(row.group, row.group + row.num_groups):
+                self.has_chunk[group] = True

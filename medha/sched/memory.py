@@ -161,6 +161,8 @@ class KVMemory:
         """Allocate the blocks that a row fills."""
         account = self._accounts[row.slot]
         needed = self._needed(account, row)
+        if needed <= 0 and account.is_set_aside:
+            return []  # a decode within its last block, as most are
         if row.num_groups > len(account.starts):
             account.starts.append(row.position)
         self._count(account, -1)

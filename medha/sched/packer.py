@@ -19,17 +19,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from medha.config import SchedulerConfig
 from medha.sched.correction import Kind
 from medha.sched.draft import Draft
 from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
-from medha.sched.policy import Columns, Ranking, load_policy, order, relative_slack
+from medha.sched.policy import SHORTEST_S, Columns, Ranking, load_policy, order
 from medha.sched.predictor import Predictor, Tick
 from medha.sched.queue import Queue, State
 
-# Requests of the order that are looked at first, and refusals after which a batch that has something is not filled up.
+# Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it
+# is. An empty one goes on until every request has been tried, so that whatever can run does.
 _FIRST = 64
-_MAX_REFUSALS = 128
+_ROUNDS = 2
+_MAX_ROUNDS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +109,9 @@ class MedhaPacker:
         draft.add_decodes()
         self._groups = [self._group_time(queue, draft, group) for group in range(draft.memory.num_groups)]
         if queue.num_prefills:
-            columns = queue.columns(self.predictor.factor("mixed" if draft.rows else "prefill"))
-            rho = _Slack(self.config, columns, queue, now_s)
+            factor = self.predictor.factor("mixed" if draft.rows else "prefill")
+            columns = queue.columns(factor)
+            rho = _Slack(self.config, queue, factor=factor, now_s=now_s)
             self._serve_guarded(queue, draft, columns, rho)
             for group in self._groups:
                 group.limit_s = group.budget_s
@@ -144,33 +150,45 @@ class MedhaPacker:
         ]
 
     def _serve_in_order(self, queue: Queue, draft: Draft, columns: Columns, rho: _Slack) -> None:
-        """Everybody in the policy's order; the order is taken before rows are removed from the columns."""
-        slots = queue.slots.copy()
-        most = len(slots)
-        states = [queue.state_of_row(row) for row in range(most)] if most <= _FIRST else None
-        rows = order(self._ranking, columns, slots=slots, now_s=draft.now_s, first=_FIRST)
-        first = [queue.state_of_row(row) if states is None else states[row] for row in rows.tolist()]
-        is_done = self._serve(first, draft, rho, may_exceed=True)
-        if is_done or most <= _FIRST:
-            return
-        # Rare: the first ones were refused and there is room left. The rows have moved since, so the order is new.
-        columns = queue.columns(1.0)
-        rows = order(self._ranking, columns, slots=queue.slots, now_s=draft.now_s)
-        rest = [queue.state_of_row(row) for row in rows.tolist()]
-        seen = {state.slot for state in first}
-        self._serve([state for state in rest if state.slot not in seen], draft, rho, may_exceed=True)
+        """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
+        tried: set[int] = set()
+        for _ in range(_ROUNDS if draft.rows else _MAX_ROUNDS):
+            rows = self._candidates(queue, draft, tried)
+            if rows is not None and not rows.size:
+                return
+            some = columns if rows is None else columns.take(rows)
+            slots = queue.slots if rows is None else queue.slots[rows]
+            first = order(self._ranking, some, slots=slots, now_s=draft.now_s, first=_FIRST)
+            states = [queue.state_of_row(row) for row in (first if rows is None else rows[first]).tolist()]
+            if self._serve(states, draft, rho, may_exceed=True) or len(slots) <= _FIRST:
+                return
+            tried.update(state.slot for state in states)
+            columns = queue.columns(self.predictor.factor("mixed" if draft.rows else "prefill"))  # rows have moved
+
+    def _candidates(self, queue: Queue, draft: Draft, tried: set[int]) -> NDArray[np.intp] | None:
+        """Rows that may enter the batch; None is all.
+
+        No new ones where all places are taken, no long ones where each group has one, none a second time.
+        """
+        may_enter = None
+        if len(queue.running) >= self.config.max_num_seqs:
+            may_enter = queue.started
+        if all(group.has_long for group in self._groups):
+            is_short = queue.num_prompt_tokens < self.config.long_threshold
+            may_enter = is_short if may_enter is None else may_enter & is_short
+        if tried:
+            is_new = ~np.isin(queue.slots, np.fromiter(tried, np.int64, len(tried)))
+            may_enter = is_new if may_enter is None else may_enter & is_new
+        return None if may_enter is None else np.flatnonzero(may_enter)
 
     def _serve(self, states: Iterable[State], draft: Draft, rho: _Slack, *, may_exceed: bool) -> bool:
         """Give chunks to requests in turn; whether no group can take more."""
-        num_refused = 0
         for state in states:
             if not self._has_room(draft, may_exceed=may_exceed):
                 return True
-            if num_refused >= _MAX_REFUSALS and draft.rows:
-                return True
-            if state.ended or not state.prefilling or self._in_batch(state, draft):
+            if state.ended or not state.prefilling or state.slot in draft.chunked:
                 continue
-            num_refused += not self._give(state, draft, rho, may_exceed=may_exceed)
+            self._give(state, draft, rho, may_exceed=may_exceed)
         return not self._has_room(draft, may_exceed=may_exceed)
 
     # -- one request -------------------------------------------------------------------------------------------------
@@ -229,11 +247,6 @@ class MedhaPacker:
                 break
         return tokens
 
-    @staticmethod
-    def _in_batch(state: State, draft: Draft) -> bool:
-        """Whether a request has a chunk in this batch already (as a guarded one)."""
-        return any(row.slot == state.slot and not row.is_decode for row in draft.rows[-_FIRST:])
-
     def _has_room(self, draft: Draft, *, may_exceed: bool) -> bool:
         """Whether some group can take a chunk more."""
         for group, left, has_chunk in zip(self._groups, draft.tokens_left, draft.has_chunk, strict=True):
@@ -278,15 +291,17 @@ class MedhaPacker:
 class _Slack:
     """How much of the budget a long prefill leaves to short ones (Algorithm 2, space sharing)."""
 
-    def __init__(self, config: SchedulerConfig, columns: Columns, queue: Queue, now_s: float) -> None:
+    def __init__(self, config: SchedulerConfig, queue: Queue, *, factor: float, now_s: float) -> None:
         self._rho_max = config.rho_max
         self._queue = queue
-        self._has_short = bool(config.rho_max) and bool((columns.num_prompt_tokens < config.long_threshold).any())
-        if self._has_short:
-            rho = relative_slack(columns, now_s)
-            is_long = columns.num_prompt_tokens >= config.long_threshold
-            self._rho = dict(zip(queue.slots[is_long].tolist(), rho[is_long].tolist(), strict=True))
+        self._factor = factor
+        self._now_s = now_s
+        self._has_short = config.rho_max > 0 and bool((queue.num_prompt_tokens < config.long_threshold).any())
 
     def yielded(self, state: State) -> float:
         """The share of the time after decodes that a long request yields."""
-        return min(self._rho_max, max(0.0, self._rho.get(state.slot, 0.0))) if self._has_short else 0.0
+        if not self._has_short:
+            return 0.0
+        total_s, left_s = self._queue.work_s(state, self._factor)
+        slack_s = state.head.arrival_s + state.deadline_s - self._now_s - left_s
+        return min(self._rho_max, max(0.0, slack_s / max(total_s, SHORTEST_S)))

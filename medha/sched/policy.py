@@ -75,6 +75,10 @@ class Columns:
     def __len__(self) -> int:
         return self.arrival_s.size
 
+    def take(self, rows: NDArray[np.intp]) -> Columns:
+        """Copies of the given rows."""
+        return Columns(*(getattr(self, name)[rows] for name in COLUMN_NAMES))
+
     def rows(self, start: int, stop: int) -> Columns:
         """The requests ``start`` to ``stop - 1``."""
         return Columns(*(getattr(self, name)[start:stop] for name in COLUMN_NAMES))

@@ -120,6 +120,7 @@ class Queue:
         self._floats: dict[str, Floats] = {name: np.empty(64, np.float64) for name in _FLOATS}
         self._ints: dict[str, Ints] = {name: np.empty(64, np.int64) for name in _INTS}
         self._guarded = np.zeros(64, np.bool_)
+        self._started = np.zeros(64, np.bool_)
 
     def __contains__(self, slot: int) -> bool:
         return slot in self.waiting or slot in self.running
@@ -151,6 +152,16 @@ class Queue:
         return self._floats["last_chunk_s"][: self.num_prefills]
 
     @property
+    def num_prompt_tokens(self) -> Ints:
+        """Length of each row's prompt."""
+        return self._ints["num_prompt_tokens"][: self.num_prefills]
+
+    @property
+    def started(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which rows have begun."""
+        return self._started[: self.num_prefills]
+
+    @property
     def guarded(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which rows the guard looks after; written by the packer."""
         return self._guarded[: self.num_prefills]
@@ -158,6 +169,11 @@ class Queue:
     def state_of_row(self, row: int) -> State:
         """The request of a row of the columns."""
         return self._states[row]
+
+    def work_s(self, state: State, factor: float) -> tuple[float, float]:
+        """Predicted seconds of a prefill: of the whole and of what is left; its prompt is not scheduled whole."""
+        row = self._row_of[state.slot]
+        return self._floats["work_total_s"][row] * factor, self._floats["work_left_s"][row] * factor
 
     def prefills(self) -> Iterator[State]:
         """Started requests with prompt tokens left, in the order in which they started."""
@@ -178,7 +194,7 @@ class Queue:
             self._floats[name][row] = seconds
         for name, number in zip(_INTS, (head.num_prompt_tokens, 0, head.priority, head.slot), strict=True):
             self._ints[name][row] = number
-        self._guarded[row] = False
+        self._guarded[row] = self._started[row] = False
         self._states.append(state)
         self._row_of[head.slot] = row
         self.num_prefills += 1
@@ -187,6 +203,7 @@ class Queue:
     def start(self, state: State) -> None:
         """A request gets its first chunk."""
         state.has_started = True
+        self._started[self._row_of[state.slot]] = True
         self.running[state.slot] = self.waiting.pop(state.slot)
 
     def sent(self, state: State, row: Row, now_s: float) -> None:
@@ -247,6 +264,7 @@ class Queue:
         self._floats = {name: np.concatenate([column, column]) for name, column in self._floats.items()}
         self._ints = {name: np.concatenate([column, column]) for name, column in self._ints.items()}
         self._guarded = np.concatenate([self._guarded, self._guarded])
+        self._started = np.concatenate([self._started, self._started])
 
     def _remove(self, slot: int) -> None:
         """Take a request's row out; the last row takes its place."""
@@ -259,6 +277,7 @@ class Queue:
             for numbers in self._ints.values():
                 numbers[row] = numbers[last]
             self._guarded[row] = self._guarded[last]
+            self._started[row] = self._started[last]
             self._states[row] = moved
             self._row_of[moved.slot] = row
         self.num_prefills = last

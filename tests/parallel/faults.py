@@ -1,8 +1,8 @@
 """Jobs whose ranks fail on purpose: forked from a server that has torch loaded, so a job starts in a second.
 
 A rank is a process of its own with the environment that torchrun would set, its stdout and stderr in files. Before it
-runs, hooks are put into medha: at a point of the work (``start``, ``prefill``, ``decode``, ``shutdown``) the rank is
-killed, stopped, throws, or is slow.
+runs, hooks are put into medha: at a point of the work (``start``, ``prefill``, ``decode``, ``shared``: a batch with rows
+that lie on several groups, ``shutdown``) the rank is killed, stopped, throws, or is slow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.parallel.workers import free_port, launch_environment
 
-POINTS = ("start", "prefill", "decode", "shutdown")
+POINTS = ("start", "prefill", "decode", "shared", "shutdown")
 LIMIT_S = 60.0
 
 _context = multiprocessing.get_context("forkserver")
@@ -165,8 +165,9 @@ def _install(fault: Fault, folder: Path) -> None:
     run, load, leave = Runner.run, build._load_model, distributed.leave
 
     def run_or_fail(self: Runner, batch: Batch, *rest: Any, **named: Any) -> Any:
-        point = "decode" if any(row.is_decode for row in batch.rows) else "prefill"
-        if point == fault.point:
+        points = {"decode" if any(row.is_decode for row in batch.rows) else "prefill"}
+        points |= {"shared" for row in batch.rows if row.is_shared}
+        if fault.point in points:
             strike()
         return run(self, batch, *rest, **named)
 

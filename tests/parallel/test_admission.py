@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +29,14 @@ from tests.parallel.workers import WorkerPool
 NUM_TOKENS = 10_000_000
 SHORT = 10_000
 CHUNK = 256
-OPTIONS = {"chunk_size": CHUNK, "max_batch_tokens": CHUNK, "max_num_seqs": 4, "block_size": 256, "seed": 1}
+OPTIONS = {
+    "scheduler": "sarathi",
+    "chunk_size": CHUNK,
+    "max_batch_tokens": CHUNK,
+    "max_num_seqs": 4,
+    "block_size": 256,
+    "seed": 1,
+}
 NUM_STEPS = 12
 ROW_INTS = 64  # a generous bound on the integers of a message beside token ids, for the two rows of these batches
 OPEN_INTS = 256  # and of the sampling parameters of a new request
@@ -124,10 +132,10 @@ def _timed(function: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, value
 
 
-@pytest.mark.parametrize("layout", [{}, {"spp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"spp": 2}, {"kvp": 2}], ids=str)
 def test_ten_million_tokens_beside_a_decode(workers: WorkerPool, tmp_path: Path, layout: dict[str, int]) -> None:
     make_ten_million_model(tmp_path)
-    world_size = layout.get("tp", 1) * layout.get("spp", 1)
+    world_size = prod(layout.values())
     lengths = (SHORT, NUM_TOKENS)
     answers = (
         workers.run(admit, world_size, str(tmp_path), layout, lengths)

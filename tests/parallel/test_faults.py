@@ -288,6 +288,64 @@ def test_refusal_is_the_same_everywhere(model: Path, tmp_path: Path, jobs: list[
     assert said[0].splitlines()[-1] == "1"
 
 
+# -- a request on several groups -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "spp"),
+    [
+        (Fault(1, "shared", "kill"), 1),  # the first batch that the new group has a part in
+        (Fault(1, "shared", "kill", after=8), 1),  # in the middle of the shared prefill
+        (Fault(1, "shared", "kill", after=40), 1),  # while the shared request decodes
+        pytest.param(Fault(2, "shared", "kill"), 2, marks=pytest.mark.slow),
+        pytest.param(Fault(3, "shared", "kill"), 2, marks=pytest.mark.slow),
+        pytest.param(Fault(1, "shared", "throw"), 1, marks=pytest.mark.slow),
+        pytest.param(Fault(1, "shared", "stop"), 1, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: f"{value.rank}-{value.action}-{value.after}" if isinstance(value, Fault) else f"spp{value}",
+)
+def test_group_that_a_request_has_grown_onto_dies(
+    model: Path, tmp_path: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str], fault: Fault, spp: int
+) -> None:
+    """D11: no wrong token is written, what had finished is kept, and the rest ends with the rank's name."""
+    requests = [{"temperature": 0.0, **request} for request in (*REQUESTS, *BESIDE_LONG)]
+    options = arguments(tmp_path, model, "--kvp", "2", "--spp", str(spp), "--max-kv-per-group", "1024")
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in requests))
+    jobs.append(job := start(tmp_path, 2 * spp, command, options, fault=fault))
+    said = check_ends(job, fault, capsys)
+    place = f"rank {fault.rank} (group 1, stage {fault.rank % spp})"
+    assert place in said
+    assert job.processes[0].exitcode == 4, said
+    rows, expected = written(tmp_path), right_tokens(model, requests)
+    assert set(rows) == set(expected)
+    for name, row in rows.items():
+        if row["finish_reason"] == "error":
+            assert row["error"]["type"] == "RankFailedError" and place in row["error"]["message"]
+            assert row["token_ids"] == expected[name][: len(row["token_ids"])]
+        else:
+            assert (row["finish_reason"], row["token_ids"]) == ("length", expected[name])
+    assert [name for name, row in rows.items() if row["finish_reason"] == "length"] == ["short", "brief"]
+    grown = 2000 - 1024 + 64 * 2
+    assert len(rows["long"]["token_ids"]) >= (1 if fault.after * 64 > grown else 0)
+
+
+BESIDE_LONG = [
+    {"id": "brief", "prompt": "c" * 10, "max_tokens": 5, "ignore_eos": True},
+    {"id": "beside", "prompt": "d" * 100, "max_tokens": 500, "ignore_eos": True},
+]
+
+
+def right_tokens(model: Path, requests: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """What one rank says to each request."""
+    from medha import LLM, SamplingParams
+
+    fields = ("temperature", "max_tokens", "ignore_eos")
+    params = [SamplingParams(**{name: row[name] for name in fields if name in row}) for row in requests]
+    llm = LLM(str(model), num_kv_blocks=16, max_model_len=4096)
+    outputs = llm.generate([row["prompt"] for row in requests], params, use_tqdm=False)
+    return {row["id"]: output.outputs[0].token_ids for row, output in zip(requests, outputs, strict=True)}
+
+
 # -- signals ---------------------------------------------------------------------------------------------------------
 
 

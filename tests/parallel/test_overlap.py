@@ -39,7 +39,8 @@ def read_prompts(folder: str, trace: str, layout: dict[str, int]) -> list[list[R
     from medha.request import SamplingParams
 
     prompt = [i % 256 for i in range(NUM_CHUNKS * CHUNK_SIZE)]
-    options: dict[str, Any] = {"chunk_size": CHUNK_SIZE, "max_batch_tokens": CHUNK_SIZE, "num_kv_blocks": 24}
+    options: dict[str, Any] = {"scheduler": "sarathi", "chunk_size": CHUNK_SIZE, "max_batch_tokens": CHUNK_SIZE}
+    options["num_kv_blocks"] = 24
     timeline = Timeline()
     config = EngineConfig.from_flat(folder, load_format="dummy", dtype="float32", **options, **layout)
     role = build_role(config, timeline=timeline)

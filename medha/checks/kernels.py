@@ -1,0 +1,140 @@
+"""Attention and merge on this rank's device, held to a dense softmax in float64.
+
+Legend: T tokens of a batch, N query heads, K KV heads, H head dimension, P tokens of the pool, S keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from medha.attention.interface import AttentionBackend, Segment
+from medha.attention.merge import merge_partials
+from medha.attention.reference import dense_attention, largest_error, lse_limit, out_limit
+from medha.checks.rows import Row, exact, held
+from medha.kv_cache import KVCache
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_HEADS = ((8, 2, 128), (4, 4, 64), (8, 1, 64))  # (N, K, H)
+_BLOCK = 256
+_POOL_BLOCKS = 48
+_EXTENTS = ((512, 2048), (4096, 1024), (2560, 512), (6144, 4096), (11000, 512))
+_SEGMENTS = {
+    "decode over 8,192 keys in 5 extents": (1, _EXTENTS, False),
+    "decode over one key": (1, ((77, 1),), True),
+    "chunk of 96 over 2,000 keys": (96, ((256, 1024), (5000, 1072)), True),
+    "first chunk of 200": (200, ((8192, 200),), True),
+    "33 queries over another's shard": (33, ((300, 700),), False),
+    "empty shard": (3, (), False),
+}
+
+
+def attention_rows(backend: AttentionBackend, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
+    """Output and log-sum-exp of the backend in each dtype, over decodes, chunks, shards and head counts."""
+    for dtype in dtypes:
+        cases = [case for heads in _HEADS for case in _attention_errors(backend, heads, device, dtype)]
+        what = f"{name_of(dtype)}, {len(cases)} shapes"
+        yield _worst_row("attention", f"output, {what}", [(error, limit) for error, limit, _, _ in cases])
+        yield _worst_row("attention", f"log-sum-exp, {what}", [(error, limit) for _, _, error, limit in cases])
+
+
+def merge_rows(
+    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, *, num_parts: Sequence[int]
+) -> Iterator[Row]:
+    """Keys and values cut at block multiples, attended to in parts and merged; empty parts; the natural logarithm."""
+    for count in num_parts:
+        qkv = random_qkv(2 * count * _BLOCK - 156, q_len=16, device=device, dtype=dtype)
+        cuts = cut(len(qkv[1]), count)
+        merged = merge_partials([shard_attention(backend, qkv, *bounds) for bounds in cuts])
+        want = dense_attention(*qkv, causal=True)
+        limits = out_limit(want[0], dtype), lse_limit(want[1], dtype)
+        yield held("merge", f"output, {count} shards as the whole", largest_error(merged[0], want[0]), limits[0])
+        yield held("merge", f"log-sum-exp, {count} shards", largest_error(merged[1], want[1]), limits[1])
+    yield exact("merge", "empty shards, natural logarithm", _num_wrong_edges(backend, device, dtype))
+
+
+def random_qkv(num_keys: int, *, q_len: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensors:
+    """Queries that are the last of ``num_keys`` positions, and keys and values of all; the same numbers on every rank.
+
+    Returns:
+        (q_TNH, k_SKH, v_SKH) with 8 query heads and 2 KV heads of 64.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    q_TNH = 2 * torch.randn(q_len, 8, 64, generator=generator)
+    k_SKH, v_SKH = (torch.randn(num_keys, 2, 64, generator=generator) for _ in range(2))
+    return q_TNH.to(device, dtype), k_SKH.to(device, dtype), v_SKH.to(device, dtype)
+
+
+def cut(num_keys: int, count: int) -> list[tuple[int, int]]:
+    """Positions [start, end) of shards whose ends, but for the last, are multiples of the block."""
+    share = -(-num_keys // (count * _BLOCK)) * _BLOCK
+    return [(i * share, min(num_keys, (i + 1) * share)) for i in range(count)]
+
+
+def shard_attention(backend: AttentionBackend, qkv: Tensors, start: int, end: int) -> Partial:
+    """Attention over one shard; causal on the last, which has the queries' own keys."""
+    q_TNH, k_SKH, v_SKH = qkv
+    segment = Segment(0, len(q_TNH), ((start, end - start),), causal=end == len(k_SKH))
+    return backend.run(q_TNH, k_SKH, v_SKH, backend.plan([segment]))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype's name without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _attention_errors(
+    backend: AttentionBackend, heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+) -> list[tuple[float, float, float, float]]:
+    """Of each segment: error of the output, its limit, error of the log-sum-exp, its limit."""
+    N, K, H = heads
+    cache = KVCache(
+        num_layers=1, num_blocks=_POOL_BLOCKS, block_size=_BLOCK, num_kv_heads=K, head_dim=H, dtype=dtype, device=device
+    )
+    generator = torch.Generator(device=device).manual_seed(0)
+    k_PKH, v_PKH = (pool.normal_(generator=generator) for pool in (cache.k[0], cache.v[0]))
+    segments = []
+    for q_len, ranges, causal in _SEGMENTS.values():
+        q_start = segments[-1].q_start + segments[-1].q_len if segments else 0
+        segments.append(Segment(q_start, q_len, ranges, causal))
+    num_tokens = segments[-1].q_start + segments[-1].q_len
+    q_TNH = 2 * torch.randn(num_tokens, N, H, generator=generator, device=device, dtype=dtype)
+    out_TNH, lse_TN = backend.run(q_TNH, k_PKH, v_PKH, backend.plan(segments))
+    errors = []
+    for segment in segments:
+        rows = slice(segment.q_start, segment.q_start + segment.q_len)
+        keys = [torch.arange(first, first + count, device=device) for first, count in segment.ranges]
+        index_S = torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64, device=device)
+        want_out, want_lse = dense_attention(q_TNH[rows], k_PKH[index_S], v_PKH[index_S], causal=segment.causal)
+        finite = want_lse.masked_fill(want_lse == -torch.inf, 0.0)
+        errors.append(
+            (
+                largest_error(out_TNH[rows], want_out), out_limit(want_out, dtype),
+                largest_error(lse_TN[rows], want_lse), lse_limit(finite, dtype),
+            )
+        )  # fmt: skip
+    return errors
+
+
+def _worst_row(check: str, what: str, errors: Sequence[tuple[float, float]]) -> Row:
+    rows = [held(check, what, error, limit) for error, limit in errors]
+    return max(rows, key=lambda row: row.strain)
+
+
+def _num_wrong_edges(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> int:
+    """How many of the rules of an empty part and of the logarithm's base do not hold."""
+    qkv = random_qkv(_BLOCK, q_len=2, device=device, dtype=dtype)
+    whole = shard_attention(backend, qkv, 0, _BLOCK)
+    empty = shard_attention(backend, qkv, 0, 0)
+    both, none = merge_partials([empty, whole]), merge_partials([empty, empty])
+    even_lse = merge_partials([shard_attention(backend, (0 * qkv[0], *qkv[1:]), 0, n) for n in (100, 28)])[1]
+    rules = (
+        torch.equal(both[0], whole[0]) and torch.equal(both[1], whole[1]),  # an empty part changes nothing
+        bool((none[0] == 0).all()) and bool((none[1] == -torch.inf).all()),  # two of them are one
+        bool(((even_lse - math.log(128)).abs() < 1e-5).all()),  # n equal scores of 0 have the log-sum-exp ln n
+    )
+    return sum(not holds for holds in rules)

@@ -1,0 +1,160 @@
+"""Rows of the table: a figure, its limit and the verdict; and how the ranks put theirs together.
+
+What ranks tell each other goes as JSON through the store at which they met, so a row arrives even where collectives do
+not work.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from medha.config import ParallelConfig
+from medha.parallel.mesh import Job, wait_for_all
+
+PASS = "pass"
+FAIL = "FAIL"
+NOT_RUN = "not run"
+_LIMIT_S = 600.0  # how long the slowest rank may take longer than this one
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is checked.
+
+    Attributes:
+        parallel: the layout.
+        device, dtype, attention_backend: as those of :class:`medha.config.EngineConfig`, except that the dtype ``auto``
+            is float32 on a CPU and bfloat16 on a GPU.
+        needle_tokens: length of the document that is read at the end.
+    """
+
+    parallel: ParallelConfig
+    device: str = "auto"
+    dtype: str = "auto"
+    attention_backend: str = "auto"
+    needle_tokens: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        check, what: which check, and what of it.
+        figure: what was found, or why nothing was.
+        limit: what it may be.
+        verdict: :data:`PASS`, :data:`FAIL` or :data:`NOT_RUN`.
+        strain: the error as a share of its limit; the rank with the most is shown.
+        seconds: how long it took.
+    """
+
+    check: str
+    what: str
+    figure: str
+    limit: str = ""
+    verdict: str = PASS
+    strain: float = 0.0
+    seconds: float = 0.0
+
+
+def held(check: str, what: str, error: float, limit: float) -> Row:
+    """An error and its limit; NaN is no pass."""
+    is_right = error <= limit
+    strain = error / limit if error < float("inf") else float("inf")  # inf for NaN as well
+    return Row(check, what, f"{error:.1e}", f"{limit:.1e}", PASS if is_right else FAIL, strain)
+
+
+def exact(check: str, what: str, num_wrong: int, *, note: str = "") -> Row:
+    """Something of which nothing may be wrong; ``note`` is a figure beside it, such as a latency."""
+    figure = ", ".join(filter(None, [f"{num_wrong} wrong", note]))
+    return Row(check, what, figure, "0 wrong", FAIL if num_wrong else PASS, float(num_wrong))
+
+
+def not_run(check: str, what: str, reason: str) -> Row:
+    """Something that this layout or machine does not have."""
+    return Row(check, what, reason, "", NOT_RUN)
+
+
+def failed(check: str, error: BaseException) -> Row:
+    """A check that ended with an error."""
+    return Row(check, "ended with an error", f"{type(error).__name__}: {error}", "no error", FAIL, float("inf"))
+
+
+def timed(rows: Iterable[Row]) -> list[Row]:
+    """The rows of a check, each with the seconds it took to come."""
+    done = []
+    last = time.perf_counter()
+    for row in rows:
+        now = time.perf_counter()
+        done.append(replace(row, seconds=now - last))
+        last = now
+    return done
+
+
+def attempted(check: str, rows: Iterable[Row]) -> list[Row]:
+    """:func:`timed` for what one rank does by itself: an error is a row."""
+    start = time.perf_counter()
+    try:
+        return timed(rows)
+    except Exception as error:
+        return [replace(failed(check, error), seconds=time.perf_counter() - start)]
+
+
+def median_us(seconds: Sequence[float]) -> float:
+    """The median in microseconds, the lower of two."""
+    return 1e6 * sorted(seconds)[(len(seconds) - 1) // 2]
+
+
+def us(figure: float) -> str:
+    """Microseconds for a table."""
+    return f"{figure:,.0f} us" if figure < 10_000 else f"{figure / 1000:,.0f} ms"
+
+
+class Crew:
+    """All ranks, or this process alone.
+
+    Args:
+        job: how the ranks met; None where there is one process.
+    """
+
+    def __init__(self, job: Job | None) -> None:
+        self.job = job
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """A JSON value of every rank, rank 0's first; every rank calls it, once for each name.
+
+        Raises:
+            RankFailedError: a rank has failed.
+        """
+        text = json.dumps(value)
+        if self.job is None:
+            return [json.loads(text)]
+        launch, store = self.job.launch, self.job.store
+        store.set(f"{name}/value/{launch.rank}", text)
+        wait_for_all(self.job, name, limit_s=_LIMIT_S)
+        return [json.loads(store.get(f"{name}/value/{rank}")) for rank in range(launch.world_size)]
+
+    def worst(self, name: str, rows: Sequence[Row]) -> list[Row]:
+        """The rows of all ranks, of each the one from the rank where it is worst; every rank calls it."""
+        return worst_of([[Row(**row) for row in rows] for rows in self.gather(name, [asdict(row) for row in rows])])
+
+
+def worst_of(rows_by_rank: Sequence[Sequence[Row]]) -> list[Row]:
+    """Of each row the worst rank's; one that failed somewhere says where."""
+    found: dict[tuple[str, str], list[tuple[int, Row]]] = {}
+    for rank, rows in enumerate(rows_by_rank):
+        for row in rows:
+            found.setdefault((row.check, row.what), []).append((rank, row))
+    return [_worst(located, len(rows_by_rank)) for located in found.values()]
+
+
+def _worst(located: Sequence[tuple[int, Row]], num_ranks: int) -> Row:
+    _, row = max(located, key=lambda pair: (pair[1].verdict == FAIL, pair[1].strain))
+    seconds = max(other.seconds for _, other in located)
+    bad = [rank for rank, other in located if other.verdict == FAIL]
+    where = f" (ranks {', '.join(map(str, bad))})" if bad and num_ranks > 1 else ""
+    return replace(row, what=row.what + where, seconds=seconds)

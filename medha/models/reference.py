@@ -1,0 +1,131 @@
+"""A Llama forward written as plainly as it goes, and random checkpoints for it: what ``medha verify`` compares with.
+
+It shares no line with the model that serves: float64 on the CPU, one whole sequence, a dense softmax head by head, no
+KV cache, no batch, no chunks, no splits. Configuration and weights go by their Hugging Face names.
+
+Legend: T tokens, D model dimension, N query heads, K KV heads, H head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+Weights = Mapping[str, torch.Tensor]
+
+
+def llama_config(
+    *, num_layers: int, num_heads: int, num_kv_heads: int, intermediate_size: int, dtype: str
+) -> dict[str, Any]:
+    """The content of a small ``config.json``."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": dtype,
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 131072,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    }
+
+
+def random_weights(config: Mapping[str, Any], *, seed: int) -> dict[str, torch.Tensor]:
+    """Seeded weights in the dtype of the configuration, large enough that attention is far from an average."""
+    D, H = config["hidden_size"], config["head_dim"]
+    q, kv, inner = config["num_attention_heads"] * H, config["num_key_value_heads"] * H, config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], D)}
+    for i in range(config["num_hidden_layers"]):
+        layer = {
+            "self_attn.q_proj": (q, D), "self_attn.k_proj": (kv, D), "self_attn.v_proj": (kv, D),
+            "self_attn.o_proj": (D, q), "mlp.gate_proj": (inner, D), "mlp.up_proj": (inner, D),
+            "mlp.down_proj": (D, inner), "input_layernorm": (D,), "post_attention_layernorm": (D,),
+        }  # fmt: skip
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"model.norm.weight": (D,), "lm_head.weight": (config["vocab_size"], D)}
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["dtype"])
+    return {name: _random(shape, generator).to(dtype) for name, shape in shapes.items()}
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], weights: Weights) -> Path:
+    """Write a Hugging Face folder without a tokenizer; returns ``folder``, which is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+@torch.inference_mode()
+def next_token_logprobs(config: Mapping[str, Any], weights: Weights, ids: list[int]) -> torch.Tensor:
+    """Natural-log probabilities of what follows each token of a sequence: float64 [T, V] on the CPU."""
+    doubles = {name: weight.double() for name, weight in weights.items()}
+    eps = config["rms_norm_eps"]
+    x_TD = doubles["model.embed_tokens.weight"][torch.tensor(ids)]
+    for i in range(config["num_hidden_layers"]):
+        layer = {name: doubles[f"model.layers.{i}.{name}.weight"] for name in _LAYER}
+        x_TD = x_TD + _attention(config, layer, _norm(x_TD, layer["input_layernorm"], eps))
+        y_TD = _norm(x_TD, layer["post_attention_layernorm"], eps)
+        gated = F.silu(y_TD @ layer["mlp.gate_proj"].T) * (y_TD @ layer["mlp.up_proj"].T)
+        x_TD = x_TD + gated @ layer["mlp.down_proj"].T
+    logits_TV = _norm(x_TD, doubles["model.norm.weight"], eps) @ doubles["lm_head.weight"].T
+    return torch.log_softmax(logits_TV, dim=-1)
+
+
+_LAYER = (
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """A norm's weight from 0.5 to 1.5; a matrix whose product with unit inputs has a spread of 1.5."""
+    if len(shape) == 1:
+        return 0.5 + torch.rand(shape, generator=generator)
+    return torch.randn(shape, generator=generator) * 1.5 * shape[1] ** -0.5
+
+
+def _norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    return x_TD * torch.rsqrt(x_TD.square().mean(-1, keepdim=True) + eps) * weight_D
+
+
+def _attention(config: Mapping[str, Any], layer: Weights, x_TD: torch.Tensor) -> torch.Tensor:
+    """Causal grouped-query attention, one head after the other."""
+    T, H = len(x_TD), config["head_dim"]
+    q_TNH, k_TKH, v_TKH = (
+        (x_TD @ layer[f"self_attn.{name}_proj"].T).view(T, -1, H) for name in ("q", "k", "v")
+    )
+    q_TNH, k_TKH = _rotated(q_TNH, config["rope_theta"]), _rotated(k_TKH, config["rope_theta"])
+    future_TT = torch.ones(T, T, dtype=torch.bool).triu(1)
+    group = q_TNH.shape[1] // k_TKH.shape[1]
+    heads = []
+    for n in range(q_TNH.shape[1]):
+        scores_TT = q_TNH[:, n] @ k_TKH[:, n // group].T / H**0.5
+        heads.append(torch.softmax(scores_TT.masked_fill(future_TT, -torch.inf), dim=-1) @ v_TKH[:, n // group])
+    return torch.cat(heads, dim=-1) @ layer["self_attn.o_proj"].T
+
+
+def _rotated(x_TNH: torch.Tensor, theta: float) -> torch.Tensor:
+    """RoPE (arXiv 2104.09864): dimension i and i + H / 2 turn by the position times ``theta ** (-2 i / H)``."""
+    T, _, H = x_TNH.shape
+    angles_TR = torch.arange(T).double()[:, None] * theta ** (-torch.arange(0, H, 2).double() / H)
+    cos, sin = angles_TR.cos()[:, None], angles_TR.sin()[:, None]
+    first, second = x_TNH.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
