@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import ChatTemplateError, ContextLengthError, KVCapacityError, TokenizerError, ValidationError
-from medha.request import SLO, SamplingParams
+from medha.request import SLO, SamplingParams, check_priority
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
 
@@ -68,6 +68,7 @@ class PreparedRequest:
     params: SamplingParams
     slo: SLO | None
     id_list: list[int] | None = None
+    priority: str = "normal"
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -83,6 +84,7 @@ def prepare_request(
     params: SamplingParams | None,
     *,
     slo: SLO | None,
+    priority: str = "normal",
     limits: ModelLimits,
     tokenizer: Tokenizer | None,
     scheduler: Scheduler,
@@ -94,6 +96,7 @@ def prepare_request(
         prompt: in any of its forms.
         params: None for the model's defaults.
         slo: objectives, if any.
+        priority: class.
         limits: of the model.
         tokenizer: None takes token ids alone.
         scheduler: whose KV pool the request must be able to fit, however long it waits.
@@ -108,6 +111,7 @@ def prepare_request(
     _check_type("sampling_params", params, SamplingParams)
     if slo is not None:
         _check_type("slo", slo, SLO)
+    check_priority(priority)
     text, ids, id_list = _tokenise(prompt, tokenizer, limits.vocab_size)
     params = params.resolve(limits.sampling_defaults)
     if params.stop_strings and tokenizer is None:
@@ -115,7 +119,7 @@ def prepare_request(
     _checked_ids(params.stop_token_ids or (), "stop_token_ids", limits.vocab_size)
     params = _capped(params, len(ids), limits.max_model_len)
     _check_pool(params, len(ids), scheduler)
-    return PreparedRequest(request_id, text, ids, params, slo, id_list)
+    return PreparedRequest(request_id, text, ids, params, slo, id_list, priority)
 
 
 def _tokenise(

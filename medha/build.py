@@ -48,7 +48,10 @@ from medha.parallel.mesh import (
 )
 from medha.parallel.spp import StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
+from medha.profile import load_coefficients
 from medha.runner import Runner
+from medha.sched.policy import load_policy
+from medha.sched.predictor import Predictor
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer, load_tokenizer
 from medha.timeline import Timeline
@@ -67,6 +70,7 @@ class Role:
     Attributes:
         limits: what requests are checked against.
         tokenizer: None where the folder has none.
+        runner: this rank's own part of the model.
         engine: on rank 0, and where there is one process.
         caller: on rank 0 of several: how it tells the others what is called.
         follower: on the other ranks.
@@ -74,6 +78,7 @@ class Role:
 
     limits: ModelLimits
     tokenizer: Tokenizer | None
+    runner: Runner
     engine: Engine | None = None
     caller: Caller | None = None
     follower: Follower | None = None
@@ -158,29 +163,36 @@ def _build(
     if ranks is not None:
         num_blocks = least(ranks, num_blocks)
     max_kv_per_group = _max_kv_per_group(config, limits.max_model_len, num_blocks)
+    load_policy(config.scheduler.policy)
+    backend = pick_backend(config.attention_backend).name
+    coefficients = load_coefficients(config, model_config, backend=backend, dtype=dtype, device=device)
     runner = _build_runner(config, part, ranks, folder, num_blocks=num_blocks, dtype=dtype, device=device, on=progress)
     if job is not None:
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
         wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
         for _, merge in sorted(runner.merges.items()):
             merge.warm(device)
+    if ranks is not None and ranks.rank != 0:
+        return Role(limits, tokenizer, runner, follower=Follower(runner, ranks, ControlReceiver(ranks.control_group)))
     scheduler = Scheduler(
         dataclasses.replace(config.scheduler, depth=_depth(config), max_kv_per_group=max_kv_per_group),
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         num_groups=config.parallel.kvp,
+        predictor=Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens),
+        max_prompt_tokens=limits.max_model_len,
     )
-    if ranks is not None and ranks.rank != 0:
-        return Role(limits, tokenizer, follower=Follower(runner, ranks, ControlReceiver(ranks.control_group)))
     _log_start(model_config, limits, scheduler, device=device, dtype=dtype)
     if ranks is None:
-        return Role(limits, tokenizer, Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline))
+        return Role(
+            limits, tokenizer, runner, Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
+        )
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
     driven = DrivingRunner(runner, ranks, sender)
     engine = Engine(driven, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
     if timeline is not None:
         timeline.gather_from(driven.gather_records, zero_s=time.perf_counter() - engine.now())
-    return Role(limits, tokenizer, engine, Caller(sender, ranks, timeline))
+    return Role(limits, tokenizer, runner, engine, Caller(sender, ranks, timeline))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,11 @@ from medha.bench.cli import app as bench_app
 from medha.command import end_process, make_app, run_app
 from medha.environment import environment
 from medha.generate import generate
+from medha.verify import verify
 
 app = make_app(help="Serve long-context LLMs without convoys.")
 app.command("generate")(generate)
+app.command("verify")(verify)
 app.add_typer(bench_app, name="bench")
 
 

@@ -255,6 +255,8 @@ class EngineConfig:
         load_format: ``auto`` (safetensors), or ``dummy`` (random weights, for benchmarks).
         seed: of dummy weights and of requests that bring none.
         num_threads: CPU threads; None leaves torch's choice.
+        profile: JSON file that ``medha profile`` wrote for this machine, model and layout; None predicts step times
+            from a rough sheet of the machine, corrected while running.
     """
 
     model: str
@@ -269,6 +271,7 @@ class EngineConfig:
     load_format: str = "auto"
     seed: int = 0
     num_threads: int | None = None
+    profile: str | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -283,7 +286,7 @@ class EngineConfig:
         _check_positive_int("num_threads", self.num_threads, 4096, optional=True)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or abs(self.seed) >= 2**63:
             raise ConfigError(f"seed={self.seed!r}; accepted: a 64-bit integer")
-        for name in ("tokenizer", "revision"):
+        for name in ("tokenizer", "revision", "profile"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name}={value!r}; accepted: a string")

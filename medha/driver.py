@@ -31,6 +31,7 @@ class Arrival:
     params: SamplingParams | None = None
     slo: SLO | None = None
     arrival_s: float = 0.0
+    priority: str = "normal"
     error: MedhaError | None = None
 
 
@@ -111,6 +112,7 @@ def _add(engine: Engine, arrival: Arrival, start: float) -> RequestOutput | None
                 arrival.prompt,
                 arrival.params,
                 slo=arrival.slo,
+                priority=arrival.priority,
                 arrival_s=start + arrival.arrival_s,
             )
             return None

@@ -8,6 +8,7 @@ complete the oldest batch.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from medha.admission import ModelLimits, PreparedRequest, Prompt, prepare_reques
 from medha.batch import Batch
 from medha.errors import EngineDeadError, ValidationError
 from medha.live import LiveRequest
-from medha.request import SLO, RequestOutput, SamplingParams
+from medha.request import PRIORITIES, SLO, RequestOutput, SamplingParams
 from medha.runner import StepResult
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.text import Tokenizer
@@ -135,6 +136,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         slo: SLO | None = None,
+        priority: str = "normal",
         arrival_s: float | None = None,
     ) -> None:
         """Check, tokenise and queue one request.
@@ -144,6 +146,7 @@ class Engine:
             prompt: text, token ids, or a mapping with ``prompt``, ``prompt_token_ids`` or ``messages``.
             params: sampling parameters.
             slo: its objectives.
+            priority: class: ``realtime``, ``high``, ``normal`` or ``low``.
             arrival_s: when it arrived on the engine's clock (:meth:`now`); now by default.
 
         Raises:
@@ -151,10 +154,16 @@ class Engine:
             EngineDeadError: the engine has failed before.
         """
         arrival_s = self.now() if arrival_s is None else arrival_s
-        self.add_prepared(self.prepare(request_id, prompt, params, slo=slo), arrival_s=arrival_s)
+        self.add_prepared(self.prepare(request_id, prompt, params, slo=slo, priority=priority), arrival_s=arrival_s)
 
     def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, slo: SLO | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        slo: SLO | None = None,
+        priority: str = "normal",
     ) -> PreparedRequest:
         """Tokenise and check a request without queueing it; raises as :meth:`add_request`."""
         if self._dead is not None:
@@ -164,6 +173,7 @@ class Engine:
             prompt,
             params,
             slo=slo,
+            priority=priority,
             limits=self.limits,
             tokenizer=self.tokenizer,
             scheduler=self.scheduler,
@@ -185,7 +195,17 @@ class Engine:
         seed = params.seed if params.seed is not None else self.limits.seed * 1_000_003 + self._num_added
         self._num_added += 1
         self.runner.open(slot, request.prompt_ids, params, seed=seed, end_ids=tuple(sorted(live.end_ids)))
-        self.scheduler.add(RequestHead(slot, len(request.prompt_ids), params.max_tokens, arrival_s, request.slo))
+        head = RequestHead(
+            slot,
+            len(request.prompt_ids),
+            params.max_tokens,
+            arrival_s,
+            request.slo,
+            PRIORITIES.index(request.priority),
+        )
+        deadline_s = self.scheduler.add(head)
+        live.metrics.deadline_s = deadline_s if math.isfinite(deadline_s) else None
+        live.metrics.deadline_is_derived = live.metrics.deadline_s is not None and live.metrics.ttft_slo_s is None
         self._live[request.request_id] = self._by_slot[slot] = live
         if self._free_slots:
             self._free_slots.pop()

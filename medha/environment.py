@@ -39,7 +39,7 @@ def environment() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
         "devices": devices,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
@@ -52,7 +52,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor as its maker names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -25,7 +25,7 @@ from medha.command import (
     run_app,
     start_logging,
 )
-from medha.config import ATTENTION_BACKENDS, EngineConfig, parse_bytes
+from medha.config import ATTENTION_BACKENDS, SCHEDULERS, EngineConfig, parse_bytes
 from medha.display import Display, StreamedText
 from medha.driver import Arrival, drive
 from medha.errors import ConfigError
@@ -45,6 +45,7 @@ _model_option = partial(typer.Option, rich_help_panel="Model", show_default=True
 _request_option = partial(typer.Option, rich_help_panel="Requests", show_default=False)
 _sampling_option = partial(typer.Option, rich_help_panel="Sampling")
 _memory_option = partial(typer.Option, rich_help_panel="Memory and batching")
+_scheduling_option = partial(typer.Option, rich_help_panel="Scheduling")
 _parallel_option = partial(typer.Option, rich_help_panel="Parallel layout, under torchrun")
 _output_option = partial(typer.Option, rich_help_panel="Output")
 
@@ -55,7 +56,8 @@ _SAMPLING = (
 _ENGINE = (
     "tokenizer", "revision", "dtype", "device", "attention_backend", "load_format", "seed", "max_model_len",
     "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens", "chunk_size",
-    "num_threads", "tp", "spp", "kvp", "max_kv_per_group", "tp_forward", "dist_timeout",
+    "num_threads", "scheduler", "policy", "t_target_s", "quantum_s", "rho_max", "long_threshold", "late_share",
+    "patience_s", "profile", "tp", "spp", "kvp", "max_kv_per_group", "tp_forward", "dist_timeout",
 )  # fmt: skip
 
 
@@ -109,6 +111,33 @@ def generate(
         int | None, _memory_option(help="Most tokens of a prompt in a step.")
     ] = _DEFAULT.scheduler.chunk_size,
     num_threads: Annotated[int | None, _memory_option(help="CPU threads.")] = _DEFAULT.num_threads,
+    scheduler: Annotated[
+        str, _scheduling_option(help=f"One of {', '.join(SCHEDULERS)}.")
+    ] = _DEFAULT.scheduler.scheduler,
+    policy: Annotated[
+        str, _scheduling_option(help="lars, ilrs, lrs, edf, srpt, sjf, fcfs, priority[:NAME] or package.module:name.")
+    ] = str(_DEFAULT.scheduler.policy),
+    t_target_s: Annotated[
+        float | None, _scheduling_option(help="Seconds a step may take; else from the decodes' TPOT.")
+    ] = _DEFAULT.scheduler.t_target_s,
+    quantum_s: Annotated[
+        float, _scheduling_option(help="The same where no decode has a TPOT objective.")
+    ] = _DEFAULT.scheduler.quantum_s,
+    rho_max: Annotated[
+        float, _scheduling_option(help="Most that a long prefill yields of a step; 0 is no space sharing.")
+    ] = _DEFAULT.scheduler.rho_max,
+    long_threshold: Annotated[
+        int, _scheduling_option(help="Prompt tokens from which a prefill is long.")
+    ] = _DEFAULT.scheduler.long_threshold,
+    late_share: Annotated[
+        float, _scheduling_option(help="Share of a step for prefills that are late or passed over.")
+    ] = _DEFAULT.scheduler.late_share,
+    patience_s: Annotated[
+        float, _scheduling_option(help="Seconds after which a prefill counts as passed over.")
+    ] = _DEFAULT.scheduler.patience_s,
+    profile: Annotated[
+        str | None, _scheduling_option(help="File that medha profile wrote.", show_default=False)
+    ] = _DEFAULT.profile,
     tp: Annotated[int, _parallel_option("--tp", help="Tensor-parallel ranks.")] = _DEFAULT.parallel.tp,
     spp: Annotated[int, _parallel_option("--spp", help="Stream-pipeline stages.")] = _DEFAULT.parallel.spp,
     kvp: Annotated[int, _parallel_option("--kvp", help="KV-parallel groups.")] = _DEFAULT.parallel.kvp,

@@ -1,10 +1,10 @@
 """Request files in, output files out: one JSON object a line.
 
 A request line holds ``id`` (optional), one of ``prompt``, ``prompt_token_ids``, ``messages``, any field of
-:class:`medha.SamplingParams`, ``arrival_s`` and ``slo`` {``ttft_s``, ``tpot_s``}. A line that is wrong becomes an
-arrival with an error, so that the rest still run. Fields nobody knows are ignored and named once in the log; known ones
-that medha does not implement are errors. :class:`OutputLines` writes one line for each request, also where the main
-thread of a rank is stuck.
+:class:`medha.SamplingParams`, ``arrival_s``, ``slo`` {``ttft_s``, ``tpot_s``} and ``priority``. A line that is wrong
+becomes an arrival with an error, so that the rest still run. Fields nobody knows are ignored and named once in the log;
+known ones that medha does not implement are errors. :class:`OutputLines` writes one line for each request, also where
+the main thread of a rank is stuck.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from medha.driver import Arrival, Joiner, unserved
 from medha.errors import ConfigError, MedhaError, RankFailedError, RequestError, ValidationError
-from medha.request import FIELD_ALIASES, SLO, UNSUPPORTED_FIELDS, RequestOutput, SamplingParams
+from medha.request import FIELD_ALIASES, SLO, UNSUPPORTED_FIELDS, RequestOutput, SamplingParams, check_priority
 
 if TYPE_CHECKING:
     from medha.engine import Engine
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("medha")
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
-_OTHER_FIELDS = ("id", "request_id", "arrival_s", "slo")
+_OTHER_FIELDS = ("id", "request_id", "arrival_s", "slo", "priority")
 _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
 
 
@@ -218,6 +218,7 @@ def _arrival(request_id: str, fields: dict[str, Any], defaults: Mapping[str, Any
         SamplingParams.from_dict(sampling),
         _slo(fields.get("slo")),
         _seconds(fields.get("arrival_s")),
+        check_priority(fields["priority"]) if fields.get("priority") is not None else "normal",
     )
 
 

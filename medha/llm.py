@@ -87,6 +87,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         slo: SLO | Sequence[SLO | None] | None = None,
+        priority: str | Sequence[str] = "normal",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts; all are checked before any is queued.
@@ -96,6 +97,7 @@ class LLM:
                 ``prompt_token_ids`` or ``messages``.
             sampling_params: for all, or one for each.
             slo: for all, or one for each.
+            priority: class for all, or one for each: ``realtime``, ``high``, ``normal`` or ``low``.
             use_tqdm: show a progress bar on a terminal.
 
         Returns:
@@ -106,19 +108,22 @@ class LLM:
             EngineDeadError: a step failed; ``outputs`` holds what was produced.
             KeyboardInterrupt: with ``outputs``: everything produced so far; the LLM can be used again.
         """
-        return self._on_every_rank("generate", lambda: self._generate(prompts, sampling_params, slo, use_tqdm))
+        return self._on_every_rank(
+            "generate", lambda: self._generate(prompts, sampling_params, slo, priority, use_tqdm)
+        )
 
     def _generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         slo: SLO | Sequence[SLO | None] | None,
+        priority: str | Sequence[str],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         """:meth:`generate` on the rank that drives."""
         engine = self.engine
         arrival_s = engine.now()
-        requests = self._prepare(prompts, sampling_params, slo)
+        requests = self._prepare(prompts, sampling_params, slo, priority)
         self._refuse_strangers()
         outputs: dict[str, RequestOutput | None] = {request.request_id: None for request in requests}
         num_left = len(requests)
@@ -150,6 +155,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         slo: SLO | Sequence[SLO | None] | None = None,
+        priority: str | Sequence[str] = "normal",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete one conversation or several with the model's chat template; otherwise as :meth:`generate`."""
@@ -157,7 +163,7 @@ class LLM:
         def run() -> list[RequestOutput]:
             conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
             prompts = [{"messages": conversation} for conversation in conversations]
-            return self._generate(prompts, sampling_params, slo, use_tqdm)
+            return self._generate(prompts, sampling_params, slo, priority, use_tqdm)
 
         return self._on_every_rank("chat", run)
 
@@ -223,15 +229,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         slo: SLO | Sequence[SLO | None] | None,
+        priority: str | Sequence[str],
     ) -> list[PreparedRequest]:
         """Check everything; the first error names its index."""
         listed = _as_list(prompts)
         params = _spread("sampling_params", sampling_params, len(listed))
         slos = _spread("slo", slo, len(listed))
+        classes = [priority] * len(listed) if isinstance(priority, str) else _spread("priority", priority, len(listed))
         requests = []
-        for index, (prompt, one_params, one_slo) in enumerate(zip(listed, params, slos, strict=True)):
+        for index, (prompt, one_params, one_slo, one_class) in enumerate(
+            zip(listed, params, slos, classes, strict=True)
+        ):
             try:
-                request = self.engine.prepare(next(self._ids), prompt, one_params, slo=one_slo)
+                request = self.engine.prepare(
+                    next(self._ids), prompt, one_params, slo=one_slo, priority=one_class or "normal"
+                )
             except ValidationError as error:
                 if len(listed) > 1:
                     error.args = (f"prompt {index}: {error}",)

@@ -18,6 +18,9 @@ from medha.errors import UnsupportedFeatureError, ValidationError
 FinishReason = Literal["stop", "length", "abort", "error"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
+PRIORITIES = ("realtime", "high", "normal", "low")
+"""Priority classes, most urgent first; they count where the policy is ``priority``."""
+
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -243,7 +246,9 @@ class RequestMetrics:
     """When things happened to one request: seconds of one monotonic clock whose zero is the engine's start.
 
     ``ttft`` runs from arrival to the first token, queueing included. ``tpot`` is (last - first token) / (tokens - 1),
-    None with fewer than two tokens. ``queue_time`` runs from arrival to the first chunk.
+    None with fewer than two tokens. ``queue_time`` runs from arrival to the first chunk. ``deadline_s`` is what the
+    scheduler went by, seconds from arrival to the first token: the TTFT objective, or where ``deadline_is_derived`` a
+    multiple of the predicted prefill time; None is no deadline.
     """
 
     arrival: float
@@ -256,6 +261,8 @@ class RequestMetrics:
     num_preemptions: int = 0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    deadline_s: float | None = None
+    deadline_is_derived: bool = False
 
     @property
     def queue_time(self) -> float | None:
@@ -376,3 +383,14 @@ def _stop_ids(ids: Any) -> tuple[int, ...]:
     for token_id in ids:
         _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
     return tuple(ids)
+
+
+def check_priority(value: Any) -> str:
+    """A priority class.
+
+    Raises:
+        ValidationError: not one of :data:`PRIORITIES`.
+    """
+    if value not in PRIORITIES:
+        raise _bad("priority", value, f"one of {', '.join(PRIORITIES)}")
+    return str(value)

@@ -54,12 +54,12 @@ def scaling(
     ),
     layouts: Annotated[
         str | None,
-        typer.Option(help="Compared with one rank, comma separated: spp2, kvp2spp2. [default: spp2; kvp2 for steps]"),
+        typer.Option(help="Compared with one rank, comma separated, as kvp2spp2; by default spp2, kvp2 for a step."),
     ] = None,
     prompt_len: Annotated[int, typer.Option(min=1, help="Prompt of a prefill in tokens.")] = 16384,
     context: Annotated[str, typer.Option(help="Tokens in the KV cache before a step, comma separated.")] = "65536",
     chunk_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompt tokens a batch. [default: 512; 64 for a step]")
+        int | None, typer.Option(min=1, help="Prompt tokens a batch; by default 512, 64 for a step.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     num_iters_warmup: Annotated[int, typer.Option(min=0)] = 1,

@@ -131,10 +131,11 @@ def _num_wrong_edges(backend: AttentionBackend, device: torch.device, dtype: tor
     whole = shard_attention(backend, qkv, 0, _BLOCK)
     empty = shard_attention(backend, qkv, 0, 0)
     both, none = merge_partials([empty, whole]), merge_partials([empty, empty])
+    ln_n = torch.full_like(whole[1], math.log(128))
     even_lse = merge_partials([shard_attention(backend, (0 * qkv[0], *qkv[1:]), 0, n) for n in (100, 28)])[1]
     rules = (
         torch.equal(both[0], whole[0]) and torch.equal(both[1], whole[1]),  # an empty part changes nothing
         bool((none[0] == 0).all()) and bool((none[1] == -torch.inf).all()),  # two of them are one
-        bool(((even_lse - math.log(128)).abs() < 1e-5).all()),  # n equal scores of 0 have the log-sum-exp ln n
+        largest_error(even_lse, ln_n) <= lse_limit(ln_n, dtype),  # n scores of 0 have the log-sum-exp ln n
     )
     return sum(not holds for holds in rules)

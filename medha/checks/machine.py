@@ -41,7 +41,8 @@ def rows_of(facts: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     yield _compared("environment", versions, facts, _VERSIONS)
     num_hosts = len({fact["host"] for fact in facts})
     where = "1 node" if num_hosts == 1 else f"{num_hosts} nodes"
-    what = f"{facts[0]['kind']}, {facts[0]['threads']} threads a rank, {where}"
+    threads = facts[0]["threads"]
+    what = f"{facts[0]['kind']}, {threads} CPU thread{'s' if threads > 1 else ''} a rank, {where}"
     shared = [gpu for gpu, count in Counter(fact["gpu"] for fact in facts if fact["gpu"]).items() if count > 1]
     if shared:
         yield Row("devices", what, f"ranks share {', '.join(shared)}", "one rank a GPU", FAIL)

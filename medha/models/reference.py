@@ -109,9 +109,7 @@ def _norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tenso
 def _attention(config: Mapping[str, Any], layer: Weights, x_TD: torch.Tensor) -> torch.Tensor:
     """Causal grouped-query attention, one head after the other."""
     T, H = len(x_TD), config["head_dim"]
-    q_TNH, k_TKH, v_TKH = (
-        (x_TD @ layer[f"self_attn.{name}_proj"].T).view(T, -1, H) for name in ("q", "k", "v")
-    )
+    q_TNH, k_TKH, v_TKH = ((x_TD @ layer[f"self_attn.{name}_proj"].T).view(T, -1, H) for name in ("q", "k", "v"))
     q_TNH, k_TKH = _rotated(q_TNH, config["rope_theta"]), _rotated(k_TKH, config["rope_theta"])
     future_TT = torch.ones(T, T, dtype=torch.bool).triu(1)
     group = q_TNH.shape[1] // k_TKH.shape[1]

@@ -123,7 +123,7 @@ class KVMemory:
         """(first group, number of groups) of a row that begins at ``position``; one more where a shard is full."""
         account = self._accounts[slot]
         num_groups = len(account.starts)
-        if position == self._shard_end(account):
+        if position == self._shard_end(account) and num_groups < len(account.claim):  # else it has nothing to write
             num_groups += 1
         return account.first, num_groups
 

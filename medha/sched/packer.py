@@ -115,7 +115,7 @@ class MedhaPacker:
             self._serve_guarded(queue, draft, columns, rho)
             for group in self._groups:
                 group.limit_s = group.budget_s
-            self._serve_in_order(queue, draft, columns, rho)
+            self._serve_in_order(queue, draft, rho)
         self._note(draft)
 
     # -- phases ------------------------------------------------------------------------------------------------------
@@ -149,13 +149,14 @@ class MedhaPacker:
             for group, limit in zip(self._groups, limits, strict=True)
         ]
 
-    def _serve_in_order(self, queue: Queue, draft: Draft, columns: Columns, rho: _Slack) -> None:
+    def _serve_in_order(self, queue: Queue, draft: Draft, rho: _Slack) -> None:
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
         tried: set[int] = set()
         for _ in range(_ROUNDS if draft.rows else _MAX_ROUNDS):
             rows = self._candidates(queue, draft, tried)
-            if rows is not None and not rows.size:
+            if not queue.num_prefills or (rows is not None and not rows.size):
                 return
+            columns = queue.columns(rho.factor)  # rows move when a prompt is scheduled whole
             some = columns if rows is None else columns.take(rows)
             slots = queue.slots if rows is None else queue.slots[rows]
             first = order(self._ranking, some, slots=slots, now_s=draft.now_s, first=_FIRST)
@@ -163,7 +164,6 @@ class MedhaPacker:
             if self._serve(states, draft, rho, may_exceed=True) or len(slots) <= _FIRST:
                 return
             tried.update(state.slot for state in states)
-            columns = queue.columns(self.predictor.factor("mixed" if draft.rows else "prefill"))  # rows have moved
 
     def _candidates(self, queue: Queue, draft: Draft, tried: set[int]) -> NDArray[np.intp] | None:
         """Rows that may enter the batch; None is all.
@@ -294,7 +294,7 @@ class _Slack:
     def __init__(self, config: SchedulerConfig, queue: Queue, *, factor: float, now_s: float) -> None:
         self._rho_max = config.rho_max
         self._queue = queue
-        self._factor = factor
+        self.factor = factor
         self._now_s = now_s
         self._has_short = config.rho_max > 0 and bool((queue.num_prompt_tokens < config.long_threshold).any())
 
@@ -302,6 +302,6 @@ class _Slack:
         """The share of the time after decodes that a long request yields."""
         if not self._has_short:
             return 0.0
-        total_s, left_s = self._queue.work_s(state, self._factor)
+        total_s, left_s = self._queue.work_s(state, self.factor)
         slack_s = state.head.arrival_s + state.deadline_s - self._now_s - left_s
         return min(self._rho_max, max(0.0, slack_s / max(total_s, SHORTEST_S)))

@@ -1,8 +1,8 @@
 """Jobs whose ranks fail on purpose: forked from a server that has torch loaded, so a job starts in a second.
 
 A rank is a process of its own with the environment that torchrun would set, its stdout and stderr in files. Before it
-runs, hooks are put into medha: at a point of the work (``start``, ``prefill``, ``decode``, ``shared``: a batch with rows
-that lie on several groups, ``shutdown``) the rank is killed, stopped, throws, or is slow.
+runs, hooks are put into medha: at a point of the work (``start``, ``prefill``, ``decode``, ``shutdown``, or ``shared``:
+a batch with rows that lie on several groups) the rank is killed, stopped, throws, or is slow.
 """
 
 from __future__ import annotations

@@ -325,8 +325,7 @@ def test_group_that_a_request_has_grown_onto_dies(
         else:
             assert (row["finish_reason"], row["token_ids"]) == ("length", expected[name])
     assert [name for name, row in rows.items() if row["finish_reason"] == "length"] == ["short", "brief"]
-    grown = 2000 - 1024 + 64 * 2
-    assert len(rows["long"]["token_ids"]) >= (1 if fault.after * 64 > grown else 0)
+    assert rows["long"]["token_ids"] or fault.after < 40  # of its tokens, those that had come are there
 
 
 BESIDE_LONG = [

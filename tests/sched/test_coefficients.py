@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from medha.config import ModelConfig, RopeConfig
 from medha.errors import ConfigError
@@ -22,6 +22,7 @@ from .costs import KEY, PLAIN, coefficients
 LLAMA = ModelConfig("LlamaForCausalLM", 32000, 4096, 14336, 32, 32, 8, 128, 131072, RopeConfig())
 
 
+@settings(deadline=None)
 @given(coefficients())
 def test_json_gives_back_the_same(stage: Coefficients) -> None:
     assert Coefficients.from_json(stage.to_json(), expected=KEY) == stage

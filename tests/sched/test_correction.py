@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.sched.correction import Correction, ErrorFigures, Kind
@@ -29,6 +29,7 @@ def run(correction: Correction, truth: float, steps: int, *, depth: int = 1, noi
     return factors
 
 
+@settings(deadline=None)
 @given(st.floats(-1, 1), st.integers(1, 16))
 def test_a_wrong_start_is_corrected_within_200_steps(exponent: float, depth: int) -> None:
     truth = 10.0**exponent
@@ -41,6 +42,7 @@ def test_a_wrong_start_is_corrected_under_noise(truth: float) -> None:
     assert all(abs(factor / truth - 1) < 0.1 for factor in factors[200:])
 
 
+@settings(deadline=None)
 @given(st.sampled_from([1.3, 1 / 1.3]), st.integers(1, 16), st.integers(100, 300))
 def test_a_change_of_speed_is_followed_from_one_side(change: float, depth: int, before: int) -> None:
     correction = Correction()
@@ -63,6 +65,7 @@ def test_bad_observations_are_ignored_and_counted(bad: float) -> None:
     assert (correction.factor("prefill"), correction.errors.figures()) == (before, figures)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["decode", "mixed", "prefill"]), st.floats(), st.floats())))
 def test_the_factor_is_always_a_positive_number(observations: list[tuple[Kind, float, float]]) -> None:
     correction = Correction()

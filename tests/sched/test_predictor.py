@@ -43,6 +43,7 @@ def ticks(draw: st.DrawFn) -> Tick:
     return tick
 
 
+@settings(deadline=None)
 @given(ticks(), st.integers(1, 255), LENGTHS, LENGTHS, RUNS)
 def test_more_tokens_and_more_kv_never_cost_less(tick: Tick, q_len: int, kv: int, more: int, run: None) -> None:
     seconds = tick.with_chunk(q_len, kv, run=run)
@@ -71,6 +72,7 @@ def test_the_largest_chunk_is_what_trying_all_would_find(
     assert found >= max((q_len for q_len in tried if fits(q_len, budget_s * (1 - 1e-9))), default=0)
 
 
+@settings(deadline=None)
 @given(ticks(), LENGTHS, st.floats() | st.just(math.nan))
 def test_any_budget_gives_a_chunk_within_bounds(tick: Tick, kv: int, budget_s: float) -> None:
     assert 0 <= tick.largest_chunk(kv, budget_s, 64) <= 64

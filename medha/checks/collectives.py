@@ -1,0 +1,190 @@
+"""What the ranks of a layout send each other: the library's own transfers, with values that are known and latencies.
+
+Every rank calls each function here, in the same order. A latency is the median of some repetitions, in microseconds; of
+several ranks the longest is shown.
+
+Legend: T tokens, N query heads, H head dimension, D model dimension.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from medha.attention.interface import AttentionBackend
+from medha.attention.reference import dense_attention, largest_error, out_limit
+from medha.batch import Batch, Row as BatchRow
+from medha.checks.kernels import cut, name_of, random_qkv, shard_attention
+from medha.checks.rows import Crew, Row, exact, held, median_us, not_run, us
+from medha.parallel.control import ControlReceiver, ControlSender, Message
+from medha.parallel.kvp import Merge, Shared
+from medha.parallel.mesh import Ranks
+from medha.parallel.spp import StagePipe
+from medha.parallel.tp import all_gather_over, all_reduce_over
+
+_TIMES = 30
+_WARM = 3
+_DIM = 4096
+_ROUND_TRIP = "plan to all ranks, reports back"
+
+
+def collective_rows(
+    ranks: Ranks | None, crew: Crew, backend: AttentionBackend, device: torch.device, dtype: torch.dtype
+) -> Iterator[Row]:
+    """Every transfer that this layout has; those that it has not are rows too."""
+    if ranks is None:
+        yield not_run("collectives", "all of them", "one process sends nothing")
+        return
+    if ranks.config.tp == 1:
+        yield not_run("tp", "all-reduce, all-gather", "tp=1")
+    else:
+        yield from crew.worst("tp", list(_tp_rows(ranks, device, dtype)))
+    if ranks.config.kvp == 1:
+        yield not_run("kvp", "merge over groups", "kvp=1")
+    else:
+        yield from _kvp_rows(ranks, crew, backend, device, dtype)
+    if ranks.config.spp == 1:
+        yield not_run("spp", "stage to stage", "spp=1")
+    else:
+        yield from crew.worst("spp", list(_spp_rows(ranks, device, dtype)))
+    yield from crew.worst("control", [_control_row(ranks)])
+
+
+def _tp_rows(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
+    """Sum and concatenation over a stage's ranks; small whole numbers, so nothing is rounded."""
+    size = ranks.config.tp
+    all_reduce, all_gather = all_reduce_over(ranks.tp_group), all_gather_over(ranks.tp_group)
+    ramp_TD = (torch.arange(4 * _DIM, device=device) % 3).to(dtype).view(4, _DIM)
+    total_TD = all_reduce(ramp_TD * (ranks.tp_rank + 1))
+    wrong = int((total_TD != ramp_TD * (size * (size + 1) // 2)).sum())
+    seconds = _timed(lambda: all_reduce(ramp_TD[:1].clone()), device)
+    yield _with_latency("tp", f"all-reduce over {size}, {name_of(dtype)}", wrong, seconds)
+    side_TD = all_gather(ramp_TD + ranks.tp_rank)
+    wrong = int((side_TD != torch.cat([ramp_TD + rank for rank in range(size)], dim=-1)).sum())
+    seconds = _timed(lambda: all_gather(ramp_TD[:1]), device)
+    yield _with_latency("tp", f"all-gather over {size}, {name_of(dtype)}", wrong, seconds)
+
+
+def _kvp_rows(
+    ranks: Ranks, crew: Crew, backend: AttentionBackend, device: torch.device, dtype: torch.dtype
+) -> Iterator[Row]:
+    """The merge of every run of groups, in the one order of all collectives: its value, and the same bits everywhere."""
+    rows, bits, latency_us = [], {}, 0.0
+    num_runs = ranks.config.kvp * (ranks.config.kvp - 1) // 2
+    for run, group in sorted(ranks.run_groups.items()):
+        num_groups = 1 + run[1] - run[0]
+        qkv = random_qkv(2 * num_groups * 256 - 156, q_len=4, device=device, dtype=dtype)
+        part = shard_attention(backend, qkv, *cut(len(qkv[1]), num_groups)[ranks.group - run[0]])
+        merge, shared = Merge(group, num_groups), Shared(0, run, torch.arange(4, device=device), digest=1)
+        out_TNH = merge.start(shared, part).result(compare=True)
+        want_TNH, _ = dense_attention(*qkv, causal=True)
+        what = f"merge of every run of groups ({num_runs}), {name_of(dtype)}"
+        rows.append(held("kvp", what, largest_error(out_TNH, want_TNH), out_limit(want_TNH, dtype)))
+        bits[f"{run} {ranks.stage} {ranks.tp_rank}"] = _crc(out_TNH)
+        one = Shared(0, run, shared.tokens[:1], digest=1), (part[0][:1], part[1][:1])
+        seconds = _timed(lambda merge=merge, one=one: merge.start(*one).result(compare=False), device)
+        latency_us = max(latency_us, median_us(seconds))
+    worst = max(rows, key=lambda row: row.strain)  # every group is in a run
+    yield from crew.worst("kvp", [worst])
+    by_rank = crew.gather("kvp/bits", bits)
+    latency_us = max(crew.gather("kvp/latency", latency_us))
+    merges = {name for named in by_rank for name in named}
+    num_wrong = sum(len({named[name] for named in by_rank if name in named}) > 1 for name in merges)
+    yield exact("kvp", f"same bits in all groups, {len(merges)} merges", num_wrong, note=us(latency_us))
+
+
+def _spp_rows(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
+    """Hidden states from the first stage to the last and back, through the library's pipes; the time of one hop."""
+    before, after = ranks.neighbour(-1), ranks.neighbour(1)
+    there, back = (
+        StagePipe(ranks.pipe_group, previous=a, following=b, dim=_DIM, dtype=dtype, num_buffers=2)
+        for a, b in ((before, after), (after, before))
+    )
+    num_hops = 2 * (ranks.config.spp - 1)
+    for num_tokens in (1, 256):
+        x_TD = torch.randn(num_tokens, _DIM, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        wrong, seconds = 0, []
+        for i in range(_WARM + _TIMES):
+            batch = Batch(i, (BatchRow(0, 0, num_tokens, is_decode=False, samples=False),))
+            start = time.perf_counter()
+            wrong += _pass_on(there, batch, x_TD, receives=before is not None, sends=after is not None)
+            wrong += _pass_on(back, batch, x_TD, receives=after is not None, sends=before is not None)
+            seconds.append((time.perf_counter() - start) / num_hops)
+        there.drain()
+        back.drain()
+        size = num_tokens * _DIM * dtype.itemsize / 1024
+        yield _with_latency("spp", f"stage to stage, {size:,.0f} KiB", wrong, seconds[_WARM:])
+
+
+def _pass_on(pipe: StagePipe, batch: Batch, x_TD: torch.Tensor, *, receives: bool, sends: bool) -> int:
+    """Take what comes and send it on; returns how many numbers of it are wrong."""
+    wrong, got_TD = 0, x_TD
+    if receives:
+        pipe.post(batch)
+        got_TD = pipe.receive(batch).to(x_TD.device)
+        wrong = int((got_TD != x_TD).sum())
+    if sends:
+        pipe.reserve()
+        pipe.send(batch, got_TD)
+    return wrong
+
+
+def _control_row(ranks: Ranks) -> Row:
+    """A message from rank 0 to each rank and a report from each, as of a batch; the time until all are back."""
+    others = range(1, ranks.config.world_size)
+    plan = Batch(7, tuple(BatchRow(slot, 8 * slot, 8, is_decode=False, samples=True) for slot in range(16)))
+    if ranks.rank != 0:
+        return _follow(ranks, plan)
+    sender = ControlSender(ranks.control_group, others)
+    wrong, seconds = 0, []
+    for _ in range(_WARM + _TIMES):
+        start = time.perf_counter()
+        sender.send(Message("batch", {}, plan))
+        for rank in others:
+            answer = torch.zeros(1, dtype=torch.int32)
+            dist.recv(answer, src=rank, group=ranks.report_group)
+            wrong += int(answer) != 1
+        seconds.append(time.perf_counter() - start)
+    sender.send(Message("stop"))
+    sender.drain()
+    return _with_latency("control", _ROUND_TRIP, wrong, seconds[_WARM:])
+
+
+def _follow(ranks: Ranks, plan: Batch) -> Row:
+    """Answer rank 0 whether its messages have arrived as sent, until it stops."""
+    receiver = ControlReceiver(ranks.control_group)
+    wrong = 0
+    while (message := receiver.receive()).kind != "stop":
+        is_right = message.batch == plan
+        wrong += not is_right
+        dist.send(torch.tensor([int(is_right)], dtype=torch.int32), dst=0, group=ranks.report_group)
+    return _with_latency("control", _ROUND_TRIP, wrong, [])
+
+
+def _with_latency(check: str, what: str, num_wrong: int, seconds: list[float]) -> Row:
+    """A row whose strain ranks by what is wrong, then by latency."""
+    if not seconds:
+        return exact(check, what, num_wrong)
+    latency = median_us(seconds)
+    row = exact(check, what, num_wrong, note=us(latency))
+    return Row(row.check, row.what, row.figure, row.limit, row.verdict, row.strain + latency * 1e-12)
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of each of some calls, the first ones left out."""
+    seconds = []
+    for _ in range(_WARM + _TIMES):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[_WARM:]
+
+
+def _crc(x: torch.Tensor) -> int:
+    return zlib.crc32(x.contiguous().cpu().view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,217 @@
+"""The engine itself in the layout: a random model against a plain forward, and a fact in a long document.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medha.build import Role, build_role
+from medha.checks.rows import FAIL, PASS, Row, Setting, exact, held, not_run
+from medha.config import CacheConfig, EngineConfig, ParallelConfig
+from medha.engine import Engine, Prompt
+from medha.errors import ParallelConfigError
+from medha.models.hf_config import load_model_config
+from medha.models.needle import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, make_haystack
+from medha.models.reference import Weights, llama_config, next_token_logprobs, random_weights
+from medha.parallel.mesh import check_layout
+from medha.request import RequestOutput, SamplingParams
+
+LOGPROB_LIMIT = {"float32": 1e-4, "bfloat16": 0.5}
+"""How far a log-probability of the engine may be from the plain forward's, which runs in float64."""
+
+_BLOCK = CacheConfig().block_size
+_GROUP_TOKENS = 2 * _BLOCK
+_NEW_TOKENS = 24
+_NUM_LOGPROBS = 20
+_ANSWER_TOKENS = 32
+
+
+def random_llama(parallel: ParallelConfig, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` of a small model that the layout divides: two query heads a KV head."""
+    num_kv_heads = parallel.tp if parallel.tp > 1 else 2
+    return llama_config(
+        num_layers=max(2, parallel.spp),
+        num_heads=2 * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=parallel.tp * -(-256 // parallel.tp),
+        dtype=dtype,
+    )
+
+
+def prompt_lengths(kvp: int) -> tuple[int, ...]:
+    """Prompts in tokens: one that needs every group, with KV parallelism two that grow while they decode, short ones."""
+    long = (kvp - 1) * _GROUP_TOKENS + 200 if kvp > 1 else 712
+    growing = (_GROUP_TOKENS - 8,) * 2 if kvp > 1 else ()
+    return (long, *growing, 130, 17, 1)
+
+
+def parity_rows(setting: Setting, folder: Path) -> Iterator[Row]:
+    """Greedy tokens and log-probabilities of a random model, against the plain forward of the same weights.
+
+    Every rank calls it; the rows come on rank 0.
+
+    Args:
+        setting: with its dtype resolved.
+        folder: checkpoint of :func:`random_llama`.
+    """
+    lengths = prompt_lengths(setting.parallel.kvp)
+    prompts = [_random_prompt(length, seed) for seed, length in enumerate(lengths)]
+    config = EngineConfig.from_flat(
+        str(folder),
+        max_model_len=max(lengths) + _NEW_TOKENS,
+        num_kv_blocks=6 * len(lengths),
+        chunk_size=128,
+        max_batch_tokens=192,
+        **_options(setting),
+        **({"max_kv_per_group": _GROUP_TOKENS} if setting.parallel.kvp > 1 else {}),
+    )
+    params = SamplingParams(
+        temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=True, logprobs=_NUM_LOGPROBS, output_kind="final_only"
+    )
+    growth = ", growth in prefill and decode" if setting.parallel.kvp > 1 else ""
+    what = f"{len(lengths)} requests of 1 to {max(lengths):,} tokens{growth}"
+    with joined(config) as role:
+        if role.engine is None:
+            return
+        outputs = answers(role.engine, [{"prompt_token_ids": prompt} for prompt in prompts], params)
+        limit = LOGPROB_LIMIT[setting.dtype]
+        shape = random_llama(setting.parallel, setting.dtype)
+        yield from compared(outputs, shape, random_weights(shape, seed=0), what=what, limit=limit)
+
+
+def compared(
+    outputs: Sequence[RequestOutput], shape: Mapping[str, Any], weights: Weights, *, what: str, limit: float
+) -> Iterator[Row]:
+    """Hold outputs to the plain forward over prompt and tokens: at each step what was drawn, and how likely it was.
+
+    A token is right if no other is likelier by more than ``limit``, which is what rounding may turn round.
+    """
+    num_tokens = num_wrong = 0
+    errors = [torch.zeros(1, dtype=torch.float64)]
+    for output in outputs:
+        completion = output.outputs[0]
+        if output.error is not None or completion.logprobs is None or len(completion.logprobs) != _NEW_TOKENS:
+            yield Row("parity", "a request", str(output.error or "its tokens are missing"), "no error", FAIL)
+            continue
+        prompt = list(output.prompt_token_ids or ())
+        logprobs_TV = next_token_logprobs(shape, weights, [*prompt, *completion.token_ids[:-1]])
+        for row_V, token, entries in zip(
+            logprobs_TV[len(prompt) - 1 :], completion.token_ids, completion.logprobs, strict=True
+        ):
+            num_tokens += 1
+            num_wrong += bool(row_V.max() - row_V[token] > limit)
+            theirs = torch.tensor([entry.logprob for entry in entries.values()], dtype=torch.float64)
+            errors.append((theirs - row_V[list(entries)]).abs())
+    yield exact("parity", f"{num_tokens} greedy tokens, {what}", num_wrong)
+    yield held("parity", f"log-probabilities of {_NUM_LOGPROBS} a token", float(torch.cat(errors).max()), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Needle:
+    """What the needle check has found on this rank.
+
+    Attributes:
+        rows: on rank 0.
+        kv_bytes: keys and values that this rank held at the end; None where the check did not run.
+    """
+
+    rows: tuple[Row, ...]
+    kv_bytes: int | None
+
+
+def find_needle(setting: Setting, folder: Path) -> Needle:
+    """Read a document with the needle model and ask for the fact in it; every rank calls it."""
+    num_tokens = setting.needle_tokens
+    what = f"fact in {num_tokens:,} tokens, float32"
+    parallel = setting.parallel
+    try:
+        check_layout(parallel, load_model_config(folder), parallel.world_size)
+    except ParallelConfigError as error:
+        return Needle((not_run("needle", what, str(error)),), None)
+    max_model_len = num_tokens + _ANSWER_TOKENS
+    share = -(-max_model_len // parallel.kvp)
+    config = EngineConfig.from_flat(
+        str(folder),
+        max_model_len=max_model_len,
+        num_kv_blocks=-(-share // _BLOCK),
+        chunk_size=512,
+        max_batch_tokens=512,
+        **_options(setting),
+    )
+    haystack = make_haystack(num_tokens, depth=0.1)
+    rows = []
+    with joined(config) as role:
+        if role.engine is not None:
+            params = SamplingParams(temperature=0.0, max_tokens=_ANSWER_TOKENS, output_kind="final_only")
+            output = answers(role.engine, [haystack.prompt], params)[0]
+            found, wanted = repr(output.outputs[0].text), repr(haystack.answer.rstrip("\n"))
+            rows = [Row("needle", what, found, wanted, PASS if found == wanted else FAIL)]
+    runner = role.runner
+    return Needle(tuple(rows), runner.tables.num_blocks * runner.cache.block_bytes)
+
+
+def memory_row(setting: Setting, kv_bytes: Sequence[int | None]) -> Row:
+    """Whether no rank held more of the document's keys and values than its share, a tenth and a block more.
+
+    Args:
+        setting: what was checked.
+        kv_bytes: of each rank.
+    """
+    known = [size for size in kv_bytes if size is not None]
+    parallel = setting.parallel
+    if len(known) < len(kv_bytes):
+        return not_run("KV bytes", "of a rank", "the needle was not run")
+    token_bytes = 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 4
+    whole = setting.needle_tokens * token_bytes
+    parts = parallel.kvp * parallel.spp * min(parallel.tp, NUM_KV_HEADS)
+    limit = (1.1 * whole + _BLOCK * token_bytes * parallel.kvp) / parts  # the block is of one group
+    verdict = PASS if 0 < max(known) <= limit else FAIL
+    what = f"most of a rank, of {whole / 2**20:,.1f} MiB in 1/{parts}"
+    return Row("KV bytes", what, f"{max(known) / whole:.1%}", f"{limit / whole:.1%}", verdict, max(known) / limit)
+
+
+@contextmanager
+def joined(config: EngineConfig) -> Iterator[Role]:
+    """This rank's role; on the others than rank 0 it is followed to its end, and closed on all."""
+    role = build_role(config)
+    try:
+        yield role
+    except BaseException as error:
+        role.give_up(error)
+        raise
+    role.close()
+
+
+def answers(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
+    """Serve prompts that arrive together; outputs in their order."""
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+    return [outputs[str(i)] for i in range(len(prompts))]
+
+
+def _options(setting: Setting) -> dict[str, Any]:
+    parallel = setting.parallel
+    return {
+        "tp": parallel.tp,
+        "spp": parallel.spp,
+        "kvp": parallel.kvp,
+        "device": setting.device,
+        "attention_backend": setting.attention_backend,
+    }
+
+
+def _random_prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, 512, (length,), generator=generator).tolist()
+    return ids

@@ -1,0 +1,198 @@
+"""Which group a request goes to: the least pending prefill work that has memory; and what that is worth."""
+
+from __future__ import annotations
+
+import random
+from statistics import mean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.config import SchedulerConfig
+from medha.sched.balancer import choose_group, imbalance, pending_work, prefill_work
+from medha.sched.scheduler import RequestHead, Scheduler
+
+WORK = st.floats(0.0, 1e6)
+
+
+def test_work_grows_with_the_context() -> None:
+    """A token costs one, plus attention: as much again at 24,576 tokens of context."""
+    assert prefill_work(0, 0) == prefill_work(7, 7) == 0.0
+    assert prefill_work(0, 1000) == pytest.approx(1000, rel=0.03)
+    assert prefill_work(24_575, 24_576) == pytest.approx(2.0, rel=1e-4)
+    assert prefill_work(0, 1_000_000) > 20 * 1_000_000
+
+
+@given(st.integers(0, 10**7), st.integers(0, 10**7), st.integers(0, 10**7))
+def test_work_of_parts_adds_up(a: int, b: int, c: int) -> None:
+    first, second, third = sorted((a, b, c))
+    whole = prefill_work(first, third)
+    assert prefill_work(first, second) + prefill_work(second, third) == pytest.approx(whole, rel=1e-9, abs=1e-6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), WORK), max_size=8))
+def test_shared_work_is_split_over_the_run(prefills: list[tuple[int, int, float]]) -> None:
+    work = pending_work(6, prefills)
+    assert sum(work) == pytest.approx(sum(left for _, _, left in prefills))
+    for group in range(6):
+        mine = [left / count for first, count, left in prefills if first <= group < first + count]
+        assert work[group] == pytest.approx(sum(mine))
+
+
+@given(st.lists(WORK, min_size=1, max_size=6), st.data())
+def test_the_least_pending_work_that_has_memory(pending: list[float], data: st.DataObject) -> None:
+    width = data.draw(st.integers(1, len(pending)))
+    firsts = range(len(pending) - width + 1)
+    has_memory = {first: data.draw(st.booleans()) for first in firsts}
+    chosen = choose_group(pending, width, firsts, has_memory.__getitem__)
+    able = [first for first in firsts if has_memory[first]]
+    if not able:
+        assert chosen is None
+        return
+    loads = {first: max(pending[first : first + width]) for first in able}
+    assert chosen is not None and loads[chosen] == min(loads.values())
+
+
+def test_of_equal_loads_the_emptier_run_then_the_first() -> None:
+    anywhere = lambda first: True  # noqa: E731
+    assert choose_group([5.0, 1.0, 5.0, 0.0], 2, range(3), anywhere) == 2
+    assert choose_group([5.0, 4.0, 0.0, 5.0], 2, range(3), anywhere) == 1
+    assert choose_group([2.0, 2.0, 2.0], 1, range(3), anywhere) == 0
+
+
+def test_memory_is_asked_for_until_a_group_has_it() -> None:
+    asked: list[int] = []
+
+    def has_memory(first: int) -> bool:
+        asked.append(first)
+        return first == 0
+
+    assert choose_group([3.0, 1.0, 2.0, 0.0], 1, range(4), has_memory) == 0
+    assert asked == [3, 1, 2, 0]
+
+
+def test_imbalance() -> None:
+    assert imbalance([2.0, 2.0]) == imbalance([0.0, 0.0, 0.0]) == 1.0
+    assert imbalance([3.0, 1.0]) == 1.5
+    assert imbalance([0.0, 0.0, 9.0]) == 3.0
+
+
+# -- through the scheduler ------------------------------------------------------------------------------------
+
+BLOCK = 16
+
+
+def scheduler(num_groups: int, *, num_blocks: int = 1 << 12, depth: int = 1) -> Scheduler:
+    config = SchedulerConfig("sarathi", max_batch_tokens=512, chunk_size=512, depth=depth)
+    return Scheduler(config, num_blocks=num_blocks, block_size=BLOCK, num_groups=num_groups)
+
+
+def groups_of_first_chunks(sched: Scheduler, slots: set[int]) -> dict[int, int]:
+    """Run until every slot has started; where each did."""
+    groups: dict[int, int] = {}
+    while not slots <= set(groups):
+        batch = sched.schedule(0.0)
+        assert batch is not None
+        groups |= {row.slot: row.group for row in batch.rows if row.position == 0}
+        sched.complete(batch.batch_id, 0.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.0)
+    return groups
+
+
+def test_a_request_is_bound_at_its_first_chunk_not_at_its_arrival() -> None:
+    """Of two long and two short ones the short go where nothing is pending; when the long are done that has changed."""
+    sched = scheduler(2)
+    for slot, length in enumerate((5000, 100, 100, 5000)):
+        sched.add(RequestHead(slot, length, 1, 0.0))
+    groups = groups_of_first_chunks(sched, {0, 1, 2, 3})
+    assert groups == {0: 0, 1: 1, 2: 1, 3: 1}
+
+
+def test_a_group_without_memory_is_passed_over() -> None:
+    sched = scheduler(2, num_blocks=8)
+    for slot, length in enumerate((100, 120, 20)):
+        sched.add(RequestHead(slot, length, 2, 0.0))
+    batch = sched.schedule(0.0)
+    assert batch is not None
+    assert {row.slot: row.group for row in batch.rows} == {0: 0, 1: 1}  # one block is left on group 0, and none on 1
+    sched.complete(batch.batch_id, 0.0, [(0, 1, False), (1, 1, True)], 0.0)
+    batch = sched.schedule(0.0)
+    assert batch is not None
+    assert {row.slot: row.group for row in batch.rows} == {0: 0, 2: 1}
+
+
+# -- what it is worth ------------------------------------------------------------------------------------
+
+NUM_MIXES = 40
+
+
+def mix(seed: int) -> list[int]:
+    """Prompt lengths: short ones, and one in eight a long one, in an order of chance."""
+    draw = random.Random(seed)
+    return [
+        int(draw.lognormvariate(10.0, 0.5)) if draw.random() < 0.125 else int(draw.lognormvariate(6.0, 1.0)) + 1
+        for _ in range(60)
+    ]
+
+
+def balanced(lengths: list[int], num_groups: int, rate: float) -> list[float]:
+    """Work that each group got when requests come at ``rate`` times what the groups can do."""
+    sched = scheduler(num_groups)
+    work = [0.0] * num_groups
+    arrivals = _arrivals(lengths, num_groups, rate)
+    clock = 0.0
+    waiting = list(enumerate(zip(arrivals, lengths, strict=True)))
+    while waiting or sched.num_waiting or sched.num_running:
+        while waiting and waiting[0][1][0] <= clock:
+            slot, (arrival, length) = waiting.pop(0)
+            sched.add(RequestHead(slot, length, 1, arrival))
+        batch = sched.schedule(clock)
+        if batch is None:
+            clock = waiting[0][1][0]
+            continue
+        busy = [0.0] * num_groups
+        for row in batch.rows:
+            busy[row.group] += prefill_work(row.position, row.kv_len)
+        work = [a + b for a, b in zip(work, busy, strict=True)]
+        clock += max(busy)
+        sched.complete(batch.batch_id, clock, [(row.slot, 1, True) for row in batch.rows if row.samples], max(busy))
+    return work
+
+
+def _arrivals(lengths: list[int], num_groups: int, rate: float) -> list[float]:
+    """One after the other, each as late as the work before it takes all groups together at that rate."""
+    times, time = [], 0.0
+    for length in lengths:
+        times.append(time)
+        time += prefill_work(0, length) / num_groups / rate
+    return times
+
+
+def round_robin(lengths: list[int], num_groups: int) -> list[float]:
+    """Work of each group when requests are dealt to the groups in turn."""
+    work = [0.0] * num_groups
+    for i, length in enumerate(lengths):
+        work[i % num_groups] += prefill_work(0, length)
+    return work
+
+
+@pytest.mark.parametrize("rate", [0.7, 1.5])
+@pytest.mark.parametrize("num_groups", [2, 4])
+def test_imbalance_against_round_robin(num_groups: int, rate: float) -> None:
+    """Over generated mixes of short and long requests; the figures are printed."""
+    mixes = [mix(seed) for seed in range(NUM_MIXES)]
+    ours = [imbalance(balanced(lengths, num_groups, rate)) for lengths in mixes]
+    dealt = [imbalance(round_robin(lengths, num_groups)) for lengths in mixes]
+    print(
+        f"\n  imbalance (busiest group's prefill work over the mean), {num_groups} groups, load {rate:.1f}, "
+        f"{NUM_MIXES} mixes of 60 requests: balancer mean {mean(ours):.3f}, worst {max(ours):.3f}; "
+        f"round-robin mean {mean(dealt):.3f}, worst {max(dealt):.3f}"
+    )
+    assert mean(ours) <= mean(dealt)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32), st.integers(2, 4))
+def test_all_work_is_done_once(seed: int, num_groups: int) -> None:
+    lengths = mix(seed)[:12]
+    assert sum(balanced(lengths, num_groups, 1.0)) == pytest.approx(sum(prefill_work(0, n) for n in lengths))

@@ -1,0 +1,365 @@
+"""Claims on the KV pools of several groups: where shards lie, who may take blocks, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from medha.batch import Extent, Row
+from medha.config import SchedulerConfig
+from medha.sched.memory import KVMemory
+from medha.sched.scheduler import RequestHead, Scheduler
+from tests.sched.banker import Claimant, blocks_by_group, is_safe
+from tests.sched.simulation import Load, Simulation, loads
+
+# -- where shards lie ------------------------------------------------------------------------------------
+
+
+def three_groups() -> KVMemory:
+    """Eight blocks of four tokens a group, six of them for one request."""
+    return KVMemory(num_blocks=8, block_size=4, num_groups=3, max_kv_per_group=24)
+
+
+def chunk(slot: int, position: int, q_len: int, memory: KVMemory, *, samples: bool = False) -> Row:
+    return Row(slot, position, q_len, False, samples, *memory.place(slot, position))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "claim", "num_firsts"),
+    [(1, [1], 3), (24, [6], 3), (25, [6, 1], 2), (28, [6, 1], 2), (48, [6, 6], 2), (49, [6, 6, 1], 1), (72, [6] * 3, 1)],
+)
+def test_claims(num_tokens: int, claim: list[int], num_firsts: int) -> None:
+    memory = three_groups()
+    assert memory.claim(num_tokens) == claim
+    assert memory.first_groups(num_tokens) == range(num_firsts)
+
+
+def test_what_can_never_fit_may_begin_nowhere() -> None:
+    memory = three_groups()
+    assert memory.max_request_tokens == 72
+    assert len(memory.first_groups(73)) == 0
+    assert KVMemory(num_blocks=8, block_size=4, num_groups=3).max_request_tokens == 96
+
+
+@pytest.mark.parametrize("tokens", [0, -4, 6, 36])
+def test_a_share_of_no_whole_blocks_or_beyond_the_pool_is_refused(tokens: int) -> None:
+    with pytest.raises(ValueError, match=rf"^max_kv_per_group={tokens}; accepted: a multiple of the block size 4, at mo"):
+        KVMemory(num_blocks=8, block_size=4, num_groups=2, max_kv_per_group=tokens)
+
+
+def test_a_request_grows_along_its_run() -> None:
+    memory = three_groups()
+    memory.start(5, 1, 40)
+    assert (memory.run(5), memory.place(5, 0), memory.room(5, 0)) == ((1, 2), (1, 1), 24)
+    assert memory.take(chunk(5, 0, 18, memory)) == [Extent(5, 0, 5, 1)]
+    assert (memory.place(5, 18), memory.room(5, 18)) == ((1, 1), 6)
+    assert memory.take(chunk(5, 18, 2, memory)) == []  # fits the fifth block
+    assert memory.take(chunk(5, 20, 4, memory)) == [Extent(5, 5, 1, 1)]
+    assert (memory.place(5, 24), memory.room(5, 24)) == ((1, 2), 24)  # its first shard is full
+    assert memory.take(chunk(5, 24, 10, memory, samples=True)) == [Extent(5, 0, 3, 2)]
+    assert (memory.place(5, 34), memory.room(5, 34)) == ((1, 2), 14)
+    assert memory.take(Row(5, 34, 1, True, True, 1, 2)) == []
+    assert [pool.num_used for pool in memory.pools] == [0, 6, 3]
+    assert [memory.kv_before(5, 35, group) for group in range(3)] == [0, 24, 11]
+    assert memory.release(5) is True
+    assert memory.num_used == 0
+    assert memory.release(5) is False
+
+
+def test_a_decode_takes_the_next_group_too() -> None:
+    memory = three_groups()
+    memory.start(0, 0, 26)
+    memory.take(chunk(0, 0, 23, memory, samples=True))
+    rows = [Row(0, position, 1, True, True, *memory.place(0, position)) for position in (23,)]
+    assert memory.take(rows[0]) == []
+    crossing = Row(0, 24, 1, True, True, *memory.place(0, 24))
+    assert crossing.run == (0, 1)
+    assert memory.can_take(crossing)
+    assert memory.take(crossing) == [Extent(0, 0, 1, 1)]
+
+
+def test_a_request_that_was_bound_and_got_nothing_gives_nothing_back() -> None:
+    memory = three_groups()
+    memory.start(0, 0, 30)
+    assert memory.release(0) is False
+    assert memory.can_start(0, 72, 24, set_aside=True)
+
+
+# -- the banker's test ------------------------------------------------------------------------------------
+
+
+def test_two_long_prefills_share_a_pool_only_while_one_can_end() -> None:
+    memory = KVMemory(num_blocks=10, block_size=1)
+    for slot in (0, 1):
+        assert memory.can_start(0, 6, 3, set_aside=False)
+        memory.start(slot, 0, 6)
+        memory.take(chunk(slot, 0, 3, memory))
+    # Six are held, four are free, each may want three more: one more for either leaves three.
+    assert memory.can_take(chunk(0, 3, 1, memory))
+    memory.take(chunk(0, 3, 1, memory))
+    assert not memory.can_take(chunk(1, 3, 2, memory))
+    assert memory.can_take(chunk(1, 3, 1, memory))  # two are left, and slot 0 may want two
+    assert not memory.can_start(0, 2, 2, set_aside=False)
+    assert not memory.can_start(0, 2, 2, set_aside=True)
+    memory.release(0)
+    assert memory.can_take(chunk(1, 3, 3, memory, samples=True))
+
+
+def test_each_group_is_counted_for_itself() -> None:
+    """Room on one group is of no use to a request whose claim on the other cannot be met."""
+    memory = KVMemory(num_blocks=4, block_size=1, num_groups=2, max_kv_per_group=4)
+    memory.start(0, 1, 4)
+    memory.take(Row(0, 0, 3, False, True, 1, 1))  # decodes on group 1, one more block set aside
+    assert memory.can_start(0, 8, 4, set_aside=False)  # may begin: group 1 comes back when slot 0 ends
+    assert not memory.can_start(0, 5, 4, set_aside=True)  # but would not find a block there for its decodes
+    assert memory.can_start(0, 4, 4, set_aside=True)
+
+
+@dataclass
+class Request:
+    """A request of the machine, and how far it is."""
+
+    first: int
+    num_tokens: int
+    num_prompt: int
+    num_done: int = 0
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """Any sequence of first chunks, chunks, decodes and releases on small pools, beside brute force."""
+
+    @initialize(
+        num_groups=st.integers(1, 3),
+        num_blocks=st.integers(1, 6),
+        block_size=st.integers(1, 3),
+        data=st.data(),
+    )
+    def start(self, num_groups: int, num_blocks: int, block_size: int, data: st.DataObject) -> None:
+        self.share = block_size * data.draw(st.integers(1, num_blocks))
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.memory = KVMemory(
+            num_blocks=num_blocks, block_size=block_size, num_groups=num_groups, max_kv_per_group=self.share
+        )
+        self.requests: dict[int, Request] = {}
+
+    def blocks(self, first: int, num_tokens: int) -> list[int]:
+        return blocks_by_group(
+            num_tokens,
+            first=first,
+            num_groups=self.memory.num_groups,
+            max_kv_per_group=self.share,
+            block_size=self.block_size,
+        )
+
+    def claimant(self, request: Request, num_done: int) -> Claimant:
+        claim, held = self.blocks(request.first, request.num_tokens), self.blocks(request.first, num_done)
+        return Claimant(claim, held, num_done >= request.num_prompt)
+
+    def is_safe_with(self, slot: int, request: Request, num_done: int) -> bool:
+        claimants = [self.claimant(r, r.num_done) for s, r in self.requests.items() if s != slot]
+        return is_safe(self.num_blocks, [*claimants, self.claimant(request, num_done)])
+
+    @precondition(lambda self: len(self.requests) < 5)
+    @rule(data=st.data())
+    def first_chunk(self, data: st.DataObject) -> None:
+        num_tokens = data.draw(st.integers(1, self.memory.max_request_tokens))
+        num_prompt = data.draw(st.integers(1, num_tokens))
+        request = Request(data.draw(st.sampled_from(self.memory.first_groups(num_tokens))), num_tokens, num_prompt)
+        kv_len = data.draw(st.integers(1, min(num_prompt, self.share)))
+        can = self.memory.can_start(request.first, num_tokens, kv_len, set_aside=kv_len == num_prompt)
+        assert can == self.is_safe_with(-1, request, kv_len)
+        if can:
+            slot = next(s for s in range(6) if s not in self.requests)
+            self.memory.start(slot, request.first, num_tokens)
+            self.requests[slot] = request
+            self.take(slot, kv_len)
+
+    @precondition(lambda self: any(r.num_done < r.num_prompt for r in self.requests.values()))
+    @rule(data=st.data())
+    def next_chunk(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from([s for s, r in self.requests.items() if r.num_done < r.num_prompt]))
+        request = self.requests[slot]
+        room = self.memory.room(slot, request.num_done)
+        assert room == self.share - request.num_done % self.share
+        q_len = data.draw(st.integers(1, min(room, request.num_prompt - request.num_done)))
+        can = self.memory.can_take(self.row(slot, q_len))
+        assert can == self.is_safe_with(slot, request, request.num_done + q_len)
+        if can:
+            self.take(slot, q_len)
+
+    @precondition(lambda self: any(r.num_prompt <= r.num_done < r.num_tokens for r in self.requests.values()))
+    @rule(data=st.data())
+    def decode(self, data: st.DataObject) -> None:
+        able = [s for s, r in self.requests.items() if r.num_prompt <= r.num_done < r.num_tokens]
+        slot = data.draw(st.sampled_from(able))
+        assert self.memory.can_take(self.row(slot, 1))  # never waits
+        self.take(slot, 1)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.requests)))
+        assert self.memory.release(slot) is True
+        del self.requests[slot]
+
+    def row(self, slot: int, q_len: int) -> Row:
+        request = self.requests[slot]
+        first, count = self.memory.place(slot, request.num_done)
+        assert (first, count) == (request.first, request.num_done // self.share + 1)
+        samples = request.num_done + q_len >= request.num_prompt
+        return Row(slot, request.num_done, q_len, request.num_done >= request.num_prompt, samples, first, count)
+
+    def take(self, slot: int, q_len: int) -> None:
+        """Take a row's blocks: as many as it fills, of the group that holds its keys."""
+        row, request = self.row(slot, q_len), self.requests[slot]
+        before, after = (self.blocks(request.first, n) for n in (request.num_done, row.kv_len))
+        extents = self.memory.take(row)
+        assert all((e.slot, e.group) == (slot, row.holder) for e in extents)
+        assert sum(e.count for e in extents) == after[row.holder] - before[row.holder]
+        request.num_done = row.kv_len
+        for group in range(self.memory.num_groups):
+            start = (group - request.first) * self.share
+            held = min(self.share, request.num_done - start) if row.concerns(group) else 0
+            assert self.memory.kv_before(slot, row.kv_len, group) == held
+
+    @invariant()
+    def everybody_can_end(self) -> None:
+        if not hasattr(self, "memory"):
+            return
+        claimants = [self.claimant(request, request.num_done) for request in self.requests.values()]
+        assert is_safe(self.num_blocks, claimants)
+        held = [sum(c.held[group] for c in claimants) for group in range(self.memory.num_groups)]
+        assert [pool.num_used for pool in self.memory.pools] == held
+        assert self.memory.num_used == sum(held)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "memory"):
+            return
+        for slot in self.requests:
+            self.memory.release(slot)
+        assert self.memory.num_used == 0
+        assert self.memory.can_start(0, self.memory.max_request_tokens, self.share, set_aside=True)
+
+
+MemoryMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
+TestMemoryMachine = MemoryMachine.TestCase
+
+
+# -- through the scheduler ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_two_requests_that_need_most_of_the_pool_each_both_finish(num_groups: int, depth: int) -> None:
+    """60 % each: they begin together, one of them waits in the middle of its prompt, and nobody has to be undone."""
+    num_blocks, block_size = 10, 4
+    share = 6 * block_size
+    config = SchedulerConfig("sarathi", max_batch_tokens=16, chunk_size=8, depth=depth, max_kv_per_group=share)
+    sched = Scheduler(config, num_blocks=num_blocks, block_size=block_size, num_groups=num_groups)
+    ends = {slot: num_groups * share for slot in (0, 1)}
+    for slot in ends:
+        sched.add(RequestHead(slot, ends[slot] - 2, 3, 0.0))
+    together, closed = 0, []
+    while sched.num_waiting or sched.num_running:
+        while (batch := sched.schedule(0.0)) is not None:
+            together += len({row.slot for row in batch.rows}) == 2
+        batch = sched.in_flight[0]
+        results = [(row.slot, 1, row.kv_len == ends[row.slot]) for row in batch.rows if row.samples]
+        closed += sched.complete(batch.batch_id, 0.0, results, 0.0)
+    assert closed == [0, 1]
+    assert together >= 2
+    assert sched.memory.num_used == 0
+
+
+def check_groups(simulation: Simulation) -> int:
+    """A request touches the groups of its shards and no other; returns how many requests lie on one group."""
+    load = simulation.load
+    for index, groups in simulation.groups.items():
+        request = load.requests[index]
+        most = -(-request.num_kv_tokens // load.max_kv_per_group)
+        assert groups == set(range(min(groups), min(groups) + len(groups)))
+        assert 1 <= len(groups) <= most
+        if index in simulation.finished:
+            num_written = request.num_prompt + request.num_new - 1  # the last sampled token is never written
+            assert len(groups) == -(-num_written // load.max_kv_per_group)
+    return sum(len(groups) == 1 for groups in simulation.groups.values())
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(loads(min_groups=2, max_groups=4))
+def test_any_load_on_groups_ends_and_leaves_nothing(load: Load) -> None:
+    """No deadlock (whenever something is unfinished and nothing is in flight there is a batch) and no leak, whatever
+    arrives, ends early or is cancelled; a request that fits one group touches exactly one."""
+    simulation = Simulation(load)
+    simulation.run()
+    check_groups(simulation)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None, derandomize=True)
+@given(loads(min_groups=1, max_groups=4))
+def test_very_many_loads_on_groups_end_and_leave_nothing(load: Load) -> None:
+    simulation = Simulation(load)
+    simulation.run()
+    check_groups(simulation)
+
+
+def test_loads_hold_short_and_shared_requests() -> None:
+    """The property above is about both: of what it generates, many requests are short and many are not."""
+    short, shared = 0, 0
+
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @given(loads(min_groups=2, max_groups=4))
+    def count(load: Load) -> None:
+        nonlocal short, shared
+        simulation = Simulation(load)
+        simulation.run()
+        num_short = check_groups(simulation)
+        short += num_short
+        shared += len(simulation.groups) - num_short
+
+    count()
+    assert short > 40
+    assert shared > 40
+
+
+def grants_everything(patch: pytest.MonkeyPatch) -> None:
+    """Mutation: whoever finds blocks free gets them."""
+    patch.setattr(
+        KVMemory,
+        "_is_safe",
+        lambda self, taker, group, num_blocks, **_: num_blocks <= self.pools[group].num_free,
+    )
+
+
+def ignores_decodes(patch: pytest.MonkeyPatch) -> None:
+    """Mutation: nothing is set aside for decodes."""
+    patch.setattr(KVMemory, "can_take", _unreserved(KVMemory.can_take))
+
+
+def _unreserved(can_take):  # type: ignore[no-untyped-def]
+    def can(self: KVMemory, row: Row) -> bool:
+        before, self._set_aside = self._set_aside, [0] * self.num_groups
+        try:
+            return bool(can_take(self, row))
+        finally:
+            self._set_aside = before
+
+    return can
+
+
+@pytest.mark.parametrize("mutate", [grants_everything, ignores_decodes])
+def test_the_property_notices_a_banker_who_gives_too_much(mutate, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    mutate(monkeypatch)
+
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
+    @given(loads(min_groups=2, max_groups=3))
+    def ends(load: Load) -> None:
+        Simulation(load).run()
+
+    with pytest.raises((AssertionError, RuntimeError)):
+        ends()
