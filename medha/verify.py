@@ -21,7 +21,15 @@ from rich.table import Table
 from rich.text import Text
 
 from medha.bench.report import check_writable, stamp, write_report
-from medha.command import FAILED_REQUESTS, end_process, make_app, run_app, start_logging
+from medha.command import (
+    FAILED_REQUESTS,
+    end_process,
+    first_interrupt,
+    ignore_signals,
+    make_app,
+    run_app,
+    start_logging,
+)
 from medha.config import ATTENTION_BACKENDS, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError
 from medha.parallel.launch import Launch, is_first_rank, read_launch
@@ -97,31 +105,44 @@ def chosen_layout(world_size: int) -> ParallelConfig:
 
 
 def run_and_print(setting: Setting, launch: Launch | None, json_file: Path | None) -> int:
-    """Run the checks, every rank calls it; rank 0 prints the table. Returns the exit code, on rank 0 that of the result.
+    """Run the checks and print the table, which rank 0 does; every rank calls it.
+
+    Returns:
+        The exit code; the other ranks leave the verdict to rank 0, since a launcher ends all when one has failed.
 
     Raises:
         MedhaError: a rank failed, or the setting cannot be run; the table so far is printed.
     """
     from medha.checks.rows import FAIL, failed  # here because they load torch
-    from medha.checks.run import run_checks
+    from medha.checks.run import resolved, run_checks
 
+    setting = resolved(setting)
+    if not is_first_rank():
+        ignore_signals()  # rank 0 hears of them, and shows the table so far
+        run_checks(setting, launch, lambda rows: None)
+        return 0
     rows: list[Row] = []
     start = time.perf_counter()
-    with ExitStack() as stack:
-        if is_first_rank():
+    try:
+        with first_interrupt() as interrupted, ExitStack() as stack:
             stack.callback(lambda: _report(setting, rows, time.perf_counter() - start, json_file))
             status = stack.enter_context(Console(stderr=True).status("checking"))
 
-        def add(new: Sequence[Row]) -> None:
-            rows.extend(new)
-            if is_first_rank() and new:
-                status.update(f"checking; {new[-1].check}: {new[-1].verdict}")
+            def add(new: Sequence[Row]) -> None:
+                rows.extend(new)
+                status.update(f"checking; {rows[-1].check}: {rows[-1].verdict}")
+                if interrupted:
+                    raise KeyboardInterrupt
 
-        try:
-            setting = run_checks(setting, launch, add)
-        except Exception as error:
-            rows.append(failed(f"after {rows[-1].check}" if rows else "start", error))
-            raise
+            try:
+                run_checks(setting, launch, add)
+            except BaseException as error:
+                if rows:
+                    rows.append(failed(f"after {rows[-1].check}", error))
+                raise
+    except BaseException:
+        ignore_signals()  # the launcher ends the ranks that are left, and this one has to say why
+        raise
     return FAILED_REQUESTS if any(row.verdict == FAIL for row in rows) else 0
 
 
@@ -146,7 +167,9 @@ def verdict_table(setting: Setting, rows: Sequence[Row]) -> Table:
 
 
 def _report(setting: Setting, rows: Sequence[Row], seconds: float, json_file: Path | None) -> None:
-    """Print the table and what it comes to; write the report."""
+    """Print the table and what it comes to, and write the report, if there is anything."""
+    if not rows:
+        return
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("pass", "FAIL", "not run")}
     console = Console()
     if not console.is_terminal:
@@ -160,7 +183,7 @@ def _report(setting: Setting, rows: Sequence[Row], seconds: float, json_file: Pa
     report = {
         "verify": asdict(setting),
         "environment": stamp(),
-        "rows": [asdict(row) for row in rows],
+        "rows": [{name: value for name, value in asdict(row).items() if name != "strain"} for row in rows],
         "seconds": seconds,
     }
     write_report(json_file, report)

@@ -11,17 +11,19 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from medha.attention.interface import AttentionBackend
 from medha.attention.reference import dense_attention, largest_error, out_limit
-from medha.batch import Batch, Row as BatchRow
+from medha.batch import Batch
+from medha.batch import Row as BatchRow
 from medha.checks.kernels import cut, name_of, random_qkv, shard_attention
 from medha.checks.rows import Crew, Row, exact, held, median_us, not_run, us
 from medha.parallel.control import ControlReceiver, ControlSender, Message
-from medha.parallel.kvp import Merge, Shared
+from medha.parallel.kvp import Merge, Partial, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over
@@ -72,7 +74,7 @@ def _tp_rows(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Iterator
 def _kvp_rows(
     ranks: Ranks, crew: Crew, backend: AttentionBackend, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Row]:
-    """The merge of every run of groups, in the one order of all collectives: its value, and the same bits everywhere."""
+    """The merge of every run of groups, in the one order of all collectives: its value, and equal bits everywhere."""
     rows, bits, latency_us = [], {}, 0.0
     num_runs = ranks.config.kvp * (ranks.config.kvp - 1) // 2
     for run, group in sorted(ranks.run_groups.items()):
@@ -86,7 +88,7 @@ def _kvp_rows(
         rows.append(held("kvp", what, largest_error(out_TNH, want_TNH), out_limit(want_TNH, dtype)))
         bits[f"{run} {ranks.stage} {ranks.tp_rank}"] = _crc(out_TNH)
         one = Shared(0, run, shared.tokens[:1], digest=1), (part[0][:1], part[1][:1])
-        seconds = _timed(lambda merge=merge, one=one: merge.start(*one).result(compare=False), device)
+        seconds = _timed(partial(_merged, merge, *one), device)
         latency_us = max(latency_us, median_us(seconds))
     worst = max(rows, key=lambda row: row.strain)  # every group is in a run
     yield from crew.worst("kvp", [worst])
@@ -95,6 +97,10 @@ def _kvp_rows(
     merges = {name for named in by_rank for name in named}
     num_wrong = sum(len({named[name] for named in by_rank if name in named}) > 1 for name in merges)
     yield exact("kvp", f"same bits in all groups, {len(merges)} merges", num_wrong, note=us(latency_us))
+
+
+def _merged(merge: Merge, shared: Shared, part: Partial) -> torch.Tensor:
+    return merge.start(shared, part).result(compare=False)
 
 
 def _spp_rows(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:

@@ -97,7 +97,7 @@ def _attention_errors(
     )
     generator = torch.Generator(device=device).manual_seed(0)
     k_PKH, v_PKH = (pool.normal_(generator=generator) for pool in (cache.k[0], cache.v[0]))
-    segments = []
+    segments: list[Segment] = []
     for q_len, ranges, causal in _SEGMENTS.values():
         q_start = segments[-1].q_start + segments[-1].q_len if segments else 0
         segments.append(Segment(q_start, q_len, ranges, causal))

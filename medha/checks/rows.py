@@ -156,5 +156,5 @@ def _worst(located: Sequence[tuple[int, Row]], num_ranks: int) -> Row:
     _, row = max(located, key=lambda pair: (pair[1].verdict == FAIL, pair[1].strain))
     seconds = max(other.seconds for _, other in located)
     bad = [rank for rank, other in located if other.verdict == FAIL]
-    where = f" (ranks {', '.join(map(str, bad))})" if bad and num_ranks > 1 else ""
+    where = f" (rank {', '.join(map(str, bad))})" if bad and num_ranks > 1 else ""
     return replace(row, what=row.what + where, seconds=seconds)

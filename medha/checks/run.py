@@ -27,16 +27,21 @@ from medha.parallel.mesh import check_same_everywhere, init_ranks, meet
 Add = Callable[[Sequence[Row]], None]
 
 
-def run_checks(setting: Setting, launch: Launch | None, add: Add) -> Setting:
+def resolved(setting: Setting) -> Setting:
+    """The setting with a dtype in place of ``auto``."""
+    if setting.dtype != "auto":
+        return setting
+    is_gpu = setting.device.startswith("cuda") or (setting.device == "auto" and torch.cuda.is_available())
+    return replace(setting, dtype="bfloat16" if is_gpu else "float32")
+
+
+def run_checks(setting: Setting, launch: Launch | None, add: Add) -> None:
     """Run every check; every rank calls it.
 
     Args:
-        setting: what to check.
+        setting: what to check, :func:`resolved`.
         launch: this process's place, None for a single process.
         add: called with rows as they come; those on rank 0 are the result.
-
-    Returns:
-        The setting with a dtype in place of ``auto``.
 
     Raises:
         ConfigError: the setting cannot be run on this machine.
@@ -46,24 +51,22 @@ def run_checks(setting: Setting, launch: Launch | None, add: Add) -> Setting:
         mine = None
         if launch is None or launch.local_rank == 0:
             mine = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="medha-verify-")))
-        setting, folder = _check_basics(setting, launch, mine, add)
+        folder = _check_basics(setting, launch, mine, add)
         add(timed(parity_rows(setting, folder / "random")))
         start = time.perf_counter()
         needle = find_needle(setting, folder / "needle")
         add([replace(row, seconds=time.perf_counter() - start) for row in needle.rows])
         add([memory_row(setting, _of_every_rank(setting, launch, needle.kv_bytes))])
-    return setting
 
 
-def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, add: Add) -> tuple[Setting, Path]:
-    """All that needs no engine, and the models written; returns the setting with its dtype, and the models' folder."""
+def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, add: Add) -> Path:
+    """All that needs no engine, and the models written; returns the folder that they are in."""
     job = None if launch is None else meet(setting.parallel, launch)
     crew = Crew(job)
     with nullcontext() if job is None else failures_named(job, activity="verify"):
         if job is not None:
             check_same_everywhere(job, {"options": setting})
         device = pick_device(setting.device)
-        setting = _resolved(setting, device)
         dtype, backend = TORCH_DTYPES[setting.dtype], pick_backend(setting.attention_backend)
         ranks = None if job is None else init_ranks(job, device)
         add(timed(machine_rows(crew, device)))
@@ -75,13 +78,7 @@ def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, ad
         add(timed(collective_rows(ranks, crew, backend, device, dtype)))
         if ranks is not None:
             leave(ranks)
-    return setting, folder
-
-
-def _resolved(setting: Setting, device: torch.device) -> Setting:
-    if setting.dtype != "auto":
-        return setting
-    return replace(setting, dtype="bfloat16" if device.type == "cuda" else "float32")
+    return folder
 
 
 def _write_models(setting: Setting, launch: Launch | None, mine: Path | None, crew: Crew) -> Path:

@@ -47,7 +47,7 @@ def random_llama(parallel: ParallelConfig, dtype: str) -> dict[str, Any]:
 
 
 def prompt_lengths(kvp: int) -> tuple[int, ...]:
-    """Prompts in tokens: one that needs every group, with KV parallelism two that grow while they decode, short ones."""
+    """Prompts in tokens: one that needs every group, two that grow while they decode where groups are several, short."""
     long = (kvp - 1) * _GROUP_TOKENS + 200 if kvp > 1 else 712
     growing = (_GROUP_TOKENS - 8,) * 2 if kvp > 1 else ()
     return (long, *growing, 130, 17, 1)

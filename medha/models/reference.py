@@ -98,7 +98,7 @@ _LAYER = (
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """A norm's weight from 0.5 to 1.5; a matrix whose product with unit inputs has a spread of 1.5."""
     if len(shape) == 1:
-        return 0.5 + torch.rand(shape, generator=generator)
+        return torch.rand(shape, generator=generator).add_(0.5)
     return torch.randn(shape, generator=generator) * 1.5 * shape[1] ** -0.5
 
 

@@ -6,6 +6,7 @@ shard, KV memory, the number of running requests) is checked here, the same for 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -42,7 +43,7 @@ class Draft:
         rows, extents: so far.
         tokens_left: tokens that each group may still get.
         has_chunk: whether a group has a prefill chunk.
-        chunked: slots with a prefill chunk.
+        chunked: index of the row of each slot with a prefill chunk.
         no_memory: slots of prefills that were refused for want of memory.
     """
 
@@ -54,7 +55,7 @@ class Draft:
         self.extents: list[Extent] = []
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups
         self.has_chunk = [False] * memory.num_groups
-        self.chunked: set[int] = set()
+        self.chunked: dict[int, int] = {}
         self.no_memory: list[int] = []
         self._queue = queue
         self._depth = depth
@@ -84,12 +85,14 @@ class Draft:
     def add_chunk(self, state: State, size: SizeFn) -> int:
         """Give a prefill a chunk, on the groups where it lies or, for its first one, where it is bound to.
 
+        One that has a chunk in the batch already gets a longer one.
+
         Args:
             state: with prompt tokens left.
             size: asked once for each place that comes into question.
 
         Returns:
-            Tokens of the chunk; 0 if it was refused.
+            Tokens added; 0 if it was refused.
         """
         return self._continue(state, size) if state.has_started else self._start(state, size)
 
@@ -115,11 +118,23 @@ class Draft:
         if q_len <= 0:
             return 0
         row = self._chunk_row(state, q_len, first, count)
+        index = self.chunked.get(state.slot)
+        if index is not None and self.rows[index].run != row.run:
+            return 0  # it would be the first chunk of another shard
         if not self.memory.can_take(row):
             self.no_memory.append(state.slot)
             return 0
         self._send(state, row)
+        if index is not None:
+            self._join(state, index)
         return q_len
+
+    def _join(self, state: State, index: int) -> None:
+        """Make one row of a request's former chunk and the one that was just put behind it."""
+        before, after = self.rows[index], self.rows.pop()
+        self.rows[index] = dataclasses.replace(before, q_len=before.q_len + after.q_len, samples=after.samples)
+        self.chunked[state.slot] = index
+        state.num_in_flight -= 1
 
     def _start(self, state: State, size: SizeFn) -> int:
         if len(self._queue.running) >= self.config.max_num_seqs:
@@ -176,6 +191,6 @@ class Draft:
         for group in range(row.group, row.group + row.num_groups):
             self.tokens_left[group] -= row.q_len
         if not row.is_decode:
-            self.chunked.add(row.slot)
+            self.chunked[row.slot] = len(self.rows) - 1
             for group in range(row.group, row.group + row.num_groups):
                 self.has_chunk[group] = True

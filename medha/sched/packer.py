@@ -9,6 +9,7 @@ Departures from the paper, and why:
 - Algorithm 2 read literally lets every request yield a share of the budget, also the short ones it is yielded to. Here
   only a long prefill yields, and only while a short one waits.
 - It yields a share of the whole budget, decodes included; here of what the decodes leave.
+- What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where decodes alone, or a deep KV cache, leave no room for an efficient chunk, the first prefill of a group gets the
   least efficient one all the same, and the batch is counted in ``num_over_budget``: else nothing would ever be read.
@@ -63,14 +64,14 @@ class _GroupTime:
         budget_s: for the whole batch.
         limit_s: what the present phase may fill.
         decodes_s: what the decodes take.
-        has_long: whether a long prefill is in it.
+        long_slot: the long prefill in it, if any.
     """
 
     tick: Tick
     budget_s: float
     limit_s: float
     decodes_s: float
-    has_long: bool = False
+    long_slot: int | None = None
 
     @property
     def prefill_s(self) -> float:
@@ -116,6 +117,7 @@ class MedhaPacker:
             for group in self._groups:
                 group.limit_s = group.budget_s
             self._serve_in_order(queue, draft, rho)
+            self._fill_up(queue, draft, rho)
         self._note(draft)
 
     # -- phases ------------------------------------------------------------------------------------------------------
@@ -142,8 +144,14 @@ class MedhaPacker:
         ]
         for group, limit in zip(self._groups, limits, strict=True):
             group.limit_s = group.decodes_s + limit
+        is_whole = all(g.limit_s >= g.budget_s for g in self._groups)
+        may_be_long = is_whole or int((columns.num_prompt_tokens >= self.config.long_threshold).sum()) < 2
         rows = guarded_rows(columns, queue.guarded, slots=queue.slots, first=_FIRST)
-        self._serve([queue.state_of_row(row) for row in rows.tolist()], draft, rho, may_exceed=False)
+        for state in [queue.state_of_row(row) for row in rows.tolist()]:
+            if self._is_long(state) and not may_be_long:
+                break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
+            if not self._give(state, draft, rho, may_exceed=False) and state.slot not in draft.no_memory:
+                break
         self._owed_s = [
             owed_after_s(limit, given_s=group.tick.seconds - group.decodes_s, any_left=True)
             for group, limit in zip(self._groups, limits, strict=True)
@@ -165,6 +173,15 @@ class MedhaPacker:
                 return
             tried.update(state.slot for state in states)
 
+    def _fill_up(self, queue: Queue, draft: Draft, rho: _Slack) -> None:
+        """What long prefills yielded and nobody took, and what the guarded may have on top of their share."""
+        rho.has_short = False
+        states = [state for slot in list(draft.chunked) if (state := queue.running[slot]).prefilling]
+        for state in sorted(states, key=self._is_long):
+            if not self._has_room(draft, may_exceed=False):
+                return
+            self._give(state, draft, rho, may_exceed=False)
+
     def _candidates(self, queue: Queue, draft: Draft, tried: set[int]) -> NDArray[np.intp] | None:
         """Rows that may enter the batch; None is all.
 
@@ -173,7 +190,7 @@ class MedhaPacker:
         may_enter = None
         if len(queue.running) >= self.config.max_num_seqs:
             may_enter = queue.started
-        if all(group.has_long for group in self._groups):
+        if all(group.long_slot is not None for group in self._groups):
             is_short = queue.num_prompt_tokens < self.config.long_threshold
             may_enter = is_short if may_enter is None else may_enter & is_short
         if tried:
@@ -186,7 +203,7 @@ class MedhaPacker:
         for state in states:
             if not self._has_room(draft, may_exceed=may_exceed):
                 return True
-            if state.ended or not state.prefilling or state.slot in draft.chunked:
+            if state.ended or not state.prefilling:
                 continue
             self._give(state, draft, rho, may_exceed=may_exceed)
         return not self._has_room(draft, may_exceed=may_exceed)
@@ -195,33 +212,39 @@ class MedhaPacker:
 
     def _give(self, state: State, draft: Draft, rho: _Slack, *, may_exceed: bool) -> bool:
         """Try to put a chunk of a request into the batch."""
-        is_long = state.head.num_prompt_tokens >= self.config.long_threshold
+        is_long = self._is_long(state)
         share = rho.yielded(state) if is_long else 0.0
+        has_chunk = state.slot in draft.chunked
         beyond = False
 
         def size(first: int, count: int, most: int) -> int:
             nonlocal beyond
             groups = self._groups[first : first + count]
-            if is_long and any(group.has_long for group in groups):
+            if is_long and any(group.long_slot not in (None, state.slot) for group in groups):
                 return 0
             tokens = self._fitting(state, draft, first, count, most, share)
-            if tokens == most or tokens >= self.config.min_chunk:
+            if tokens == most or tokens >= self.config.min_chunk or has_chunk:
                 return tokens
             beyond = may_exceed and not any(draft.has_chunk[first : first + count])
             return min(self.config.min_chunk, most) if beyond else 0
 
         position = state.num_scheduled_tokens
-        if not draft.add_chunk(state, size):
+        q_len = draft.add_chunk(state, size)
+        if not q_len:
             return False
-        row = draft.rows[-1]
+        row = draft.rows[draft.chunked[state.slot]]
         for group in range(row.group, row.holder + 1):
             kv = draft.memory.kv_before(state.slot, position, group)
             self._groups[group].tick.add(
-                row.q_len, kv, run=row.run if row.is_shared else None, samples=row.samples and group == row.group
+                q_len, kv, run=row.run if row.is_shared else None, samples=row.samples and group == row.group
             )
-            self._groups[group].has_long |= is_long
+            if is_long:
+                self._groups[group].long_slot = state.slot
         self.num_over_budget += beyond
         return True
+
+    def _is_long(self, state: State) -> bool:
+        return state.head.num_prompt_tokens >= self.config.long_threshold
 
     def _fitting(self, state: State, draft: Draft, first: int, count: int, most: int, share: float) -> int:
         """The most tokens that fit the time of each group; ``share`` of it is left to others."""
@@ -296,11 +319,11 @@ class _Slack:
         self._queue = queue
         self.factor = factor
         self._now_s = now_s
-        self._has_short = config.rho_max > 0 and bool((queue.num_prompt_tokens < config.long_threshold).any())
+        self.has_short = config.rho_max > 0 and bool((queue.num_prompt_tokens < config.long_threshold).any())
 
     def yielded(self, state: State) -> float:
         """The share of the time after decodes that a long request yields."""
-        if not self._has_short:
+        if not self.has_short:
             return 0.0
         total_s, left_s = self._queue.work_s(state, self.factor)
         slack_s = state.head.arrival_s + state.deadline_s - self._now_s - left_s

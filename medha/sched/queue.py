@@ -181,10 +181,10 @@ class Queue:
 
     # -- a request's life --------------------------------------------------------------------------------------------
 
-    def add(self, head: RequestHead) -> State:
-        """A request arrives."""
+    def add(self, head: RequestHead, factor: float) -> State:
+        """A request arrives; ``factor`` corrects the predicted seconds of its derived deadline."""
         total_s = self._total_s(head.num_prompt_tokens)
-        state = State(head, head.num_prompt_tokens, self._deadline_s(head, total_s))
+        state = State(head, head.num_prompt_tokens, self._deadline_s(head, total_s * factor))
         self.waiting[head.slot] = state
         row = self.num_prefills
         if row == len(self._guarded):

@@ -128,7 +128,8 @@ class Scheduler:
         if head.num_kv_tokens > self.memory.max_request_tokens:
             most = self.memory.max_request_tokens
             raise ValueError(f"{head}: needs {head.num_kv_tokens} KV tokens, at most {most} fit")
-        return self._queue.add(head).deadline_s
+        factor = 1.0 if self.predictor is None else self.predictor.factor("prefill")
+        return self._queue.add(head, factor).deadline_s
 
     def cancel(self, slot: int) -> tuple[int, ...]:
         """Stop scheduling a request at once; no-op for a slot that is not in use.
