@@ -30,7 +30,7 @@ from medha.command import (
     run_app,
     start_logging,
 )
-from medha.config import ATTENTION_BACKENDS, ParallelConfig
+from medha.config import ATTENTION_BACKENDS, EngineConfig, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError
 from medha.parallel.launch import Launch, is_first_rank, read_launch
 
@@ -65,12 +65,9 @@ def verify(
     start_logging(log_level)
     launch = read_launch()
     parallel = layout_of(tp, spp, kvp, world_size=1 if launch is None else launch.world_size)
-    for name, value, accepted in (
-        ("dtype", dtype, DTYPES),
-        ("attention_backend", attention_backend, ATTENTION_BACKENDS),
-    ):
-        if value not in accepted:
-            raise ConfigError(f"{name}={value!r}; accepted: {', '.join(accepted)}")
+    EngineConfig("-", device=device, attention_backend=attention_backend)  # it says what is accepted
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r}; accepted: {', '.join(DTYPES)}")
     if needle_tokens < MIN_NEEDLE_TOKENS:
         raise ConfigError(f"needle_tokens={needle_tokens}; accepted: {MIN_NEEDLE_TOKENS} or more")
     check_writable(json_file)

@@ -25,7 +25,8 @@ def test_defaults() -> None:
     config = EngineConfig.from_flat("folder")
     assert config == EngineConfig("folder")
     assert config.cache == CacheConfig(256, None, None, 0.9)
-    assert config.scheduler == SchedulerConfig(256, 2048, 512, None)
+    assert config.scheduler == SchedulerConfig("medha", "lars", 256, 2048, None, None)
+    assert SchedulerConfig("sarathi").chunk_size == 512
 
 
 def test_every_option_lands_in_its_section() -> None:
@@ -79,6 +80,7 @@ ALIASES = {
     "tensor_parallel_size": "tp",
     "pipeline_parallel_size": "spp",
     "kv_parallel_size": "kvp",
+    "scheduling_policy": "policy",
 }
 
 
@@ -114,7 +116,7 @@ def test_unknown_option_proposes_the_nearest(wrong: str, near: str) -> None:
     assert str(caught.value) == f"unknown option {wrong}=3; did you mean {near}?"
 
 
-@pytest.mark.parametrize("name", ["zzz", "cache", "scheduler", "Seed "])
+@pytest.mark.parametrize("name", ["zzz", "cache", "parallel", "Seed "])
 def test_unknown_option_far_from_all_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^unknown option {name}=None; (known: |did you mean )"):
         EngineConfig.from_flat("m", **{name: None})
@@ -124,14 +126,18 @@ def test_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_flat("m", zzz=1)
     assert str(caught.value) == (
-        "unknown option zzz=1; known: attention_backend, block_size, chunk_size, depth, device, dist_timeout, "
-        "dtype, gpu_memory_utilization, hf_overrides, kv_memory, kvp, load_format, max_batch_tokens, max_model_len, "
-        "max_num_seqs, num_kv_blocks, num_threads, revision, rope_scaling, seed, spp, tokenizer, tp, tp_forward"
+        "unknown option zzz=1; known: attention_backend, block_size, chunk_granularity, chunk_size, deadline_factor, "
+        "deadline_floor_s, depth, device, dist_timeout, dtype, gpu_memory_utilization, hf_overrides, kv_memory, kvp, "
+        "late_share, load_format, long_threshold, max_batch_tokens, max_kv_per_group, max_model_len, max_num_seqs, "
+        "min_chunk, num_kv_blocks, num_threads, patience_s, policy, profile, quantum_s, revision, rho_max, "
+        "rope_scaling, scheduler, seed, spp, t_target_s, tokenizer, tp, tp_forward"
     )
 
 
 NAN, INF = math.nan, math.inf
 NO_INTEGER = (0, -1, 2**63, 1.0, NAN, INF, "1", True, [1])
+NO_SECONDS = (0, -1, -0.5, NAN, INF, -INF, "1", True, [1])
+NO_SHARE = (-0.1, 1, 1.0, 2, NAN, INF, "0.1", True, None, [0.1])
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "block_size": (*NO_INTEGER, None, 65537),
     "num_kv_blocks": (*NO_INTEGER, 2**31),
@@ -139,8 +145,20 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "gpu_memory_utilization": (0, -0.5, 1.01, NAN, INF, -INF, "0.9", None, True, [0.9]),
     "max_num_seqs": (*NO_INTEGER, None, 65537),
     "max_batch_tokens": (*NO_INTEGER, None, 2**24 + 1),
-    "chunk_size": (*NO_INTEGER, None, 2**24 + 1),
+    "chunk_size": (*NO_INTEGER, 2**24 + 1),
     "depth": (*NO_INTEGER, 1025),
+    "max_kv_per_group": (*NO_INTEGER, 2**31),
+    "scheduler": (None, "", "Medha", "fcfs", 1),
+    "t_target_s": NO_SECONDS,
+    "quantum_s": (*NO_SECONDS, None),
+    "deadline_floor_s": (*NO_SECONDS, None),
+    "deadline_factor": (*NO_SECONDS, None),
+    "patience_s": (0, -1, NAN, -INF, "1", True, None, [1]),
+    "rho_max": NO_SHARE,
+    "late_share": NO_SHARE,
+    "long_threshold": (*NO_INTEGER, None, 2**31),
+    "min_chunk": (*NO_INTEGER, None, 2**31),
+    "chunk_granularity": (*NO_INTEGER, None, 2**31),
     "tp": (*NO_INTEGER, None, 65537),
     "spp": (*NO_INTEGER, None, 65537),
     "kvp": (*NO_INTEGER, None, 65537),
@@ -155,6 +173,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "load_format": (None, "", "pt", "Dummy", 1),
     "tokenizer": (3, True, ["a"], b"a"),
     "revision": (3, True, 1.5),
+    "profile": (3, True, ""),
     "rope_scaling": (3, True, ["yarn"], NAN),
     "hf_overrides": (3, True, "{}", [("a", 1)]),
 }
@@ -167,6 +186,18 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "max_batch_tokens": (1, 2**24),
     "chunk_size": (1, 2**24),
     "depth": (1, None, 1024),
+    "max_kv_per_group": (256, None),
+    "scheduler": ("medha", "static", "orca", "sarathi", "vllm", "token-budget"),
+    "t_target_s": (0.02, 1, None),
+    "quantum_s": (0.02, 1),
+    "deadline_floor_s": (1e-9, 1),
+    "deadline_factor": (5, 1e9),
+    "patience_s": (1, INF),
+    "rho_max": (0, 0.4, 0.99),
+    "late_share": (0, 0.1),
+    "long_threshold": (1, 2**20),
+    "min_chunk": (1, 64),
+    "chunk_granularity": (1, 16),
     "tp": (1, 8),
     "spp": (1, 16),
     "kvp": (1, 4),
@@ -181,6 +212,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "load_format": ("auto", "safetensors", "dummy"),
     "tokenizer": (None, "folder"),
     "revision": (None, "main"),
+    "profile": (None, "profile.json"),
     "rope_scaling": (None, "yarn", {"rope_type": "linear", "factor": 2.0}),
     "hf_overrides": (None, {}, {"rope_theta": 1e6}),
 }
@@ -191,7 +223,7 @@ def test_the_tables_cover_every_option() -> None:
     flat = {f.name for cls in sections for f in dataclasses.fields(cls)}
     renamed = {"num_blocks": "num_kv_blocks", "memory_bytes": "kv_memory", "dist_timeout_s": "dist_timeout"}
     names = {renamed.get(name, name) for name in flat} - {"model", "cache", "scheduler", "parallel"}
-    assert set(BAD_VALUES) == set(ACCEPTED) == names
+    assert set(BAD_VALUES) == set(ACCEPTED) == names - {"policy"}  # which the scheduler reads
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD_VALUES.items() for v in values])

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,10 +125,10 @@ def test_a_stop_returns_every_request(engine: Engine) -> None:
 def test_a_dead_engine_returns_every_request_and_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run = engine.runner.run
 
-    def run_twice(batch: Batch) -> StepResult:
+    def run_twice(batch: Batch, input_ids: Any) -> StepResult | None:
         if batch.batch_id >= 2:
             raise RuntimeError("the device fell off")
-        return run(batch)
+        return run(batch, input_ids)
 
     monkeypatch.setattr(engine.runner, "run", run_twice)
     outputs: list[RequestOutput] = []

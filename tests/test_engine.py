@@ -397,9 +397,9 @@ def tick_in_run(engine: Engine, clock: Clock, patch: pytest.MonkeyPatch, seconds
     """Let every batch take a second."""
     run = engine.runner.run
 
-    def slow(batch: Any) -> Any:
+    def slow(batch: Any, input_ids: Any) -> Any:
         clock.time_s += seconds
-        return run(batch)
+        return run(batch, input_ids)
 
     patch.setattr(engine.runner, "run", slow)
 
@@ -585,10 +585,10 @@ def fail_in_run(engine: Engine, patch: pytest.MonkeyPatch, *, at: int, error: Ba
     run = engine.runner.run
     calls = iter(range(10**9))
 
-    def failing(batch: Any) -> Any:
+    def failing(batch: Any, input_ids: Any) -> Any:
         if next(calls) == at:
             raise error
-        return run(batch)
+        return run(batch, input_ids)
 
     patch.setattr(engine.runner, "run", failing)
 

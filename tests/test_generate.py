@@ -6,6 +6,7 @@ import fcntl
 import gzip
 import json
 import logging
+import math
 import os
 import pty
 import re
@@ -268,6 +269,16 @@ OPTIONS: list[tuple[str, str, Any]] = [
     ("max-batch-tokens", "99", 99),
     ("chunk-size", "33", 33),
     ("num-threads", "1", 1),
+    ("max-kv-per-group", "512", 512),
+    ("scheduler", "sarathi", "sarathi"),
+    ("policy", "edf", "edf"),
+    ("t-target-s", "0.1", 0.1),
+    ("quantum-s", "0.1", 0.1),
+    ("rho-max", "0", 0.0),
+    ("long-threshold", "1000", 1000),
+    ("late-share", "0.2", 0.2),
+    ("patience-s", "inf", math.inf),
+    ("profile", "profile.json", "profile.json"),
     ("rope-scaling", "yarn", "yarn"),
     ("rope-scaling", '{"rope_type": "linear", "factor": 2}', {"rope_type": "linear", "factor": 2}),
     ("hf-overrides", '{"a": 1}', {"a": 1}),
@@ -299,7 +310,8 @@ def test_every_engine_option_is_tested() -> None:
 @pytest.mark.parametrize(("alias", "name"), [pair for pair in OPTION_ALIASES.items() if pair[1] in _ENGINE])
 def test_other_names_of_options(configured: Callable[..., EngineConfig], alias: str, name: str) -> None:
     for spelling in (alias, alias.replace("_", "-")):
-        assert found(configured(f"--{spelling}", "32"), name) == 32
+        text = "edf" if name == "policy" else "32"
+        assert str(found(configured(f"--{spelling}", text), name)) == text
 
 
 def test_defaults_are_those_of_the_configuration(configured: Callable[..., EngineConfig], folder: Path) -> None:
@@ -467,10 +479,10 @@ def test_an_engine_that_dies_leaves_every_request_a_line(
 ) -> None:
     original = Runner.run
 
-    def run_three(self: Runner, batch: Any) -> Any:
+    def run_three(self: Runner, batch: Any, input_ids: Any) -> Any:
         if batch.batch_id == 3:
             raise RuntimeError("the device fell off")
-        return original(self, batch)
+        return original(self, batch, input_ids)
 
     monkeypatch.setattr(Runner, "run", run_three)
     rows = [{"id": "short", "prompt": ADA, "max_tokens": 2}, {"id": "a", "prompt": ADA}]
@@ -657,6 +669,7 @@ def test_help_is_grouped_and_loads_no_torch() -> None:
         "Requests",
         "Sampling",
         "Memory and batching",
+        "Scheduling",
         "Output",
     ]
     assert max(map(len, done.stdout.splitlines())) <= 80

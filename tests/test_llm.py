@@ -531,6 +531,7 @@ def test_needle_at_3000_tokens(needle_folder: Path, chunk_size: int, block_size:
         chunk_size=chunk_size,
         max_batch_tokens=600,
         num_kv_blocks=3 * 3072 // block_size,
+        scheduler="sarathi",
     ) as llm:
         outputs = llm.generate([haystack.prompt for haystack in haystacks], SamplingParams(max_tokens=32))
     assert [output.outputs[0].text for output in outputs] == [haystack.answer[:-1] for haystack in haystacks]

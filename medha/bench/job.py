@@ -13,8 +13,8 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,6 +39,66 @@ class Prefill:
 
     ttft_s: float
     ranks: tuple[RankRecords, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request of a stream; its prompt is random.
+
+    Attributes:
+        num_output_tokens: exactly so many; no end of sequence ends it.
+        arrival_s: seconds after the start of the stream.
+        ttft_s: seconds from arrival to when its first token is due; None leaves the deadline to the scheduler.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    arrival_s: float = 0.0
+    ttft_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What became of a request of a stream; times in seconds after the start of the stream.
+
+    Attributes:
+        first_token_s: None where there was none.
+        finished_s: when it ended; None where it was never queued.
+        has_finished: it has all of its tokens.
+        tpot_s: mean time between tokens after the first; None with fewer than two.
+        deadline_s: seconds from arrival that the scheduler went by; None is none.
+        num_chunks: batches in which its prompt was read.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    arrival_s: float
+    first_token_s: float | None
+    finished_s: float | None
+    has_finished: bool
+    tpot_s: float | None
+    deadline_s: float | None
+    deadline_is_derived: bool
+    num_chunks: int
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Arrival to first token, seconds."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Requests served as they arrived.
+
+    Attributes:
+        served: in the order of the requests.
+        prediction: count, mean absolute and mean signed error of predicted batch seconds, as shares, since the start.
+    """
+
+    served: tuple[Served, ...]
+    prediction: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +165,12 @@ class Job:
         """Read a random prompt and wait for the first token; raises as :meth:`ask`."""
         answer = self.ask("prefill", prompt_len=prompt_len, seed=seed)
         return Prefill(answer["ttft_s"], records_in(answer))
+
+    def serve(self, requests: Sequence[Ask], *, seed: int, limit_s: float) -> Stream:
+        """Serve requests as they arrive, for at most ``limit_s`` seconds; raises as :meth:`ask`."""
+        answer = self.ask("serve", requests=[asdict(request) for request in requests], seed=seed, limit_s=limit_s)
+        served = {one["request_id"]: Served(**one) for one in answer["served"]}
+        return Stream(tuple(served[request.request_id] for request in requests), answer["prediction"])
 
     def ask(self, work: str, **arguments: Any) -> dict[str, Any]:
         """Have a piece of work done; see :mod:`medha.bench.ranks` for which there are.

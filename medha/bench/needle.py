@@ -72,6 +72,7 @@ def find_needle(
         "max_model_len": longest,
         "num_kv_blocks": -(-longest // (layout.kvp * _BLOCK_SIZE)),
         "block_size": _BLOCK_SIZE,
+        "scheduler": "sarathi",  # chunks of one size, whatever they take
         "chunk_size": chunk_size,
         "max_batch_tokens": chunk_size,
         "num_threads": max(1, (os.cpu_count() or 1) // layout.world_size),

@@ -10,7 +10,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,13 +18,14 @@ import torch
 from rich.console import Console
 
 from medha.bench.held import Held, Meter, hold, run_steps
-from medha.bench.job import LastWords
+from medha.bench.job import Ask, LastWords, Served
 from medha.build import Role, build_role
 from medha.config import EngineConfig
 from medha.display import Display
 from medha.distributed import DrivingRunner
+from medha.driver import Arrival, drive
 from medha.engine import Engine
-from medha.request import SamplingParams
+from medha.request import SLO, RequestOutput, SamplingParams
 from medha.runner import Runner
 from medha.timeline import RankRecords, encode_records
 
@@ -110,7 +111,52 @@ def _ask(role: Role, *, prompt: str, max_tokens: int, show_progress: bool) -> di
     return {"text": output.outputs[0].text or "", "ttft_s": output.metrics.ttft or 0.0}
 
 
-_WORK: dict[str, Callable[..., dict[str, Any]]] = {"prefill": _prefill, "steps": _steps, "ask": _ask}
+def _serve(role: Role, *, requests: Sequence[Mapping[str, Any]], seed: int, limit_s: float) -> dict[str, Any]:
+    """Serve random prompts as they arrive; what is unfinished after ``limit_s`` seconds is aborted."""
+    engine = _engine(role)
+    generator = torch.Generator().manual_seed(seed)
+    arrivals = [_arrival(Ask(**request), generator, role.limits.vocab_size) for request in requests]
+    start_s = engine.now()
+    outputs = drive(engine, arrivals, should_stop=lambda: engine.now() - start_s > limit_s)
+    served = [asdict(_served(output, start_s)) for output in outputs if output.finished]
+    predictor = engine.scheduler.predictor
+    errors = {} if predictor is None else asdict(predictor.correction.errors.figures())
+    return {"served": served, "prediction": errors}
+
+
+def _arrival(request: Ask, generator: torch.Generator, vocab_size: int) -> Arrival:
+    prompt = torch.randint(0, vocab_size, (request.num_prompt_tokens,), generator=generator).tolist()
+    params = SamplingParams(
+        temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True, output_kind="final_only"
+    )
+    return Arrival(request.request_id, prompt, params, SLO(ttft_s=request.ttft_s), request.arrival_s)
+
+
+def _served(output: RequestOutput, start_s: float) -> Served:
+    if output.error is not None:
+        raise output.error  # a benchmark's requests are right, and its pool holds them all
+    metrics = output.metrics
+    first_s, finished_s = (None if at is None else at - start_s for at in (metrics.first_token, metrics.finished))
+    return Served(
+        request_id=output.request_id,
+        num_prompt_tokens=metrics.num_prompt_tokens,
+        arrival_s=metrics.arrival - start_s,
+        first_token_s=first_s,
+        finished_s=finished_s,
+        has_finished=output.outputs[0].finish_reason == "length",
+        tpot_s=metrics.tpot,
+        deadline_s=metrics.deadline_s,
+        deadline_is_derived=metrics.deadline_is_derived,
+        num_chunks=metrics.num_chunks,
+    )
+
+
+_WORK: dict[str, Callable[..., dict[str, Any]]] = {
+    "prefill": _prefill,
+    "steps": _steps,
+    "ask": _ask,
+    "serve": _serve,
+}
 
 
 def _records(engine: Engine) -> list[str]:

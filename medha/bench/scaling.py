@@ -202,6 +202,7 @@ def _engine_options(options: ScalingOptions) -> dict[str, Any]:
         "max_model_len": num_tokens,
         "num_kv_blocks": -(-num_tokens // 256),
         "max_num_seqs": 1,
+        "scheduler": "sarathi",  # chunks of one size, whatever they take
         "chunk_size": options.chunk_size,
         "max_batch_tokens": options.chunk_size,
     }

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from medha.batch import Batch
 from medha.build import Role, build_role
 from medha.checks.rows import FAIL, PASS, Row, Setting, exact, held, not_run
 from medha.config import CacheConfig, EngineConfig, ParallelConfig
-from medha.engine import Engine, Prompt
+from medha.engine import Engine, PendingResult, Prompt
 from medha.errors import ParallelConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.needle import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, make_haystack
@@ -47,7 +48,7 @@ def random_llama(parallel: ParallelConfig, dtype: str) -> dict[str, Any]:
 
 
 def prompt_lengths(kvp: int) -> tuple[int, ...]:
-    """Prompts in tokens: one that needs every group, two that grow while they decode where groups are several, short."""
+    """Prompts in tokens: one that needs every group, two that grow in decode where there are groups, short ones."""
     long = (kvp - 1) * _GROUP_TOKENS + 200 if kvp > 1 else 712
     growing = (_GROUP_TOKENS - 8,) * 2 if kvp > 1 else ()
     return (long, *growing, 130, 17, 1)
@@ -76,15 +77,19 @@ def parity_rows(setting: Setting, folder: Path) -> Iterator[Row]:
     params = SamplingParams(
         temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=True, logprobs=_NUM_LOGPROBS, output_kind="final_only"
     )
-    growth = ", growth in prefill and decode" if setting.parallel.kvp > 1 else ""
-    what = f"{len(lengths)} requests of 1 to {max(lengths):,} tokens{growth}"
+    what = f"{len(lengths)} requests of 1 to {max(lengths):,} tokens"
     with joined(config) as role:
         if role.engine is None:
             return
+        growth = _watched_growth(role.engine)
         outputs = answers(role.engine, [{"prompt_token_ids": prompt} for prompt in prompts], params)
         limit = LOGPROB_LIMIT[setting.dtype]
         shape = random_llama(setting.parallel, setting.dtype)
         yield from compared(outputs, shape, random_weights(shape, seed=0), what=what, limit=limit)
+        if setting.parallel.kvp > 1:
+            figure = ", ".join(f"{count} in {where}" for where, count in growth.items())
+            verdict = PASS if all(growth.values()) else FAIL
+            yield Row("parity", "growth to the next group", figure, "some in both", verdict)
 
 
 def compared(
@@ -198,6 +203,24 @@ def answers(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -
     while engine.has_unfinished:
         outputs |= {output.request_id: output for output in engine.step() if output.finished}
     return [outputs[str(i)] for i in range(len(prompts))]
+
+
+def _watched_growth(engine: Engine) -> dict[str, int]:
+    """How often a request takes the next group in a prefill and in a decode; counted from here on, in place."""
+    growth = {"prefill": 0, "decode": 0}
+    num_groups: dict[int, int] = {}
+    submit = engine.runner.submit
+
+    def watching(batch: Batch) -> PendingResult:
+        for row in batch.rows:
+            growth["decode" if row.is_decode else "prefill"] += row.num_groups > num_groups.get(
+                row.slot, row.num_groups
+            )
+            num_groups[row.slot] = row.num_groups
+        return submit(batch)
+
+    engine.runner.submit = watching  # type: ignore[method-assign]
+    return growth
 
 
 def _options(setting: Setting) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Legend: T tokens, D model dimension, N query heads, K KV heads, H head dimension
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """A norm's weight from 0.5 to 1.5; a matrix whose product with unit inputs has a spread of 1.5."""
     if len(shape) == 1:
         return torch.rand(shape, generator=generator).add_(0.5)
-    return torch.randn(shape, generator=generator) * 1.5 * shape[1] ** -0.5
+    return torch.randn(shape, generator=generator) * (1.5 / math.sqrt(shape[1]))
 
 
 def _norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

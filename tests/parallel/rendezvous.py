@@ -22,6 +22,7 @@ import torch
 
 import medha.distributed
 import medha.parallel.control
+import medha.parallel.kvp
 import medha.parallel.spp
 
 
@@ -66,6 +67,13 @@ class Work:
 
 
 @dataclass(eq=False)
+class Gather(Work):
+    """One rank's part in an all-gather; ``tensor`` is what it brings."""
+
+    everyone: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass(eq=False)
 class _Actor:
     name: str
     priority: float
@@ -94,8 +102,10 @@ class Transport:
         self._sends: dict[_Channel, deque[Work]] = {}
         self._receives: dict[_Channel, deque[Work]] = {}
         self._entered: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._gathers: dict[tuple[str, int], dict[int, Gather]] = {}
         self._num_entered: dict[tuple[str, int], int] = {}
         self.num_messages = 0
+        self.operations: set[tuple[int, str, int]] = set()  # (rank, group, tag) of all sends, receives and collectives
 
     # -- threads -------------------------------------------------------------------------------------------------
 
@@ -190,6 +200,8 @@ class Transport:
 
     def _post(self, work: Work, channel: _Channel, side: dict[_Channel, deque[Work]]) -> Work:
         self.block(lambda: True, work.what)
+        name, source, target, tag = channel
+        self.operations.add((source if side is self._sends else target, name, tag))
         side.setdefault(channel, deque()).append(work)
         sends, receives = self._sends.get(channel, ()), self._receives.get(channel, ())
         while sends and receives:
@@ -203,14 +215,38 @@ class Transport:
 
     def all_reduce(self, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         """The sum over a group, once all its ranks are here."""
-        counter = (group.name, group.rank)
-        self._num_entered[counter] = number = self._num_entered.get(counter, 0) + 1
+        number = self._next_collective(group)
         key = (group.name, number)
         entered = self._entered.setdefault(key, [])
         entered.append(tensor)
         assert tensor.shape == entered[0].shape, f"collective {key}: {tensor.shape} beside {entered[0].shape}"
         self.block(lambda: len(entered) == len(group.members), f"in collective {number} of {group.name}")
         return torch.stack(entered).sum(0)
+
+    def all_gather(self, everyone: torch.Tensor, mine: torch.Tensor, group: Group) -> Gather:
+        """Begin an all-gather; data moves, in the order of the members, once all of them have begun it."""
+        assert mine.is_contiguous() and everyone.is_contiguous()
+        number = self._next_collective(group)
+        what = f"in collective {number} of {group.name}"
+        self.block(lambda: True, what)
+        entered = self._gathers.setdefault((group.name, number), {})
+        entered[group.rank] = gather = Gather(self, what, mine, everyone=everyone)
+        if len(entered) == len(group.members):
+            sizes = {other.tensor.numel() for other in entered.values()}
+            assert len(sizes) == 1, f"{what}: sizes {sizes}"
+            together = torch.cat([entered[rank].tensor for rank in group.members])
+            for other in entered.values():
+                other.everyone.copy_(together)
+                other.done = True
+            self.num_messages += 1
+        return gather
+
+    def _next_collective(self, group: Group) -> int:
+        """Its number among those that this rank has entered in the group."""
+        counter = (group.name, group.rank)
+        self.operations.add((group.rank, group.name, 0))
+        self._num_entered[counter] = number = self._num_entered.get(counter, 0) + 1
+        return number
 
     # -- what the library sees -----------------------------------------------------------------------------------
 
@@ -222,11 +258,12 @@ class Transport:
             irecv=lambda tensor, *, src, group: self.irecv(tensor, src, group),
             send=lambda tensor, *, dst, group, tag=0: self.isend(tensor, dst, group, tag).wait(),
             recv=lambda tensor, *, src, group, tag=0: self.irecv(tensor, src, group, tag).wait(),
+            all_gather_into_tensor=lambda out, mine, *, group, async_op: self.all_gather(out, mine, group),
             barrier=lambda *_, **__: self._barrier(world_size),
             destroy_process_group=lambda *_: None,
         )
         with pytest.MonkeyPatch.context() as patch:
-            for module in (medha.distributed, medha.parallel.control, medha.parallel.spp):
+            for module in (medha.distributed, medha.parallel.control, medha.parallel.kvp, medha.parallel.spp):
                 patch.setattr(module, "dist", dist)
             patch.setattr(medha.parallel.control, "threading", SimpleNamespace(Thread=self._thread))
             patch.setattr(medha.parallel.control, "queue", SimpleNamespace(SimpleQueue=lambda: _Queue(self)))

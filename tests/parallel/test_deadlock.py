@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +25,17 @@ from hypothesis import strategies as st
 
 import medha.distributed
 import medha.parallel.control
-from medha.batch import Batch
+import medha.parallel.kvp
+import medha.runner
+from medha.attention.interface import Segment
+from medha.batch import Batch, Row
 from medha.config import ParallelConfig, RopeConfig, SchedulerConfig
 from medha.distributed import Caller, DrivingRunner, Follower, ReportLine
 from medha.engine import Engine, ModelLimits
 from medha.errors import PlanDivergenceError
 from medha.kv_cache import KVCache
 from medha.parallel.control import ControlReceiver, ControlSender, Message
+from medha.parallel.kvp import Merge, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import StagePipe
 from medha.request import RequestOutput, SamplingParams
@@ -39,13 +46,35 @@ from tests.engines import load_decoder, make_engine
 from tests.parallel.rendezvous import DeadlockError, Group, Transport
 from tests.parallel.workers import WorkerPool
 
-LAYOUTS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (4, 1), (2, 3))
 NUM_LAYERS = 4
 BLOCK_SIZE = 4
-NUM_BLOCKS = 16
+NUM_BLOCKS = 16  # of one rank; workloads choose their own for several
+MAX_KV_TOKENS = 24  # of one request
 TOY_VOCAB = 16
 DIM = 2
 MODULUS = 65521  # sums of products stay exact in float32 and int64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism."""
+
+    kvp: int
+    spp: int
+    tp: int
+
+    @property
+    def config(self) -> ParallelConfig:
+        return ParallelConfig(tp=self.tp, spp=self.spp, kvp=self.kvp)
+
+    def __str__(self) -> str:
+        return f"kvp{self.kvp}-spp{self.spp}-tp{self.tp}"
+
+
+STAGES = (Layout(1, 2, 1), Layout(1, 3, 1), Layout(1, 4, 1), Layout(1, 2, 2), Layout(1, 3, 2))
+TENSOR = (Layout(1, 1, 2), Layout(1, 1, 4))
+GROUPS = (Layout(2, 1, 1), Layout(3, 1, 1), Layout(2, 2, 1), Layout(2, 1, 2))
+LAYOUTS = (*STAGES, *TENSOR, *GROUPS)
 
 
 @dataclass(frozen=True)
@@ -64,13 +93,18 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests and the scheduler's budgets."""
+    """Requests and the scheduler's budgets.
+
+    Attributes:
+        spare_blocks: of each group's pool, beyond what the longest request takes of it.
+    """
 
     arrivals: tuple[Arrival, ...]
     chunk_size: int
     max_batch_tokens: int
     max_num_seqs: int
     depth: int | None
+    spare_blocks: int = NUM_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -105,6 +139,7 @@ def workloads(scale: int = 1) -> st.SearchStrategy[Workload]:
         st.integers(6, 12).map(lambda n: n * scale),
         st.integers(1, 5),
         st.none() | st.integers(1, 5),
+        st.sampled_from((0, 2, NUM_BLOCKS)),
     )
 
 
@@ -168,9 +203,10 @@ class ToyModel:
 
     def __call__(self, x_TD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Any) -> torch.Tensor:
         own = torch.arange(len(x_TD)) % self._tp == self._tp_rank
+        k_TKH = (cos + 1.0)[:, None, None].expand(-1, 1, DIM)  # see toy_arithmetic
         for i, layer in enumerate(self._layers):
             x_TKH = x_TD[:, None, :]
-            mixed_TD = (attend(i, x_TKH, x_TKH, x_TKH)[:, 0] + 3 * x_TD + layer) % MODULUS
+            mixed_TD = (attend(i, x_TKH, k_TKH, x_TKH)[:, 0] + 3 * x_TD + layer) % MODULUS
             x_TD = self._all_reduce(mixed_TD * own[:, None])
         return x_TD
 
@@ -180,7 +216,7 @@ class ToyModel:
 
 
 class ToyAttention:
-    """For each query the sum of all values up to it, each times its position."""
+    """For each query the sum of all values up to it, each times its position (from 1), which is its key."""
 
     name = "toy"
 
@@ -190,18 +226,39 @@ class ToyAttention:
     def run(self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: Any) -> Any:
         out_TNH = torch.empty_like(q_TNH)
         for segment in plan:
-            values = torch.cat([v_PKH[first : first + count] for first, count in segment.ranges])[:, 0, :].double()
-            sums = (values * torch.arange(1, len(values) + 1)[:, None]).cumsum(0)[-segment.q_len :] % MODULUS
-            out_TNH[segment.q_start : segment.q_start + segment.q_len] = sums[:, None, :].float()
-        return out_TNH, None
+            keys, values = (
+                torch.cat([pool[first : first + count] for first, count in segment.ranges])[:, 0, :].double()
+                for pool in (k_PKH, v_PKH)
+            )
+            sums = (keys * values).cumsum(0)[-segment.q_len :] if segment.causal else (keys * values).sum(0)[None]
+            out_TNH[segment.q_start : segment.q_start + segment.q_len] = (sums % MODULUS)[:, None, :].float()
+        return out_TNH, torch.zeros(out_TNH.shape[:2])
 
 
-def toy_runner(
-    layers: range, pipe: StagePipe | None, *, samples: bool, tp: int, tp_rank: int, all_reduce: Any
-) -> Runner:
+def toy_merge(partials: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over all shards."""
+    return torch.stack([out for out, _ in partials]).sum(0) % MODULUS, partials[0][1]
+
+
+@contextmanager
+def toy_arithmetic() -> Iterator[None]:
+    """Within, parts of attention add up, and layers get positions where a rotation would be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(medha.parallel.kvp, "merge_partials", toy_merge)
+        patch.setattr(medha.runner, "cos_sin", lambda positions, *_: (positions, positions))
+        yield
+
+
+def num_blocks_of(workload: Workload, num_groups: int) -> int:
+    """Of each group's pool: the share of the longest request and what the workload spares."""
+    return -(-MAX_KV_TOKENS // (num_groups * BLOCK_SIZE)) + workload.spare_blocks
+
+
+def toy_runner(layers: range, *, num_blocks: int, tp: int, tp_rank: int, all_reduce: Any, **place: Any) -> Runner:
+    """Some layers; ``place`` is what :class:`Runner` takes by name."""
     cache = KVCache(
         num_layers=len(layers),
-        num_blocks=NUM_BLOCKS,
+        num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         num_kv_heads=1,
         head_dim=DIM,
@@ -209,22 +266,24 @@ def toy_runner(
         device=torch.device("cpu"),
     )
     model: Any = ToyModel(layers, tp, tp_rank, all_reduce)
-    return Runner(model, cache, ToyAttention(), torch.device("cpu"), pipe=pipe, samples=samples)
+    return Runner(model, cache, ToyAttention(), torch.device("cpu"), **place)
 
 
-def toy_engine(runner: Any, workload: Workload, depth: int) -> Engine:
+def toy_engine(runner: Any, workload: Workload, depth: int, *, num_groups: int = 1) -> Engine:
     scheduler = SchedulerConfig(
         "sarathi",
         max_num_seqs=workload.max_num_seqs,
         max_batch_tokens=workload.max_batch_tokens,
         chunk_size=min(workload.chunk_size, workload.max_batch_tokens),
         depth=workload.depth or depth,
+        max_kv_per_group=-(-MAX_KV_TOKENS // (num_groups * BLOCK_SIZE)) * BLOCK_SIZE,
     )
+    num_blocks = num_blocks_of(workload, num_groups)
     limits = ModelLimits(TOY_VOCAB, 1000, eos_token_ids=(0,))
     ticks = itertools.count()
     return Engine(
         runner,
-        Scheduler(scheduler, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+        Scheduler(scheduler, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_groups=num_groups),
         limits,
         clock=lambda: float(next(ticks)),
     )
@@ -232,11 +291,13 @@ def toy_engine(runner: Any, workload: Workload, depth: int) -> Engine:
 
 def on_one_rank(workload: Workload) -> dict[str, RequestOutput]:
     """What each request gives if nobody aborts it."""
-    runner = toy_runner(range(NUM_LAYERS), None, samples=True, tp=1, tp_rank=0, all_reduce=lambda x: x)
+    num_blocks = num_blocks_of(workload, 1)
+    runner = toy_runner(range(NUM_LAYERS), num_blocks=num_blocks, tp=1, tp_rank=0, all_reduce=lambda x: x)
     patient = dataclasses.replace(
         workload, arrivals=tuple(dataclasses.replace(a, abort_after=None) for a in workload.arrivals)
     )
-    return drive(toy_engine(runner, patient, 1), patient, TOY_VOCAB)
+    with toy_arithmetic():
+        return drive(toy_engine(runner, patient, 1), patient, TOY_VOCAB)
 
 
 class QuietMonitor:
@@ -250,15 +311,18 @@ class QuietMonitor:
 
 
 def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
-    _, stage, tp_rank = config.coordinates(rank)
+    group, stage, tp_rank = config.coordinates(rank)
     everyone = tuple(range(config.world_size))
-    peers = tuple(config.rank_of(stage=stage, tp_rank=t) for t in range(config.tp))
+    peers = tuple(config.rank_of(stage=stage, tp_rank=t, kvp_rank=group) for t in range(config.tp))
+    runs = {run: toy_run(transport, config, rank, run) for run in itertools.combinations(range(config.kvp), 2)}
     values: dict[str, Any] = {
         "config": config,
         "rank": rank,
+        "group": group,
         "stage": stage,
         "tp_rank": tp_rank,
-        "tp_group": Group(transport, f"tp of stage {stage}", rank, peers),
+        "tp_group": Group(transport, f"tp of stage {stage} of group {group}", rank, peers),
+        "run_groups": {run: members for run, members in runs.items() if rank in members.members},
         "job": SimpleNamespace(monitor=QuietMonitor(), place=f"rank {rank}"),
     }
     for name in ("pipe", "report", "control"):
@@ -266,10 +330,22 @@ def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
     return Ranks(**{f.name: values.get(f.name) for f in dataclasses.fields(Ranks)})
 
 
-def on_ranks(workload: Workload, layout: tuple[int, int], seed: int, limits: Buffers) -> dict[str, RequestOutput]:
+def toy_run(transport: Transport, config: ParallelConfig, rank: int, run: tuple[int, int]) -> Group:
+    """What stands for the process group of a run between the ranks of this stage and tensor-parallel index."""
+    _, stage, tp_rank = config.coordinates(rank)
+    groups = range(run[0], run[1] + 1)
+    members = tuple(config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=group) for group in groups)
+    return Group(transport, f"run {run[0]}-{run[1]} of stage {stage}, tp {tp_rank}", rank, members)
+
+
+def on_ranks(workload: Workload, layout: Layout, seed: int, limits: Buffers) -> dict[str, RequestOutput]:
     """Run a workload on a layout, every rank in a thread of the model, in the interleaving that ``seed`` chooses."""
-    config = ParallelConfig(tp=layout[0], spp=layout[1])
-    transport = Transport(seed)
+    return on_transport(Transport(seed), workload, layout, limits)
+
+
+def on_transport(transport: Transport, workload: Workload, layout: Layout, limits: Buffers) -> dict[str, RequestOutput]:
+    """As :func:`on_ranks`, over a transport that can be asked afterwards."""
+    config = layout.config
     collected: list[dict[str, RequestOutput]] = []
 
     def rank_main(rank: int) -> None:
@@ -284,11 +360,14 @@ def on_ranks(workload: Workload, layout: tuple[int, int], seed: int, limits: Buf
         )
         runner = toy_runner(
             config.layers_of(ranks.stage, NUM_LAYERS),
-            pipe,
-            samples=rank == ranks.sampler_rank,
+            num_blocks=num_blocks_of(workload, config.kvp),
             tp=config.tp,
             tp_rank=ranks.tp_rank,
             all_reduce=(lambda x: transport.all_reduce(x, ranks.tp_group)) if config.tp > 1 else (lambda x: x),
+            pipe=pipe,
+            samples=ranks.is_sampler,
+            group=ranks.group,
+            merges={run: Merge(members, 1 + run[1] - run[0]) for run, members in ranks.run_groups.items()},
         )
         if rank != 0:
             follower = Follower(runner, ranks, ControlReceiver(ranks.control_group))
@@ -297,7 +376,7 @@ def on_ranks(workload: Workload, layout: tuple[int, int], seed: int, limits: Buf
             return
         sender = ControlSender(ranks.control_group, range(1, config.world_size))
         driving = DrivingRunner(runner, ranks, sender)
-        engine = toy_engine(driving, workload, config.spp + 1 if config.spp > 1 else 1)
+        engine = toy_engine(driving, workload, config.spp + 1 if config.spp > 1 else 1, num_groups=config.kvp)
         caller = Caller(sender, ranks)
 
         def generate() -> list[RequestOutput]:
@@ -308,7 +387,7 @@ def on_ranks(workload: Workload, layout: tuple[int, int], seed: int, limits: Buf
         caller.call("generate", generate)
         caller.close()
 
-    with transport.installed(config.world_size), pytest.MonkeyPatch.context() as patch:
+    with transport.installed(config.world_size), toy_arithmetic(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(medha.distributed, "_REPORTS_IN_FLIGHT", limits.reports)
         patch.setattr(medha.parallel.control, "_RING", limits.messages)
         patch.setattr(medha.parallel.control, "_POSTED", limits.posted)
@@ -320,17 +399,17 @@ def on_ranks(workload: Workload, layout: tuple[int, int], seed: int, limits: Buf
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_no_deadlock_without_buffers(layout: tuple[int, int]) -> None:
+def test_no_deadlock_without_buffers(layout: Layout) -> None:
     run_model(layout, max_examples=20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_no_deadlock_without_buffers_in_many_interleavings(layout: tuple[int, int]) -> None:
+def test_no_deadlock_without_buffers_in_many_interleavings(layout: Layout) -> None:
     run_model(layout, max_examples=400)
 
 
-def run_model(layout: tuple[int, int], *, max_examples: int) -> None:
+def run_model(layout: Layout, *, max_examples: int) -> None:
     @settings(max_examples=max_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(workloads(), st.integers(0, 2**32), buffers())
     def every_run_ends(workload: Workload, seed: int, limits: Buffers) -> None:
@@ -345,9 +424,8 @@ def run_model(layout: tuple[int, int], *, max_examples: int) -> None:
 class LateReport:
     """A report whose receive is posted only when its tokens are needed."""
 
-    def __init__(self, line: ReportLine, batch: Any, post: Callable[..., Any]) -> None:
-        self.batch_id = batch.batch_id
-        self._post = lambda: post(line, batch)
+    def __init__(self, post: Callable[[], Any]) -> None:
+        self._post = post
 
     def wait(self) -> Any:
         return self._post().wait()
@@ -367,12 +445,31 @@ def send_synchronously(patch: pytest.MonkeyPatch, kind: Any) -> None:
 def post_reports_late(patch: pytest.MonkeyPatch) -> None:
     """Mutation: receives of reports are posted after computing."""
     post = ReportLine.post
+    patch.setattr(ReportLine, "post", lambda line, batch, group: LateReport(lambda: post(line, batch, group)))
 
-    def post_late(self: ReportLine, batch: Batch) -> LateReport | None:
-        comes = self._ranks.rank == 0 or any(row.samples for row in batch.rows)
-        return LateReport(self, batch, post) if comes else None
 
-    patch.setattr(ReportLine, "post", post_late)
+def merge_synchronously(patch: pytest.MonkeyPatch) -> None:
+    """Mutation: a merge of one run is waited for before that of the next begins."""
+    start = Merge.start
+
+    def start_and_wait(self: Merge, shared: Shared, partial: Any) -> Any:
+        pending = start(self, shared, partial)
+        pending.work.wait()
+        return pending
+
+    patch.setattr(Merge, "start", start_and_wait)
+
+
+def turn_runs_around(patch: pytest.MonkeyPatch) -> None:
+    """Mutation: groups with an odd number take the runs of a batch in descending order."""
+    rows = medha.runner.shared_rows
+
+    def turned(batch: Batch, device: torch.device) -> list[Shared]:
+        shared = rows(batch, device)
+        rank = int(threading.current_thread().name.split()[1])
+        return shared[::-1] if rank % 2 else shared
+
+    patch.setattr(medha.runner, "shared_rows", turned)
 
 
 def send_messages_late(patch: pytest.MonkeyPatch) -> None:
@@ -401,49 +498,88 @@ BUSY = Workload((Arrival(0, 8, 4, None), Arrival(0, 8, 4, None), Arrival(1, 16, 
 AMPLE = Buffers(stage=64, reports=64, messages=64, posted=4, frame_ints=1 << 17)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*STAGES, *GROUPS], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_late_receives_and_synchronous_sends_are_a_deadlock(layout: tuple[int, int], seed: int) -> None:
-    """Rank 0 waits in a send to the stage that waits for rank 0 to receive its report, or the same within a stage."""
+def test_late_receives_and_synchronous_sends_are_a_deadlock(layout: Layout, seed: int) -> None:
+    """Rank 0 waits for a rank of the pipe or of a merge, which waits for rank 0 to receive the report before."""
+    workload = dataclasses.replace(BUSY, depth=layout.spp + 1)
     with pytest.MonkeyPatch.context() as patch:
         post_reports_late(patch)
         send_synchronously(patch, ReportLine)
         send_synchronously(patch, StagePipe)
-        with pytest.raises(DeadlockError, match=r"sends to rank \d in report") as caught:
-            on_ranks(BUSY, layout, seed, AMPLE)
+        with pytest.raises(DeadlockError, match=r"sends to rank 0 in report") as caught:
+            on_ranks(workload, layout, seed, AMPLE)
     lines = str(caught.value).splitlines()
-    assert [f"  rank {rank}" for rank in range(layout[0] * layout[1])] == sorted(
+    assert [f"  rank {rank}" for rank in range(layout.config.world_size)] == sorted(
         line.partition(":")[0] for line in lines[1:] if "control:" not in line
     )
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)], ids=str)
-def test_computing_before_the_message_is_a_deadlock(layout: tuple[int, int]) -> None:
+@pytest.mark.parametrize("layout", [Layout(1, 1, 2), Layout(1, 1, 4), Layout(1, 2, 2), *GROUPS], ids=str)
+def test_computing_before_the_message_is_a_deadlock(layout: Layout) -> None:
+    where = "tp of stage 0 of group 0" if layout.tp > 1 else "run 0-1 of stage 0, tp 0"
     with pytest.MonkeyPatch.context() as patch:
         send_messages_late(patch)
-        with pytest.raises(DeadlockError, match=r"rank 0: in collective 1 of tp of stage 0"):
+        with pytest.raises(DeadlockError, match=rf"rank 0: in collective \d+ of {where}"):
             on_ranks(BUSY, layout, 0, AMPLE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_synchronous_sends_alone_are_no_deadlock(layout: tuple[int, int]) -> None:
-    """Receives are posted ahead, so not even a transport that blocks in each send can stop the ranks."""
+def test_waiting_at_once_alone_is_no_deadlock(layout: Layout) -> None:
+    """Receives are posted ahead and collectives have one order, so not even a transport that blocks in each of them can
+    stop the ranks."""
     with pytest.MonkeyPatch.context() as patch:
         send_synchronously(patch, ReportLine)
         send_synchronously(patch, StagePipe)
+        merge_synchronously(patch)
         for seed in range(3):
-            check(on_ranks(BUSY, layout, seed, AMPLE), on_one_rank(BUSY), BUSY)
+            check(on_ranks(CROSSED, layout, seed, AMPLE), on_one_rank(CROSSED), CROSSED)
 
 
-def forget_reports(patch: pytest.MonkeyPatch) -> None:
-    """Mutation: the other ranks of the first stage decode without the tokens that rank 0 had."""
+# On three groups of 8 tokens the requests lie on the runs 0-2, 1-2 and 0-1, and two of them at a time share a batch.
+CROSSED = Workload((Arrival(0, 20, 5, None), Arrival(0, 10, 5, None), Arrival(0, 10, 5, None)), 8, 8, 4, None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_in_no_common_order_are_a_deadlock(seed: int) -> None:
+    """Two groups that both lie on two runs of a batch, each waiting in another one of them."""
+    layout = Layout(3, 1, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        merge_synchronously(patch)
+        turn_runs_around(patch)
+        with pytest.raises(DeadlockError, match=r"rank 1: in collective \d+ of run 1-2 of stage 0, tp 0"):
+            on_ranks(CROSSED, layout, seed, AMPLE)
+
+
+def forget_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Mutation: the other ranks of a first stage decode without the tokens that rank 0 has."""
     run = Follower._run
 
     def forgetful(self: Follower, message: Message) -> None:
-        self._expected.clear()
+        assert message.batch is not None
+        num_decodes = message.batch.num_decodes
+        message.token_ids[:num_decodes] = 0
         run(self, message)
 
     patch.setattr(Follower, "_run", forgetful)
+
+
+def drop_a_shard(patch: pytest.MonkeyPatch) -> None:
+    """Mutation: the last shard of a run is not merged."""
+    merge = toy_merge
+    patch.setattr(sys.modules[__name__], "toy_merge", lambda parts: merge(parts[:-1]))
+
+
+def shift_the_shards(patch: pytest.MonkeyPatch) -> None:
+    """Mutation: a group reads its full shard from one token too far on."""
+    segment = Runner._segment
+
+    def shifted(self: Runner, row: Row, start: int) -> Segment:
+        whole = segment(self, row, start)
+        (first, count), *rest = whole.ranges
+        return whole if whole.causal else dataclasses.replace(whole, ranges=((first + 1, count - 1), *rest))
+
+    patch.setattr(Runner, "_segment", shifted)
 
 
 def reuse_buffers_early(patch: pytest.MonkeyPatch) -> None:
@@ -459,20 +595,43 @@ def reuse_buffers_early(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutate", "layout", "error"),
     [
-        (forget_reports, (2, 1), AssertionError),
-        (forget_reports, (2, 2), AssertionError),
-        (reuse_buffers_early, (1, 2), PlanDivergenceError),
+        (forget_tokens, Layout(1, 1, 2), AssertionError),
+        (forget_tokens, Layout(1, 2, 2), AssertionError),
+        (forget_tokens, Layout(2, 1, 1), AssertionError),
+        (drop_a_shard, Layout(2, 1, 1), AssertionError),
+        (drop_a_shard, Layout(3, 1, 1), AssertionError),
+        (shift_the_shards, Layout(2, 2, 1), AssertionError),
+        (reuse_buffers_early, Layout(1, 2, 1), PlanDivergenceError),
+        (reuse_buffers_early, Layout(2, 2, 1), PlanDivergenceError),
     ],
 )
 def test_wrong_tokens_and_torn_buffers_are_found(
-    mutate: Callable[[pytest.MonkeyPatch], None], layout: tuple[int, int], error: type[Exception]
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    layout: Layout,
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The model of a model notices what is lost or late, and the transport reads a buffer as late as it may."""
     expected = on_one_rank(BUSY)
-    with pytest.MonkeyPatch.context() as patch:
-        mutate(patch)
-        with pytest.raises(error):
-            check(on_ranks(BUSY, layout, 0, Buffers(1, 1, 1, 1, 64)), expected, BUSY)
+    mutate(monkeypatch)
+    with pytest.raises(error):
+        check(on_ranks(BUSY, layout, 0, Buffers(1, 1, 1, 1, 64)), expected, BUSY)
+
+
+@pytest.mark.parametrize("layout", GROUPS, ids=str)
+def test_a_group_that_a_batch_does_not_concern_does_nothing(layout: Layout) -> None:
+    """A request that fits one group: the ranks of the others read messages and are asked for their records."""
+    short = dataclasses.replace(BUSY, arrivals=(Arrival(0, 5, 3, None),))
+    assert busy_ranks(short, layout) <= set(range(layout.spp * layout.tp))
+    assert busy_ranks(BUSY, layout) == set(range(layout.config.world_size))
+
+
+def busy_ranks(workload: Workload, layout: Layout) -> set[int]:
+    """The ranks that pass on hidden states or tokens, or take part in a collective."""
+    transport = Transport(0)
+    on_transport(transport, workload, layout, AMPLE)
+    quiet = {("control", 0), ("report", medha.distributed._RECORDS_TAG), ("barrier", 0)}
+    return {rank for rank, *what in transport.operations if tuple(what) not in quiet}
 
 
 # -- gloo ------------------------------------------------------------------------------------
@@ -491,6 +650,9 @@ def serve(folder: str, options: dict[str, Any], loads: list[Workload]) -> list[d
     return outputs
 
 
+LONGEST = 8 * 20 + 5 - 1  # KV tokens of the longest request that is generated
+
+
 def generated(count: int) -> list[Workload]:
     """Workloads of up to 160 tokens a prompt, the same at each run."""
     loads: list[Workload] = []
@@ -504,16 +666,20 @@ def generated(count: int) -> list[Workload]:
     return loads
 
 
-def run_gloo(workers: WorkerPool, folder: Path, layout: tuple[int, int], count: int) -> None:
+def run_gloo(workers: WorkerPool, folder: Path, layout: Layout, count: int) -> None:
     loads = generated(count)
-    make_checkpoint(folder, "llama", num_hidden_layers=max(3, layout[1]), num_key_value_heads=2)
+    make_checkpoint(folder, "llama", num_hidden_layers=max(3, layout.spp), num_key_value_heads=2)
     first = loads[0]
     options = {
         "chunk_size": min(first.chunk_size, first.max_batch_tokens),
         "max_batch_tokens": first.max_batch_tokens,
         "max_num_seqs": first.max_num_seqs,
         "block_size": 16,
-        "num_kv_blocks": 24,
+        "num_kv_blocks": 24 if layout.kvp == 1 else 12,
+        "max_kv_per_group": None if layout.kvp == 1 else -(-LONGEST // (16 * layout.kvp)) * 16,
+        "kvp": layout.kvp,
+        "spp": layout.spp,
+        "tp": layout.tp,
     }
     model = load_decoder(folder)
     alone = [
@@ -521,19 +687,17 @@ def run_gloo(workers: WorkerPool, folder: Path, layout: tuple[int, int], count: 
         for load in loads
     ]
     expected = [drive(make_engine(model), load, VOCAB) for load in alone]
-    answers = workers.run(
-        serve, layout[0] * layout[1], str(folder), options | {"tp": layout[0], "spp": layout[1]}, loads
-    )
+    answers = workers.run(serve, layout.config.world_size, str(folder), options, loads)
     for outputs, truth, load in zip(answers[0], expected, loads, strict=True):
         check(outputs, truth, load)
 
 
-@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2), (1, 3)], ids=str)
-def test_generated_workloads_end_on_gloo(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int]) -> None:
+@pytest.mark.parametrize("layout", [*STAGES[:2], TENSOR[0], STAGES[3], *GROUPS], ids=str)
+def test_generated_workloads_end_on_gloo(workers: WorkerPool, tmp_path: Path, layout: Layout) -> None:
     run_gloo(workers, tmp_path, layout, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_many_generated_workloads_end_on_gloo(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int]) -> None:
+def test_many_generated_workloads_end_on_gloo(workers: WorkerPool, tmp_path: Path, layout: Layout) -> None:
     run_gloo(workers, tmp_path, layout, 40)

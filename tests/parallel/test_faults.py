@@ -309,7 +309,7 @@ def test_group_that_a_request_has_grown_onto_dies(
 ) -> None:
     """D11: no wrong token is written, what had finished is kept, and the rest ends with the rank's name."""
     requests = [{"temperature": 0.0, **request} for request in (*REQUESTS, *BESIDE_LONG)]
-    options = arguments(tmp_path, model, "--kvp", "2", "--spp", str(spp), "--max-kv-per-group", "1024")
+    options = arguments(tmp_path, model, "--kvp", "2", "--spp", str(spp), "--max-kv-per-group", "1024", *SARATHI)
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in requests))
     jobs.append(job := start(tmp_path, 2 * spp, command, options, fault=fault))
     said = check_ends(job, fault, capsys)
@@ -328,6 +328,7 @@ def test_group_that_a_request_has_grown_onto_dies(
     assert rows["long"]["token_ids"] or fault.after < 40  # of its tokens, those that had come are there
 
 
+SARATHI = ("--scheduler", "sarathi")  # the same batches whatever they take
 BESIDE_LONG = [
     {"id": "brief", "prompt": "c" * 10, "max_tokens": 5, "ignore_eos": True},
     {"id": "beside", "prompt": "d" * 100, "max_tokens": 500, "ignore_eos": True},

@@ -80,7 +80,7 @@ def check(workers: WorkerPool, folder: Path, num_tokens: int, *, chunk_size: int
     )
     prompt = random_prompt(num_tokens, seed=3)
     options = {"chunk_size": chunk_size, "max_batch_tokens": chunk_size, "block_size": BLOCK_SIZE, "num_threads": 1}
-    options |= {"max_model_len": longest}
+    options |= {"max_model_len": longest, "scheduler": "sarathi"}
     alone = options | {"num_kv_blocks": -(-longest // BLOCK_SIZE)}
     together = options | {"num_kv_blocks": share // BLOCK_SIZE, "max_kv_per_group": share, **LAYOUT}
     (one,) = workers.run(generate, 1, str(folder), prompt, alone)

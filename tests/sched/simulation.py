@@ -282,7 +282,8 @@ class Simulation:
         ready = {slot: self.row_at(slot, 1) for slot, live in decoding.items() if live.can_decode}
         places = [self.row_at(slot, 1).run for slot in decoding]
         num_decoding = [sum(low <= g <= high for low, high in places) for g in range(self.load.num_groups)]
-        shares = [min(-(-n // self.load.config.depth), tokens) for n, tokens in zip(num_decoding, left, strict=True)]
+        depth = self.sched.depth
+        shares = [min(-(-n // depth), tokens) for n, tokens in zip(num_decoding, left, strict=True)]
         for row in rows:
             assert row == ready.pop(row.slot, None)
             assert self.running[row.slot].num_in_flight == 0  # its token is out of the pipeline before the next goes in

@@ -283,7 +283,8 @@ def test_two_requests_that_need_most_of_the_pool_each_both_finish(num_groups: in
     ends = dict.fromkeys((0, 1), num_groups * share)
     for slot in ends:
         sched.add(RequestHead(slot, ends[slot] - 2, 3, 0.0))
-    together, closed = 0, []
+    together = 0
+    closed: list[int] = []
     while sched.num_waiting or sched.num_running:
         while (batch := sched.schedule(0.0)) is not None:
             together += len({row.slot for row in batch.rows}) == 2

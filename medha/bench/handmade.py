@@ -1,0 +1,164 @@
+"""Batches made by hand, over a KV cache that holds random numbers: one step of any shape, as often as wanted.
+
+What a step costs depends on how many tokens it has and how many are cached before them, not on what they are. So the
+pools are filled with random numbers once, block tables are pointed at them, and then a batch of any shape runs through
+the real runner and control plane. A row that has tokens cached is first given its blocks by a batch of one token, which
+every rank applies like any other; nothing else is needed, so a hand-made step runs on every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+
+from medha.batch import Batch, Extent, Row
+from medha.engine import BatchRunner
+from medha.request import SamplingParams
+from medha.runner import Runner
+
+FIRST_SLOT = 1 << 20
+"""Slots from here on are for hand-made batches, out of the way of an engine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A row of a hand-made step.
+
+    Attributes:
+        q_len: query tokens.
+        kv_before: tokens cached before them.
+        is_decode: a decode, otherwise a chunk of a prompt.
+        num_groups: KV-parallel groups over which the cached tokens are spread, from group 0 on.
+        samples: a token is drawn after it, as after every decode.
+    """
+
+    q_len: int
+    kv_before: int
+    is_decode: bool = False
+    num_groups: int = 1
+    samples: bool = False
+
+
+Step = tuple[Part, ...]
+"""The rows of one batch, decodes first."""
+
+
+def chunk(q_len: int, kv_before: int, *, num_groups: int = 1) -> Step:
+    """A prefill chunk alone, in the middle of its prompt."""
+    return (Part(q_len, kv_before, num_groups=num_groups),)
+
+
+def decodes(batch: int, kv_before: int) -> Step:
+    """Decodes of equal length."""
+    return (Part(1, kv_before, is_decode=True, samples=True),) * batch
+
+
+def step_of(batch: Batch) -> Step:
+    """The shape of a batch that a scheduler made, on one group."""
+    return tuple(Part(row.q_len, row.position, row.is_decode, samples=row.samples) for row in batch.rows)
+
+
+def fill(runner: Runner, num_tokens: int) -> None:
+    """Put random numbers into the first tokens of a rank's pools, in place; pages never written would cost less."""
+    generator = torch.Generator().manual_seed(runner.group)
+    for pool in (*runner.cache.k, *runner.cache.v):
+        for head in range(pool.shape[1]):  # heads lie outermost
+            pool[:num_tokens, head].normal_(generator=generator)
+
+
+class StepRunner:
+    """Runs hand-made steps; rank 0 has one.
+
+    Args:
+        runner: the engine's, while the engine itself has nothing in flight.
+        block_size: tokens a block.
+        num_blocks: blocks of each group's pool that may be used; those of different rows may be the same ones.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, runner: BatchRunner, *, block_size: int, num_blocks: int, vocab_size: int) -> None:
+        self._runner = runner
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._batch_ids = count()
+        self._num_open = 0
+        tokens = np.random.default_rng(0).integers(0, vocab_size, num_blocks * block_size)
+        self._prompt = tokens.astype(np.int32)
+
+    def run(self, step: Step) -> tuple[int, float]:
+        """Run a step once; returns its batch id and its busy seconds, those of the stage that samples."""
+        self._open(len(step))
+        extents = self._extents(step)
+        slots = tuple(FIRST_SLOT + i for i in range(len(step)))
+        frees = slots
+        for rows in _placing(step, self._block_size):
+            self._submit(rows, [extent for slot in frees for extent in extents[slot]], frees)
+            frees = ()
+        new = [extent for slot in frees for extent in extents[slot]]
+        rows = [_row(slot, part) for slot, part in zip(slots, step, strict=True)]
+        return self._submit(rows, new, frees)
+
+    def _open(self, number: int) -> None:
+        """Make the first slots known; their prompts are as long as the pool, so none ever ends."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True).resolve({})
+        for slot in range(FIRST_SLOT + self._num_open, FIRST_SLOT + number):
+            self._runner.open(slot, self._prompt, params, seed=0, end_ids=())
+        self._num_open = max(self._num_open, number)
+
+    def _submit(self, rows: Sequence[Row], extents: Sequence[Extent], frees: tuple[int, ...]) -> tuple[int, float]:
+        batch = Batch(next(self._batch_ids), tuple(rows), tuple(extents), frees)
+        return batch.batch_id, self._runner.submit(batch).result().busy_s
+
+    def _extents(self, step: Step) -> dict[int, list[Extent]]:
+        """Blocks of each slot, one run of them a group, one row behind the other around the pool."""
+        extents: dict[int, list[Extent]] = {}
+        first = [0] * max(part.num_groups for part in step)
+        for slot, part in enumerate(step, FIRST_SLOT):
+            extents[slot] = []
+            for group in range(part.num_groups):
+                size = -(-_tokens_on(part, group, self._block_size) // self._block_size)
+                assert size <= self._num_blocks, "a row fits the pool"
+                if first[group] + size > self._num_blocks:
+                    first[group] = 0
+                extents[slot].append(Extent(slot, first[group], size, group))
+                first[group] += size
+        return extents
+
+
+def _row(slot: int, part: Part) -> Row:
+    return Row(slot, part.kv_before, part.q_len, part.is_decode, part.samples, num_groups=part.num_groups)
+
+
+def _share(part: Part, block_size: int) -> int:
+    """Tokens that lie on each group but the last, whole blocks."""
+    return part.kv_before // (part.num_groups * block_size) * block_size
+
+
+def _tokens_on(part: Part, group: int, block_size: int) -> int:
+    """Tokens that a group holds once the row has run."""
+    share = _share(part, block_size)
+    if group < part.num_groups - 1:
+        return share
+    return part.kv_before - share * (part.num_groups - 1) + part.q_len
+
+
+def _placing(step: Step, block_size: int) -> list[list[Row]]:
+    """Batches of one token a row after which every group knows which positions it holds; none where nothing is cached.
+
+    A group's shard is what lies between the first and the last position that it was given: so each gets the two ends of
+    its own, while it is the last group of the run.
+    """
+    batches: list[list[Row]] = []
+    cached = [(slot, part) for slot, part in enumerate(step, FIRST_SLOT) if part.kv_before]
+    for group in range(max((part.num_groups for _, part in cached), default=0)):
+        within = [(slot, part, _share(part, block_size)) for slot, part in cached if group < part.num_groups]
+        starts = [Row(slot, share * group, 1, False, part.is_decode and group == 0, num_groups=group + 1)
+                  for slot, part, share in within]  # fmt: skip
+        ends = [Row(slot, share * (group + 1) - 1, 1, False, False, num_groups=group + 1)
+                for slot, part, share in within if group < part.num_groups - 1]  # fmt: skip
+        batches += [rows for rows in (starts, ends) if rows]
+    return batches

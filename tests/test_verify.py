@@ -1,0 +1,236 @@
+"""``medha verify`` in one process, and how rows are judged and put together."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import medha.checks.kernels as kernels
+from medha.attention.merge import merge_partials
+from medha.attention.torch_backend import TorchBackend
+from medha.checks.machine import machine_facts, rows_of
+from medha.checks.rows import FAIL, NOT_RUN, PASS, Crew, Row, Setting, attempted, exact, held, not_run, worst_of
+from medha.checks.serving import compared, find_needle, memory_row, random_llama
+from medha.command import run_app
+from medha.config import ParallelConfig
+from medha.errors import ParallelConfigError
+from medha.models.needle import write_needle
+from medha.models.reference import next_token_logprobs, random_weights
+from medha.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from medha.runner import Runner
+from medha.verify import app, chosen_layout, layout_of
+
+LOG2_E = 1.4426950408889634
+QUICK = ["--device", "cpu", "--needle-tokens", "512"]
+
+
+@pytest.fixture(autouse=True)
+def _same_logging_after() -> Iterator[None]:
+    logger = logging.getLogger("medha")
+    handlers, level = logger.handlers[:], logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+def verdicts(report: Path) -> dict[str, set[str]]:
+    """Verdicts of each check in a report."""
+    found: dict[str, set[str]] = {}
+    for row in json.loads(report.read_text())["rows"]:
+        found.setdefault(row["check"], set()).add(row["verdict"])
+    return found
+
+
+def test_all_is_well_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    assert run_app(app, "verify", [*QUICK, "--json", str(report)]) == 0
+    captured = capsys.readouterr()
+    assert "medha verify: kvp=1 x spp=1 x tp=1, 1 rank, float32" in captured.out
+    assert "13 passed, 0 failed, 1 not run" in captured.out
+    assert captured.err == ""
+    passing = ("environment", "devices", "attention", "merge", "parity", "needle", "KV bytes")
+    assert verdicts(report) == {"collectives": {NOT_RUN}} | {check: {PASS} for check in passing}
+
+
+def test_bfloat16_has_rows_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "verify", [*QUICK, "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "output, float32, 18 shapes" in out
+    assert "output, bfloat16, 18 shapes" in out
+
+
+def test_a_wrong_merge_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Log-sum-exps in base 2: the row of the merge fails, the others do not."""
+
+    def base_2(partials: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = merge_partials([(out, lse * LOG2_E) for out, lse in partials])
+        return out, lse / LOG2_E
+
+    monkeypatch.setattr(kernels, "merge_partials", base_2)
+    report = tmp_path / "report.json"
+    assert run_app(app, "verify", [*QUICK, "--json", str(report)]) == 3
+    assert FAIL in verdicts(report)["merge"]
+    assert verdicts(report)["attention"] == verdicts(report)["parity"] == {PASS}
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_a_wrong_backend_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One part in a thousand, which leaves the needle as it is."""
+    run = TorchBackend.run
+
+    def off(self: TorchBackend, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = run(self, *args)
+        return out * 1.001, lse
+
+    monkeypatch.setattr(TorchBackend, "run", off)
+    report = tmp_path / "report.json"
+    assert run_app(app, "verify", [*QUICK, "--json", str(report)]) == 3
+    assert all(FAIL in verdicts(report)[check] for check in ("attention", "merge", "parity"))
+    assert verdicts(report)["needle"] == {PASS}
+
+
+def test_a_backend_that_raises_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(self: TorchBackend, *args: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(TorchBackend, "run", raising)
+    rows = attempted("attention", kernels.attention_rows(TorchBackend(), torch.device("cpu"), [torch.float32]))
+    assert [(row.verdict, row.figure) for row in rows] == [(FAIL, "RuntimeError: no such kernel")]
+
+
+def test_an_engine_that_fails_leaves_the_table_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(self: Runner, *args: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(Runner, "run", raising)
+    assert run_app(app, "verify", QUICK) == 4
+    captured = capsys.readouterr()
+    assert "after collectives" in captured.out
+    assert "9 passed, 1 failed, 1 not run" in captured.out
+    assert "no such kernel" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--needle-tokens", "10"], "needle_tokens=10; accepted: 256 or more"),
+        (["--dtype", "float16"], "dtype='float16'; accepted: auto, float32, bfloat16"),
+        (["--attention-backend", "x"], "attention_backend='x'; accepted: auto, torch"),
+        (["--device", "tpu"], "device='tpu'; accepted: auto, cpu, cuda, cuda:N"),
+        (["--kvp", "2"], "kvp=2 is 2 ranks, and 1 were started"),
+        (["--json", "no/such/folder"], "report file no/such/folder cannot be written"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "verify", arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kvp", "spp", "tp"),
+    [(1, 1, 1, 1), (2, 2, 1, 1), (3, 3, 1, 1), (4, 2, 2, 1), (6, 3, 2, 1), (8, 2, 2, 2), (12, 6, 2, 1), (64, 4, 2, 8)],
+)
+def test_the_chosen_layout_has_every_axis_it_can(world_size: int, kvp: int, spp: int, tp: int) -> None:
+    assert chosen_layout(world_size) == ParallelConfig(tp=tp, spp=spp, kvp=kvp)
+
+
+def test_a_layout_that_is_asked_for_must_fit() -> None:
+    assert layout_of(None, 2, 2, world_size=4) == ParallelConfig(spp=2, kvp=2)
+    with pytest.raises(ParallelConfigError, match=r"^tp=2 x spp=1 x kvp=1 is 2 ranks, and 4 were started"):
+        layout_of(2, None, None, world_size=4)
+
+
+def test_nan_is_no_pass() -> None:
+    assert held("a", "b", float("nan"), 1.0).verdict == FAIL
+    assert held("a", "b", float("inf"), 1.0).verdict == FAIL
+    assert held("a", "b", 0.5, 1.0).verdict == PASS
+
+
+def test_the_worst_rank_is_shown() -> None:
+    good, bad = held("attention", "output", 0.1, 1.0), held("attention", "output", 2.0, 1.0)
+    absent = not_run("tp", "all-reduce", "tp=1")
+    assert worst_of([[good, absent], [replace(good, strain=0.9, figure="0.9"), absent]]) == [
+        replace(good, strain=0.9, figure="0.9"),
+        absent,
+    ]
+    assert worst_of([[good], [bad], [good], [bad]]) == [replace(bad, what="output (rank 1, 3)")]
+    assert worst_of([[exact("a", "b", 0)]]) == [exact("a", "b", 0)]
+
+
+def test_a_crew_of_one_has_its_own_rows() -> None:
+    row = held("attention", "output", float("nan"), 1.0)
+    assert Crew(None).gather("numbers", [1, None]) == [[1, None]]
+    assert Crew(None).worst("rows", [row]) == [row]
+
+
+def test_ranks_that_differ_are_named() -> None:
+    facts = machine_facts(torch.device("cpu"))
+    assert [row.verdict for row in rows_of([facts, facts])] == [PASS, PASS]
+    versions, devices = rows_of([facts, facts | {"torch": "1.0", "kind": "other"}])
+    assert (versions.verdict, versions.figure) == (FAIL, "ranks 1 differ in torch")
+    assert (devices.verdict, devices.figure) == (FAIL, "ranks 1 differ in kind")
+    _, devices = rows_of([facts | {"gpu": "GPU 1 of here"}] * 2)
+    assert (devices.verdict, devices.figure) == (FAIL, "ranks share GPU 1 of here")
+
+
+def output_of(prompt: list[int], rows_TV: torch.Tensor, tokens: list[int]) -> RequestOutput:
+    """An output with the given log-probabilities."""
+    entries = [
+        {i: Logprob(float(row[i]), rank=1) for i in row.topk(20).indices.tolist()} for row in rows_TV[len(prompt) - 1 :]
+    ]
+    completion = CompletionOutput(index=0, text=None, token_ids=tokens, logprobs=entries, finish_reason="length")
+    metrics = RequestMetrics(arrival=0.0)
+    return RequestOutput("0", None, prompt, [completion], True, metrics)
+
+
+def test_parity_counts_wrong_tokens_and_log_probabilities() -> None:
+    shape = random_llama(ParallelConfig(), "float32")
+    weights = random_weights(shape, seed=0)
+    prompt, tokens = [5, 7, 11], []
+    for _ in range(24):
+        tokens.append(int(next_token_logprobs(shape, weights, [*prompt, *tokens])[-1].argmax()))
+    rows_TV = next_token_logprobs(shape, weights, [*prompt, *tokens[:-1]])
+
+    def judged(output: RequestOutput) -> list[str]:
+        return [row.verdict for row in compared([output], shape, weights, what="x", limit=1e-4)]
+
+    assert judged(output_of(prompt, rows_TV, tokens)) == [PASS, PASS]
+    assert judged(output_of(prompt, rows_TV + 1e-3, tokens)) == [PASS, FAIL]
+    assert judged(output_of(prompt, rows_TV, [*tokens[:-1], (tokens[-1] + 1) % 512])) == [FAIL, PASS]
+    assert judged(output_of(prompt, rows_TV * float("nan"), tokens))[1] == FAIL
+    short = output_of(prompt, rows_TV[:-1], tokens[:-1])
+    assert judged(short)[0] == FAIL
+
+
+def test_a_layout_that_the_needle_does_not_fit_is_not_run(tmp_path: Path) -> None:
+    setting = Setting(ParallelConfig(spp=3), needle_tokens=512)
+    found = find_needle(setting, write_needle(tmp_path))
+    assert [(row.verdict, row.figure) for row in found.rows] == [
+        (NOT_RUN, "spp=3 stages for 2 layers; accepted: 1 to 2")
+    ]
+    assert memory_row(setting, [found.kv_bytes] * 3).verdict == NOT_RUN
+
+
+def test_a_rank_that_holds_more_than_its_share_fails() -> None:
+    setting = Setting(ParallelConfig(kvp=2, spp=2))
+    whole = 8192 * 4096
+    assert memory_row(setting, [whole // 4] * 4).verdict == PASS
+    assert memory_row(setting, [whole // 4] * 3 + [whole // 3]).verdict == FAIL
+    assert memory_row(setting, [0] * 4).verdict == FAIL  # nothing was held, so nothing was measured
+    row: Row = memory_row(setting, [whole // 4] * 4)
+    assert (row.figure, row.limit) == ("25.0%", "29.1%")
