@@ -9,6 +9,7 @@ import typer
 
 import medha
 from medha.bench.cli import app as bench_app
+from medha.bench.profile import profile
 from medha.command import end_process, make_app, run_app
 from medha.environment import environment
 from medha.generate import generate
@@ -16,6 +17,7 @@ from medha.verify import verify
 
 app = make_app(help="Serve long-context LLMs without convoys.")
 app.command("generate")(generate)
+app.command("profile")(profile)
 app.command("verify")(verify)
 app.add_typer(bench_app, name="bench")
 

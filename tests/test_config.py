@@ -222,7 +222,7 @@ def test_the_tables_cover_every_option() -> None:
     sections = (EngineConfig, CacheConfig, SchedulerConfig, ParallelConfig)
     flat = {f.name for cls in sections for f in dataclasses.fields(cls)}
     renamed = {"num_blocks": "num_kv_blocks", "memory_bytes": "kv_memory", "dist_timeout_s": "dist_timeout"}
-    names = {renamed.get(name, name) for name in flat} - {"model", "cache", "scheduler", "parallel"}
+    names = {renamed.get(name, name) for name in flat} - {"model", "cache", "parallel"}
     assert set(BAD_VALUES) == set(ACCEPTED) == names - {"policy"}  # which the scheduler reads
 
 

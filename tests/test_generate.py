@@ -232,7 +232,10 @@ def test_requests_start_when_they_arrive(run: Command, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
 def test_timeline(run: Command, tmp_path: Path, name: str) -> None:
-    done = run("--prompt", ADA * 9, "--chunk-size", "64", "--max-tokens", "4", "--timeline", tmp_path / name)
+    done = run(
+        *("--prompt", ADA * 9, "--chunk-size", "64", "--max-tokens", "4", "--timeline", tmp_path / name),
+        *("--scheduler", "sarathi"),
+    )
     assert done.code == 0
     data = (tmp_path / name).read_bytes()
     trace = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
@@ -289,7 +292,7 @@ def found(config: EngineConfig, name: str) -> Any:
     name = {"num_kv_blocks": "num_blocks", "kv_memory": "memory_bytes", "dist_timeout": "dist_timeout_s"}.get(
         name, name
     )
-    sections = (config, config.cache, config.scheduler, config.parallel)
+    sections = (config.cache, config.scheduler, config.parallel, config)
     section = next(part for part in sections if hasattr(part, name))
     return getattr(section, name)
 

@@ -88,14 +88,15 @@ class Measured:
 def families(effort: Effort, *, max_kv: int, num_groups: int, block_size: int) -> list[list[Step]]:
     """The steps that are wanted, in lists along which they take longer and longer."""
     lengths = [*(kv for kv in KV if kv < max_kv), max_kv]
+    behind = [kv for kv in lengths if kv >= min(_LEAST_KV, max_kv)]
     found = [[chunk(size, 0) for size in effort.chunks]]
-    found += [[chunk(size, kv) for kv in lengths if kv >= _LEAST_KV] for size in effort.chunks]
+    found += [[chunk(size, kv) for kv in behind] for size in effort.chunks]
     found += [[decodes(batch, kv) for kv in lengths] for batch in effort.batches]
     for groups in range(2, num_groups + 1):
         kv = 2 * groups * block_size
         if kv <= max_kv:
             found.append([chunk(size, kv, num_groups=groups) for size in effort.chunks])
-    return [steps for steps in found if steps]
+    return found
 
 
 class Measuring:
@@ -159,15 +160,16 @@ def _growth(step: Step, following: Step) -> float:
     return max(after.q_len / before.q_len, (1 + after.kv_before) / (1 + before.kv_before))
 
 
-def slowest_stage(stages: Sequence[Mapping[int, StageTime]], steps: Mapping[int, Step]) -> list[Measured]:
-    """The runs on the stage that took longest in all.
+def slowest_stage(stages: Sequence[Mapping[int, StageTime]], steps: Mapping[int, Step]) -> tuple[int, list[Measured]]:
+    """The stage that took longest in all, and the runs on it.
 
     Args:
         stages: of group 0, by batch id.
         steps: by batch id, the runs that count.
     """
-    slowest = max(stages, key=lambda stage: sum(stage[batch_id].busy_s for batch_id in steps))
-    return [Measured(step, slowest[batch_id]) for batch_id, step in steps.items()]
+    totals = [sum(stage[batch_id].busy_s for batch_id in steps) for stage in stages]
+    slowest = totals.index(max(totals))
+    return slowest, [Measured(step, stages[slowest][batch_id]) for batch_id, step in steps.items()]
 
 
 def fit(

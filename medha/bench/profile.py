@@ -7,24 +7,19 @@ runs the steps and writes the file. What is measured, and what is made of it: :m
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from medha.command import start_logging
-from medha.config import EngineConfig, ModelConfig
-from medha.errors import ConfigError
+from medha.config import EngineConfig
 from medha.parallel.launch import is_first_rank
 
 if TYPE_CHECKING:
-    from medha.bench.calibrate import Effort
-    from medha.build import Role
     from medha.sched.coefficients import Coefficients
 
-MAX_KV = 131072
-_REDUCED_TOKENS = (1, 64, 512, 2048)
+_MAX_KV = 131072
 
 
 def profile(
@@ -44,7 +39,7 @@ def profile(
     hf_overrides: Annotated[str | None, typer.Option(help="JSON object merged over config.json.")] = None,
     max_kv: Annotated[
         int | None,
-        typer.Option(help=f"Longest KV cache; by default {MAX_KV:,}, or what model and memory allow."),
+        typer.Option(help=f"Longest KV cache; by default {_MAX_KV:,}, or what model and memory allow."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats: about a minute.")] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", envvar="MEDHA_LOG_LEVEL")] = "info",
@@ -80,6 +75,7 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from medha.bench.calibrate import QUICK, Effort
+    from medha.bench.measure import measure
     from medha.bench.report import check_writable, machine_line
 
     check_writable(output if is_first_rank() else None)
@@ -88,7 +84,10 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_first_rank()) as bar:
         task = bar.add_task("", total=1.0)
         found = measure(
-            config, QUICK if quick else Effort(), max_kv=max_kv, on_progress=lambda done: bar.update(task, completed=done)
+            config,
+            QUICK if quick else Effort(),
+            max_kv=max_kv,
+            on_progress=lambda done: bar.update(task, completed=done),
         )
     if found is None:
         return 0
@@ -105,66 +104,15 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
     return 0
 
 
-def measure(
-    config: EngineConfig,
-    effort: Effort,
-    *,
-    max_kv: int | None = None,
-    on_progress: Callable[[float], None] = lambda done: None,
-) -> Coefficients | None:
-    """Build this rank's part and measure; every rank calls it.
+def _summary(found: Coefficients) -> str:
+    """What some steps are predicted to take, in words."""
+    from medha.sched.predictor import Predictor, Work
 
-    Args:
-        config: the engine that will run.
-        effort: how much is measured.
-        max_kv: longest KV cache in tokens.
-        on_progress: called with the share done.
-
-    Returns:
-        The coefficients on rank 0, None on the others.
-
-    Raises:
-        ConfigError: as :func:`run_and_write`.
-        RankFailedError: another rank failed.
-    """
-    from medha.bench.handmade import fill
-    from medha.bench.stages import StageMeter, all_reduce_seconds, gathered
-    from medha.build import build_role
-
-    role = build_role(config)
-    runner = role.runner
-    if runner.device.type != "cpu":
-        raise ConfigError(
-            f"device={config.device!r} is {runner.device}, whose busy time a step's record does not tell yet; "
-            "accepted: cpu"
-        )
-    longest = _longest_kv(role, config, max_kv)
-    num_tokens = longest + config.scheduler.max_batch_tokens
-    fill(runner, num_tokens)
-    meter = StageMeter(runner)
-    ranks = next((part.ranks for part in (role.caller, role.follower) if part is not None), None)
-    reduces = []
-    if ranks is not None and ranks.config.tp > 1:
-        hidden = {"dim": runner.model.config.hidden_size, "dtype": runner.cache.k[0].dtype, "device": runner.device}
-        reduces = all_reduce_seconds(ranks.tp_group, _REDUCED_TOKENS, **hidden)
-    if role.follower is not None and ranks is not None:
-        role.follower.join("profile")
-        gathered(ranks, meter.take())
-        role.close()
-        return None
-    wanted = _wanted(effort, config, longest)
-    steps: dict[int, Any] = {}
-
-    def run() -> list[Any]:
-        steps.update(_steps(role, config, effort, wanted, num_tokens=num_tokens, on_progress=on_progress))
-        return []
-
-    if role.caller is None:
-        run()
-        stages = [meter.take()]
-    else:
-        role.caller.call("profile", run)
-        stages = gathered(role.caller.ranks, meter.take())
-    found = _fitted(role, config, steps, stages, reduces)
-    role.close()
-    return found
+    predict = Predictor(found).predict
+    steps = {
+        "a decode behind 1K": [Work(1, 1024, True)],
+        "16 decodes behind 1K": [Work(1, 1024, True)] * 16,
+        "a first chunk of 256": [Work(256, 0, False)],
+        "one behind 64K": [Work(256, 65536, False)],
+    }
+    return "; ".join(f"{name}: {predict(rows) * 1e3:,.1f} ms" for name, rows in steps.items())

@@ -1,15 +1,27 @@
 """Classical schedulers under the same roof, as the literature describes them.
 
-Each is a packer: it says whose rows come next, first come first served; memory, groups and depth are the same for all.
-None looks at the clock, at deadlines or at predicted time. With claims on KV memory none has to preempt: where the
-original would recompute or swap, a request waits here.
+Each is a packer: it says whose rows come next; memory, groups and depth are the same for all. None looks at predicted
+time. With claims on KV memory none has to preempt: where the original would recompute or swap, a request waits here.
+
+==============  ==========================================================================
+static          a batch starts together, and nobody joins until all of it has ended
+orca            iteration level, whole prompts (Orca, OSDI 2022)
+sarathi         iteration level, prompts in chunks (Sarathi-Serve, arXiv:2403.02310)
+vllm            as sarathi, but who started first goes first, be it decode or chunk (vLLM V1)
+token-budget    as sarathi, with a budget of tokens that follows a moving average of time
+==============  ==========================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from types import MappingProxyType
 
-from medha.sched.draft import Draft
+from medha.batch import Batch
+from medha.config import SchedulerConfig
+from medha.sched.draft import Draft, Packer, SizeFn
+from medha.sched.policy import SHORTEST_S, sort_rows
 from medha.sched.queue import Queue, State
 
 
@@ -25,10 +37,52 @@ def _start_waiting(queue: Queue, draft: Draft) -> None:
             return
 
 
+def _start_whole(queue: Queue, draft: Draft, size: SizeFn) -> None:
+    """Whole prompts in order of arrival, until one is refused."""
+    while queue.waiting:
+        if not draft.add_prompt(next(iter(queue.waiting.values())), size):
+            return
+
+
 def _continue_started(prefills: Iterable[State], draft: Draft) -> None:
     """Next chunks of prefills that have begun; one that gets no memory waits, those behind it do not."""
     for state in prefills:
         draft.add_chunk(state, _all)
+
+
+class StaticPacker:
+    """Static batching: up to ``max_num_seqs`` requests start in one batch with their whole prompts, and the next ones
+    once all of these have ended. ``max_batch_tokens`` does not bound the prompts: they start together."""
+
+    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+        """See :meth:`medha.sched.draft.Packer.fill`."""
+        if not queue.running:
+            _start_whole(queue, draft, _all)
+            return
+        draft.add_decodes()
+        for state in list(queue.prefills()):  # cut at the end of a shard
+            draft.add_prompt(state, _all)
+
+
+class OrcaPacker:
+    """Iteration-level scheduling: decodes, and whole prompts beside them, first come first served (Orca, OSDI 2022).
+
+    The batch's tokens bound how many prompts it takes, but cut none: the first prompt of a batch goes whole whatever
+    its length, and the decodes beside it take as long.
+    """
+
+    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+        """See :meth:`medha.sched.draft.Packer.fill`."""
+
+        def if_it_fits(first: int, count: int, most: int) -> int:
+            groups = range(first, first + count)
+            is_first = not any(draft.has_chunk[group] for group in groups)
+            return most if is_first or all(draft.tokens_left[group] >= most for group in groups) else 0
+
+        draft.add_decodes()
+        for state in list(queue.prefills()):  # cut at the end of a shard
+            draft.add_prompt(state, if_it_fits)
+        _start_whole(queue, draft, if_it_fits)
 
 
 class SarathiPacker:
@@ -40,3 +94,123 @@ class SarathiPacker:
         draft.add_decodes()
         _continue_started(list(queue.prefills()), draft)
         _start_waiting(queue, draft)
+
+
+class VllmPacker:
+    """Running first: what has started, in the order in which it started, decodes and chunks from one budget of
+    ``max_batch_tokens``; then what waits, in order of arrival (vLLM V1). ``chunk_size`` bounds a chunk, as
+    ``long_prefill_token_threshold`` does there. Unlike there nobody is preempted: claims keep the memory."""
+
+    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+        """See :meth:`medha.sched.draft.Packer.fill`."""
+        due = {state.slot for state in draft.due_decodes()}
+        for state in list(queue.running.values()):
+            if state.slot in due:
+                draft.add_decode(state)
+            elif state.prefilling and not state.ended:
+                draft.add_chunk(state, _all)
+        _start_waiting(queue, draft)
+        draft.put_decodes_first()
+
+
+_ALIGNMENT = 64
+_FIRST_BUDGET = 256
+_GAIN = 0.1
+
+
+class TokenBudgetPacker:
+    """A budget of prefill tokens that adapts to a target for the step's time; prefills by class, then deadline.
+
+    ``target / (moving average of seconds a token)``, less the decodes, down to a multiple of 64: the scheme of the
+    posts on iteration-level scheduling, with their constants (gain 0.1, 256 tokens before the first step). The target
+    is ``t_target_s``, or ``quantum_s`` where there is none. Departures, each because the published code stops there:
+
+    - A chunk is a multiple of 64 unless it ends its prompt. There a tail below 64 is rounded to 0 and never finishes;
+      the same where less than 64 is all that a shard or another bound leaves.
+    - The budget is 64 at least. There steps of few tokens, whose seconds a token are many, bring it to 0 for good.
+    - The average begins at the first step seen, and not at 0.
+
+    Args:
+        config: the target, and the bound on tokens.
+
+    Attributes:
+        token_s: seconds a token, averaged; None before the first step.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.token_s: float | None = None
+        self._target_s = config.quantum_s if config.t_target_s is None else config.t_target_s
+        self._max_tokens = config.max_batch_tokens
+
+    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+        """See :meth:`medha.sched.draft.Packer.fill`."""
+        draft.add_decodes()
+        budgets = [self.budget(self._max_tokens - left) for left in draft.tokens_left]
+        admits = True
+        for state in _by_class_and_deadline(queue):
+            if max(budgets) <= 0:
+                return
+            if (admits or state.has_started) and not _give_aligned(state, draft, budgets):
+                admits &= state.has_started  # nobody overtakes one that could not start
+
+    def budget(self, num_decodes: int) -> int:
+        """Prefill tokens of a batch with so many decodes."""
+        if self.token_s is None:
+            return _FIRST_BUDGET
+        total = int(min(self._target_s / self.token_s, self._max_tokens))
+        return max((total - num_decodes) // _ALIGNMENT, 1) * _ALIGNMENT
+
+    def completed(self, batch: Batch, busy_s: float) -> None:
+        """See :meth:`medha.sched.draft.LearningPacker.completed`; times that are no positive number teach nothing."""
+        if not 0 < busy_s < math.inf:
+            return
+        token_s = max(busy_s / _tokens_of_busiest_group(batch), SHORTEST_S)
+        self.token_s = token_s if self.token_s is None else (1 - _GAIN) * self.token_s + _GAIN * token_s
+
+
+def _by_class_and_deadline(queue: Queue) -> list[State]:
+    """Requests with prompt tokens left, by class, then time of the deadline, then arrival and slot."""
+    columns = queue.columns(1.0)
+    by = (columns.priority, columns.arrival_s + columns.deadline_s, columns.arrival_s, queue.slots)
+    return [queue.state_of_row(row) for row in sort_rows(by).tolist()]
+
+
+def _give_aligned(state: State, draft: Draft, budgets: list[int]) -> int:
+    """A chunk within the budgets of its groups, which are lessened; its tokens, 0 if it was refused."""
+
+    def aligned(first: int, count: int, most: int) -> int:
+        tokens = min(most, *budgets[first : first + count])
+        if tokens == state.num_left:
+            return tokens
+        return tokens // _ALIGNMENT * _ALIGNMENT or (tokens if tokens == most else 0)
+
+    q_len = draft.add_chunk(state, aligned)
+    if q_len:
+        row = draft.rows[draft.chunked[state.slot]]
+        for group in range(row.group, row.holder + 1):
+            budgets[group] -= q_len
+    return q_len
+
+
+def _tokens_of_busiest_group(batch: Batch) -> int:
+    tokens: dict[int, int] = {}
+    for row in batch.rows:
+        for group in range(row.group, row.holder + 1):
+            tokens[group] = tokens.get(group, 0) + row.q_len
+    return max(tokens.values())
+
+
+_PACKERS: MappingProxyType[str, Callable[[SchedulerConfig], Packer]] = MappingProxyType(
+    {
+        "static": lambda config: StaticPacker(),
+        "orca": lambda config: OrcaPacker(),
+        "sarathi": lambda config: SarathiPacker(),
+        "vllm": lambda config: VllmPacker(),
+        "token-budget": TokenBudgetPacker,
+    }
+)
+
+
+def classical_packer(config: SchedulerConfig) -> Packer:
+    """The packer of ``config.scheduler``, which is a classical one."""
+    return _PACKERS[config.scheduler](config)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from medha.batch import Extent, Row
+from medha.batch import Batch, Extent, Row
 from medha.config import SchedulerConfig
 from medha.sched.balancer import choose_group, pending_work, prefill_work
 from medha.sched.memory import KVMemory
@@ -19,6 +19,8 @@ from medha.sched.queue import Queue, State
 
 SizeFn = Callable[[int, int, int], int]
 """(first group, number of groups, most tokens that may be) -> tokens of a chunk, 0 for none."""
+_Bound = Callable[[State, int, int], int]
+"""(request, first group, number of groups) -> tokens that its next chunk may have, shards and memory aside."""
 
 
 class Packer(Protocol):
@@ -26,6 +28,15 @@ class Packer(Protocol):
 
     def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
         """Add rows to ``draft``."""
+        ...
+
+
+@runtime_checkable
+class LearningPacker(Packer, Protocol):
+    """A packer that learns from batches that ran."""
+
+    def completed(self, batch: Batch, busy_s: float) -> None:
+        """A batch is done, in order; ``busy_s`` as of :meth:`medha.sched.scheduler.Scheduler.complete`."""
         ...
 
 
@@ -61,26 +72,39 @@ class Draft:
         self._depth = depth
 
     def add_decodes(self) -> None:
-        """One row for each request whose next token can be computed, dealt over the batches in flight."""
+        """One row for each of :meth:`due_decodes`."""
+        for state in self.due_decodes():
+            self.add_decode(state)
+
+    def due_decodes(self) -> list[State]:
+        """Requests whose next token can be computed, dealt over the batches in flight, within the tokens left."""
         decoding = self._queue.decoding.values()
         if self.memory.num_groups == 1:
             share = min(-(-len(decoding) // self._depth), self.tokens_left[0])
-            ready = [state for state in decoding if state.can_decode][:share]
-            for state in ready:
-                self._send(state, Row(state.head.slot, state.num_scheduled_tokens, 1, True, True))
-            return
+            return [state for state in decoding if state.can_decode][:share]
         placed = [(state, *self.memory.place(state.slot, state.num_scheduled_tokens)) for state in decoding]
         num_decoding = [0] * self.memory.num_groups
         for _, first, count in placed:
             for group in range(first, first + count):
                 num_decoding[group] += 1
         shares = [min(-(-n // self._depth), left) for n, left in zip(num_decoding, self.tokens_left, strict=True)]
+        due = []
         for state, first, count in placed:
             groups = range(first, first + count)
             if state.can_decode and all(shares[group] > 0 for group in groups):
                 for group in groups:
                     shares[group] -= 1
-                self._send(state, Row(state.slot, state.num_scheduled_tokens, 1, True, True, first, count))
+                due.append(state)
+        return due
+
+    def add_decode(self, state: State) -> bool:
+        """The next token of a request that can decode; False if a group of its has no token left."""
+        position = state.num_scheduled_tokens
+        first, count = (0, 1) if self.memory.num_groups == 1 else self.memory.place(state.slot, position)
+        if min(self.tokens_left[first : first + count]) < 1:
+            return False
+        self._send(state, Row(state.slot, position, 1, True, True, first, count))
+        return True
 
     def add_chunk(self, state: State, size: SizeFn) -> int:
         """Give a prefill a chunk, on the groups where it lies or, for its first one, where it is bound to.
@@ -94,7 +118,16 @@ class Draft:
         Returns:
             Tokens added; 0 if it was refused.
         """
-        return self._continue(state, size) if state.has_started else self._start(state, size)
+        return self._add(state, size, self._most)
+
+    def add_prompt(self, state: State, size: SizeFn) -> int:
+        """As :meth:`add_chunk`, but only the end of a shard cuts the prompt: the batch's tokens may be exceeded."""
+        return self._add(state, size, lambda state, first, count: state.num_left)
+
+    def put_decodes_first(self) -> None:
+        """Bring the rows into the order that a batch has; either kind keeps its own."""
+        self.rows.sort(key=lambda row: not row.is_decode)
+        self.chunked = {row.slot: index for index, row in enumerate(self.rows) if not row.is_decode}
 
     def works(self, group: int) -> tuple[list[Work], list[Work]]:
         """Decodes and chunks that a group has by now, as the predictor wants them."""
@@ -110,10 +143,13 @@ class Draft:
                 (decodes if row.is_decode else chunks).append(work)
         return decodes, chunks
 
-    def _continue(self, state: State, size: SizeFn) -> int:
+    def _add(self, state: State, size: SizeFn, bound: _Bound) -> int:
+        return self._continue(state, size, bound) if state.has_started else self._start(state, size, bound)
+
+    def _continue(self, state: State, size: SizeFn, bound: _Bound) -> int:
         position = state.num_scheduled_tokens
         first, count = self.memory.place(state.slot, position)
-        most = min(self._most(state, first, count), self.memory.room(state.slot, position))
+        most = min(bound(state, first, count), self.memory.room(state.slot, position))
         q_len = min(most, size(first, count, most)) if most > 0 else 0
         if q_len <= 0:
             return 0
@@ -136,14 +172,14 @@ class Draft:
         self.chunked[state.slot] = index
         state.num_in_flight -= 1
 
-    def _start(self, state: State, size: SizeFn) -> int:
+    def _start(self, state: State, size: SizeFn, bound: _Bound) -> int:
         if len(self._queue.running) >= self.config.max_num_seqs:
             return 0
         num_tokens = state.head.num_kv_tokens
         firsts = self.memory.first_groups(num_tokens)
         sizes: dict[int, int] = {}
         for first in firsts:
-            most = min(self._most(state, first, 1), self.memory.max_kv_per_group)
+            most = min(bound(state, first, 1), self.memory.max_kv_per_group)
             sizes[first] = min(most, size(first, 1, most)) if most > 0 else 0
         open_firsts = [first for first in firsts if sizes[first] > 0]
 

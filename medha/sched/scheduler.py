@@ -17,8 +17,8 @@ from collections.abc import Iterable
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
-from medha.sched.baselines import SarathiPacker
-from medha.sched.draft import Draft, Packer
+from medha.sched.baselines import classical_packer
+from medha.sched.draft import Draft, LearningPacker, Packer
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker, Prediction
 from medha.sched.predictor import Predictor
@@ -190,6 +190,8 @@ class Scheduler:
         batch, prediction = self._in_flight.popleft()
         if prediction is not None and self.predictor is not None:
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
+        if isinstance(self.packer, LearningPacker):
+            self.packer.completed(batch, busy_s)
         for row in batch.rows:
             self._queue.computed(row)
         for slot, num_new_tokens, finished in results:
@@ -215,7 +217,7 @@ class Scheduler:
 
 def _packer(config: SchedulerConfig, predictor: Predictor | None, depth: int) -> Packer:
     if config.scheduler != "medha":
-        return SarathiPacker()
+        return classical_packer(config)
     if predictor is None:
         raise ValueError("scheduler='medha' needs a predictor")
     return MedhaPacker(config, predictor, depth)
