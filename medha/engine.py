@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,8 @@ from medha.errors import EngineDeadError, ValidationError
 from medha.live import LiveRequest
 from medha.request import PRIORITIES, SLO, RequestOutput, SamplingParams
 from medha.runner import StepResult
+from medha.sched.correction import KINDS, ErrorFigures, Kind
+from medha.sched.packer import Prediction
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.text import Tokenizer
 from medha.timeline import Timeline
@@ -77,6 +79,10 @@ class Engine:
         tokenizer: None serves token ids alone, with ``text`` None.
         clock: monotonic seconds; the engine's time starts at 0.
         timeline: records what ran when, if given.
+
+    Attributes:
+        on_step: called with each batch that is done, what was predicted of it before it was sent (None where the
+            scheduler predicts nothing) and its busy seconds.
     """
 
     def __init__(
@@ -94,13 +100,14 @@ class Engine:
         self.limits = limits
         self.tokenizer = tokenizer
         self.timeline = timeline
+        self.on_step: Callable[[Batch, Prediction | None, float], None] | None = None
         self._clock = clock
         self._start = clock()
         self._live: dict[str, LiveRequest] = {}  # not ended
         self._by_slot: dict[int, LiveRequest] = {}  # those, and ended ones with chunks in flight
         self._free_slots: list[int] = []
         self._num_added = 0
-        self._in_flight: deque[tuple[Batch, PendingResult]] = deque()
+        self._in_flight: deque[tuple[Batch, Prediction | None, PendingResult]] = deque()
         self._ended: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
         self._dying = threading.Lock()
@@ -124,6 +131,14 @@ class Engine:
             for live in self._live.values()
             if live.is_prefilling and live.metrics.num_prompt_tokens >= min_tokens
         ]
+
+    @property
+    def prediction_errors(self) -> Mapping[Kind, ErrorFigures]:
+        """How far predicted step times were off, before dispatch, by kind of batch; empty where nothing predicts."""
+        predictor = self.scheduler.predictor
+        if predictor is None:
+            return {}
+        return {kind: predictor.correction.errors.figures(kind) for kind in KINDS}
 
     def now(self) -> float:
         """Seconds since the engine was made, the clock of all metrics."""
@@ -266,9 +281,10 @@ class Engine:
             if self._live:
                 raise RuntimeError(f"the scheduler runs none of {len(self._live)} unfinished requests")
             return []
-        batch, pending = self._in_flight.popleft()
+        batch, prediction, pending = self._in_flight.popleft()
         result = pending.result()
         now = self.now()
+        self._note_step(batch, prediction, now, result.busy_s)
         results, going_on = [], []
         for row, sampled in zip(result.rows, result.sampled, strict=True):
             live = self._by_slot[row.slot]
@@ -294,7 +310,14 @@ class Engine:
             pending = self.runner.submit(batch)
             if self.timeline is not None:
                 self.timeline.record(batch, start, self.now(), lambda slot: self._by_slot[slot].request_id)
-            self._in_flight.append((batch, pending))
+            self._in_flight.append((batch, self.scheduler.last_prediction, pending))
+
+    def _note_step(self, batch: Batch, prediction: Prediction | None, now: float, busy_s: float) -> None:
+        """Show a batch that is done to whoever looks on."""
+        if self.timeline is not None and prediction is not None:
+            self.timeline.count_step(now, prediction.seconds, busy_s, budget_s=prediction.budget_s)
+        if self.on_step is not None:
+            self.on_step(batch, prediction, busy_s)
 
     # -- ends ----------------------------------------------------------------------------------------------------
 

@@ -163,6 +163,13 @@ class Timeline:
             row_args = {"batch": batch.batch_id, "position": row.position, "tokens": row.q_len}
             self._events.append(_slice(name, 1, thread, start_s, end_s, row_args))
 
+    def count_step(self, time_s: float, predicted_s: float, busy_s: float, *, budget_s: float) -> None:
+        """Add a batch that is done to the counters: what was predicted of it, what it took, what it might have taken."""
+        times = {"predicted": predicted_s * 1e3, "busy": busy_s * 1e3}
+        budget = {"budget": budget_s * 1e3, "left": (budget_s - busy_s) * 1e3}
+        self._events.append(_counter("step time (ms)", time_s, times))
+        self._events.append(_counter("step budget (ms)", time_s, budget))
+
     def gather_from(self, gather: Callable[[], Sequence[RankRecords]], *, zero_s: float) -> None:
         """Show the lanes of several ranks.
 
@@ -251,6 +258,12 @@ def _epoch_s() -> float:
 
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 1)
+
+
+def _counter(name: str, time_s: float, values: dict[str, float]) -> dict[str, Any]:
+    """One point of a counter track, beside the requests."""
+    args = {series: round(value, 3) for series, value in values.items()}
+    return {"name": name, "ph": "C", "ts": _microseconds(time_s), "pid": 1, "tid": 0, "args": args}
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -30,12 +30,13 @@ from medha.bench.handmade import Step, StepRunner, chunk, decodes
 from medha.bench.stages import StageTime
 from medha.config import ModelConfig, ParallelConfig
 from medha.sched.coefficients import Coefficients, Curve, Link, ProfileKey
-from medha.sched.fit import best_tile, fit_chunks, fit_curve, fit_decodes
+from medha.sched.fit import fit_chunks, fit_curve, fit_decodes
 
 CHUNKS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 KV = (256, 1024, 4096, 16384, 65536, 131072, 262144, 524288, 1048576)
 _LEAST_KV = 1024  # of a chunk, which then costs more than behind nothing by more than noise
+_TILE = 16  # queries, less than any kernel's on the CPU; what lies between the sizes is interpolated
 _SMALLEST = 1e-7  # seconds; a part that was not noticed at all
 
 
@@ -210,7 +211,7 @@ def fit(
     return Coefficients(
         key=key,
         linear=_linear(rows, tp),
-        chunks=fit_chunks(q_len, kv, attention, tile=best_tile(q_len, kv, attention)),
+        chunks=fit_chunks(q_len, kv, attention, tile=_TILE),
         decodes=fit_decodes(batch, mean_kv, beside),
         head=_curve([(len(row.step), row.time.head_s) for row in decode_rows]) if has_head else None,
         host_s=host_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,6 +104,79 @@ def needle(
 
     layout = ParallelConfig(tp=tp, spp=spp, kvp=kvp)
     return run_and_print(_lengths("tokens", tokens), tuple(depth or [0.1]), layout, output_json)
+
+
+@app.command()
+def convoy(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="8K prompts and 100 short ones: within three minutes.")
+    ] = False,
+    num_short: Annotated[int | None, typer.Option(min=1, help="Short requests.", show_default="200")] = None,
+    long_len: Annotated[
+        int | None, typer.Option(min=501, help="Tokens of each of four long prompts.", show_default="32768")
+    ] = None,
+    load: Annotated[float, typer.Option(help="Part of the measured capacity that the stream takes.")] = 0.75,
+    t_target_s: Annotated[float, typer.Option("--t-target-s", help="Seconds that a batch may take.")] = 0.25,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths, prompts and weights.")] = 0,
+    hf_overrides: Annotated[str | None, typer.Option(help=_OVERRIDES, show_default=False)] = None,
+    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw TTFT over time here; needs matplotlib.")] = None,
+) -> int:
+    """Short requests while long prompts are read, under six schedulers; starts its processes itself."""
+    from medha.bench.convoy import ConvoyOptions
+    from medha.bench.convoy_print import run_and_print
+
+    default = ConvoyOptions.quick() if quick else ConvoyOptions()
+    options = replace(
+        default,
+        num_short=num_short or default.num_short,
+        long_len=long_len or default.long_len,
+        load=load,
+        t_target_s=t_target_s,
+        seed=seed,
+        shape=_overrides(hf_overrides),
+    )
+    return run_and_print(options, output_json, plot)
+
+
+@app.command()
+def predictor(
+    table: Annotated[list[Path], typer.Option(help="Kernel table as CSV or CSV.gz; may be repeated.")],
+    seed: Annotated[int, typer.Option(min=0, help="Of the rows held out at random.")] = 0,
+    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> int:
+    """Fit the predictor on public kernel tables; errors on held-out rows."""
+    from medha.bench.predictor import run_and_print
+
+    return run_and_print(table, output_json, seed=seed)
+
+
+@app.command()
+def accuracy(
+    profile: Annotated[str | None, typer.Option(help="File that medha profile wrote; else measured first.")] = None,
+    num_rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of the mix.")] = 3,
+    long_len: Annotated[int, typer.Option(min=1, help="Tokens of the long prompt of a round.")] = 16384,
+    t_target_s: Annotated[float, typer.Option("--t-target-s", help="Seconds that a step may take.")] = 0.25,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    num_threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of lengths, arrivals, prompts and weights.")] = 0,
+    hf_overrides: Annotated[str | None, typer.Option(help=_OVERRIDES, show_default=False)] = None,
+    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> int:
+    """Predicted against real step times of the engine, beside the machine's own repeatability; one process."""
+    from medha.bench.accuracy import AccuracyOptions, run_and_print
+
+    options = AccuracyOptions(
+        hf_overrides=_overrides(hf_overrides),
+        dtype=dtype,
+        num_threads=num_threads,
+        profile=profile,
+        num_rounds=num_rounds,
+        long_len=long_len,
+        t_target_s=t_target_s,
+        seed=seed,
+    )
+    return run_and_print(options, output_json)
 
 
 def _overrides(text: str | None) -> dict[str, Any] | None:

@@ -72,7 +72,6 @@ class Served:
     """
 
     request_id: str
-    num_prompt_tokens: int
     arrival_s: float
     first_token_s: float | None
     finished_s: float | None

@@ -1,4 +1,4 @@
-"""Measuring on every rank: its own part of the model is built and metered, rank 0 runs the steps, figures come together.
+"""Measuring on every rank: each builds its part of the model and meters it, rank 0 runs the steps and fits.
 
 The pool is the engine's own, filled with random numbers as far as it is used.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from medha.bench.calibrate import Effort, Measured, Measuring, families, fit, slowest_stage
+from medha.bench.calibrate import Effort, Measuring, families, fit, slowest_stage
 from medha.bench.handmade import Step, StepRunner, fill
 from medha.bench.stages import StageMeter, StageTime, all_reduce_seconds, gathered
 from medha.build import Role, build_role
@@ -82,7 +82,7 @@ def _bounded(role: Role, effort: Effort, max_kv: int | None) -> tuple[Effort, in
     positions = role.limits.max_model_len
     effort = dataclasses.replace(effort, chunks=tuple(size for size in effort.chunks if size <= positions) or (1,))
     most = min(positions, runner.cache.num_blocks * runner.cache.block_size - effort.chunks[-1])
-    if max_kv is not None and not 1 <= max_kv <= most or most < 1:
+    if most < 1 or (max_kv is not None and not 1 <= max_kv <= most):
         raise ConfigError(
             f"max_kv={max_kv}; accepted: 1 to {most}, what the model's {positions} positions and half of the free "
             "memory allow"

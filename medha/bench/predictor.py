@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -103,15 +101,6 @@ def run_and_print(tables: Sequence[Path], output_json: Path | None, *, seed: int
     }
     write_report(output_json, report)
     return 0
-
-
-def predictor(
-    table: Annotated[list[Path], typer.Option(help="Kernel table as CSV or CSV.gz; may be repeated.")],
-    seed: Annotated[int, typer.Option(min=0, help="Of the rows held out at random.")] = 0,
-    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-) -> int:
-    """Fit the predictor on public kernel tables; errors on held-out rows."""
-    return run_and_print(table, output_json, seed=seed)
 
 
 def _figures(name: str, kind: TableKind, split: str, predicted: Floats, real: Floats) -> FitError:

@@ -139,7 +139,6 @@ def _served(output: RequestOutput, start_s: float) -> Served:
     first_s, finished_s = (None if at is None else at - start_s for at in (metrics.first_token, metrics.finished))
     return Served(
         request_id=output.request_id,
-        num_prompt_tokens=metrics.num_prompt_tokens,
         arrival_s=metrics.arrival - start_s,
         first_token_s=first_s,
         finished_s=finished_s,

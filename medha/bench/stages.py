@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from medha.bench.held import Meter
 from medha.batch import Batch
+from medha.bench.held import Meter
 from medha.parallel.mesh import Ranks
 from medha.runner import Runner, StepResult
 from medha.timeline import BatchRecord
@@ -69,7 +69,7 @@ class StageMeter:
         self._meter.watch(runner)
         self._run, self._layers = runner.run, runner.model.forward
         runner.run = self._measured_run  # type: ignore[method-assign]
-        runner.model.forward = self._measured_layers  # type: ignore[method-assign]
+        runner.model.forward = self._measured_layers  # type: ignore[assignment]
 
     def take(self) -> dict[int, StageTime]:
         """By batch id, what was measured since the last call."""

@@ -73,6 +73,7 @@ class Scheduler:
         self._queue = Queue(times, deadline_floor_s=config.deadline_floor_s, deadline_factor=config.deadline_factor)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._frees: list[int] = []
+        self._no_memory: tuple[int, ...] = ()
         self._next_batch_id = 0
 
     def fresh(self) -> Scheduler:
@@ -106,6 +107,24 @@ class Scheduler:
     def last_prediction(self) -> Prediction | None:
         """What was predicted of the batch scheduled last, where the packer predicts."""
         return self._in_flight[-1][1] if self._in_flight else None
+
+    @property
+    def no_memory(self) -> tuple[int, ...]:
+        """Slots of prefills that the last call of :meth:`schedule` refused for want of KV memory."""
+        return self._no_memory
+
+    def slack_s(self, slot: int, now_s: float) -> float:
+        """Seconds for which a request can still wait and have its first token in time; inf without a deadline.
+
+        Args:
+            slot: of a request that is not closed.
+            now_s: time.
+        """
+        state = self._queue.waiting.get(slot) or self._queue.running[slot]
+        left_s = 0.0
+        if self.predictor is not None and state.prefilling and not state.ended:
+            _, left_s = self._queue.work_s(state, self.predictor.factor("prefill"))
+        return state.head.arrival_s + state.deadline_s - now_s - left_s
 
     def num_computed_tokens(self, slot: int) -> int:
         """Tokens of a request that are done in every stage; 0 while it waits or for a slot not in use."""
@@ -155,10 +174,12 @@ class Scheduler:
         Raises:
             PolicyError: a user's policy failed.
         """
+        self._no_memory = ()
         if len(self._in_flight) >= self.depth:
             return None
         draft = Draft(self.config, self._queue, self.memory, depth=self.depth, now_s=now_s)
         self.packer.fill(self._queue, draft, now_s)
+        self._no_memory = tuple(draft.no_memory)
         if not draft.rows:
             return None
         batch = Batch(self._next_batch_id, tuple(draft.rows), tuple(draft.extents), tuple(self._frees))

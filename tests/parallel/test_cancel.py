@@ -13,7 +13,7 @@ from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engines import load_decoder, make_engine, run_to_end
 from tests.parallel.workers import WorkerPool
 
-LENGTHS = (20, 150, 70)  # the second is the one that is aborted: five chunks, then decodes
+LENGTHS = (20, 158, 70)  # the second is the one that is aborted: five chunks, then decodes
 VICTIM = 1
 NUM_TOKENS = 6
 
@@ -56,14 +56,30 @@ def cancel_at_every_step(folder: str, options: dict[str, Any], prompts: list[lis
     return answers
 
 
-@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2)], ids=str)
-def test_cancel_at_every_step(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int]) -> None:
-    tp, spp = layout
+# Tokens of a request on one group: the victim takes the second of three within its prompt, the last as it decodes.
+SHARES = {1: 288, 2: 160, 3: 80}
+
+
+@pytest.mark.parametrize(
+    "layout", [(1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str
+)
+def test_cancel_at_every_step(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int, int]) -> None:
+    kvp, spp, tp = layout
     make_checkpoint(tmp_path, "llama")
     prompts = [random_prompt(length, seed=3) for length in LENGTHS]
     expected = run_to_end(make_engine(load_decoder(tmp_path)), prompts, NUM_TOKENS)
-    options = {"chunk_size": 32, "max_batch_tokens": 48, "block_size": 16, "num_kv_blocks": 18, "tp": tp, "spp": spp}
-    answers, *others = workers.run(cancel_at_every_step, tp * spp, str(tmp_path), options, prompts)
+    options = {
+        "scheduler": "sarathi",
+        "chunk_size": 32,
+        "max_batch_tokens": 48,
+        "block_size": 16,
+        "num_kv_blocks": 18 if kvp == 1 else 11,
+        "max_kv_per_group": SHARES[kvp],
+        "kvp": kvp,
+        "spp": spp,
+        "tp": tp,
+    }
+    answers, *others = workers.run(cancel_at_every_step, kvp * spp * tp, str(tmp_path), options, prompts)
     num_tokens_at_end = []
     for tokens, reasons, left in answers:
         assert left == (0, 0, 0, 0)

@@ -1,0 +1,408 @@
+"""``medha bench accuracy``: how often a step takes what was predicted, against how often it takes what it took before.
+
+The real engine, with the paper's scheduler, reads a mix of short, middle and long prompts; arrivals are in steps, so
+the mix is the same on any machine. Each step's prediction is the one the packer made before dispatch, with the
+correction of that moment. After every step of the engine one of a set of steps is run again, made by hand to the shape
+of steps that the engine ran in a first, uncounted round. How often those come within 15 % of the median of their own
+other runs is what the machine allows: no prediction can be steadier than the machine. Both shares are of the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from medha.batch import Batch
+from medha.bench.calibrate import QUICK
+from medha.bench.handmade import Step, StepRunner, fill, step_of
+from medha.bench.measure import measure
+from medha.bench.model import describe, random_llama, write_config
+from medha.bench.report import check_writable, machine_line, stamp, write_report
+from medha.build import build_role
+from medha.config import EngineConfig
+from medha.engine import Engine
+from medha.errors import ConfigError
+from medha.request import SamplingParams
+from medha.sched.correction import KINDS, Kind
+from medha.sched.packer import Prediction
+
+TOLERANCE = 0.15
+KV_RANGES = (1024, 4096, 16384, 65536)
+"""Upper ends of the ranges; a step counts by the longest KV cache in it."""
+_ALL = "all"
+_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyOptions:
+    """What is run.
+
+    Attributes:
+        profile: coefficients; None measures them first.
+        num_rounds: counted rounds of the mix, after one that is not.
+        num_short, num_middle: requests of a round besides the long one.
+        short_lens, middle_lens: least and most prompt tokens.
+        long_len: prompt tokens of the one long request of a round.
+        output_lens: least and most output tokens.
+        steps_between: mean number of steps between arrivals.
+        t_target_s: seconds of a step.
+        shapes: steps to repeat of each kind and KV range.
+    """
+
+    hf_overrides: Mapping[str, Any] | None = None
+    dtype: str = "float32"
+    num_threads: int = 1
+    profile: str | None = None
+    num_rounds: int = 3
+    num_short: int = 40
+    num_middle: int = 4
+    short_lens: tuple[int, int] = (50, 500)
+    middle_lens: tuple[int, int] = (1500, 4000)
+    long_len: int = 16384
+    output_lens: tuple[int, int] = (4, 24)
+    steps_between: float = 4.0
+    t_target_s: float = 0.25
+    shapes: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_rounds < 1:
+            raise ConfigError(f"num_rounds={self.num_rounds}; accepted: at least 1")
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest request."""
+        return max(self.long_len, self.middle_lens[1], self.short_lens[1]) + self.output_lens[1]
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Fields of the model's ``config.json``."""
+        shape = random_llama(self.hf_overrides)
+        return shape | {"max_position_embeddings": max(self.max_model_len, shape["max_position_embeddings"])}
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One step: its shape and kind, the seconds expected of it and those it took."""
+
+    step: Step
+    kind: Kind
+    expected_s: float
+    busy_s: float
+
+    @property
+    def error(self) -> float:
+        """Signed, as a share of the time taken."""
+        return self.expected_s / self.busy_s - 1.0
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it took what was expected, within the tolerance on either side."""
+        return abs(self.busy_s / self.expected_s - 1.0) <= TOLERANCE
+
+    @property
+    def kv_range(self) -> str:
+        """By the longest KV cache in it."""
+        return kv_range(max(part.kv_before for part in self.step))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the result.
+
+    Attributes:
+        kind, kv: which steps.
+        steps: how many the engine ran.
+        within: share of them within the tolerance of their prediction.
+        repeats: runs of identical steps.
+        repeatability: share of those within the tolerance of the median of their other runs; None without any.
+        ratio: of the two shares.
+        mean_abs, mean_signed: error of the predictions; above 0 where they are too long.
+    """
+
+    kind: str
+    kv: str
+    steps: int
+    within: float
+    repeats: int
+    repeatability: float | None
+    ratio: float | None
+    mean_abs: float
+    mean_signed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """The result.
+
+    Attributes:
+        lines: by kind, and by kind and KV range.
+        chunks: by KV range, median tokens of chunks that shared their step with decodes alone, and how many there were.
+        factors: correction by kind at the end; 1.0 is what the profile says.
+    """
+
+    lines: tuple[Line, ...]
+    chunks: Mapping[str, tuple[float, int]]
+    factors: Mapping[Kind, float]
+    load: tuple[float, float]
+
+
+@dataclass(slots=True)
+class _Log:
+    """Steps of the engine since it was last cleared."""
+
+    ran: list[Ran] = field(default_factory=list)
+
+    def note(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
+        assert prediction is not None, "the medha scheduler predicts every batch"
+        self.ran.append(Ran(step_of(batch), prediction.kind, prediction.seconds, busy_s))
+
+
+def kv_range(kv: int) -> str:
+    """The range that a KV length lies in, in words."""
+    for low, high in zip((0, *KV_RANGES), KV_RANGES, strict=False):
+        if kv < high:
+            return f"{low // 1024}K-{high // 1024}K"
+    return f"{KV_RANGES[-1] // 1024}K-"
+
+
+def accuracy(
+    options: AccuracyOptions,
+    *,
+    output_json: Path | None = None,
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> Accuracy:
+    """Run the measurement.
+
+    Args:
+        options: what to run.
+        output_json: where to write the report.
+        on_progress: called with the share done.
+
+    Raises:
+        ConfigError: the options are wrong, or the profile is of something else.
+    """
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
+        write_config(Path(folder), options.shape)
+        config = _engine_config(folder, options, options.profile)
+        if options.profile is None:
+            found = measure(config, QUICK, max_kv=options.long_len, on_progress=lambda done: on_progress(0.4 * done))
+            assert found is not None, "one process measures"
+            path = Path(folder) / "profile.json"
+            path.write_text(found.to_json())
+            config = _engine_config(folder, options, str(path))
+        role = build_role(config)
+        engine = role.engine
+        assert engine is not None, "one process has the engine"
+        num_blocks = engine.scheduler.memory.num_blocks
+        fill(role.runner, num_blocks * _BLOCK_SIZE)
+        hand = StepRunner(
+            engine.runner, block_size=_BLOCK_SIZE, num_blocks=num_blocks, vocab_size=role.limits.vocab_size
+        )
+        log, repeated = _run(engine, hand, options, lambda done: on_progress(0.4 + 0.6 * done))
+        assert engine.scheduler.predictor is not None, "the medha scheduler predicts"
+        factors = {kind: engine.scheduler.predictor.factor(kind) for kind in KINDS}
+        role.close()
+    result = Accuracy(lines_of(log.ran, repeats_of(repeated)), chunks_of(log.ran), factors, (load, os.getloadavg()[0]))
+    report = {
+        "benchmark": "accuracy",
+        "environment": stamp(),
+        "model": options.shape,
+        "options": asdict(options),
+        "tolerance": TOLERANCE,
+        **asdict(result),
+        "steps": [(ran.kind, ran.kv_range, ran.expected_s, ran.busy_s) for ran in log.ran],
+    }
+    write_report(output_json, report)
+    return result
+
+
+def _engine_config(folder: str, options: AccuracyOptions, profile: str | None) -> EngineConfig:
+    # all of the mix at once, so that no request waits for memory
+    lens = [
+        options.long_len,
+        *[options.middle_lens[1]] * options.num_middle,
+        *[options.short_lens[1]] * options.num_short,
+    ]
+    blocks = sum(-(-(length + options.output_lens[1]) // _BLOCK_SIZE) for length in lens)
+    return EngineConfig.from_flat(
+        folder,
+        load_format="dummy",
+        dtype=options.dtype,
+        device="cpu",
+        num_threads=options.num_threads,
+        seed=options.seed,
+        max_model_len=options.max_model_len,
+        block_size=_BLOCK_SIZE,
+        num_kv_blocks=blocks + 2048 // _BLOCK_SIZE,
+        t_target_s=options.t_target_s,
+        profile=profile,
+    )
+
+
+def _run(
+    engine: Engine, hand: StepRunner, options: AccuracyOptions, on_progress: Callable[[float], None]
+) -> tuple[_Log, list[tuple[Step, Kind, float]]]:
+    """All rounds; the log of the counted ones, and the runs of identical steps."""
+    log = _Log()
+    engine.on_step = log.note
+    repeated: list[tuple[Step, Kind, float]] = []
+    turns: Iterable[tuple[Step, Kind]] = ()
+    for number in range(1 + options.num_rounds):
+        ahead = iter(turns)
+
+        def again(ahead: Iterable[tuple[Step, Kind]] = ahead) -> None:
+            for step, kind in ahead:
+                repeated.append((step, kind, hand.run(step)[1]))
+                break
+
+        _round(engine, options, number, after_step=again)
+        if number == 0:
+            turns = cycle(_shapes(log.ran, options.shapes, seed=options.seed))
+            log.ran.clear()
+        on_progress((number + 1) / (1 + options.num_rounds))
+    return log, repeated
+
+
+def _round(engine: Engine, options: AccuracyOptions, number: int, *, after_step: Callable[[], None]) -> None:
+    """One mix of requests to its end."""
+    dice = random.Random(options.seed * 1_000_003 + number)
+    lens = [dice.randint(*options.short_lens) for _ in range(options.num_short)]
+    lens += [dice.randint(*options.middle_lens) for _ in range(options.num_middle)]
+    dice.shuffle(lens)
+    due = 0.0
+    waiting = []
+    for length in [options.long_len, *lens]:
+        waiting.append((due, length))
+        due += dice.expovariate(1 / options.steps_between)
+    num_steps = 0
+    while waiting or engine.has_unfinished:
+        while waiting and (waiting[0][0] <= num_steps or not engine.has_unfinished):
+            _, length = waiting.pop(0)
+            prompt = [dice.randrange(engine.limits.vocab_size) for _ in range(length)]
+            params = SamplingParams(temperature=0.0, max_tokens=dice.randint(*options.output_lens), ignore_eos=True)
+            engine.add_request(f"{number}-{len(waiting)}", prompt, params)
+        engine.step()
+        num_steps += 1
+        after_step()
+
+
+def _shapes(ran: Sequence[Ran], number: int, *, seed: int) -> list[tuple[Step, Kind]]:
+    """A few steps of each kind and KV range, in mixed order."""
+    cells: dict[tuple[Kind, str], list[Step]] = defaultdict(list)
+    for one in ran:
+        cells[one.kind, one.kv_range].append(one.step)
+    dice = random.Random(seed)
+    chosen = [
+        (step, kind) for (kind, _), steps in cells.items() for step in dice.sample(steps, min(number, len(steps)))
+    ]
+    dice.shuffle(chosen)
+    return chosen
+
+
+def repeats_of(repeated: Sequence[tuple[Step, Kind, float]]) -> list[Ran]:
+    """Each run of a step that ran at least three times, with the median of its other runs as what is expected."""
+    by_step: dict[tuple[Step, Kind], list[float]] = defaultdict(list)
+    for step, kind, seconds in repeated:
+        by_step[step, kind].append(seconds)
+    return [
+        Ran(step, kind, statistics.median(times[:i] + times[i + 1 :]), times[i])
+        for (step, kind), times in by_step.items()
+        if len(times) >= 3
+        for i in range(len(times))
+    ]
+
+
+def lines_of(ran: Sequence[Ran], repeats: Sequence[Ran]) -> tuple[Line, ...]:
+    """The lines of the result: all steps, each kind, each kind and KV range."""
+    ends = [kv_range(end - 1) for end in KV_RANGES] + [kv_range(KV_RANGES[-1])]
+    wanted = [(kind, kv) for kind in (_ALL, *KINDS) for kv in (_ALL, *(ends if kind != _ALL else ()))]
+    lines = []
+    for kind, kv in wanted:
+        steps = [one for one in ran if kind in (_ALL, one.kind) and kv in (_ALL, one.kv_range)]
+        same = [one for one in repeats if kind in (_ALL, one.kind) and kv in (_ALL, one.kv_range)]
+        if steps:
+            lines.append(_line(kind, kv, steps, same))
+    return tuple(lines)
+
+
+def _line(kind: str, kv: str, steps: Sequence[Ran], same: Sequence[Ran]) -> Line:
+    within = statistics.fmean(one.is_within for one in steps)
+    repeatability = statistics.fmean(one.is_within for one in same) if same else None
+    return Line(
+        kind,
+        kv,
+        len(steps),
+        within,
+        len(same),
+        repeatability,
+        within / repeatability if repeatability else None,
+        statistics.fmean(abs(one.error) for one in steps),
+        statistics.fmean(one.error for one in steps),
+    )
+
+
+def chunks_of(ran: Sequence[Ran]) -> dict[str, tuple[float, int]]:
+    """By KV range, the median tokens of chunks that had what the decodes left to themselves, and their number."""
+    by_range: dict[str, list[int]] = defaultdict(list)
+    chunks = [[part for part in one.step if not part.is_decode] for one in ran]
+    for part in sorted((alone[0] for alone in chunks if len(alone) == 1), key=lambda part: part.kv_before):
+        if not part.samples:  # the end of a prompt is as long as it is
+            by_range[kv_range(part.kv_before)].append(part.q_len)
+    return {name: (statistics.median(sizes), len(sizes)) for name, sizes in by_range.items()}
+
+
+def run_and_print(options: AccuracyOptions, output_json: Path | None) -> int:
+    """Run with a progress bar on stderr, print the tables on stdout; returns 0."""
+    check_writable(output_json)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("stepping", total=1.0)
+        result = accuracy(options, output_json=output_json, on_progress=lambda done: bar.update(task, completed=done))
+    console = Console()
+    console.print(_table(options, result.lines))
+    chunks = ", ".join(f"{kv}: {size:.0f}" for kv, (size, _) in result.chunks.items())
+    console.print(f"median chunk by its KV: {chunks}", highlight=False)
+    factors = ", ".join(f"{kind} {factor:.2f}" for kind, factor in result.factors.items())
+    console.print(f"correction at the end: {factors}", highlight=False)
+    console.print(
+        f"{machine_line()}; {options.num_threads} threads, {options.dtype}, steps of {options.t_target_s} s, seed "
+        f"{options.seed}, {options.num_rounds} rounds after one that does not count; load {result.load[0]:.1f} before "
+        f"and {result.load[1]:.1f} after",
+        highlight=False,
+    )
+    return 0
+
+
+def _table(options: AccuracyOptions, lines: Sequence[Line]) -> Table:
+    table = Table(title=f"steps within {TOLERANCE:.0%} of their prediction: {describe(options.shape)}")
+    for name in ("kind", "longest KV"):
+        table.add_column(name, no_wrap=True)
+    for name in ("steps", "within", "repeats", "repeatable", "ratio", "mean abs", "mean signed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in lines:
+        table.add_row(
+            line.kind,
+            line.kv,
+            f"{line.steps:,}",
+            f"{line.within:.1%}",
+            f"{line.repeats:,}",
+            "-" if line.repeatability is None else f"{line.repeatability:.1%}",
+            "-" if line.ratio is None else f"{line.ratio:.2f}",
+            f"{line.mean_abs:.1%}",
+            f"{line.mean_signed:+.1%}",
+            end_section=line.kv == _ALL and line.kind == _ALL,
+        )
+    return table

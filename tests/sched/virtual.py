@@ -1,0 +1,277 @@
+"""A scheduler on a virtual clock: arrivals, cancels and batches that take a given time, played to their end."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from medha.batch import Batch, Row
+from medha.config import ModelConfig, RopeConfig
+from medha.request import SLO
+from medha.sched.hardware import HardwareSheet, default_coefficients
+from medha.sched.predictor import Predictor
+from medha.sched.scheduler import RequestHead, Scheduler
+
+from .costs import KEY
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=32_000,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_layers=8,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=64,
+    max_position_embeddings=1 << 24,
+    rope=RopeConfig(),
+)
+"""A small model, for predicted times of the size that a CPU has: 1,000 tokens take about a second."""
+
+
+def make_predictor(*, max_tokens: int = 2048, kvp: int = 1) -> Predictor:
+    """The stated default for a CPU of four threads."""
+    sheet = HardwareSheet.cpu(4)
+    return Predictor(
+        default_coefficients(MODEL, key=KEY, sheet=sheet, num_layers=8, dtype_bytes=4, kvp=kvp), max_tokens=max_tokens
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: when it comes, its lengths, how many tokens it really yields, and when it is cancelled."""
+
+    arrival_s: float
+    num_prompt: int
+    max_new: int = 1
+    num_new: int | None = None
+    slo: SLO | None = None
+    priority: int = 2
+    cancel_s: float | None = None
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.num_prompt + self.max_new - 1
+
+
+@st.composite
+def jobs(
+    draw: st.DrawFn, *, max_prompt: int = 3000, max_new: int = 6, within_s: float = 8.0, cancels: bool = True
+) -> Job:
+    """Prompts short and long, with and without objectives."""
+    times = st.floats(0.0, within_s)
+    num_prompt = draw(st.integers(1, max_prompt) | st.integers(1, min(max_prompt, 200)))
+    tokens = draw(st.integers(1, max_new))
+    ttft_s = draw(st.none() | st.floats(0.01, 30.0))
+    tpot_s = draw(st.none() | st.floats(0.01, 1.0))
+    return Job(
+        draw(times),
+        num_prompt,
+        tokens,
+        draw(st.integers(1, tokens)),
+        SLO(ttft_s, tpot_s) if ttft_s or tpot_s else None,
+        draw(st.integers(0, 3)),
+        draw(st.none() | st.none() | times) if cancels else None,
+    )
+
+
+Seconds = Callable[[Batch], float]
+
+
+@dataclass
+class Live:
+    """A request that is not closed."""
+
+    job: int
+    head: RequestHead
+    num_tokens: int = 0
+    num_scheduled: int = 0
+    num_in_flight: int = 0
+    ended: bool = False
+
+
+class Drive:
+    """Plays jobs on a scheduler; one batch runs at a time, those scheduled ahead wait for it.
+
+    Args:
+        scheduler: any.
+        jobs: in any order.
+        seconds: how long a batch takes.
+        busy: what the stage reports of a batch that took so long; by default the truth.
+
+    Attributes:
+        first_token_s, finish_s: by job.
+        log: batches, and what closed, as text.
+        batches: number of batches.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        jobs: Sequence[Job],
+        seconds: Seconds,
+        *,
+        busy: Callable[[float], float] = lambda real_s: real_s,
+    ) -> None:
+        self.scheduler = scheduler
+        self.jobs = jobs
+        self.now_s = 0.0
+        self.live: dict[int, Live] = {}
+        self.first_token_s: dict[int, float] = {}
+        self.finish_s: dict[int, float] = {}
+        self.log: list[str] = []
+        self.num_batches = 0
+        self._seconds, self._busy = seconds, busy
+        self._events = sorted(self._all_events())
+        self._in_flight: deque[tuple[Batch, float, float]] = deque()  # batch, its end, its seconds
+        self._owner: dict[tuple[int, int], int] = {}  # slot that holds each (group, block)
+        self._to_free: list[int] = []
+
+    # What a test looks at, in a subclass.
+
+    def on_add(self, slot: int, deadline_s: float) -> None:
+        """A request was queued."""
+
+    def on_schedule(self, batch: Batch | None) -> None:
+        """A batch was scheduled, or nothing could be."""
+
+    def on_complete(self, batch: Batch, busy_s: float) -> None:
+        """A batch is done."""
+
+    def on_cancel(self, slot: int) -> None:
+        """A request was cancelled."""
+
+    def run(self) -> list[str]:
+        """Play to the end. Every job finishes or is cancelled, nothing is left, and nothing goes on for ever."""
+        most = 50 + 4 * sum(job.num_prompt + job.max_new for job in self.jobs)
+        events = deque(self._events)
+        while True:
+            while events and events[0][0] <= self.now_s:
+                _, is_cancel, job = events.popleft()
+                (self._cancel if is_cancel else self._add)(job)
+            self._schedule()
+            assert self.num_batches <= most, "a livelock"
+            next_event_s = events[0][0] if events else math.inf
+            next_end_s = self._in_flight[0][1] if self._in_flight else math.inf
+            if min(next_event_s, next_end_s) == math.inf:
+                break
+            self.now_s = max(self.now_s, min(next_event_s, next_end_s))
+            if next_end_s <= next_event_s:
+                self._complete()
+        self._check_end()
+        return self.log
+
+    def slots(self) -> Iterator[int]:
+        """Slots not in use, smallest first."""
+        return (slot for slot in range(len(self.jobs) + 1) if slot not in self.live)
+
+    def _all_events(self) -> Iterator[tuple[float, bool, int]]:
+        for index, job in enumerate(self.jobs):
+            yield job.arrival_s, False, index
+            if job.cancel_s is not None:
+                yield max(job.cancel_s, job.arrival_s), True, index
+
+    def _add(self, index: int) -> None:
+        job, slot = self.jobs[index], next(self.slots())
+        head = RequestHead(slot, job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority)
+        deadline_s = self.scheduler.add(head)
+        self.live[slot] = Live(index, head)
+        self.on_add(slot, deadline_s)
+
+    def _cancel(self, index: int) -> None:
+        for slot, live in list(self.live.items()):
+            if live.job == index and not live.ended:
+                live.ended = True
+                self.on_cancel(slot)
+                self._close(self.scheduler.cancel(slot))
+
+    def _schedule(self) -> None:
+        while True:
+            batch = self.scheduler.schedule(self.now_s)
+            self.on_schedule(batch)
+            if batch is None:
+                is_idle = not self.scheduler.in_flight
+                assert not (is_idle and (self.scheduler.num_waiting or self.scheduler.num_running)), "a deadlock"
+                return
+            self._check_batch(batch)
+            self.num_batches += 1
+            self.log.append(f"{self.now_s} {batch}")
+            seconds = self._seconds(batch)
+            start_s = max(self.now_s, self._in_flight[-1][1]) if self._in_flight else self.now_s
+            self._in_flight.append((batch, start_s + seconds, seconds))
+
+    def _complete(self) -> None:
+        batch, _, seconds = self._in_flight.popleft()
+        results = []
+        for row in batch.rows:
+            live = self.live[row.slot]
+            live.num_in_flight -= 1
+            if row.samples and not live.ended:
+                results.append((row.slot, 1, self._sampled(live)))
+        busy_s = self._busy(seconds)
+        closed = self.scheduler.complete(batch.batch_id, self.now_s, results, busy_s)
+        self.on_complete(batch, busy_s)
+        self._close(closed)
+
+    def _sampled(self, live: Live) -> bool:
+        job = self.jobs[live.job]
+        self.first_token_s.setdefault(live.job, self.now_s)
+        live.num_tokens += 1
+        live.ended = live.num_tokens == (job.num_new or job.max_new)
+        if live.ended:
+            self.finish_s[live.job] = self.now_s
+        return live.ended
+
+    def _close(self, closed: Sequence[int]) -> None:
+        for slot in closed:
+            live = self.live.pop(slot)
+            assert live.ended and live.num_in_flight == 0
+            if live.num_scheduled:
+                self._to_free.append(slot)
+            self.log.append(f"{self.now_s} slot {slot} closed")
+
+    # -- rules of any scheduler ------------------------------------------------------------------------------------
+
+    def _check_batch(self, batch: Batch) -> None:
+        num_decodes = batch.num_decodes
+        assert batch.rows
+        assert all(row.is_decode for row in batch.rows[:num_decodes])
+        assert len({row.slot for row in batch.rows}) == len(batch.rows)
+        assert self.scheduler.num_running <= self.scheduler.config.max_num_seqs
+        for row in batch.rows:
+            self._check_row(row)
+        assert sorted(batch.frees) == sorted(self._to_free)
+        self._to_free.clear()
+        self._owner = {block: slot for block, slot in self._owner.items() if slot not in batch.frees}
+        for extent in batch.extents:
+            for block in range(extent.first, extent.first + extent.count):
+                assert (extent.group, block) not in self._owner
+                self._owner[extent.group, block] = extent.slot
+        held = [0] * self.scheduler.memory.num_groups
+        for group, _ in self._owner:
+            held[group] += 1
+        assert [pool.num_used for pool in self.scheduler.memory.pools] == held
+
+    def _check_row(self, row: Row) -> None:
+        live = self.live[row.slot]
+        num_prompt = live.head.num_prompt_tokens
+        assert not live.ended
+        assert row.position == live.num_scheduled
+        assert row.is_decode == (row.position >= num_prompt)
+        assert row.kv_len <= (num_prompt + live.num_tokens if row.is_decode else num_prompt)
+        assert row.samples == (row.kv_len >= num_prompt)
+        live.num_scheduled = row.kv_len
+        live.num_in_flight += 1
+
+    def _check_end(self) -> None:
+        scheduler = self.scheduler
+        assert (scheduler.num_waiting, scheduler.num_running, scheduler.in_flight) == (0, 0, ())
+        assert not self.live
+        memory = scheduler.memory
+        assert memory.num_used == 0
+        assert memory.can_start(0, memory.max_request_tokens, memory.max_kv_per_group, set_aside=True)
+        assert set(self.finish_s) >= {i for i, job in enumerate(self.jobs) if job.cancel_s is None}
