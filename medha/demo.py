@@ -1,7 +1,8 @@
-"""The demo: one long document is read while short questions arrive and are answered.
+"""The demo: one long document is read while short questions arrive and are answered, under two schedulers.
 
-It needs no download. The model is the needle model (:mod:`medha.models.needle`), whose right answers are known, so the
-table at the end can say right or wrong.
+The first act is the paper's scheduler (LARS); the second serves the same arrivals first come first served, every prompt
+whole, and a table sets the two against each other. Each act builds its engine anew. It needs no download. The model is
+the needle model (:mod:`medha.models.needle`), whose right answers are known, so the tables can say right or wrong.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from medha.build import Role, build_role
 from medha.config import EngineConfig
@@ -27,6 +30,7 @@ from medha.errors import ConfigError, ParallelConfigError
 from medha.models.needle import NUM_LAYERS, make_haystack, write_needle
 from medha.parallel.launch import Launch, read_launch
 from medha.request import RequestOutput, SamplingParams
+from medha.timeline import Timeline
 
 LONG_PROMPT_TOKENS = 32_768
 
@@ -35,6 +39,50 @@ _WRITE_LIMIT_S = 60.0
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=48, output_kind="delta")
 _CODES = {"Ada": "31-plum", "Bruno": "58-fern", "Chen": "07-jade", "Divya": "92-rust", "Emre": "64-opal"}
 _FACTS = "".join(f"The code of {name} is {code}.\n" for name, code in _CODES.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One scheduler and what is said of it.
+
+    Attributes:
+        opening: printed first.
+        file: name of its timeline.
+        scheduler: see :class:`medha.config.SchedulerConfig`.
+        chunk_size, batch_tokens: tokens; None is the longest prompt.
+    """
+
+    opening: str
+    file: str
+    scheduler: str
+    chunk_size: int | None
+    batch_tokens: int | None
+
+
+LARS = Act(
+    "One document of {tokens:,} tokens with a fact hidden in it is read,\n"
+    "while {num_shorts} short questions arrive. Who is served follows from deadlines (LARS).",
+    file="lars.json",
+    scheduler="medha",
+    chunk_size=_CHUNK_SIZE,
+    batch_tokens=2 * _CHUNK_SIZE,
+)
+FCFS = Act(
+    "The same arrivals again, first come first served and every prompt whole:\nthe questions wait for the document.",
+    file="fcfs.json",
+    scheduler="orca",
+    chunk_size=None,
+    batch_tokens=None,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Where the acts are played: consoles for lines and for what is redrawn, and the length of the document."""
+
+    console: Console
+    live: Console | None
+    long_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,33 +119,53 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
 
     Args:
         long_prompt_tokens: length of the document.
-        console: where answers and table go; stdout by default.
+        console: where answers and tables go; stdout by default.
         live: draw the running requests on stderr if it is a terminal.
     """
     console = console or Console()
-    role = _needle_role(long_prompt_tokens)
-    engine = role.engine
-    if engine is None:
-        role.close()
-        return 0
+    stage = _Stage(console, Console(stderr=True) if live else None, long_prompt_tokens)
     asked = questions(long_prompt_tokens)
-    console.print(
-        f"One document of {long_prompt_tokens:,} tokens with a fact hidden in it is read,\n"
-        f"while {len(asked) - 1} short questions arrive."
-    )
-    launch = read_launch()
-    if launch is not None:
-        layout = layout_for(launch.world_size)
-        console.print(f"Layout: spp={layout['spp']} pipeline stages, tp={layout['tp']} tensor-parallel ranks in each.")
-    stderr = Console(stderr=True) if live else None
-    with Display(engine, lines=console, live=stderr, num_requests=len(asked)) as display:
-        outputs = _serve(engine, asked, display)
-    role.close()
     expected = {question.request_id: question.answer for question in asked}
-    console.print(results_table(outputs, expected=expected))
-    num_right = sum(output.outputs[0].text == expected[output.request_id] for output in outputs)
-    console.print(f"{num_right} of {len(expected)} answers right.")
+    with tempfile.TemporaryDirectory(prefix="medha-demo-") as name:
+        lars = _act(stage, LARS, Path(name), lambda engine, display: _serve(engine, asked, display))
+        if lars is not None:
+            console.print(results_table(lars, expected=expected))
+            console.print(f"{_num_right(lars, expected)} of {len(expected)} answers right.\n")
+        fcfs = _act(stage, FCFS, Path(name), lambda engine, display: _serve_again(engine, lars or [], display))
+        if lars is None or fcfs is None:
+            return 0
+        folder = _keep(Path(name))
+    console.print(comparison_table(fcfs, lars, expected=expected))
+    console.print(f"What ran when, for ui.perfetto.dev:\n{folder}/{FCFS.file}\n{folder}/{LARS.file}", soft_wrap=True)
+    num_right = min(_num_right(outputs, expected) for outputs in (lars, fcfs))
+    console.print(f"Under both, {num_right} of {len(expected)} answers right.")
     return 0 if num_right == len(expected) else 3
+
+
+def comparison_table(
+    fcfs: Sequence[RequestOutput], lars: Sequence[RequestOutput], *, expected: Mapping[str, str]
+) -> Table:
+    """A table of the same requests under two schedulers: TTFT under each, how many times sooner, right or wrong.
+
+    Args:
+        fcfs, lars: whole, in the same order.
+        expected: right answer of each request.
+    """
+    table = Table()
+    table.add_column("request")
+    for name in ("TTFT, whole prompts\nfirst come first served", "TTFT, LARS", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("answers")
+    for slow, fast in zip(fcfs, lars, strict=True):
+        ttfts = (slow.metrics.ttft, fast.metrics.ttft)
+        is_right = all(output.outputs[0].text == expected[output.request_id] for output in (slow, fast))
+        table.add_row(
+            slow.request_id,
+            *map(_seconds, ttfts),
+            f"{ttfts[0] / ttfts[1]:.1f}x" if ttfts[0] and ttfts[1] else "-",
+            Text("right", "green") if is_right else Text("wrong", "red"),
+        )
+    return table
 
 
 def layout_for(world_size: int) -> dict[str, int]:
@@ -113,18 +181,52 @@ def layout_for(world_size: int) -> dict[str, int]:
     return layouts[world_size]
 
 
-def _needle_role(long_prompt_tokens: int) -> Role:
+def _act(
+    stage: _Stage, act: Act, folder: Path, serve: Callable[[Engine, Display], list[RequestOutput]]
+) -> list[RequestOutput] | None:
+    """Build an engine, have it serve, and write what ran when; None on a rank without the engine.
+
+    Every rank plays every act.
+    """
+    timeline = Timeline()
+    role = _needle_role(stage.long_prompt_tokens, act, timeline)
+    engine = role.engine
+    if engine is None:
+        role.close()
+        return None
+    _announce(stage, act)
+    num_requests = 1 + len(_CODES)
+    with Display(engine, lines=stage.console, live=stage.live, num_requests=num_requests) as display:
+        outputs = serve(engine, display)
+    role.close()
+    timeline.write(folder / act.file)
+    return outputs
+
+
+def _announce(stage: _Stage, act: Act) -> None:
+    stage.console.print(act.opening.format(tokens=stage.long_prompt_tokens, num_shorts=len(_CODES)))
     launch = read_launch()
+    if launch is not None and act is LARS:
+        layout = layout_for(launch.world_size)
+        stage.console.print(
+            f"Layout: spp={layout['spp']} pipeline stages, tp={layout['tp']} tensor-parallel ranks in each."
+        )
+
+
+def _needle_role(long_prompt_tokens: int, act: Act, timeline: Timeline) -> Role:
+    launch = read_launch()
+    max_model_len = long_prompt_tokens + 256
+    budgets = {"chunk_size": act.chunk_size or max_model_len, "max_batch_tokens": act.batch_tokens or max_model_len}
     with _needle_folder(launch) as folder:
         config = EngineConfig.from_flat(
             str(folder),
-            max_model_len=long_prompt_tokens + 256,
+            max_model_len=max_model_len,
             max_num_seqs=8,
-            chunk_size=_CHUNK_SIZE,
-            max_batch_tokens=2 * _CHUNK_SIZE,
+            scheduler=act.scheduler,
+            **budgets,
             **layout_for(1 if launch is None else launch.world_size),
         )
-        return build_role(config)
+        return build_role(config, timeline=timeline)
 
 
 @contextmanager
@@ -161,12 +263,45 @@ def _serve(engine: Engine, asked: list[Question], display: Display) -> list[Requ
             question = waiting.popleft()
             engine.add_request(question.request_id, question.prompt, _PARAMS)
 
+    return _collect(drive(engine, [Arrival(first.request_id, first.prompt, _PARAMS)], on_step=ask_what_is_due), display)
+
+
+def _serve_again(engine: Engine, served: Sequence[RequestOutput], display: Display) -> list[RequestOutput]:
+    """Ask what was asked before at the same times; outputs in order of arrival."""
+    start = served[0].metrics.arrival
+    arrivals = [
+        Arrival(output.request_id, output.prompt or "", _PARAMS, arrival_s=output.metrics.arrival - start)
+        for output in served
+    ]
+    return _collect(drive(engine, arrivals, on_step=display.refresh), display)
+
+
+def _collect(pieces: Iterable[RequestOutput], display: Display) -> list[RequestOutput]:
+    """Show pieces as they come; returns whole outputs in order of arrival."""
     joiner = Joiner()
     finished = []
-    for piece in drive(engine, [Arrival(first.request_id, first.prompt, _PARAMS)], on_step=ask_what_is_due):
+    for piece in pieces:
         display.update(piece)
         whole = joiner.add(piece)
         if whole is not None:
             display.finish(whole)
             finished.append(whole)
     return sorted(finished, key=lambda output: output.metrics.arrival)
+
+
+def _keep(folder: Path) -> Path:
+    """Move the timelines to a folder that stays; returns it."""
+    kept = Path(tempfile.mkdtemp(prefix="medha-timeline-"))
+    for path in folder.iterdir():
+        shutil.move(path, kept)
+    return kept
+
+
+def _num_right(outputs: Sequence[RequestOutput], expected: Mapping[str, str]) -> int:
+    return sum(output.outputs[0].text == expected[output.request_id] for output in outputs)
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -15,31 +18,56 @@ from medha.models.needle import encode_bytes, expected_continuation
 from medha.request import RequestOutput
 
 
-def test_every_answer_is_right_and_questions_do_not_wait_for_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_answer_is_right_and_questions_do_not_wait_for_the_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     finished: list[RequestOutput] = []
-    table = demo.results_table
+    again: list[RequestOutput] = []
+    table, comparison = demo.results_table, demo.comparison_table
 
     def keep(outputs: list[RequestOutput], *, expected: dict[str, str]) -> Table:
         finished.extend(outputs)
         return table(outputs, expected=expected)
 
+    def compare(fcfs: list[RequestOutput], lars: list[RequestOutput], *, expected: dict[str, str]) -> Table:
+        again.extend(fcfs)
+        return comparison(fcfs, lars, expected=expected)
+
     monkeypatch.setattr(demo, "results_table", keep)
+    monkeypatch.setattr(demo, "comparison_table", compare)
     out = io.StringIO()
     assert demo.run_demo(long_prompt_tokens=2048, console=Console(file=out, width=80), live=False) == 0
 
     text = out.getvalue()
-    assert all(len(line) <= 80 for line in text.splitlines())
+    lines = text.splitlines()
+    traces = [Path(line) for line in lines if line.endswith(".json")]
+    assert all(len(line) <= 80 for line in lines if Path(line) not in traces)
     assert text.startswith("One document of 2,048 tokens with a fact hidden in it is read,")
     assert text.endswith("6 of 6 answers right.\n")
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line[:1] == "│"]
-    assert [row[0] for row in rows] == ["document", "chat-1", "chat-2", "chat-3", "chat-4", "chat-5"]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line[:1] == "│"]
+    names = ["document", "chat-1", "chat-2", "chat-3", "chat-4", "chat-5"]
+    assert [row[0] for row in cells] == 2 * names
+    rows, compared = cells[:6], cells[6:]
     assert rows[0][1:3] == ["2,048", "0.0 s"]
+    assert {row[4] for row in compared} == {"right"}
+    assert all(row[3].endswith("x") for row in compared)
     assert [row[5] for row in rows] == ["7429-amber.", "31-plum.", "58-fern.", "07-jade.", "92-rust.", "64-opal."]
     assert {row[6] for row in rows} == {"right"}
 
     document, *shorts = [output.metrics for output in finished]
     assert all(0 < short.arrival < document.first_token for short in shorts)
     assert median(short.ttft for short in shorts) < document.ttft / 3
+
+    assert [output.request_id for output in again] == names
+    for output, metrics in zip(again, (document, *shorts), strict=True):
+        start = again[0].metrics.arrival
+        assert output.metrics.arrival - start == pytest.approx(metrics.arrival - document.arrival)
+    assert again[0].metrics.num_chunks == 1  # whole
+    for trace in traces:
+        events = json.loads(trace.read_text())["traceEvents"]
+        assert set(names) <= {event["args"].get("name") for event in events if event["ph"] == "M"}
+    assert [trace.name for trace in traces] == ["fcfs.json", "lars.json"]
 
 
 def test_a_wrong_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ other runs is what the machine allows: no prediction can be steadier than the ma
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
@@ -52,9 +53,9 @@ class AccuracyOptions:
     Attributes:
         profile: coefficients; None measures them first.
         num_rounds: counted rounds of the mix, after one that is not.
-        num_short, num_middle: requests of a round besides the long one.
+        num_short, num_middle: requests of a round that come while a long one is read; a second one is read alone.
         short_lens, middle_lens: least and most prompt tokens.
-        long_len: prompt tokens of the one long request of a round.
+        long_len: prompt tokens of a long request.
         output_lens: least and most output tokens.
         steps_between: mean number of steps between arrivals.
         t_target_s: seconds of a step.
@@ -127,7 +128,8 @@ class Line:
         steps: how many the engine ran.
         within: share of them within the tolerance of their prediction.
         repeats: runs of identical steps.
-        repeatability: share of those within the tolerance of the median of their other runs; None without any.
+        repeatability: share of those within the tolerance of the median of their other runs, kinds and KV ranges
+            weighing as among the steps; None without any.
         ratio: of the two shares.
         mean_abs, mean_signed: error of the predictions; above 0 where they are too long.
     """
@@ -278,7 +280,7 @@ def _run(
 
 
 def _round(engine: Engine, options: AccuracyOptions, number: int, *, after_step: Callable[[], None]) -> None:
-    """One mix of requests to its end."""
+    """One mix of requests to its end, then a long prompt alone."""
     dice = random.Random(options.seed * 1_000_003 + number)
     lens = [dice.randint(*options.short_lens) for _ in range(options.num_short)]
     lens += [dice.randint(*options.middle_lens) for _ in range(options.num_middle)]
@@ -288,6 +290,7 @@ def _round(engine: Engine, options: AccuracyOptions, number: int, *, after_step:
     for length in [options.long_len, *lens]:
         waiting.append((due, length))
         due += dice.expovariate(1 / options.steps_between)
+    waiting.append((math.inf, options.long_len))
     num_steps = 0
     while waiting or engine.has_unfinished:
         while waiting and (waiting[0][0] <= num_steps or not engine.has_unfinished):
@@ -341,7 +344,7 @@ def lines_of(ran: Sequence[Ran], repeats: Sequence[Ran]) -> tuple[Line, ...]:
 
 def _line(kind: str, kv: str, steps: Sequence[Ran], same: Sequence[Ran]) -> Line:
     within = statistics.fmean(one.is_within for one in steps)
-    repeatability = statistics.fmean(one.is_within for one in same) if same else None
+    repeatability = _repeatability(steps, same)
     return Line(
         kind,
         kv,
@@ -353,6 +356,15 @@ def _line(kind: str, kv: str, steps: Sequence[Ran], same: Sequence[Ran]) -> Line
         statistics.fmean(abs(one.error) for one in steps),
         statistics.fmean(one.error for one in steps),
     )
+
+
+def _repeatability(steps: Sequence[Ran], same: Sequence[Ran]) -> float | None:
+    """Share of repeats within the tolerance, kinds and KV ranges weighing as they do among ``steps``."""
+    shares: dict[tuple[Kind, str], list[bool]] = defaultdict(list)
+    for one in same:
+        shares[one.kind, one.kv_range].append(one.is_within)
+    known = [statistics.fmean(found) for one in steps if (found := shares.get((one.kind, one.kv_range)))]
+    return statistics.fmean(known) if known else None
 
 
 def chunks_of(ran: Sequence[Ran]) -> dict[str, tuple[float, int]]:
@@ -373,6 +385,11 @@ def run_and_print(options: AccuracyOptions, output_json: Path | None) -> int:
         result = accuracy(options, output_json=output_json, on_progress=lambda done: bar.update(task, completed=done))
     console = Console()
     console.print(_table(options, result.lines))
+    console.print(
+        f"machine: share of identical steps within {TOLERANCE:.0%} of the median of their other runs; abs, signed: mean "
+        "error of predictions made before dispatch; KV: the longest in a step",
+        highlight=False,
+    )
     chunks = ", ".join(f"{kv}: {size:.0f}" for kv, (size, _) in result.chunks.items())
     console.print(f"median chunk by its KV: {chunks}", highlight=False)
     factors = ", ".join(f"{kind} {factor:.2f}" for kind, factor in result.factors.items())
@@ -388,9 +405,9 @@ def run_and_print(options: AccuracyOptions, output_json: Path | None) -> int:
 
 def _table(options: AccuracyOptions, lines: Sequence[Line]) -> Table:
     table = Table(title=f"steps within {TOLERANCE:.0%} of their prediction: {describe(options.shape)}")
-    for name in ("kind", "longest KV"):
+    for name in ("kind", "KV"):
         table.add_column(name, no_wrap=True)
-    for name in ("steps", "within", "repeats", "repeatable", "ratio", "mean abs", "mean signed"):
+    for name in ("steps", "within", "repeats", "machine", "ratio", "abs", "signed"):
         table.add_column(name, justify="right", no_wrap=True)
     for line in lines:
         table.add_row(

@@ -17,6 +17,7 @@ A step that takes longer than a limit is not measured; the predictor extrapolate
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 from collections import defaultdict
@@ -37,6 +38,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 KV = (256, 1024, 4096, 16384, 65536, 131072, 262144, 524288, 1048576)
 _LEAST_KV = 1024  # of a chunk, which then costs more than behind nothing by more than noise
 _TILE = 16  # queries, less than any kernel's on the CPU; what lies between the sizes is interpolated
+_MAX_REDUCES = 0.9  # of the time of the layers without attention
 _SMALLEST = 1e-7  # seconds; a part that was not noticed at all
 
 
@@ -198,7 +200,9 @@ def fit(
     chunk_rows = [row for row in rows if not row.step[0].is_decode]
     decode_rows = [row for row in rows if row.step[0].is_decode]
     host_s = statistics.median(row.time.host_s for row in rows if len(row.step) == 1)
-    tp = _tp_link(reduces, model, num_layers=num_layers, dtype_bytes=dtype_bytes) if parallel.tp > 1 else None
+    tp = None
+    if parallel.tp > 1:
+        tp = _tp_link(rows, reduces, num_layers=num_layers, bytes_per_token=model.hidden_size * dtype_bytes)
     q_len = [row.step[0].q_len for row in chunk_rows]
     kv = [row.step[0].kv_before for row in chunk_rows]
     q_len, kv, attention = _medians(q_len, kv, [row.time.attention_s for row in chunk_rows])
@@ -246,8 +250,19 @@ def _medians(
     return [size for size, _ in shapes], [length for _, length in shapes], medians
 
 
-def _tp_link(reduces: Sequence[tuple[int, float]], model: ModelConfig, *, num_layers: int, dtype_bytes: int) -> Link:
-    return _link(reduces, calls=2 * num_layers, bytes_per_token=model.hidden_size * dtype_bytes)
+def _tp_link(
+    rows: Sequence[Measured], reduces: Sequence[tuple[int, float]], *, num_layers: int, bytes_per_token: float
+) -> Link:
+    """All-reduces, two a layer; measured alone they may be slower than within a step, and then count as less."""
+    link = _link(reduces, calls=2 * num_layers, bytes_per_token=bytes_per_token)
+    within: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        within[row.num_tokens].append(row.time.linear_s)
+    alone = {tokens: link.fixed_s + link.token_s * tokens for tokens in within}
+    share = min(_MAX_REDUCES * statistics.median(within[tokens]) / alone[tokens] for tokens in within)
+    if share >= 1:
+        return link
+    return dataclasses.replace(link, alpha_s=link.alpha_s * share, bytes_per_s=link.bytes_per_s / share)
 
 
 def _kvp_link(

@@ -128,9 +128,9 @@ def _against_baselines(result: ConvoyResult) -> Table:
     for name, ratio in result.ratios.items():
         table.add_row(
             name,
-            "/".join(map(_times, (ratio.short_p50, ratio.short_p99))),
-            "/".join(map(_times, (ratio.chunked_p50, ratio.chunked_p99))),
-            "/".join(map(_times, (ratio.long_mean, ratio.long_last, ratio.long_worst))),
+            "/".join(map(_number, (ratio.short_p50, ratio.short_p99))),
+            "/".join(map(_number, (ratio.chunked_p50, ratio.chunked_p99))),
+            "/".join(map(_number, (ratio.long_mean, ratio.long_last, ratio.long_worst))),
             _number(ratio.tpot),
         )
     return table

@@ -1,7 +1,7 @@
 """The ledger: where the time to first token of each request went.
 
-The time from a request's arrival to its first token is cut at the ends of batches. A *tick* is the time by which a batch
-ends later than the one before it (or than its own start, if nothing was in flight). Of a tick,
+The time from a request's arrival to its first token is cut at the ends of batches. A *tick* is the time by which a
+batch ends later than the one before it (or than its own start, if nothing was in flight). Of a tick,
 
 - the busy seconds of the slowest group are dealt out among the rows in proportion to what each would take alone, as
   the predictor says, or to their tokens without one: to the request's own chunk, to decodes, to others' chunks;
@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medha.batch import Batch, Row
 from medha.sched.policy import Floats
@@ -90,15 +89,17 @@ class _Account:
     """One request.
 
     Attributes:
+        deadline_s: time at which its first token is due.
         number: of the request, unlike its slot never used again.
         group: on which it begins, once it has.
-        start, end: totals at its arrival and its end, once known.
+        start, end: totals at its arrival and at its first token or cancellation, once known.
         refused: of the totals, what ran while it waited for memory; ``refused_s`` in all.
         waits: ranges of ticks in which it did, first and last of each.
         slack: samples.
     """
 
     head: RequestHead
+    deadline_s: float
     number: int
     refused: Floats
     group: int | None = None
@@ -159,9 +160,14 @@ class Ledger:
         self._chunks = _Chunks()
         self._num_added = self._num_ticks = 0
 
-    def added(self, head: RequestHead) -> None:
-        """A request was queued; whoever had its slot before is forgotten."""
-        account = _Account(head, self._num_added, self._totals.zeros())
+    def added(self, head: RequestHead, deadline_s: float) -> None:
+        """A request was queued; whoever had its slot before is forgotten.
+
+        Args:
+            head: the request.
+            deadline_s: what :meth:`medha.sched.scheduler.Scheduler.add` said.
+        """
+        account = _Account(head, head.arrival_s + deadline_s, self._num_added, self._totals.zeros())
         self._num_added += 1
         self._accounts[head.slot] = account
         account.sample(head.arrival_s, self._scheduler.slack_s(head.slot, head.arrival_s))
@@ -170,8 +176,10 @@ class Ledger:
             self._unplaced.append(account)
 
     def cancelled(self, slot: int) -> None:
-        """A request was cancelled: what it waits for from here on is not explained."""
-        self._accounts[slot].end_s = self._totals.time_s
+        """A request was cancelled: its account ends with the last tick."""
+        account = self._accounts[slot]
+        if account.end is None:
+            account.end, account.end_s = self._totals.now, self._totals.time_s
 
     def scheduled(self, batch: Batch, now_s: float) -> None:
         """A batch was scheduled."""
@@ -188,30 +196,207 @@ class Ledger:
     def completed(self, batch: Batch, now_s: float, busy_s: float) -> None:
         """A batch is done in every stage; arguments as of :meth:`medha.sched.scheduler.Scheduler.complete`."""
         sent = self._in_flight.popleft()
-        assert sent.batch is batch, "batches complete in the order in which they were scheduled"
-        start_s = max(self._totals.idle_until(sent.start_s), sent.start_s)
+        assert sent.batch.batch_id == batch.batch_id, "batches complete in the order in which they were scheduled"
+        self._totals.idle_until(sent.start_s)
+        start_s = self._totals.time_s
         length_s = max(now_s - start_s, 0.0)
         busy_s = min(max(busy_s, 0.0), length_s) if math.isfinite(busy_s) else length_s
-        decodes_s, chunks_s = sent.decodes_s, _sums(sent.chunks, self._num_groups)
-        slowest_s = float((decodes_s + chunks_s).max())
+        chunks_s = _by_group(sent.chunks, self._num_groups)
+        slowest_s = float((sent.decodes_s + chunks_s).max())
         scale = busy_s / slowest_s if slowest_s > 0 else 0.0
-        delta = np.concatenate(([0.0], decodes_s * scale, chunks_s * scale))
-        self._totals.advance(now_s, delta)
-        self._place(self._unplaced)
-        self._count_refused(sent, delta, start_s, now_s)
+        tick = np.concatenate(([0.0], sent.decodes_s * scale, chunks_s * scale))
+        self._totals.add(now_s, tick)
+        self._place_arrived()
+        for slot in sent.refused:
+            self._count_refused(slot, tick, start_s, length_s)
         for row, seconds in sent.chunks:
-            account = self._accounts[row.slot]
-            account.own_s += seconds * scale
-            self._chunks.add(row, account.number, self._num_ticks, start_s, now_s, seconds * scale)
-            if row.samples and account.end_s == math.inf:
-                account.end, account.end_s, account.has_first_token = self._totals.now, now_s, True
-                account.sample(now_s, account.slack_end_s(now_s))
+            self._count_chunk(row, seconds * scale, start_s)
         self._num_ticks += 1
 
     def of(self, slot: int) -> Explanation:
-        """Where the time of the request that has, or last had, a slot went.
+        """Where the time of the request that has a slot, or had it last, went.
 
         Raises:
             KeyError: no request has had the slot.
         """
-        raise NotImplementedError
+        account = self._accounts[slot]
+        end = self._totals.now if account.end is None else account.end
+        spent = self._totals.zeros() if account.start is None else end - account.start
+        refused = account.refused
+        group = self._group_of(account, spent)
+        decodes, chunks = 1 + group, 1 + self._num_groups + group
+        end_s = min(account.end_s, self._totals.time_s)
+        total_s = 0.0 if account.start is None else end_s - account.head.arrival_s
+        parts = {
+            "own_s": account.own_s,
+            "decodes_s": float(spent[decodes] - refused[decodes]),
+            "others_s": max(float(spent[chunks] - refused[chunks]) - account.own_s, 0.0),
+            "memory_s": account.refused_s,
+            "idle_s": float(spent[0]),
+        }
+        return Explanation(
+            slot=slot,
+            has_first_token=account.has_first_token,
+            total_s=total_s,
+            pipeline_s=max(total_s - sum(parts.values()), 0.0),
+            others=self._chunks.top(account, group, end_s),
+            slack_s=tuple(account.slack),
+            **parts,
+        )
+
+    def _group_of(self, account: _Account, spent: Floats) -> int:
+        """The group whose seconds are meant: until a request has begun somewhere, the busiest."""
+        if account.group is not None:
+            return account.group
+        return int((spent[1 : 1 + self._num_groups] + spent[1 + self._num_groups :]).argmax())
+
+    def _place_arrived(self) -> None:
+        """Totals at the arrival of those who came during the last tick."""
+        waiting = [account for account in self._unplaced if account.end is None]
+        for account in waiting:
+            account.start = self._totals.at(account.head.arrival_s)
+        self._unplaced = [account for account in waiting if account.start is None]
+
+    def _count_refused(self, slot: int, tick: Floats, start_s: float, length_s: float) -> None:
+        account = self._accounts[slot]
+        if account.end is None and length_s > 0 and account.waited_in(self._num_ticks):
+            share = min((start_s + length_s - account.head.arrival_s) / length_s, 1.0)
+            account.refused += share * tick
+            account.refused_s += share * length_s
+
+    def _count_chunk(self, row: Row, seconds: float, start_s: float) -> None:
+        account, now_s = self._accounts[row.slot], self._totals.time_s
+        self._chunks.add((account.number, row.slot, self._num_ticks, *row.run, start_s, now_s, seconds))
+        if account.end is not None:
+            return
+        account.own_s += seconds
+        if row.samples:
+            account.end, account.end_s, account.has_first_token = self._totals.now, now_s, True
+            account.sample(now_s, account.deadline_s - now_s)
+
+
+class _Totals:
+    """Seconds so far as functions of time, linear between the points kept: idle, decodes and chunks by group."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._size = 1 + 2 * num_groups
+        self._points: deque[tuple[float, Floats]] = deque(maxlen=_TICKS_KEPT)
+
+    def zeros(self) -> Floats:
+        """No seconds."""
+        return np.zeros(self._size)
+
+    @property
+    def time_s(self) -> float:
+        """Of the last point; -inf before the first."""
+        return self._points[-1][0] if self._points else -math.inf
+
+    @property
+    def now(self) -> Floats:
+        """At the last point."""
+        return self._points[-1][1] if self._points else self.zeros()
+
+    def idle_until(self, now_s: float) -> None:
+        """Nothing was in flight from the last point to ``now_s``, if that is later; the first call makes a point."""
+        if not self._points:
+            self._points.append((now_s, self.zeros()))
+        elif now_s > self.time_s:
+            totals = self.now.copy()
+            totals[0] += now_s - self.time_s
+            self._points.append((now_s, totals))
+
+    def add(self, now_s: float, tick: Floats) -> None:
+        """A tick ends, which began at the last point."""
+        if now_s > self.time_s:
+            self._points.append((now_s, self.now + tick))
+
+    def at(self, time_s: float) -> Floats | None:
+        """At a time; None after the last point. What was before the points kept counts as idle."""
+        if time_s > self.time_s:
+            return None
+        index = bisect_left(self._points, time_s, key=lambda point: point[0])
+        after_s, after = self._points[index]
+        if index == 0:
+            totals = after.copy()
+            totals[0] -= after_s - time_s
+            return totals
+        before_s, before = self._points[index - 1]
+        return before + (after - before) * ((time_s - before_s) / (after_s - before_s))
+
+
+_CHUNK = np.dtype(
+    [
+        ("number", np.int64),
+        ("slot", np.int64),
+        ("tick", np.int64),
+        ("first", np.int64),
+        ("last", np.int64),
+        ("start_s", np.float64),
+        ("end_s", np.float64),
+        ("seconds", np.float64),
+    ]
+)
+
+
+class _Chunks:
+    """The last chunks that ran: whose, in which tick, on which groups, and for how many seconds of it."""
+
+    def __init__(self) -> None:
+        self._ring = np.zeros(_CHUNKS_KEPT, _CHUNK)
+        self._count = 0
+
+    def add(self, chunk: tuple[int, int, int, int, int, float, float, float]) -> None:
+        """Keep one, in place of the oldest where there is no room."""
+        self._ring[self._count % _CHUNKS_KEPT] = chunk
+        self._count += 1
+
+    def top(self, account: _Account, group: int, end_s: float) -> tuple[tuple[int, float], ...]:
+        """(slot, seconds) of the other requests that took most of a group between a request's arrival and ``end_s``."""
+        kept = self._ring[: self._count]
+        arrival_s = account.head.arrival_s
+        during = (kept["end_s"] > arrival_s) & (kept["end_s"] <= end_s) & (kept["number"] != account.number)
+        chunks = kept[during & (kept["first"] <= group) & (group <= kept["last"])]
+        for first, last in account.waits:
+            chunks = chunks[(chunks["tick"] < first) | (last < chunks["tick"])]
+        since_s = chunks["end_s"] - np.maximum(chunks["start_s"], arrival_s)
+        seconds = chunks["seconds"] * since_s / (chunks["end_s"] - chunks["start_s"])
+        _, where, whose = np.unique(chunks["number"], return_index=True, return_inverse=True)
+        sums = np.bincount(whose, seconds, len(where))
+        largest = np.argsort(-sums, kind="stable")[:_TOP]
+        return tuple((int(chunks["slot"][where[i]]), float(sums[i])) for i in largest if sums[i] > 0)
+
+
+def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> tuple[Floats, list[tuple[Row, float]]]:
+    """What the decodes of each group, and each chunk, would take alone; in tokens without a predictor."""
+    decodes: list[list[Work]] = [[] for _ in range(num_groups)]
+    chunks: list[tuple[Row, float]] = []
+    for row in batch.rows:
+        # A shared context is spread evenly enough for a proportion.
+        run = row.run if row.is_shared else None
+        work = Work(row.q_len, row.position // row.num_groups, row.is_decode, run, row.samples)
+        if row.is_decode:
+            for group in range(row.group, row.holder + 1):
+                decodes[group].append(work)
+        else:
+            chunks.append((row, _seconds_alone(predictor, work)))
+    if predictor is None:
+        return np.array([float(len(works)) for works in decodes]), chunks
+    return np.array([predictor.tick(works).seconds for works in decodes]), chunks
+
+
+def _seconds_alone(predictor: Predictor | None, chunk: Work) -> float:
+    if predictor is None:
+        return float(chunk.q_len)
+    whole, rest = divmod(chunk.q_len, predictor.max_tokens)  # a whole prompt may exceed the tables
+    tick = predictor.tick()
+    parts = [(predictor.max_tokens, i * predictor.max_tokens) for i in range(whole)]
+    parts += [(rest, whole * predictor.max_tokens)] * (rest > 0)
+    return sum(tick.with_chunk(q_len, chunk.kv_before + done, run=chunk.run) for q_len, done in parts)
+
+
+def _by_group(chunks: Sequence[tuple[Row, float]], num_groups: int) -> Floats:
+    """Sums of the chunks' seconds on each group."""
+    sums = np.zeros(num_groups)
+    for row, seconds in chunks:
+        sums[row.group : row.holder + 1] += seconds
+    return sums

@@ -124,7 +124,7 @@ class Scheduler:
         left_s = 0.0
         if self.predictor is not None and state.prefilling and not state.ended:
             _, left_s = self._queue.work_s(state, self.predictor.factor("prefill"))
-        return state.head.arrival_s + state.deadline_s - now_s - left_s
+        return float(state.head.arrival_s + state.deadline_s - now_s - left_s)
 
     def num_computed_tokens(self, slot: int) -> int:
         """Tokens of a request that are done in every stage; 0 while it waits or for a slot not in use."""

@@ -1,0 +1,206 @@
+"""The journal: a live run comes to the same decisions again, and whatever is changed in it is found."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.batch import Batch
+from medha.config import SCHEDULERS, SchedulerConfig
+from medha.engine import Engine
+from medha.errors import ConfigError
+from medha.models.decoder import Decoder
+from medha.request import SLO, SamplingParams
+from medha.sched.journal import Journal, replay
+from medha.sched.policy import Columns
+from medha.sched.scheduler import Scheduler
+from tests.checkpoints import make_checkpoint
+from tests.engines import load_decoder, make_engine
+
+from .virtual import Drive, Job, jobs, make_predictor
+
+# -- a live run -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, "llama", seed=3)
+    return load_decoder(folder)
+
+
+def live_engine(decoder: Decoder, file: io.StringIO, **options: Any) -> Engine:
+    """An engine on the real clock, under the paper's scheduler and a journal."""
+    made = make_engine(decoder, num_blocks=100, block_size=16)
+    config = SchedulerConfig(**{"max_batch_tokens": 256, "quantum_s": 0.05, "long_threshold": 300, **options})
+    scheduler = Scheduler(config, num_blocks=100, block_size=16, predictor=make_predictor(max_tokens=256))
+    return Engine(made.runner, Journal(scheduler, file), made.limits)  # type: ignore[arg-type]
+
+
+def add(engine: Engine, number: int, num_prompt: int, *, priority: str = "normal", ttft_s: float | None = None) -> None:
+    tokens = np.random.default_rng(number).integers(0, engine.limits.vocab_size, num_prompt).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=1 + number % 5, ignore_eos=True)
+    slo = SLO(ttft_s) if ttft_s else None
+    engine.add_request(str(number), tokens, params, slo=slo, priority=priority)
+
+
+def serve(engine: Engine) -> None:
+    """Prompts short and long that come as others run; one is aborted, and once all is abandoned."""
+    for number in range(12):
+        add(engine, number, (5, 700, 40, 350, 16)[number % 5], ttft_s=(None, 0.2)[number % 2])
+        engine.step()
+    engine.abort("6")
+    engine.step()
+    engine.abandon()
+    for number in range(12, 18):
+        add(engine, number, 60 * (number - 10), priority="high" if number % 2 else "low")
+    while engine.has_unfinished:
+        engine.step()
+
+
+@pytest.fixture(scope="module")
+def recorded(decoder: Decoder) -> list[str]:
+    file = io.StringIO()
+    serve(live_engine(decoder, file, policy="priority"))
+    return file.getvalue().splitlines()
+
+
+def test_a_live_run_replays_to_the_same_decisions(recorded: list[str], tmp_path: Path) -> None:
+    calls = [json.loads(line).get("call") for line in recorded]
+    assert calls[0] is None
+    assert set(calls[1:]) == {"add", "cancel", "schedule", "complete", "fresh"}
+    assert calls.count("schedule") > 30
+    assert replay(recorded) is None
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(recorded) + "\n")
+    assert replay(path) is None
+
+
+def test_the_predictor_learned_while_it_was_recorded(recorded: list[str]) -> None:
+    """With other busy times the same calls come to other batches: what was learned is replayed, not left out."""
+
+    def slower(entry: dict[str, Any]) -> dict[str, Any]:
+        return {**entry, "busy_s": 100 * entry["busy_s"]} if entry.get("call") == "complete" else entry
+
+    assert replay([json.dumps(slower(json.loads(line))) for line in recorded]) is not None
+
+
+# -- what was changed -------------------------------------------------------------------------------------
+
+
+def test_a_changed_byte_is_reported_with_its_batch(recorded: list[str]) -> None:
+    for number, line in enumerate(recorded):
+        entry = json.loads(line)
+        if entry.get("call") != "schedule" or entry["batch"] is None:
+            continue
+        batch = Batch.from_ints(entry["batch"])
+        digits = line.rindex(str(batch.rows[0].q_len), 0, line.rindex(",", 0, len(line)))
+        changed = line[:digits] + ("2" if line[digits] != "2" else "1") + line[digits + 1 :]
+        mismatch = replay([*recorded[:number], changed, *recorded[number + 1 :]])
+        assert mismatch is not None
+        assert (mismatch.line, mismatch.call, mismatch.batch_id) == (number + 1, "schedule", batch.batch_id)
+        assert mismatch.replayed == str(batch)
+        assert str(mismatch).startswith(f"line {number + 1}, schedule (batch {batch.batch_id}):\nrecorded batch")
+        if batch.batch_id > 8:
+            break
+
+
+def first_of(lines: list[str], call: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[int, list[str]]:
+    """The lines with the first entry of a kind changed, and its line number."""
+    number = next(i for i, line in enumerate(lines) if json.loads(line).get("call") == call)
+    return number + 1, [*lines[:number], json.dumps(change(json.loads(lines[number]))), *lines[number + 1 :]]
+
+
+def test_other_decisions_are_compared_too(recorded: list[str]) -> None:
+    for call, change in (
+        ("add", {"deadline_s": 1.0}),
+        ("cancel", {"closed": [77]}),
+        ("complete", {"closed": [77]}),
+    ):
+        number, lines = first_of(recorded, call, lambda entry, change=change: {**entry, **change})  # type: ignore[misc]
+        mismatch = replay(lines)
+        assert mismatch is not None
+        assert (mismatch.line, mismatch.call) == (number, call)
+
+
+def test_a_missing_line_is_a_difference(recorded: list[str]) -> None:
+    number = next(i for i, line in enumerate(recorded) if json.loads(line).get("call") == "complete")
+    mismatch = replay([*recorded[:number], *recorded[number + 1 :]])
+    assert mismatch is not None
+    assert mismatch.line > number
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "journal line 1 cannot be read"),
+        (["{"], "journal line 1 cannot be read: JSONDecodeError"),
+        (["[]"], "journal line 1 cannot be read"),
+        (['{"format": "other", "version": 1}'], "accepted: medha-journal, version 1"),
+    ],
+)
+def test_what_is_no_journal_is_refused(lines: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replay(lines)
+
+
+@pytest.mark.parametrize("line", ['{"call": "other", "now_s": 1}', '{"call": "schedule", "now_s": 1}', '"x"', "\x00"])
+def test_a_line_that_is_no_call_is_named(recorded: list[str], line: str) -> None:
+    with pytest.raises(ConfigError, match="journal line 2 cannot be read"):
+        replay([recorded[0], line])
+
+
+def some_policy(columns: Columns, now_s: float) -> np.ndarray[Any, Any]:
+    return columns.arrival_s
+
+
+def test_a_policy_that_is_a_function_cannot_be_recorded_by_name_it_can() -> None:
+    sizes: dict[str, Any] = {"num_blocks": 9, "block_size": 16, "predictor": make_predictor()}
+    with pytest.raises(ConfigError, match=r"^policy=<function some_policy.* cannot be recorded; accepted: a name"):
+        Journal(Scheduler(SchedulerConfig(policy=some_policy), **sizes), io.StringIO())
+    file = io.StringIO()
+    sched = Journal(Scheduler(SchedulerConfig(policy=f"{__name__}:some_policy"), **sizes), file)
+    Drive(sched, [Job(0.0, 50, 2)], lambda batch: 0.1).run()  # type: ignore[arg-type]
+    assert replay(file.getvalue().splitlines()) is None
+
+
+def test_a_predictor_that_has_learned_cannot_be_recorded() -> None:
+    predictor = make_predictor()
+    predictor.observe("prefill", 1.0, 2.0)
+    sched = Scheduler(SchedulerConfig(), num_blocks=9, block_size=16, predictor=predictor)
+    with pytest.raises(ConfigError, match="learned nothing"):
+        Journal(sched, io.StringIO())
+
+
+# -- any load ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_run_of_any_scheduler_replays(data: st.DataObject) -> None:
+    load = data.draw(st.lists(jobs(max_prompt=600), min_size=1, max_size=6))
+    num_groups = data.draw(st.integers(1, 3))
+    share = -(-max(job.num_kv_tokens for job in load) // (16 * num_groups))
+    config = SchedulerConfig(
+        data.draw(st.sampled_from(SCHEDULERS)),
+        max_num_seqs=data.draw(st.integers(1, 5)),
+        depth=data.draw(st.integers(1, 3)),
+        long_threshold=200,
+        patience_s=data.draw(st.sampled_from([0.5, float("inf")])),
+        max_kv_per_group=share * 16,
+    )
+    predictor = make_predictor(kvp=num_groups)
+    sched = Scheduler(config, num_blocks=2 * share, block_size=16, num_groups=num_groups, predictor=predictor)
+    file = io.StringIO()
+    journal: Any = Journal(sched, file)
+    factor = data.draw(st.sampled_from([0.1, 1.0, 10.0, float("nan"), float("inf")]))
+    Drive(journal, load, lambda batch: 1e-2 + 1e-3 * batch.num_tokens, busy=lambda real_s: real_s * factor).run()
+    assert replay(file.getvalue().splitlines()) is None

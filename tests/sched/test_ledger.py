@@ -1,0 +1,306 @@
+"""The ledger: parts that sum to the TTFT, against a reckoning of every batch for every request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.batch import Batch, Row
+from medha.config import SchedulerConfig
+from medha.request import SLO
+from medha.sched.ledger import Explanation, Ledger
+from medha.sched.predictor import Work
+from medha.sched.scheduler import RequestHead, Scheduler
+
+from .virtual import Drive, Job, Seconds, jobs, make_predictor
+
+PREDICTOR = make_predictor(kvp=3)
+
+
+@dataclass(frozen=True)
+class Tick:
+    """One batch: when it counted, how busy it was, and who was refused memory."""
+
+    start_s: float
+    end_s: float
+    busy_s: float
+    rows: dict[int, tuple[Row, float]]  # by request: its row, and what it would take alone
+    decodes_s: Sequence[float]
+    refused: frozenset[int]
+
+    def scale(self, num_groups: int) -> float:
+        chunks_s = [sum(s for row, s in self.rows.values() if row.concerns(g)) for g in range(num_groups)]
+        slowest_s = max(a + b for a, b in zip(chunks_s, self.decodes_s, strict=True))
+        return min(self.busy_s, self.end_s - self.start_s) / slowest_s
+
+
+class Watched(Drive):
+    """A drive that feeds a ledger, and reckons by itself."""
+
+    def __init__(self, scheduler: Scheduler, load: Sequence[Job], seconds: Seconds, *, slack: float = 1.0) -> None:
+        super().__init__(scheduler, load, seconds, busy=lambda real_s: real_s * slack)
+        self.ledger = Ledger(scheduler)
+        self.ticks: list[Tick] = []
+        self.explained: dict[int, Explanation] = {}
+        self.group: dict[int, int] = {}
+        self.refused: dict[int, frozenset[int]] = {}
+        self.scheduled_s: dict[int, float] = {}
+
+    def on_add(self, slot: int, deadline_s: float) -> None:
+        self.ledger.added(self.live[slot].head, deadline_s)
+
+    def on_cancel(self, slot: int) -> None:
+        self.ledger.cancelled(slot)
+
+    def on_schedule(self, batch: Batch | None) -> None:
+        if batch is None:
+            return
+        self.ledger.scheduled(batch, self.now_s)
+        chunks = {row.slot for row in batch.rows if not row.is_decode}
+        no_memory = set(self.scheduler.no_memory) - chunks
+        self.refused[batch.batch_id] = frozenset(self.live[slot].job for slot in no_memory)
+        self.scheduled_s[batch.batch_id] = self.now_s
+
+    def on_complete(self, batch: Batch, busy_s: float) -> None:
+        self.ledger.completed(batch, self.now_s, busy_s)
+        self.ticks.append(self.tick(batch, busy_s))
+        for row in batch.rows:
+            job = self.live[row.slot].job
+            if not row.is_decode:
+                self.group.setdefault(job, row.group)
+            if self.first_token_s.get(job) == self.now_s and not row.is_decode:
+                self.explained[job] = self.ledger.of(row.slot)
+
+    def tick(self, batch: Batch, busy_s: float) -> Tick:
+        scheduled_s = self.scheduled_s[batch.batch_id]
+        start_s = max(self.ticks[-1].end_s, scheduled_s) if self.ticks else scheduled_s
+        rows = {self.live[row.slot].job: (row, self.alone_s(row)) for row in batch.rows if not row.is_decode}
+        decodes_s = []
+        for group in range(self.scheduler.memory.num_groups):
+            works = [self.work(row) for row in batch.rows if row.is_decode and row.concerns(group)]
+            predictor = self.scheduler.predictor
+            decodes_s.append(predictor.predict(works) if predictor else float(len(works)))
+        return Tick(start_s, self.now_s, busy_s, rows, decodes_s, self.refused[batch.batch_id])
+
+    def work(self, row: Row) -> Work:
+        kv = row.position // row.num_groups
+        return Work(row.q_len, kv, row.is_decode, row.run if row.is_shared else None, row.samples)
+
+    def alone_s(self, row: Row) -> float:
+        predictor = self.scheduler.predictor
+        if predictor is None:
+            return float(row.q_len)
+        work = self.work(row)
+        return predictor.tick().with_chunk(row.q_len, work.kv_before, run=work.run)
+
+    def reckon(self, job: int) -> dict[str, float]:
+        """The parts, batch after batch."""
+        arrival_s, end_s = self.jobs[job].arrival_s, self.first_token_s[job]
+        group, num_groups = self.group[job], self.scheduler.memory.num_groups
+        parts = dict.fromkeys(("own_s", "decodes_s", "others_s", "memory_s", "pipeline_s", "idle_s"), 0.0)
+        last_s = arrival_s
+        for tick in self.ticks:
+            if tick.end_s <= arrival_s or tick.end_s > end_s or tick.end_s == tick.start_s:
+                continue
+            parts["idle_s"] += max(tick.start_s - last_s, 0.0)
+            last_s = tick.end_s
+            share = (tick.end_s - max(tick.start_s, arrival_s)) / (tick.end_s - tick.start_s)
+            whole_s = share * (tick.end_s - tick.start_s)
+            if job in tick.refused:
+                parts["memory_s"] += whole_s
+                continue
+            scale = share * tick.scale(num_groups)
+            own_s = scale * sum(s for other, (_, s) in tick.rows.items() if other == job)
+            all_s = scale * sum(s for row, s in tick.rows.values() if row.concerns(group))
+            decodes_s = scale * tick.decodes_s[group]
+            parts["own_s"] += own_s
+            parts["others_s"] += all_s - own_s
+            parts["decodes_s"] += decodes_s
+            parts["pipeline_s"] += whole_s - all_s - decodes_s
+        return parts
+
+
+def check(drive: Watched) -> None:
+    """Each explanation sums to the TTFT within the shortest step, and says what the reckoning says."""
+    for job, explained in drive.explained.items():
+        ttft_s = drive.first_token_s[job] - drive.jobs[job].arrival_s
+        parts = {name: getattr(explained, name) for name in drive.reckon(job)}
+        assert explained.has_first_token
+        assert explained.total_s == pytest.approx(ttft_s)
+        assert sum(parts.values()) == pytest.approx(ttft_s, abs=1e-6)
+        assert min(parts.values()) > -1e-9
+        assert parts == pytest.approx(drive.reckon(job), abs=1e-6)
+        assert (explained.own_s > 0) == any(tick.busy_s > 0 for tick in drive.ticks)
+        assert sum(seconds for _, seconds in explained.others) <= explained.others_s + 1e-6
+        if explained.others_s > 1e-6:
+            assert explained.others
+        assert explained.text()
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_the_parts_sum_to_the_ttft_whatever_runs(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["medha", "medha", "medha", "sarathi", "orca", "vllm", "static"]))
+    load = data.draw(st.lists(jobs(max_prompt=1500, max_new=4), min_size=1, max_size=8))
+    num_groups = data.draw(st.integers(1, 3))
+    longest = -(-max(job.num_kv_tokens for job in load) // 16)
+    share = -(-longest // num_groups)
+    policies = ["fcfs", "srpt", "edf", "lars", "priority"]
+    config = SchedulerConfig(
+        name,
+        data.draw(st.sampled_from(policies)),
+        max_num_seqs=data.draw(st.integers(1, 6)),
+        depth=data.draw(st.integers(1, 3)),
+        long_threshold=500,
+        max_kv_per_group=16 * share,
+    )
+    num_blocks = share * data.draw(st.sampled_from([1, 2, 8]))
+    predictor = PREDICTOR.uncorrected() if name == "medha" or data.draw(st.booleans()) else None
+    sched = Scheduler(config, num_blocks=num_blocks, block_size=16, num_groups=num_groups, predictor=predictor)
+    noise = data.draw(st.randoms(use_true_random=False))
+
+    def seconds(batch: Batch) -> float:
+        return (0.01 + 1e-3 * batch.num_tokens) * noise.uniform(0.5, 2.0)
+
+    # The stage is busy for a part of each batch only; the factors stay as they are so that the reckoning knows them.
+    drive = Watched(sched, load, seconds, slack=data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])))
+    if predictor is not None:
+        predictor.observe = lambda *_, **__: True  # type: ignore[method-assign]
+    drive.run()
+    assert set(drive.explained) == set(drive.first_token_s)
+    check(drive)
+
+
+# -- scenarios --------------------------------------------------------------------------------------------
+
+
+def play(
+    load: Sequence[Job], *, num_blocks: int = 100, tokens: int = 16, depth: int = 1, slack: float = 1.0
+) -> Watched:
+    """Sarathi without a predictor, a second a batch: seconds are dealt out by tokens."""
+    config = SchedulerConfig("sarathi", chunk_size=8, max_batch_tokens=tokens, depth=depth)
+    drive = Watched(Scheduler(config, num_blocks=num_blocks, block_size=4), load, lambda batch: 1.0, slack=slack)
+    drive.run()
+    check(drive)
+    return drive
+
+
+def test_alone_it_is_all_ones_own() -> None:
+    explained = play([Job(0.0, 20, 1)]).explained[0]
+    assert (explained.total_s, explained.own_s) == (3.0, 3.0)
+    assert explained.others == ()
+    assert explained.text() == (
+        "slot 0: TTFT 3.000 s\n"
+        "  own compute 3.000, decodes 0.000, other prefills 0.000\n"
+        "  memory 0.000, pipeline 0.000, idle 0.000"
+    )
+
+
+def test_what_runs_beside_and_before_is_named() -> None:
+    """Slot 0 decodes, slot 1 reads a prompt, slot 2 arrives in the middle of the second batch."""
+    load = [Job(0.0, 7, 4), Job(0.1, 30, 1), Job(1.5, 14, 1)]
+    explained = play(load, tokens=9).explained[2]
+    # Half of the second batch, then two whole ones: a decode and eight tokens of slot 1 each. The fifth has the last
+    # six of slot 1 beside three of slot 2, and two more are slot 2's alone.
+    assert explained.decodes_s == pytest.approx(2.5 / 9)
+    assert explained.others == ((1, pytest.approx(2.5 * 8 / 9 + 6 / 9)),)
+    assert explained.own_s == pytest.approx(3 / 9 + 2)
+    assert explained.text(["chat", "book", "mail"].__getitem__).startswith("mail: TTFT 5.500 s\n  own compute")
+
+
+def test_a_wait_for_memory_is_a_wait_for_memory() -> None:
+    """The pool holds one of the two: the other waits for blocks while the first computes and decodes."""
+    load = [Job(0.0, 8, 5), Job(0.0, 8, 1)]
+    explained = play(load, num_blocks=3).explained[1]
+    assert (explained.memory_s, explained.own_s, explained.others_s) == (5.0, 1.0, 0.0)
+
+
+def test_time_in_flight_beyond_the_busy_time_is_the_pipelines() -> None:
+    explained = play([Job(0.0, 16, 1)], slack=0.25, depth=2).explained[0]
+    assert (explained.own_s, explained.pipeline_s) == (0.5, 1.5)
+
+
+def test_slack_is_sampled_where_it_bends() -> None:
+    """It falls by a second a second while a request waits, and by nothing while its own chunks run as predicted."""
+    load = [Job(0.0, 600, 1, slo=SLO(9.0)), Job(0.5, 600, 1, slo=SLO(30.0))]
+    config = SchedulerConfig("medha", "fcfs", t_target_s=0.5, depth=1)
+    predictor = make_predictor()
+    sched = Scheduler(config, num_blocks=100, block_size=16, predictor=predictor)
+    drive = Watched(sched, load, lambda batch: sched.last_prediction.seconds)  # type: ignore[union-attr]
+    drive.run()
+    (at_s, first_s), *_, (end_s, last_s) = drive.explained[0].slack_s
+    assert (at_s, end_s) == (0.0, drive.first_token_s[0])
+    assert last_s == pytest.approx(9.0 - drive.first_token_s[0])
+    assert first_s == pytest.approx(last_s, abs=0.05)
+    samples = drive.explained[1].slack_s
+    waited_s = drive.first_token_s[0] - 0.5
+    assert samples[0][1] - samples[-1][1] == pytest.approx(waited_s, abs=0.3)
+    assert "slack +29." in drive.explained[1].text()
+
+
+def test_samples_stay_few() -> None:
+    drive = play([Job(0.0, 800, 1, slo=SLO(500.0))], num_blocks=300)
+    samples = drive.explained[0].slack_s
+    assert 5 < len(samples) < 20
+    assert samples[0] == (0.0, 500.0)
+    assert samples[-1] == (100.0, 400.0)
+
+
+def test_a_request_without_a_first_token_is_explained_so_far_and_a_cancelled_one_to_its_end() -> None:
+    config = SchedulerConfig("sarathi", chunk_size=8, max_batch_tokens=8, depth=1)
+    sched = Scheduler(config, num_blocks=100, block_size=4)
+    ledger = Ledger(sched)
+    for slot in (0, 1):
+        ledger.added(head := RequestHead(slot, 16, 1, 0.0), sched.add(head))
+    assert ledger.of(1).total_s == 0.0
+    for now_s in (0.0, 1.0):
+        batch = sched.schedule(now_s)
+        assert batch is not None
+        ledger.scheduled(batch, now_s)
+        sched.complete(batch.batch_id, now_s + 1.0, [(0, 1, True)] if now_s else [], 1.0)
+        ledger.completed(batch, now_s + 1.0, 1.0)
+        if now_s == 0.0:
+            sched.cancel(1)
+            ledger.cancelled(1)
+    explained = ledger.of(1)
+    assert not explained.has_first_token
+    assert (explained.total_s, explained.others_s, explained.others) == (1.0, 1.0, ((0, 1.0),))
+    assert explained.text().startswith("slot 1: no first token after 1.000 s\n")
+    with pytest.raises(KeyError):
+        ledger.of(2)
+
+
+def test_old_chunks_are_summed_though_no_longer_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medha.sched.ledger._CHUNKS_KEPT", 4)
+    drive = play([Job(0.0, 80, 1), Job(0.0, 8, 1)], tokens=8)
+    explained = drive.explained[1]
+    assert explained.others_s == 10.0
+    assert explained.others == ((0, 3.0),)
+
+
+def test_time_before_it_was_known_is_idle_where_nothing_ran() -> None:
+    """An arrival that the scheduler hears of later: what ran meanwhile counts as that."""
+    config = SchedulerConfig("sarathi", depth=1)
+    sched = Scheduler(config, num_blocks=100, block_size=16)
+    ledger = Ledger(sched)
+
+    def serve(slot: int, arrival_s: float, start_s: float, end_s: float) -> Explanation:
+        head = RequestHead(slot, 8, 1, arrival_s)
+        ledger.added(head, sched.add(head))
+        batch = sched.schedule(start_s)
+        assert batch is not None
+        ledger.scheduled(batch, start_s)
+        sched.complete(batch.batch_id, end_s, [(slot, 1, True)], end_s - start_s)
+        ledger.completed(batch, end_s, end_s - start_s)
+        return ledger.of(slot)
+
+    first = serve(0, 1.0, 3.0, 4.0)
+    assert (first.total_s, first.idle_s, first.own_s) == (3.0, 2.0, 1.0)
+    second = serve(1, 3.5, 4.0, 5.0)
+    assert (second.total_s, second.others_s, second.own_s, second.others) == (1.5, 0.5, 1.0, ((0, 0.5),))
+    third = serve(0, 4.5, 7.0, 8.0)
+    assert (third.total_s, third.others_s, third.idle_s, third.own_s) == (3.5, 0.5, 2.0, 1.0)
