@@ -36,6 +36,7 @@ LONG_PROMPT_TOKENS = 32_768
 
 _CHUNK_SIZE = 256
 _WRITE_LIMIT_S = 60.0
+_TRANSFER_LIMIT_S = 1200.0  # the second stage waits for a whole document
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=48, output_kind="delta")
 _CODES = {"Ada": "31-plum", "Bruno": "58-fern", "Chen": "07-jade", "Divya": "92-rust", "Emre": "64-opal"}
 _FACTS = "".join(f"The code of {name} is {code}.\n" for name, code in _CODES.items())
@@ -223,6 +224,7 @@ def _needle_role(long_prompt_tokens: int, act: Act, timeline: Timeline) -> Role:
             max_model_len=max_model_len,
             max_num_seqs=8,
             scheduler=act.scheduler,
+            dist_timeout=_TRANSFER_LIMIT_S,
             **budgets,
             **layout_for(1 if launch is None else launch.world_size),
         )

@@ -164,7 +164,7 @@ class Timeline:
             self._events.append(_slice(name, 1, thread, start_s, end_s, row_args))
 
     def count_step(self, time_s: float, predicted_s: float, busy_s: float, *, budget_s: float) -> None:
-        """Add a batch that is done to the counters: what was predicted of it, what it took, what it might have taken."""
+        """Add a batch that is done to the counters: what was predicted of it, what it took, what it might take."""
         times = {"predicted": predicted_s * 1e3, "busy": busy_s * 1e3}
         budget = {"budget": budget_s * 1e3, "left": (budget_s - busy_s) * 1e3}
         self._events.append(_counter("step time (ms)", time_s, times))

@@ -34,7 +34,7 @@ from medha.sched.coefficients import Coefficients, Curve, Link, ProfileKey
 from medha.sched.fit import fit_chunks, fit_curve, fit_decodes
 
 CHUNKS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # matrix kernels jump at small numbers of rows
 KV = (256, 1024, 4096, 16384, 65536, 131072, 262144, 524288, 1048576)
 _LEAST_KV = 1024  # of a chunk, which then costs more than behind nothing by more than noise
 _TILE = 16  # queries, less than any kernel's on the CPU; what lies between the sizes is interpolated
@@ -48,6 +48,7 @@ class Effort:
 
     Attributes:
         chunks, batches: sizes.
+        lengths: tokens cached before them, besides none for chunks and the most that is asked for.
         limit_s: steps that take longer are left out.
         total_s: seconds that the repeats of all steps may take together.
         min_repeats, max_repeats: of each step; the first run of each is for warming up and does not count.
@@ -55,6 +56,7 @@ class Effort:
 
     chunks: tuple[int, ...] = CHUNKS
     batches: tuple[int, ...] = BATCHES
+    lengths: tuple[int, ...] = KV
     limit_s: float = 1.0
     total_s: float = 120.0
     min_repeats: int = 5
@@ -63,7 +65,8 @@ class Effort:
 
 QUICK = Effort(
     chunks=(16, 32, 64, 128, 256, 512, 1024),
-    batches=(1, 4, 16, 64),
+    batches=(1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
+    lengths=(1024, 8192, 65536, 524288),
     limit_s=0.4,
     total_s=30.0,
     min_repeats=3,
@@ -90,7 +93,7 @@ class Measured:
 
 def families(effort: Effort, *, max_kv: int, num_groups: int, block_size: int) -> list[list[Step]]:
     """The steps that are wanted, in lists along which they take longer and longer."""
-    lengths = [*(kv for kv in KV if kv < max_kv), max_kv]
+    lengths = [*(kv for kv in effort.lengths if kv < max_kv), max_kv]
     behind = [kv for kv in lengths if kv >= min(_LEAST_KV, max_kv)]
     found = [[chunk(size, 0) for size in effort.chunks]]
     found += [[chunk(size, kv) for kv in behind] for size in effort.chunks]
@@ -183,6 +186,7 @@ def fit(
     *,
     num_layers: int,
     dtype_bytes: int,
+    has_head: bool = True,
     merges: Sequence[tuple[int, int, float]] = (),
     reduces: Sequence[tuple[int, float]] = (),
 ) -> Coefficients:
@@ -194,6 +198,7 @@ def fit(
         model, parallel: shape and degrees.
         num_layers: of the stage.
         dtype_bytes: of a weight.
+        has_head: the stage ends in the vocabulary projection.
         merges: (tokens, groups, seconds) of steps that several groups shared.
         reduces: (tokens, seconds) of one all-reduce.
     """
@@ -211,7 +216,6 @@ def fit(
         [row.step[0].kv_before for row in decode_rows],
         [row.time.attention_s + max(row.time.host_s - host_s, 0.0) for row in decode_rows],
     )
-    has_head = any(row.time.head_s > row.time.linear_s / 100 for row in decode_rows)
     return Coefficients(
         key=key,
         linear=_linear(rows, tp),

@@ -4,9 +4,10 @@ Short requests arrive as an open Poisson stream while a few long prompts, queued
 arXiv:2409.17264 (v5, figure 1b and section 4). Each system is a job of its own on two pipeline stages, one thread each,
 with the whole engine on the wall clock; arrivals, deadlines, prompts and warm-up are the same for all.
 
-A calibration job comes first, under LARS with space sharing. It measures the time of each length alone; the capacity,
-which is the seconds from start to end when the whole mix is there at once; and the deadline that the scheduler derives
-for a long prompt. The stream lasts capacity / load seconds. The deadlines of the short ones are given.
+First what steps cost is profiled, and a calibration job runs under LARS with space sharing. It measures the time of
+each length alone; the capacity, which is the seconds from start to end when the whole mix is there at once; and the
+deadline that the scheduler derives for a long prompt. The stream lasts capacity / load seconds. The deadlines of the
+short ones are given.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from medha.bench.convoy_figures import LONG, SHORT, Bucket, Ratios, SystemFigures, ratios, system_figures
-from medha.bench.job import Ask, Job, Stream
+from medha.bench.job import Ask, Job, Stream, measure_profile
 from medha.bench.model import write_config
 from medha.bench.report import check_writable, stamp, write_report
 from medha.config import ParallelConfig
@@ -67,6 +68,8 @@ class ConvoyOptions:
         load: the part of the capacity that the stream takes.
         t_target_s: seconds of a batch; see :class:`medha.config.SchedulerConfig`.
         short_ttft_s: TTFT objective of short requests.
+        is_profiled: measure first what steps cost, as ``medha profile --quick`` does, and predict with that; otherwise
+            the predictor starts from the stated default and corrects itself.
         shape: fields of the model's ``config.json``.
     """
 
@@ -79,12 +82,13 @@ class ConvoyOptions:
     t_target_s: float = 0.25
     short_ttft_s: float = 1.0
     seed: int = 0
+    is_profiled: bool = True
     shape: Mapping[str, Any] | None = None
 
     @classmethod
     def quick(cls) -> ConvoyOptions:
         """A small load that ends within three minutes on two slow cores; it shows less of a convoy."""
-        return cls(num_short=100, long_len=8192)
+        return cls(num_short=100, long_len=8192, is_profiled=False)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -221,14 +225,15 @@ def convoy(
     results = {}
     with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
         write_config(Path(folder), options.config)
-        calibration = _calibrate(folder, options)
+        profile = _profile(folder, options)
+        calibration = _calibrate(folder, options, profile)
         requests = make_stream(options, calibration)
         on_calibrated(calibration)
         on_job()
         alone = {request.request_id: calibration.alone(request.num_prompt_tokens) for request in requests}
         for name, engine in systems(options).items():
             before = os.getloadavg()[0]
-            stream = _run(folder, options, engine, requests)
+            stream = _run(folder, options, profile | engine, requests)
             figures = system_figures(name, requests, stream.served, buckets=options.buckets, alone=alone)
             results[name] = SystemResult(engine, stream, figures, (before, os.getloadavg()[0]))
             on_job()
@@ -257,9 +262,18 @@ def _job(folder: str, options: ConvoyOptions, engine: Mapping[str, Any]) -> Job:
     return Job(folder, _LAYOUT, common | dict(engine))
 
 
-def _calibrate(folder: str, options: ConvoyOptions) -> Calibration:
+def _profile(folder: str, options: ConvoyOptions) -> dict[str, Any]:
+    """The engine's option that says what it predicts with."""
+    if not options.is_profiled:
+        return {}
+    path = Path(folder) / "profile.json"
+    measure_profile(folder, _LAYOUT, path, max_kv=options.long_len)
+    return {"profile": str(path)}
+
+
+def _calibrate(folder: str, options: ConvoyOptions, profile: Mapping[str, Any]) -> Calibration:
     """Measure lengths alone and the whole mix at once."""
-    with _job(folder, options, systems(options)[OURS[-1]]) as job:
+    with _job(folder, options, {**profile, **systems(options)[OURS[-1]]}) as job:
         low, high = options.short_lens
         lengths = sorted({low + (high - low) * i // (_ALONE_LENGTHS - 1) for i in range(_ALONE_LENGTHS)})
         _alone(job, options, high)  # warms up

@@ -59,6 +59,9 @@ def _print_load(console: Console, options: ConvoyOptions, measured: Calibration)
         f"capacity: the whole mix at once takes {measured.capacity_s:.1f} s (measured under LARS with sharing); "
         f"load {options.load:g}",
         f"TTFT alone by prompt tokens, measured (between them a straight line): {alone}",
+        "steps predicted from a profile measured now"
+        if options.is_profiled
+        else "steps predicted from the default sheet",
         f"t_target_s {options.t_target_s:g}; TPOT target {options.tpot_target_s:g} s (t_target_s times the batches in "
         f"flight); TTFT objective: short {options.short_ttft_s:g} s, long {measured.long_deadline_s:.1f} s "
         "(derived by the scheduler in the calibration run, then given to all)",

@@ -142,22 +142,9 @@ class Job:
     def __init__(
         self, model: str, layout: ParallelConfig, options: Mapping[str, Any], *, held: Mapping[str, Any] | None = None
     ) -> None:
-        size = layout.world_size
         degrees = {"tp": layout.tp, "spp": layout.spp, "kvp": layout.kvp}
         settings = json.dumps({"engine": {"model": model, "num_threads": 1, **degrees, **options}, "held": held})
-        base = _plain_environment()
-        port = _free_port()
-        self._ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "medha.bench.ranks", settings],
-                env=base if size == 1 else base | _launch(rank, size, port),
-                stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for the benchmark, which ends its jobs
-            )
-            for rank in range(size)
-        ]
+        self._ranks = _start(["medha.bench.ranks", settings], layout.world_size)
         self._read()  # it has loaded
 
     def prefill(self, prompt_len: int, *, seed: int) -> Prefill:
@@ -204,9 +191,7 @@ class Job:
             if value is None and any(rank.poll() is None for rank in self._ranks):
                 self.end()
         finally:
-            for rank in self._ranks:
-                rank.kill()
-                rank.wait()
+            _kill(self._ranks)
 
     def _read(self) -> dict[str, Any]:
         output = self._ranks[0].stdout
@@ -218,9 +203,56 @@ class Job:
         return answer
 
     def _failed(self) -> RankFailedError:
-        for rank in self._ranks:
-            rank.kill()
-        return RankFailedError(f"a job of {len(self._ranks)} ranks has ended: {[rank.wait() for rank in self._ranks]}")
+        return RankFailedError(f"a job of {len(self._ranks)} ranks has ended: {_kill(self._ranks)}")
+
+
+def measure_profile(model: str, layout: ParallelConfig, path: Path, *, max_kv: int) -> None:
+    """Have the ranks of a layout measure what steps cost, one thread each, as ``medha profile --quick`` does.
+
+    Args:
+        model: folder.
+        layout: degrees.
+        path: file to write, for the option ``profile`` of a job in float32 on the CPU.
+        max_kv: longest KV cache in tokens.
+
+    Raises:
+        RankFailedError: a rank has failed, and has said why on stderr.
+    """
+    options = {"output": path, "tp": layout.tp, "spp": layout.spp, "kvp": layout.kvp, "max-kv": max_kv}
+    options |= {"num-threads": 1, "dtype": "float32", "device": "cpu", "log-level": "warning"}
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    ranks = _start(["medha.cli", "profile", model, *flags, "--quick"], layout.world_size)
+    try:
+        for rank in ranks:
+            rank.communicate()
+    finally:
+        codes = _kill(ranks)
+    if any(codes):
+        raise RankFailedError(f"medha profile on {len(ranks)} ranks has ended: {codes}")
+
+
+def _start(module: Sequence[str], size: int) -> list[subprocess.Popen[str]]:
+    """Start a module with its arguments on every rank; only rank 0 is written to, and all are read from."""
+    base = _plain_environment()
+    port = _free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", *module],
+            env=base if size == 1 else base | _launch(rank, size, port),
+            stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the benchmark, which ends its jobs
+        )
+        for rank in range(size)
+    ]
+
+
+def _kill(ranks: Sequence[subprocess.Popen[str]]) -> list[int]:
+    """End what has not ended; returns the exit codes."""
+    for rank in ranks:
+        rank.kill()
+    return [rank.wait() for rank in ranks]
 
 
 def records_in(answer: Mapping[str, Any]) -> tuple[RankRecords, ...]:

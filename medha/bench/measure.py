@@ -140,6 +140,7 @@ def _fitted(
         parallel,
         num_layers=len(parallel.layers_of(stage, model.num_layers)),
         dtype_bytes=role.runner.cache.k[0].dtype.itemsize,
+        has_head=stage == parallel.spp - 1,
         merges=[_merge(step, [times[i] for times in groups if i in times]) for i, step in shared.items()],
         reduces=reduces,
     )

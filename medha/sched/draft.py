@@ -139,7 +139,8 @@ class Draft:
                     work = Work(row.q_len, row.position, row.is_decode, None, row.samples)
                 else:
                     kv = self.memory.kv_before(row.slot, row.position, group)
-                    work = Work(row.q_len, kv, row.is_decode, row.run, row.samples)
+                    samples = row.samples and group == row.group
+                    work = Work(row.q_len, kv, row.is_decode, row.run, samples)
                 (decodes if row.is_decode else chunks).append(work)
         return decodes, chunks
 
@@ -211,9 +212,12 @@ class Draft:
         )
 
     def _most(self, state: State, first: int, count: int) -> int:
-        """Tokens of a request's next chunk within the budgets of its groups."""
+        """Tokens of a request's next chunk within the budgets of its groups, and what is left of its own."""
         most = min(state.num_left, *self.tokens_left[first : first + count])
-        return most if self.config.chunk_size is None else min(most, self.config.chunk_size)
+        if self.config.chunk_size is None:
+            return most
+        index = self.chunked.get(state.slot)
+        return min(most, self.config.chunk_size - (0 if index is None else self.rows[index].q_len))
 
     def _chunk_row(self, state: State, q_len: int, first: int, count: int) -> Row:
         position = state.num_scheduled_tokens

@@ -28,7 +28,7 @@ from medha.sched.correction import Kind
 from medha.sched.draft import Draft
 from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
 from medha.sched.policy import SHORTEST_S, Columns, Ranking, load_policy, order
-from medha.sched.predictor import Predictor, Tick
+from medha.sched.predictor import Predictor, Tick, Work
 from medha.sched.queue import Queue, State
 
 # Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it
@@ -65,6 +65,7 @@ class _GroupTime:
         limit_s: what the present phase may fill.
         decodes_s: what the decodes take.
         long_slot: the long prefill in it, if any.
+        is_joined: a chunk in it was made longer, and is in ``tick`` as two.
     """
 
     tick: Tick
@@ -72,6 +73,7 @@ class _GroupTime:
     limit_s: float
     decodes_s: float
     long_slot: int | None = None
+    is_joined: bool = False
 
     @property
     def prefill_s(self) -> float:
@@ -215,32 +217,38 @@ class MedhaPacker:
         is_long = self._is_long(state)
         share = rho.yielded(state) if is_long else 0.0
         has_chunk = state.slot in draft.chunked
-        beyond = False
 
-        def size(first: int, count: int, most: int) -> int:
-            nonlocal beyond
+        def may_enter(first: int, count: int) -> bool:
             groups = self._groups[first : first + count]
-            if is_long and any(group.long_slot not in (None, state.slot) for group in groups):
+            return not is_long or all(group.long_slot in (None, state.slot) for group in groups)
+
+        def fitting(first: int, count: int, most: int) -> int:
+            if not may_enter(first, count):
                 return 0
             tokens = self._fitting(state, draft, first, count, most, share)
-            if tokens == most or tokens >= self.config.min_chunk or has_chunk:
-                return tokens
-            beyond = may_exceed and not any(draft.has_chunk[first : first + count])
-            return min(self.config.min_chunk, most) if beyond else 0
+            return tokens if tokens == most or tokens >= self.config.min_chunk or has_chunk else 0
+
+        def least(first: int, count: int, most: int) -> int:
+            is_taken = any(draft.has_chunk[first : first + count])
+            return 0 if is_taken or not may_enter(first, count) else min(self.config.min_chunk, most)
 
         position = state.num_scheduled_tokens
-        q_len = draft.add_chunk(state, size)
+        num_refused = len(draft.no_memory)
+        q_len = draft.add_chunk(state, fitting)
+        if not q_len and may_exceed and len(draft.no_memory) == num_refused and not all(draft.has_chunk):
+            q_len = draft.add_chunk(state, least)  # where it fits nowhere: on one that has no chunk yet
         if not q_len:
             return False
         row = draft.rows[draft.chunked[state.slot]]
-        for group in range(row.group, row.holder + 1):
-            kv = draft.memory.kv_before(state.slot, position, group)
-            self._groups[group].tick.add(
-                q_len, kv, run=row.run if row.is_shared else None, samples=row.samples and group == row.group
+        for index in range(row.group, row.holder + 1):
+            group = self._groups[index]
+            kv = draft.memory.kv_before(state.slot, position, index)
+            group.tick.add(
+                q_len, kv, run=row.run if row.is_shared else None, samples=row.samples and index == row.group
             )
+            group.is_joined |= has_chunk
             if is_long:
-                self._groups[group].long_slot = state.slot
-        self.num_over_budget += beyond
+                group.long_slot = state.slot
         return True
 
     def _is_long(self, state: State) -> bool:
@@ -280,10 +288,15 @@ class MedhaPacker:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def _group_time(self, queue: Queue, draft: Draft, group: int) -> _GroupTime:
-        decodes, _ = draft.works(group)
-        tick = self.predictor.tick(decodes)
+        tick = self._tick(*draft.works(group))
         budget_s = self._budget_s(queue, draft, group)
         return _GroupTime(tick, budget_s, budget_s, tick.seconds)
+
+    def _tick(self, decodes: list[Work], chunks: list[Work]) -> Tick:
+        tick = self.predictor.tick(decodes)
+        for chunk in chunks:
+            tick.add(chunk.q_len, chunk.kv_before, run=chunk.run, samples=chunk.samples)
+        return tick
 
     def _budget_s(self, queue: Queue, draft: Draft, group: int) -> float:
         """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the preemption quantum.
@@ -306,6 +319,13 @@ class MedhaPacker:
         if not draft.rows:
             self.prediction = None
             return
+        for index, group in enumerate(self._groups):
+            if group.is_joined:  # as one chunk it costs a little more or less than as two
+                group.tick = self._tick(*draft.works(index))
+        self.num_over_budget += any(
+            has_chunk and group.tick.seconds > group.budget_s
+            for has_chunk, group in zip(draft.has_chunk, self._groups, strict=True)
+        )
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
         tick = slowest.tick
         self.prediction = Prediction(tick.kind, tick.seconds, tick.factor, slowest.budget_s)

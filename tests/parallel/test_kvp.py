@@ -5,6 +5,7 @@ A layout is (kvp, spp, tp).
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -308,6 +309,8 @@ OPTIONS = {
 }
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=8, output_kind="final_only")
 Logprobs = list[list[dict[int, float]]]  # of each prompt, at each token, by token id
+Merges = dict[tuple[int, tuple[int, int], int], list[int]]
+"""Checksums of what came of each layer's merge, by batch, run, and place (stage and tensor-parallel index)."""
 
 
 def logprobs_of(outputs: Sequence[RequestOutput]) -> Logprobs:
@@ -326,23 +329,20 @@ def on_one_rank(engine: Engine, prompts: list[list[int]]) -> Logprobs:
     return logprobs_of([outputs[str(i)] for i in range(len(prompts))])
 
 
-def generate(
-    folder: str, options: dict[str, Any], prompts: list[list[int]], mutation: str
-) -> tuple[Logprobs, dict[tuple[int, tuple[int, int], int], list[int]]]:
-    """On each rank: the log probabilities of each token and its rivals, and a checksum of each merge by (batch, run,
-    tensor-parallel index and stage)."""
+def generate(folder: str, options: dict[str, Any], prompts: list[list[int]], mutation: str) -> tuple[Logprobs, Merges]:
+    """On each rank: the log probabilities of each token and its rivals, and the merges in which it took part."""
     from medha import LLM
 
-    merges: dict[tuple[int, tuple[int, int], int], list[int]] = {}
+    merges: Merges = {}
     with pytest.MonkeyPatch.context() as patch:
         MUTATIONS[mutation](patch)
-        _record_merges(patch, merges, place=int(dist_rank()) % (options["spp"] * options["tp"]))
+        _record_merges(patch, merges, place=int(os.environ["RANK"]) % (options["spp"] * options["tp"]))
         with LLM(folder, **options) as llm:
             outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PARAMS)
     return logprobs_of(outputs), merges
 
 
-def _record_merges(patch: pytest.MonkeyPatch, merges: dict[Any, list[int]], *, place: int) -> None:
+def _record_merges(patch: pytest.MonkeyPatch, merges: Merges, *, place: int) -> None:
     result = Pending.result
 
     def recorded(self: Pending, *, compare: bool) -> torch.Tensor:
@@ -365,18 +365,18 @@ def check_close(got: Logprobs, want: Logprobs) -> None:
             assert error <= TOLERANCE, f"a log probability is off by {error:.2g}"
 
 
-def check_merges(by_rank: list[dict[Any, list[int]]], num_groups: int) -> int:
+def check_merges(by_rank: list[Merges], num_groups: int) -> int:
     """Every rank of a run has the same bits of every merge; returns the number of merges compared."""
-    everywhere: dict[Any, list[list[int]]] = {}
+    everywhere: dict[tuple[int, tuple[int, int], int], list[list[int]]] = {}
     for merges in by_rank:
-        for key, sums in merges.items():
-            everywhere.setdefault(key, []).append(sums)
+        for key, checksums in merges.items():
+            everywhere.setdefault(key, []).append(checksums)
     num_merges = 0
-    for (_, run, _), sums in everywhere.items():
-        if run[0] < run[1]:
-            assert len(sums) == 1 + run[1] - run[0] <= num_groups
-            assert all(other == sums[0] for other in sums[1:]), f"run {run}: the groups have different bits"
-            num_merges += len(sums[0])
+    for (batch_id, run, _), (first, *others) in everywhere.items():
+        if batch_id >= 0:  # else it warms the communicators
+            assert len(others) == run[1] - run[0] < num_groups
+            assert all(other == first for other in others), f"run {run}: the groups have different bits"
+            num_merges += len(first)
     return num_merges
 
 

@@ -40,8 +40,10 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 def live_engine(decoder: Decoder, file: io.StringIO, **options: Any) -> Engine:
     """An engine on the real clock, under the paper's scheduler and a journal."""
     made = make_engine(decoder, num_blocks=100, block_size=16)
-    config = SchedulerConfig(**{"max_batch_tokens": 256, "quantum_s": 0.05, "long_threshold": 300, **options})
-    scheduler = Scheduler(config, num_blocks=100, block_size=16, predictor=make_predictor(max_tokens=256))
+    config = SchedulerConfig(
+        **{"max_batch_tokens": 64, "quantum_s": 0.02, "long_threshold": 300, "min_chunk": 16, **options}
+    )
+    scheduler = Scheduler(config, num_blocks=100, block_size=16, predictor=make_predictor(max_tokens=64))
     return Engine(made.runner, Journal(scheduler, file), made.limits)  # type: ignore[arg-type]
 
 
@@ -97,20 +99,17 @@ def test_the_predictor_learned_while_it_was_recorded(recorded: list[str]) -> Non
 
 
 def test_a_changed_byte_is_reported_with_its_batch(recorded: list[str]) -> None:
-    for number, line in enumerate(recorded):
+    for number, line in enumerate(recorded[:30]):
         entry = json.loads(line)
         if entry.get("call") != "schedule" or entry["batch"] is None:
             continue
         batch = Batch.from_ints(entry["batch"])
-        digits = line.rindex(str(batch.rows[0].q_len), 0, line.rindex(",", 0, len(line)))
-        changed = line[:digits] + ("2" if line[digits] != "2" else "1") + line[digits + 1 :]
-        mismatch = replay([*recorded[:number], changed, *recorded[number + 1 :]])
+        entry["batch"][6] ^= 1  # query tokens of its first row
+        mismatch = replay([*recorded[:number], json.dumps(entry), *recorded[number + 1 :]])
         assert mismatch is not None
         assert (mismatch.line, mismatch.call, mismatch.batch_id) == (number + 1, "schedule", batch.batch_id)
         assert mismatch.replayed == str(batch)
         assert str(mismatch).startswith(f"line {number + 1}, schedule (batch {batch.batch_id}):\nrecorded batch")
-        if batch.batch_id > 8:
-            break
 
 
 def first_of(lines: list[str], call: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[int, list[str]]:
@@ -121,7 +120,7 @@ def first_of(lines: list[str], call: str, change: Callable[[dict[str, Any]], dic
 
 def test_other_decisions_are_compared_too(recorded: list[str]) -> None:
     for call, change in (
-        ("add", {"deadline_s": 1.0}),
+        ("add", {"deadline_s": 1.5}),
         ("cancel", {"closed": [77]}),
         ("complete", {"closed": [77]}),
     ):
@@ -183,7 +182,7 @@ def test_a_predictor_that_has_learned_cannot_be_recorded() -> None:
 # -- any load ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_run_of_any_scheduler_replays(data: st.DataObject) -> None:
     load = data.draw(st.lists(jobs(max_prompt=600), min_size=1, max_size=6))

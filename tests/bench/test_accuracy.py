@@ -1,0 +1,129 @@
+"""``medha bench accuracy`` at a toy size, and its figures on steps made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from medha.bench.accuracy import (
+    Accuracy,
+    AccuracyOptions,
+    Ran,
+    accuracy,
+    chunks_of,
+    kv_range,
+    lines_of,
+    repeats_of,
+    run_and_print,
+)
+from medha.bench.calibrate import Effort
+from medha.bench.handmade import Part, Step, chunk, decodes
+from medha.sched.correction import Kind
+from tests.bench.shapes import TINY
+
+SMALL = AccuracyOptions(
+    hf_overrides=TINY,
+    num_rounds=1,
+    num_short=4,
+    num_middle=1,
+    short_lens=(8, 24),
+    middle_lens=(40, 64),
+    long_len=300,
+    output_lens=(2, 4),
+    steps_between=1.0,
+    t_target_s=0.002,
+)
+
+
+@pytest.fixture
+def _few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Effort(chunks=(16, 64), batches=(1, 4), limit_s=0.5, total_s=0.2, min_repeats=2, max_repeats=2)
+    monkeypatch.setattr("medha.bench.accuracy.QUICK", few)
+
+
+@pytest.mark.usefixtures("_few_points")
+def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "accuracy.json"
+    assert run_and_print(SMALL, path) == 0
+    report = json.loads(path.read_text())
+    lines = {(line["kind"], line["kv"]): line for line in report["lines"]}
+    assert lines["all", "all"]["steps"] == len(report["steps"])
+    assert {kind for kind, _ in lines} >= {"all", "decode", "prefill"}
+    assert sum(lines[kind, "all"]["steps"] for kind in ("decode", "mixed", "prefill") if (kind, "all") in lines) == len(
+        report["steps"]
+    )
+    assert lines["all", "all"]["repeats"] > 0
+    assert set(report["factors"]) == {"decode", "mixed", "prefill"}
+    assert len(report["load"]) == 2
+    text = capsys.readouterr().out
+    assert "machine" in text and "median chunk" in text
+
+
+@pytest.mark.usefixtures("_few_points")
+def test_the_same_arrivals_each_time() -> None:
+    """What arrives is the same; how it is cut into steps depends on the clock."""
+    result = accuracy(SMALL)
+    assert isinstance(result, Accuracy)
+    assert result.lines[0].kind == "all"
+
+
+def ran(step: Step, expected_s: float, busy_s: float) -> Ran:
+    return Ran(step, "decode" if step[0].is_decode else "prefill", expected_s, busy_s)
+
+
+def test_shares_and_errors() -> None:
+    short, long = decodes(2, 100), chunk(64, 20000)
+    steps = [ran(short, 1.0, 1.1), ran(short, 1.0, 1.2), ran(short, 1.0, 0.9), ran(long, 2.0, 1.0)]
+    times = [1.0, 1.0, 1.0, 2.0]
+    repeated: list[tuple[Step, Kind, float]] = [(short, "decode", seconds) for seconds in times]
+    repeated += [(long, "prefill", 3.0)] * 2
+    assert [one.is_within for one in repeats_of(repeated)] == [True, True, True, False]  # two runs are too few to tell
+    lines = {(line.kind, line.kv): line for line in lines_of(steps, repeated)}
+    decode = lines["decode", "0K-1K"]
+    assert (decode.steps, decode.within, decode.repeatability) == (3, pytest.approx(2 / 3), 0.75)
+    assert decode.ratio == pytest.approx(2 / 3 / 0.75)
+    assert decode.mean_signed == pytest.approx((1 / 1.1 + 1 / 1.2 + 1 / 0.9) / 3 - 1)
+    prefill = lines["prefill", "16K-64K"]
+    assert (prefill.steps, prefill.within, prefill.repeatability, prefill.ratio) == (1, 0.0, None, None)
+    assert prefill.mean_abs == prefill.mean_signed == 1.0
+    everything = lines["all", "all"]
+    assert (everything.steps, everything.within, everything.repeatability) == (4, 0.5, 0.75)
+    assert ("mixed", "all") not in lines
+
+
+def test_repeatability_weighs_as_the_steps_do() -> None:
+    """A kind that is steady and rare among the steps does not hide one that is neither."""
+    noisy, steady = decodes(1, 100), chunk(16, 100)
+    repeated: list[tuple[Step, Kind, float]] = [(noisy, "decode", seconds) for seconds in (1.0, 2.0, 4.0)]
+    repeated += [(steady, "prefill", 1.0)] * 99
+    steps = [ran(noisy, 1.0, 2.0)] * 9 + [ran(steady, 1.0, 1.0)]
+    assert lines_of(steps, repeated)[0].repeatability == pytest.approx(0.1)
+
+
+def test_a_machine_that_drifts_is_steady_against_what_is_near() -> None:
+    step = decodes(1, 100)
+    repeated: list[tuple[Step, Kind, float]] = [(step, "decode", 1.05**i) for i in range(40)]
+    share, near = (sum(one.is_within for one in repeats_of(repeated, near=number)) / 40 for number in (None, 4))
+    assert share < 0.25 and near > 0.9
+    line = lines_of([ran(step, 1.0, 1.0)], repeated)[0]
+    assert (line.repeatability, line.near, line.ratio) == (share, near, 1 / near)
+
+
+def test_chunks_that_had_the_step_to_themselves() -> None:
+    steps = [
+        ran(chunk(512, 0), 1.0, 1.0),
+        ran((*decodes(2, 50), *chunk(256, 2000)), 1.0, 1.0),
+        ran((*chunk(128, 2000), *chunk(64, 0)), 1.0, 1.0),
+        ran((Part(7, 3000, samples=True),), 1.0, 1.0),
+        ran(decodes(3, 9000), 1.0, 1.0),
+    ]
+    assert chunks_of(steps) == {"0K-1K": (512.0, 1), "1K-4K": (256.0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("kv", "name"), [(0, "0K-1K"), (1023, "0K-1K"), (1024, "1K-4K"), (65535, "16K-64K"), (1 << 20, "64K-")]
+)
+def test_kv_ranges(kv: int, name: str) -> None:
+    assert kv_range(kv) == name
