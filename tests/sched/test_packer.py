@@ -87,19 +87,19 @@ class Checked(Drive):
 
     def works(self, group: int, chunks: list[Row]) -> tuple[list[Work], list[Work]]:
         """What the group has, from the rows alone."""
-        share = self.config.max_kv_per_group or math.inf
+        share = self.scheduler.memory.max_kv_per_group
 
         def work(row: Row) -> Work:
             kv = min(max(row.position - (group - row.group) * share, 0), share)
             run = row.run if row.is_shared else None
-            return Work(row.q_len, int(kv), row.is_decode, run, row.samples and (row.is_decode or group == row.group))
+            return Work(row.q_len, kv, row.is_decode, run, row.samples and (row.is_decode or group == row.group))
 
         batch = self.scheduler.in_flight[-1]
         return [work(row) for row in batch.rows if row.concerns(group) and row.is_decode], [work(r) for r in chunks]
 
 
 @st.composite
-def worlds(draw: st.DrawFn, *, cancels: bool = True) -> dict[str, Any]:
+def worlds(draw: st.DrawFn, *, cancels: bool = True, thresholds: Sequence[int] = (300, 1000, 8192)) -> dict[str, Any]:
     """A configuration, pools and a load."""
     load = draw(st.lists(jobs(max_prompt=2500, cancels=cancels), min_size=1, max_size=8))
     num_groups = draw(st.integers(1, 3))
@@ -112,10 +112,10 @@ def worlds(draw: st.DrawFn, *, cancels: bool = True) -> dict[str, Any]:
         t_target_s=draw(st.sampled_from([None, None, 0.02, 0.1, 1.0])),
         quantum_s=draw(st.sampled_from([0.1, 0.25])),
         rho_max=draw(st.sampled_from([0.0, 0.4, 0.9])),
-        long_threshold=draw(st.sampled_from([300, 1000, 8192])),
+        long_threshold=draw(st.sampled_from(thresholds)),
         late_share=draw(st.sampled_from([0.0, 0.1, 0.5])),
         patience_s=draw(st.sampled_from([0.5, 5.0, math.inf])),
-        min_chunk=draw(st.sampled_from([1, 16, 64])),
+        min_chunk=draw(st.sampled_from([8, 16, 64])),
         chunk_granularity=draw(st.sampled_from([1, 16])),
         max_kv_per_group=share * BLOCK,
     )
@@ -162,7 +162,7 @@ def play(world: dict[str, Any], drive: type[Drive] = Checked, **options: Any) ->
 # -- any load ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(worlds())
 def test_any_load_ends_within_budget_and_leaves_nothing(world: dict[str, Any]) -> None:
     """Every request that is not cancelled finishes, no block leaks, no group has two long prefills in a batch, and a
@@ -170,14 +170,14 @@ def test_any_load_ends_within_budget_and_leaves_nothing(world: dict[str, Any]) -
     play(world)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(worlds())
 def test_same_calls_same_decisions(world: dict[str, Any]) -> None:
     assert play(world).log == play(world).log
 
 
-@pytest.mark.parametrize("factor", [0.001, 0.1, 10.0, 1000.0, math.nan, math.inf, -1.0, 0.0])
-@settings(max_examples=15, deadline=None, derandomize=True)
+@pytest.mark.parametrize("factor", [0.1, 10.0, 1000.0, math.nan, math.inf, -1.0, 0.0])
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(world=worlds())
 def test_a_predictor_that_is_far_off_or_hears_nonsense_stops_nothing(world: dict[str, Any], factor: float) -> None:
     """D18: far too short or too long, or NaN, 0 or less heard: chunks stay within bounds, and all finish."""
@@ -247,12 +247,12 @@ def test_the_property_notices_a_packer_that_breaks_a_rule(
 ) -> None:
     mutate(monkeypatch)
 
-    @settings(max_examples=100, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-    @given(worlds())
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(worlds(thresholds=(100,)))
     def any_load(world: dict[str, Any]) -> None:
         play(world)
 
-    with pytest.raises((AssertionError, RuntimeError, ExceptionGroup)):
+    with pytest.raises((AssertionError, ExceptionGroup)):
         any_load()
 
 
@@ -339,7 +339,7 @@ class Ordered(Checked):
             assert slot in draft.no_memory or (is_full and slot not in running)  # passed over for a reason
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(worlds(cancels=False))
 def test_the_order_of_service_equals_brute_force(world: dict[str, Any]) -> None:
     """At every step, in one group, with none that are long and nobody guarded: what is left is the policy's order."""
