@@ -361,7 +361,8 @@ def _check_is_alone(parallel: ParallelConfig) -> None:
     if parallel.world_size > 1:
         raise ParallelConfigError(
             f"tp={parallel.tp} x spp={parallel.spp} x kvp={parallel.kvp} needs {parallel.world_size} ranks, this is "
-            f"one process; start it as: torchrun --nproc-per-node {parallel.world_size} {_this_program()}"
+            "one process; start it as: OMP_NUM_THREADS=1 "
+            f"torchrun --nproc-per-node {parallel.world_size} {_this_program()}"
         )
 
 

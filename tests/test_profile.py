@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 
 import medha
 from medha.batch import Batch
-from medha.bench.calibrate import Effort, Measured, Measuring, families, fit, slowest_stage, steadied
+from medha.bench.calibrate import Effort, Measured, Measuring, families, fit, slowest_stage
 from medha.bench.handmade import Step, chunk, decodes
 from medha.bench.measure import measure
 from medha.bench.model import write_config
@@ -274,22 +273,6 @@ def test_a_stage_of_the_predictors_form_is_found_again() -> None:
     real = stage_time(mixed).busy_s + stage_time(chunk(256, 4096)).attention_s + 256e-5
     works = [Work(1, 2048, True)] * 8 + [Work(256, 4096, False)]
     assert predictor.predict(works) == pytest.approx(real, rel=0.03)
-
-
-def test_slow_spells_while_measuring_do_not_bend_the_fit() -> None:
-    steps = [step for family in families(Effort(), max_kv=65536, num_groups=1, block_size=64) for step in family]
-    dice = random.Random(0)
-    order = [step for _ in range(5) for step in dice.sample(steps, len(steps))]
-    slow = [1.0 if number % 200 < 90 else 3.0 if number % 200 < 150 else 2.0 for number in range(len(order))]
-    rows = [Measured(step, stage_time(step).scaled(s)) for step, s in zip(order, slow, strict=True)]
-    found = fit(steadied(rows), KEY, MODEL, ParallelConfig(), num_layers=4, dtype_bytes=4)
-    predict = Predictor(found).predict
-    ratios = [
-        predict([Work(part.q_len, part.kv_before, part.is_decode) for part in step]) / stage_time(step).busy_s
-        for step in steps
-    ]
-    assert min(ratios) > 0.9 and max(ratios) < 3.3
-    assert max(ratios) / min(ratios) < 1.2  # 1.9 as they ran
 
 
 def test_the_slowest_stage_is_the_one_that_counts() -> None:

@@ -12,10 +12,6 @@ coefficients are of the slowest stage of group 0, in the parts that the predicto
 The send to the next stage of a pipeline has no part: it runs beside the next batch, and a stage's busy time ends before
 it. Attention of a mixed batch is a sum, as the torch backend runs one request after another.
 
-On a shared machine all steps become slower together for a while. What a run took is therefore divided by how slow the
-runs around it were, each against the median of its own shape (:func:`steadied`); what remains is the usual speed, and
-the correction while running knows the present one.
-
 A step that takes longer than a limit is not measured; the predictor extrapolates, linearly in KV and in tokens.
 """
 
@@ -43,8 +39,6 @@ KV = (256, 1024, 4096, 16384, 65536, 131072, 262144, 524288, 1048576)
 _LEAST_KV = 1024  # of a chunk, which then costs more than behind nothing by more than noise
 _TILE = 16  # queries, less than any kernel's on the CPU; what lies between the sizes is interpolated
 _MAX_REDUCES = 0.9  # of the time of the layers without attention
-_AROUND = 10  # runs before and after
-_STEADYING_PASSES = 5  # the medians themselves are of slow and fast runs
 _SMALLEST = 1e-7  # seconds; a part that was not noticed at all
 
 
@@ -182,20 +176,6 @@ def slowest_stage(stages: Sequence[Mapping[int, StageTime]], steps: Mapping[int,
     totals = [sum(stage[batch_id].busy_s for batch_id in steps) for stage in stages]
     slowest = totals.index(max(totals))
     return slowest, [Measured(step, stages[slowest][batch_id]) for batch_id, step in steps.items()]
-
-
-def steadied(rows: Sequence[Measured]) -> list[Measured]:
-    """The runs, in order of time, at the speed that was usual while they were measured."""
-    rows = list(rows)
-    for _ in range(_STEADYING_PASSES):
-        usual: dict[Step, list[float]] = defaultdict(list)
-        for row in rows:
-            usual[row.step].append(row.time.busy_s)
-        medians = {step: statistics.median(times) for step, times in usual.items()}
-        slowness = [row.time.busy_s / medians[row.step] for row in rows]
-        around = [statistics.median(slowness[max(i - _AROUND, 0) : i + _AROUND + 1]) for i in range(len(rows))]
-        rows = [Measured(row.step, row.time.scaled(1 / slow)) for row, slow in zip(rows, around, strict=True)]
-    return rows
 
 
 def fit(

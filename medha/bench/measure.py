@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from medha.bench.calibrate import Effort, Measuring, families, fit, slowest_stage, steadied
+from medha.bench.calibrate import Effort, Measuring, families, fit, slowest_stage
 from medha.bench.handmade import Step, StepRunner, fill
 from medha.bench.stages import StageMeter, StageTime, all_reduce_seconds, gathered
 from medha.build import Role, build_role
@@ -134,7 +134,7 @@ def _fitted(
     groups = [by_rank[parallel.rank_of(stage=stage, tp_rank=0, kvp_rank=group)] for group in range(parallel.kvp)]
     shared = {batch_id: step for batch_id, step in steps.items() if step[0].num_groups > 1}
     return fit(
-        steadied(rows),
+        rows,
         role.engine.scheduler.predictor.coefficients.key,
         model,
         parallel,

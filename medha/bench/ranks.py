@@ -39,7 +39,7 @@ def run_rank(engine: Mapping[str, Any], held: Mapping[str, Any] | None) -> None:
     """
     config = EngineConfig.from_flat(**engine)
     role = build_role(config)
-    runner = _own_runner(role)
+    runner = role.runner
     meter = Meter()
     if held is not None:
         hold(runner, config.parallel, Held(**held))
@@ -58,17 +58,6 @@ def peak_memory_bytes() -> int:
     """Most memory that this process has held resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _own_runner(role: Role) -> Runner:
-    """What runs batches on this rank itself."""
-    if role.follower is not None:
-        return role.follower._runner
-    runner = _engine(role).runner
-    if isinstance(runner, DrivingRunner):
-        return runner._runner
-    assert isinstance(runner, Runner), "one rank runs by itself"
-    return runner
 
 
 def _engine(role: Role) -> Engine:

@@ -44,10 +44,6 @@ class StageTime:
         """Their sum."""
         return self.attention_s + self.merge_s + self.linear_s + self.head_s + self.host_s
 
-    def scaled(self, factor: float) -> StageTime:
-        """Each part times a factor."""
-        return StageTime(*(factor * part for part in astuple(self)))
-
 
 @dataclass(slots=True)
 class _Marks:

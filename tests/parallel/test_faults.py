@@ -31,7 +31,8 @@ def arguments(folder: Path, model: Path, *extra: str) -> list[str]:
     """A command line that serves REQUESTS on two stages and writes ``out.jsonl``."""
     (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in REQUESTS))
     sizes = (
-        "--chunk-size 64 --max-batch-tokens 64 --block-size 64 --num-kv-blocks 64 --num-threads 1 --max-model-len 4096"
+        "--chunk-size 64 --max-batch-tokens 64 --block-size 64 --num-kv-blocks 64 --num-threads 1 --max-model-len 4096 "
+        "--scheduler sarathi"  # the same batches whatever they take
     )
     layout = () if "--tp" in extra or "--spp" in extra else ("--spp", "2")
     files = ("--requests", str(folder / "requests.jsonl"), "--output", str(folder / "out.jsonl"))

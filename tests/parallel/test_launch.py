@@ -133,7 +133,7 @@ def test_no_torchrun_prints_the_command(model: Path) -> None:
     program = f"from medha import LLM\nLLM({str(model)!r}, tp=2)"
     env = {name: value for name, value in os.environ.items() if name not in WHOLE}
     run = subprocess.run([sys.executable, "-c", program, "mine"], env=env, capture_output=True, text=True, timeout=60)
-    assert "start it as: torchrun --nproc-per-node 2" in run.stderr
+    assert "start it as: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2" in run.stderr
 
 
 # -- ranks that differ (D3) ------------------------------------------------------------------------------------------

@@ -267,9 +267,7 @@ def test_at_load_below_one_all_finish_and_the_queue_stays_short(policy: str) -> 
     lengths = [draws.choice([50, 100, 200, 400]) for _ in range(300)] + [9000] * 4
     draws.shuffle(lengths)
     assert scheduler.predictor is not None
-    alone_s = [
-        scheduler.predictor.uncorrected().predict([Work(min(n, 512), 0, False)]) * max(n / 512, 1) for n in lengths
-    ]
+    alone_s = [scheduler._queue._total_s(n) for n in lengths]
     rate = 0.8 / (sum(alone_s) / len(alone_s))
     now_s, load = 0.0, []
     for num_prompt in lengths:
