@@ -138,7 +138,7 @@ class _Sent:
     start_s: float
     decodes_s: Floats
     chunks: list[tuple[Row, float]]
-    refused: tuple[int, ...]
+    refused: tuple[_Account, ...]
 
 
 class Ledger:
@@ -190,7 +190,8 @@ class Ledger:
                 account.group = row.group
             account.sample(now_s, self._scheduler.slack_s(row.slot, now_s))
         served = {row.slot for row, _ in chunks}
-        refused = tuple(slot for slot in dict.fromkeys(self._scheduler.no_memory) if slot not in served)
+        no_memory = dict.fromkeys(self._scheduler.no_memory)
+        refused = tuple(self._accounts[slot] for slot in no_memory if slot not in served)
         self._in_flight.append(_Sent(batch, now_s, decodes_s, chunks, refused))
 
     def completed(self, batch: Batch, now_s: float, busy_s: float) -> None:
@@ -207,8 +208,8 @@ class Ledger:
         tick = np.concatenate(([0.0], sent.decodes_s * scale, chunks_s * scale))
         self._totals.add(now_s, tick)
         self._place_arrived()
-        for slot in sent.refused:
-            self._count_refused(slot, tick, start_s, length_s)
+        for account in sent.refused:
+            self._count_refused(account, tick, start_s, length_s)
         for row, seconds in sent.chunks:
             self._count_chunk(row, seconds * scale, start_s)
         self._num_ticks += 1
@@ -257,8 +258,7 @@ class Ledger:
             account.start = self._totals.at(account.head.arrival_s)
         self._unplaced = [account for account in waiting if account.start is None]
 
-    def _count_refused(self, slot: int, tick: Floats, start_s: float, length_s: float) -> None:
-        account = self._accounts[slot]
+    def _count_refused(self, account: _Account, tick: Floats, start_s: float, length_s: float) -> None:
         if account.end is None and length_s > 0 and account.waited_in(self._num_ticks):
             share = min((start_s + length_s - account.head.arrival_s) / length_s, 1.0)
             account.refused += share * tick
