@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -22,12 +22,28 @@ class Ranks:
         self.port = free_port()
         self.server = self._connect(is_host=True)
         self.ended: dict[int, tuple[str, bool]] = {}
+        self._monitors: list[Monitor] = []
 
     def monitor(self, rank: int, world_size: int, **options: float) -> Monitor:
         def end(message: str, speak: bool) -> None:
             self.ended[rank] = (message, speak)
 
-        return Monitor(self._connect(), rank=rank, world_size=world_size, end=end, **options)  # type: ignore[arg-type]
+        self._monitors.append(
+            Monitor(self._connect(), rank=rank, world_size=world_size, end=end, **options)  # type: ignore[arg-type]
+        )
+        return self._monitors[-1]
+
+    def stop(self) -> None:
+        """End the threads: one that is in the store's C++ while the interpreter ends aborts the process."""
+        for monitor in self._monitors:
+            monitor._left.set()
+            monitor._heard.set()
+            monitor._wake.set()
+        for monitor in self._monitors:
+            for thread in (monitor._beater, monitor._watchdog):
+                if thread.is_alive():
+                    thread.join(10.0)
+                    assert not thread.is_alive()
 
     def _connect(self, *, is_host: bool = False) -> TCPStore:
         return TCPStore(
@@ -36,9 +52,11 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr("atexit.register", lambda *args: None)  # these monitors never leave a job
-    return Ranks()
+    ranks = Ranks()
+    yield ranks
+    ranks.stop()
 
 
 def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
