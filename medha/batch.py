@@ -3,7 +3,7 @@
 A :class:`Batch` is a delta: rows, newly allocated block extents and freed slots. Its size grows with the number of
 rows, never with the context, so it can be sent to every rank each step as flat int32 (:meth:`Batch.to_ints`). A sent
 Batch is immutable and every rank runs it as sent. It names no token: the next token of a decoding request is read from
-the runner's ``last_token`` buffer, a prompt's tokens from the copy that travelled ahead.
+what the runner drew, a prompt's tokens from the copy that travelled ahead.
 
 With KV parallelism a batch spans groups: a row names the run of neighbouring groups on which its tokens are present,
 and each group takes the part that concerns it (:meth:`Batch.part_of`).

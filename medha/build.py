@@ -52,6 +52,7 @@ from medha.profile import load_coefficients
 from medha.runner import Runner
 from medha.sched.policy import load_policy
 from medha.sched.predictor import Predictor
+from medha.sched.prefill_time import complete_config
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer, load_tokenizer
 from medha.timeline import Timeline
@@ -162,7 +163,7 @@ def _build(
     num_blocks = _num_blocks(config, part, dtype, device, limits.max_model_len)
     if ranks is not None:
         num_blocks = least(ranks, num_blocks)
-    max_kv_per_group = _max_kv_per_group(config, limits.max_model_len, num_blocks)
+    _check_max_kv_per_group(config, num_blocks)
     load_policy(config.scheduler.policy)
     backend = pick_backend(config.attention_backend).name
     coefficients = load_coefficients(config, model_config, backend=backend, dtype=dtype, device=device)
@@ -174,12 +175,20 @@ def _build(
             merge.warm(device)
     if ranks is not None and ranks.rank != 0:
         return Role(limits, tokenizer, runner, follower=Follower(runner, ranks, ControlReceiver(ranks.control_group)))
+    predictor = Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens)
     scheduler = Scheduler(
-        dataclasses.replace(config.scheduler, depth=_depth(config), max_kv_per_group=max_kv_per_group),
+        complete_config(
+            config.scheduler,
+            predictor,
+            config.parallel,
+            longest=limits.max_model_len,
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+        ),
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         num_groups=config.parallel.kvp,
-        predictor=Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens),
+        predictor=predictor,
         max_prompt_tokens=limits.max_model_len,
     )
     _log_start(model_config, limits, scheduler, device=device, dtype=dtype)
@@ -314,29 +323,14 @@ def _log_start(
     )  # fmt: skip
 
 
-def _max_kv_per_group(config: EngineConfig, max_model_len: int, num_blocks: int) -> int:
-    """KV tokens of one request on one group: by default an even share of the longest request, so that it uses all.
-
-    Raises:
-        ConfigError: what is given is no multiple of the block size, or more than the pool.
-    """
+def _check_max_kv_per_group(config: EngineConfig, num_blocks: int) -> None:
+    """Refuse what is no multiple of the block size, or more than the pool."""
     block_size, pool = config.cache.block_size, num_blocks * config.cache.block_size
     given = config.scheduler.max_kv_per_group
-    if given is None:
-        share = -(-max_model_len // config.parallel.kvp)
-        return min(pool, -(-share // block_size) * block_size) if config.parallel.kvp > 1 else pool
-    if given % block_size or given > pool:
+    if given is not None and (given % block_size or given > pool):
         raise ConfigError(
             f"max_kv_per_group={given}; accepted: multiples of block_size={block_size} up to the pool's {pool} tokens"
         )
-    return given
-
-
-def _depth(config: EngineConfig) -> int:
-    """Batches in flight: one more than stages where there are several, so that no stage waits for the control plane."""
-    if config.scheduler.depth is not None:
-        return config.scheduler.depth
-    return config.parallel.spp + 1 if config.parallel.spp > 1 else 1
 
 
 def _checkpoint_facts(config: EngineConfig, folder: Path) -> list[object]:

@@ -13,13 +13,17 @@ from medha.bench.profile import profile
 from medha.command import end_process, make_app, run_app
 from medha.environment import environment
 from medha.generate import generate
+from medha.replay import replay
 from medha.verify import verify
+from medha.workload.cli import app as trace_app
 
 app = make_app(help="Serve long-context LLMs without convoys.")
 app.command("generate")(generate)
 app.command("profile")(profile)
+app.command("replay")(replay)
 app.command("verify")(verify)
 app.add_typer(bench_app, name="bench")
+app.add_typer(trace_app, name="trace")
 
 
 @app.callback(invoke_without_command=True)

@@ -116,6 +116,7 @@ class CacheConfig:
 
 
 SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm", "token-budget")
+ADMISSIONS = ("all", "refuse", "relegate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,13 @@ class SchedulerConfig:
             prefill time alone)`` after its arrival.
         depth: batches in flight at most; None is one a stage and one more, or 1 with a single stage.
         max_kv_per_group: KV tokens of one request on one KV-parallel group, a multiple of the block size; a request
-            takes the next group when it has as many. None is an even share of the longest request.
+            takes the next group when it has as many. None is as many as a chunk of ``min_chunk`` fills a batch's time
+            with, at least an even share of the longest request, and at most the pool.
+        overcommit: let requests take whatever KV memory is free instead of only what keeps everybody's end possible;
+            where a running one then finds none, another gives way and is computed again later.
+        admission: what becomes of a request whose own TTFT objective could not be met even if it ran next: ``all``
+            serves it as any other, ``refuse`` does not take it, ``relegate`` serves it without a deadline, which a
+            policy that goes by deadlines puts last. Only ``medha`` predicts, so with another scheduler it is ``all``.
     """
 
     scheduler: str = "medha"
@@ -166,9 +173,17 @@ class SchedulerConfig:
     chunk_granularity: int = 16
     deadline_floor_s: float = 1.0
     deadline_factor: float = 5.0
+    overcommit: bool = False
+    admission: str = "all"
 
     def __post_init__(self) -> None:
         _check_choice("scheduler", self.scheduler, SCHEDULERS)
+        _check_choice("admission", self.admission, ADMISSIONS)
+        if self.scheduler != "medha" and self.admission != "all":
+            raise ConfigError(
+                f"admission={self.admission!r} needs predictions, which scheduler={self.scheduler!r} does not make; "
+                "accepted: all"
+            )
         if self.scheduler != "medha" and self.chunk_size is None:
             object.__setattr__(self, "chunk_size", 512)
         _check_positive_int("max_num_seqs", self.max_num_seqs, 65536)
@@ -185,6 +200,8 @@ class SchedulerConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
                 raise ConfigError(f"{name}={value!r}; accepted: a number from 0 to below 1")
+        if not isinstance(self.overcommit, bool):
+            raise ConfigError(f"overcommit={self.overcommit!r}; accepted: True or False")
         _check_positive_int("depth", self.depth, 1024, optional=True)
         _check_positive_int("max_kv_per_group", self.max_kv_per_group, 2**31 - 1, optional=True)
 

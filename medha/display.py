@@ -226,6 +226,12 @@ def results_table(outputs: Iterable[RequestOutput], *, expected: Mapping[str, st
     return table
 
 
+def print_explanation(output: RequestOutput) -> None:
+    """Say on stderr where the TTFT of a finished request went, if it was served."""
+    if output.metrics.explanation is not None:
+        print(output.metrics.explanation.text(_one_line), file=sys.stderr)
+
+
 def shown_text(completion: CompletionOutput) -> str:
     """Its text or, without a tokenizer, its token ids, each followed by a blank."""
     if completion.text is not None:

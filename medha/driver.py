@@ -136,5 +136,6 @@ def unserved(
     """
     error = arrival.error or error
     completion = CompletionOutput(0, text=None, token_ids=[], finish_reason="abort" if error is None else "error")
-    metrics = RequestMetrics(start + arrival.arrival_s, finished=now)
+    slo = arrival.slo or SLO()
+    metrics = RequestMetrics(start + arrival.arrival_s, finished=now, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
     return RequestOutput(arrival.request_id, None, [], [completion], True, metrics, error)

@@ -13,18 +13,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Protocol, TextIO, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from medha.admission import ModelLimits, PreparedRequest, Prompt, prepare_request
 from medha.batch import Batch
-from medha.errors import EngineDeadError, ValidationError
+from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
+from medha.explanation import Explanation
 from medha.live import LiveRequest
 from medha.request import PRIORITIES, SLO, RequestOutput, SamplingParams
 from medha.runner import StepResult
 from medha.sched.correction import KINDS, ErrorFigures, Kind
+from medha.sched.journal import Journal
+from medha.sched.ledger import Ledger
 from medha.sched.packer import Prediction
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.text import Tokenizer
@@ -83,6 +87,8 @@ class Engine:
     Attributes:
         on_step: called with each batch that is done, what was predicted of it before it was sent (None where the
             scheduler predicts nothing) and its busy seconds.
+        num_preemptions: how often requests gave up their KV memory, to be computed again.
+        work_lost_s: predicted seconds of what they lost; without a predictor, tokens of short context.
     """
 
     def __init__(
@@ -101,6 +107,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.timeline = timeline
         self.on_step: Callable[[Batch, Prediction | None, float], None] | None = None
+        self.num_preemptions = 0
+        self.work_lost_s = 0.0
+        self._ledger = Ledger(scheduler)
         self._clock = clock
         self._start = clock()
         self._live: dict[str, LiveRequest] = {}  # not ended
@@ -140,6 +149,38 @@ class Engine:
             return {}
         return {kind: predictor.correction.errors.figures(kind) for kind in KINDS}
 
+    def record(self, journal: TextIO) -> None:
+        """Write down what is asked of the scheduler from now on, and what it decides, for ``medha replay``.
+
+        Args:
+            journal: text; a line is written at each call. Left open.
+
+        Raises:
+            ConfigError: the engine has served requests already, or its policy is a function.
+            EngineDeadError: the file cannot be written; also from every later step that writes to it.
+        """
+        if self._num_added:
+            raise ConfigError("a journal begins before the first request; this engine has served some")
+        self.scheduler = cast(Scheduler, Journal(self.scheduler, journal))
+        self._ledger = Ledger(self.scheduler)
+
+    def explain(self, request_id: str) -> Explanation:
+        """Where the seconds of an unfinished request went until its first token, or so far; ``text()`` prints it.
+
+        A finished one has it in its output, as ``metrics.explanation``.
+
+        Raises:
+            ValidationError: no unfinished request has this id.
+        """
+        live = self._live.get(request_id)
+        if live is None:
+            raise ValidationError(
+                f"request_id={request_id!r:.80} is not running; accepted: an unfinished request",
+                param="request_id",
+                value=request_id,
+            )
+        return live.metrics.explanation or self._ledger.of(live.slot)
+
     def now(self) -> float:
         """Seconds since the engine was made, the clock of all metrics."""
         return self._clock() - self._start
@@ -166,6 +207,7 @@ class Engine:
 
         Raises:
             ValidationError, ContextLengthError, KVCapacityError: the request is wrong; nothing was queued.
+            DeadlineError: it cannot meet its TTFT objective, and the option ``admission`` is ``refuse``.
             EngineDeadError: the engine has failed before.
         """
         arrival_s = self.now() if arrival_s is None else arrival_s
@@ -195,7 +237,13 @@ class Engine:
         )
 
     def add_prepared(self, request: PreparedRequest, *, arrival_s: float) -> None:
-        """Queue a request that :meth:`prepare` returned; raises on a duplicate id or a dead engine."""
+        """Queue a request that :meth:`prepare` returned.
+
+        Raises:
+            ValidationError: its id is in flight already.
+            DeadlineError: it cannot meet its TTFT objective, and the option ``admission`` is ``refuse``.
+            EngineDeadError: the engine has failed before.
+        """
         if self._dead is not None:
             raise self._dead
         if request.request_id in self._live:
@@ -205,33 +253,52 @@ class Engine:
                 value=request.request_id,
             )
         slot = self._free_slots[-1] if self._free_slots else len(self._by_slot)
+        head = self._admitted(request, slot, arrival_s)
         live = LiveRequest(request, slot, arrival_s, limits=self.limits, tokenizer=self.tokenizer)
+        live.metrics.is_relegated = head.is_relegated
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed * 1_000_003 + self._num_added
         self._num_added += 1
         self.runner.open(slot, request.prompt_ids, params, seed=seed, end_ids=tuple(sorted(live.end_ids)))
-        head = RequestHead(
-            slot,
-            len(request.prompt_ids),
-            params.max_tokens,
-            arrival_s,
-            request.slo,
-            PRIORITIES.index(request.priority),
-        )
         deadline_s = self.scheduler.add(head)
+        self._ledger.added(head, deadline_s, request.request_id)
         live.metrics.deadline_s = deadline_s if math.isfinite(deadline_s) else None
         live.metrics.deadline_is_derived = live.metrics.deadline_s is not None and live.metrics.ttft_slo_s is None
         self._live[request.request_id] = self._by_slot[slot] = live
         if self._free_slots:
             self._free_slots.pop()
 
+    def _admitted(self, request: PreparedRequest, slot: int, arrival_s: float) -> RequestHead:
+        """What the scheduler is to know of a request; raises DeadlineError if it is not taken."""
+        priority = PRIORITIES.index(request.priority)
+        length = len(request.prompt_ids)
+        head = RequestHead(slot, length, request.params.max_tokens, arrival_s, request.slo, priority)
+        admission = self.scheduler.config.admission
+        predicted_s = None if admission == "all" else self.scheduler.admission_s(head, self.now())
+        if predicted_s is None:
+            return head
+        if admission == "relegate":
+            return replace(head, is_relegated=True)
+        objective_s = None if request.slo is None else request.slo.ttft_s
+        raise DeadlineError(
+            f"slo.ttft_s={objective_s}: its first token is predicted {predicted_s:.3f} s after its arrival even if it "
+            "runs next; accepted: a later one, or admission='all' or 'relegate'",
+            predicted_s=predicted_s,
+            objective_s=objective_s,
+            param="slo.ttft_s",
+            value=objective_s,
+        )
+
     def abort(self, request_id: str) -> None:
         """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown."""
         live = self._live.get(request_id)
         if live is not None:
             live.finish("abort", self.now())
+            self._keep_explanation(live)
             self._retire(live)
-            self._release(self.scheduler.cancel(live.slot))
+            closed = self.scheduler.cancel(live.slot)
+            self._ledger.cancelled(live.slot)
+            self._release(closed)
 
     def abort_all(self) -> None:
         """End every request now; batches in flight are completed by the next steps."""
@@ -266,12 +333,14 @@ class Engine:
         """Abort everything and forget what is in flight; the next :meth:`step` returns the aborted requests."""
         for live in list(self._live.values()):
             live.finish("abort", self.now())
+            self._keep_explanation(live)
             self._retire(live)
         # An interrupt may have struck anywhere in a step, so nothing is undone: scheduler and runner start afresh.
         self._by_slot.clear()
         self._free_slots.clear()
         self._in_flight.clear()
         self.scheduler = self.scheduler.fresh()
+        self._ledger = Ledger(self.scheduler)
         self.runner.reset()
 
     def _step(self) -> list[RequestOutput]:
@@ -285,12 +354,14 @@ class Engine:
         result = pending.result()
         now = self.now()
         self._note_step(batch, prediction, now, result.busy_s)
+        self._ledger.completed(batch, now, result.busy_s)  # before any output is made, which holds what it says
         results, going_on = [], []
         for row, sampled in zip(result.rows, result.sampled, strict=True):
             live = self._by_slot[row.slot]
             if live.finish_reason is not None:
                 continue  # aborted while in flight: the result is dropped
             has_ended = live.take(sampled, now)
+            self._keep_explanation(live)
             results.append((row.slot, 1, has_ended))
             if has_ended:
                 self._retire(live)
@@ -301,16 +372,28 @@ class Engine:
 
     def _fill_pipeline(self) -> None:
         """Schedule and run batches until no more may enter."""
-        while (batch := self.scheduler.schedule(start := self.now())) is not None:
+        while (batch := self._schedule(start := self.now())) is not None:
             for row in batch.rows:
                 metrics = self._by_slot[row.slot].metrics
                 if metrics.first_scheduled is None:
                     metrics.first_scheduled = start
                 metrics.num_chunks += not row.is_decode
             pending = self.runner.submit(batch)
+            self._ledger.scheduled(batch, start)
             if self.timeline is not None:
                 self.timeline.record(batch, start, self.now(), lambda slot: self._by_slot[slot].request_id)
             self._in_flight.append((batch, self.scheduler.last_prediction, pending))
+
+    def _schedule(self, now: float) -> Batch | None:
+        """The next batch; counts those that gave way to it."""
+        batch = self.scheduler.schedule(now)
+        for slot, lost_s in self.scheduler.displaced:
+            metrics = self._by_slot[slot].metrics
+            metrics.num_preemptions += 1
+            metrics.work_lost_s += lost_s
+            self.num_preemptions += 1
+            self.work_lost_s += lost_s
+        return batch
 
     def _note_step(self, batch: Batch, prediction: Prediction | None, now: float, busy_s: float) -> None:
         """Show a batch that is done to whoever looks on."""
@@ -320,6 +403,11 @@ class Engine:
             self.on_step(batch, prediction, busy_s)
 
     # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _keep_explanation(self, live: LiveRequest) -> None:
+        """Note where the time of a request went that has its first token, or ends without one."""
+        if live.metrics.explanation is None:
+            live.metrics.explanation = self._ledger.of(live.slot)
 
     def _retire(self, live: LiveRequest) -> None:
         """Put the output of a request that has ended among those to return."""

@@ -66,6 +66,22 @@ class KVCapacityError(ValidationError):
     """The request can never fit the KV pool, however long it waits."""
 
 
+class DeadlineError(ValidationError):
+    """The request's first token would come after its TTFT objective, even if it ran next.
+
+    Attributes:
+        predicted_s: seconds from its arrival to the first token, or None.
+        objective_s: its objective, or None.
+    """
+
+    def __init__(
+        self, message: str, *, predicted_s: float | None = None, objective_s: float | None = None, **where: Any
+    ) -> None:
+        super().__init__(message, **where)
+        self.predicted_s = predicted_s
+        self.objective_s = objective_s
+
+
 class UnsupportedFeatureError(MedhaError, ValueError):
     """A field that users of other engines know, and medha does not implement. It is never ignored."""
 

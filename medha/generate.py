@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
@@ -26,10 +26,10 @@ from medha.command import (
     start_logging,
 )
 from medha.config import ATTENTION_BACKENDS, SCHEDULERS, EngineConfig, parse_bytes
-from medha.display import Display, StreamedText
+from medha.display import Display, StreamedText, print_explanation
 from medha.driver import Arrival, drive
 from medha.errors import ConfigError
-from medha.jsonl import OutputLines, full_disk_reported, read_requests
+from medha.jsonl import OutputLines, emptied, full_disk_reported, opened, read_requests
 from medha.models.hf_config import parse_hf_overrides
 from medha.parallel.launch import is_first_rank
 from medha.request import SamplingParams
@@ -57,7 +57,8 @@ _ENGINE = (
     "tokenizer", "revision", "dtype", "device", "attention_backend", "load_format", "seed", "max_model_len",
     "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens", "chunk_size",
     "num_threads", "scheduler", "policy", "t_target_s", "quantum_s", "rho_max", "long_threshold", "late_share",
-    "patience_s", "profile", "tp", "spp", "kvp", "max_kv_per_group", "tp_forward", "dist_timeout",
+    "patience_s", "admission", "overcommit", "profile", "tp", "spp", "kvp", "max_kv_per_group", "tp_forward",
+    "dist_timeout",
 )  # fmt: skip
 
 
@@ -135,6 +136,15 @@ def generate(
     patience_s: Annotated[
         float, _scheduling_option(help="Seconds after which a prefill counts as passed over.")
     ] = _DEFAULT.scheduler.patience_s,
+    admission: Annotated[
+        str, _scheduling_option(help="Who cannot be in time: all (served as others), refuse, relegate.")
+    ] = _DEFAULT.scheduler.admission,
+    overcommit: Annotated[
+        bool,
+        _scheduling_option(
+            "--overcommit", help="Take KV memory that others may come to need; some are computed again."
+        ),
+    ] = _DEFAULT.scheduler.overcommit,
     profile: Annotated[
         str | None, _scheduling_option(help="File that medha profile wrote.", show_default=False)
     ] = _DEFAULT.profile,
@@ -156,6 +166,8 @@ def generate(
     output: Annotated[Path | None, _output_option(help="File of JSON lines, one as each request ends.")] = None,
     json_lines: Annotated[bool, _output_option("--json", help="The same lines on stdout in place of text.")] = False,
     timeline: Annotated[Path | None, _output_option(help="Chrome trace of what ran (.json or .json.gz).")] = None,
+    journal: Annotated[Path | None, _output_option(help="What the scheduler was asked and decided.")] = None,
+    explain: Annotated[bool, _output_option("--explain", help="Say on stderr where each TTFT went.")] = False,
     log_level: Annotated[str, _output_option(help="debug, info, warning or error.", envvar="MEDHA_LOG_LEVEL")] = "info",
     no_progress: Annotated[
         bool, _output_option("--no-progress", help="Draw nothing on a terminal.", envvar="MEDHA_NO_PROGRESS")
@@ -179,17 +191,18 @@ def generate(
     if not is_first_rank():
         return _follow(config)
     arrivals = _arrivals(context.params)
-    for path in filter(None, (output, timeline)):
+    for path in filter(None, (output, timeline, journal)):
         _check_not_an_input(path, (prompt_file, requests))
     with ExitStack() as stack:
-        output_file = None if output is None else stack.enter_context(_opened(output))
-        timeline_file = None if timeline is None else stack.enter_context(_opened(timeline))
+        files = [None if path is None else stack.enter_context(opened(path)) for path in (output, timeline, journal)]
         return _serve(
             config,
             arrivals,
-            output=output_file,
-            timeline=timeline_file,
+            output=files[0],
+            timeline=files[1],
+            journal=files[2],
             json_lines=json_lines,
+            explain=explain,
             live=not no_progress,
         )
 
@@ -246,27 +259,15 @@ def _check_not_an_input(path: Path, inputs: Sequence[Path | None]) -> None:
             raise ConfigError(f"output file {path} is {other}, which is read; accepted: another file")
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
-    """Open an output file without changing it yet, so that one that cannot be written is found before the run."""
-    try:
-        file = path.open("a", encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise ConfigError(f"output file {path}: {error.strerror}") from error
-    try:
-        yield file
-    finally:
-        with suppress(OSError):  # every line was flushed when it was written, and an error reported
-            file.close()
-
-
 def _serve(
     config: EngineConfig,
     arrivals: list[Arrival],
     *,
     output: TextIO | None,
     timeline: TextIO | None,
+    journal: TextIO | None,
     json_lines: bool,
+    explain: bool,
     live: bool,
 ) -> int:
     """Load the model and run the requests; returns the exit code."""
@@ -280,12 +281,13 @@ def _serve(
     with ExitStack() as stack:
         if trace is not None and timeline is not None:
             stack.callback(_write_trace, trace, Path(timeline.name))
-        if output is not None and Path(output.name).is_file():
-            output.truncate(0)
+        if journal is not None:
+            engine.record(emptied(journal))
         interrupted = stack.enter_context(first_interrupt())
         view = _view(engine, len(arrivals), json_lines=json_lines, live=live)
         stack.enter_context(view)
-        files = [file for file in (output, sys.stdout if json_lines else None) if file is not None]
+        files = [] if output is None else [emptied(output)]
+        files += [sys.stdout] if json_lines else []
         lines = OutputLines(engine, arrivals, files)
         stack.callback(lines.close)
         if role.caller is not None:
@@ -296,6 +298,8 @@ def _serve(
             whole = lines.add(piece)
             if whole is not None:
                 view.finish(whole)
+                if explain:
+                    print_explanation(whole)
                 num_failed += whole.error is not None
     role.close()
     if interrupted:

@@ -16,7 +16,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -140,9 +140,41 @@ def full_disk_reported(path: str | Path) -> Iterator[None]:
         raise RequestError(f"output file {path}: {error.strerror}; what was written before is kept") from error
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[TextIO]:
+    """Open an output file without changing it yet, so that one that cannot be written is found before the run.
+
+    Each line goes to the file as it is written.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+    try:
+        file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"output file {path}: {error.strerror}") from error
+    try:
+        yield file
+    finally:
+        with suppress(OSError):  # every line was flushed when it was written, and an error reported
+            file.close()
+
+
+def emptied(file: TextIO) -> TextIO:
+    """Drop what an earlier run left in a file of :func:`opened`; a device is left alone."""
+    if Path(file.name).is_file():
+        file.truncate(0)
+    return file
+
+
 def output_line(output: RequestOutput) -> dict[str, Any]:
-    """The output line of a finished request; times in seconds, null where there is none."""
+    """The output line of a finished request; times in seconds, null where there is none.
+
+    ``ttft_parts_s`` says where the time to the first token went, ``held_up_by`` which other requests took most of it;
+    ``met_slo`` is null without an objective, and false for a request that was refused, aborted or relegated.
+    """
     completion, metrics = output.outputs[0], output.metrics
+    explanation = metrics.explanation
     line: dict[str, Any] = {
         "id": output.request_id,
         "text": completion.text,
@@ -153,8 +185,12 @@ def output_line(output: RequestOutput) -> dict[str, Any]:
         "num_output_tokens": len(completion.token_ids),
         "queue_s": metrics.queue_time,
         "ttft_s": metrics.ttft,
+        "ttft_parts_s": None if explanation is None else explanation.parts_s,
+        "held_up_by": None if explanation is None else explanation.others,
         "tpot_s": metrics.tpot,
         "e2e_s": metrics.e2e,
+        "met_slo": metrics.met_slo,
+        "is_relegated": metrics.is_relegated,
         "error": _error_object(output.error),
     }
     if completion.logprobs is not None:

@@ -7,9 +7,25 @@ from collections.abc import Sequence
 
 from medha.admission import ModelLimits, PreparedRequest
 from medha.errors import NonFiniteLogitsError
-from medha.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from medha.request import SLO, CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from medha.sampling import Sampled
 from medha.text import Detokenizer, StopChecker, Tokenizer
+
+
+def refused_output(request: PreparedRequest, arrival_s: float, now_s: float, error: Exception) -> RequestOutput:
+    """The output of a request that was not admitted."""
+    slo = request.slo or SLO()
+    metrics = RequestMetrics(
+        arrival_s,
+        finished=now_s,
+        num_prompt_tokens=len(request.prompt_ids),
+        ttft_slo_s=slo.ttft_s,
+        tpot_slo_s=slo.tpot_s,
+    )
+    completion = CompletionOutput(0, text=None, token_ids=[], finish_reason="error")
+    return RequestOutput(
+        request.request_id, request.prompt, request.prompt_token_ids, [completion], True, metrics, error
+    )
 
 
 class LiveRequest:

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from numbers import Number
 from pathlib import Path
 from types import TracebackType
@@ -25,8 +26,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from medha.build import Role, build_role
 from medha.config import EngineConfig
 from medha.engine import Engine, PreparedRequest, Prompt
-from medha.errors import EngineDeadError, RequestError, UnsupportedFeatureError, ValidationError
+from medha.errors import DeadlineError, EngineDeadError, RequestError, UnsupportedFeatureError, ValidationError
+from medha.jsonl import emptied, opened
+from medha.live import refused_output
+from medha.parallel.launch import is_first_rank
 from medha.request import SLO, RequestOutput, SamplingParams
+from medha.sched.journal import check_recordable
 from medha.text import Tokenizer
 from medha.timeline import Timeline
 
@@ -40,21 +45,43 @@ class LLM:
     Args:
         model: local Hugging Face folder, or hub id.
         timeline: records what runs, if given.
+        journal: file for what the scheduler is asked and decides, which ``medha replay`` reads; rank 0 writes it.
         options: any option of :class:`medha.config.EngineConfig` by its flat name, for example ``dtype``, ``device``,
             ``max_model_len``, ``max_num_seqs``, ``max_batch_tokens``, ``chunk_size``, ``num_kv_blocks``,
             ``kv_memory`` (bytes), ``block_size``, ``rope_scaling``, ``load_format``, ``seed``.
 
     Raises:
-        ConfigError: an option or the model folder is wrong; the subclass says what.
+        ConfigError: an option or the model folder is wrong, or the journal cannot be written; the subclass says what.
     """
 
-    def __init__(self, model: str | Path, *, timeline: Timeline | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        timeline: Timeline | None = None,
+        journal: str | Path | None = None,
+        **options: Any,
+    ) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
-        self._role: Role | None = build_role(self.config, timeline=timeline)
+        self._files = ExitStack()
+        self._role: Role | None = self._build(timeline, None if journal is None else Path(journal))
         if not self._role.is_alone:
             atexit.register(_close_at_exit, weakref.ref(self))
         self._ids = map(str, itertools.count())
         self._streams: dict[str, deque[RequestOutput]] = {}  # outputs that each open stream has not yielded yet
+
+    def _build(self, timeline: Timeline | None, journal: Path | None) -> Role:
+        """This rank's part; a journal that cannot be written is found before the model is loaded."""
+        with ExitStack() as stack:
+            file = None
+            if journal is not None:
+                check_recordable(self.config.scheduler)
+                file = stack.enter_context(opened(journal)) if is_first_rank() else None
+            role = build_role(self.config, timeline=timeline)
+            if file is not None and role.engine is not None:
+                role.engine.record(emptied(file))
+            self._files = stack.pop_all()
+        return role
 
     @property
     def engine(self) -> Engine:
@@ -101,7 +128,8 @@ class LLM:
             use_tqdm: show a progress bar on a terminal.
 
         Returns:
-            One output a prompt, in the order of the prompts. A request that failed alone has ``error`` set.
+            One output a prompt, in the order of the prompts. A request that failed alone, or that the option
+            ``admission`` refused, has ``error`` set.
 
         Raises:
             ValidationError: a prompt or parameter is wrong; ``index`` says which; nothing was queued.
@@ -129,7 +157,11 @@ class LLM:
         num_left = len(requests)
         try:
             for request in requests:
-                engine.add_prepared(request, arrival_s=arrival_s)
+                try:
+                    engine.add_prepared(request, arrival_s=arrival_s)
+                except DeadlineError as error:
+                    outputs[request.request_id] = refused_output(request, arrival_s, engine.now(), error)
+                    num_left -= 1
             with _Progress(len(requests), enabled=use_tqdm) as progress:
                 while num_left:
                     num_finished = _collect(outputs, self._step())
@@ -196,8 +228,9 @@ class LLM:
     def close(self) -> None:
         """Drop the model and its memory, and leave the job; every rank calls it, and may call it twice."""
         role, self._role = self._role, None
-        if role is not None:
-            role.close()
+        with self._files:
+            if role is not None:
+                role.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -209,7 +242,8 @@ class LLM:
             self.close()
         else:  # the other ranks may be anywhere: to wait for them could be for ever
             role, self._role = self._role, None
-            role.give_up(value)
+            with self._files:
+                role.give_up(value)
 
     @property
     def _open_role(self) -> Role:

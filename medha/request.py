@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from medha.errors import UnsupportedFeatureError, ValidationError
+from medha.explanation import Explanation
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -248,7 +249,11 @@ class RequestMetrics:
     ``ttft`` runs from arrival to the first token, queueing included. ``tpot`` is (last - first token) / (tokens - 1),
     None with fewer than two tokens. ``queue_time`` runs from arrival to the first chunk. ``deadline_s`` is what the
     scheduler went by, seconds from arrival to the first token: the TTFT objective, or where ``deadline_is_derived`` a
-    multiple of the predicted prefill time; None is no deadline.
+    multiple of the predicted prefill time; None is no deadline. ``num_preemptions`` counts how often it gave up its KV
+    memory, and ``work_lost_s`` the predicted seconds of what was computed again. ``explanation`` says where the time to
+    the first token went, or to the end of a request without one; None before, and where the request was refused or the
+    engine failed. ``is_relegated`` says that it was served without a deadline, because its TTFT objective could not be
+    met, and counts as missed.
     """
 
     arrival: float
@@ -259,10 +264,13 @@ class RequestMetrics:
     num_output_tokens: int = 0
     num_chunks: int = 0
     num_preemptions: int = 0
+    work_lost_s: float = 0.0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     deadline_s: float | None = None
     deadline_is_derived: bool = False
+    is_relegated: bool = False
+    explanation: Explanation | None = None
 
     @property
     def queue_time(self) -> float | None:
@@ -293,7 +301,7 @@ class RequestMetrics:
         given = [(limit, value) for limit, value in pairs if limit is not None]
         if not given:
             return None
-        if self.finished is None or self.first_token is None:
+        if self.is_relegated or self.finished is None or self.first_token is None:
             return False
         return all(value is None or value <= limit for limit, value in given)
 

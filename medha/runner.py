@@ -1,6 +1,6 @@
 """Runs a Batch on one rank: the place where model, attention, KV cache, sampling and the pipeline's ends meet.
 
-The runner keeps a replica of the block tables, the prompts' tokens and each slot's last sampled token. Given a Batch it
+The runner keeps a replica of the block tables, the prompts' tokens and those drawn for each slot. Given a Batch it
 gathers the input tokens, runs every linear layer once over all rows together (decodes and chunks of several prefills),
 writes the new keys and values, attends, and samples the rows that end at the last known token.
 
@@ -100,7 +100,7 @@ class Runner:
         self._inv_freq = inverse_frequencies(rope, model.config.head_dim).to(device)
         self._prompts: dict[int, torch.Tensor] = {}
         self._sampling: dict[int, SlotSampling] = {}
-        self._last_token: dict[int, int] = {}
+        self._drawn: dict[int, list[int]] = {}
 
     def open(
         self,
@@ -132,13 +132,13 @@ class Runner:
         """Forget a request's tokens; its blocks go with the batch that frees them."""
         self._prompts.pop(slot, None)
         self._sampling.pop(slot, None)
-        self._last_token.pop(slot, None)
+        self._drawn.pop(slot, None)
 
     def reset(self) -> None:
         """Forget every request and block table, after a step that did not finish."""
         self._prompts.clear()
         self._sampling.clear()
-        self._last_token.clear()
+        self._drawn.clear()
         self.tables.clear()
 
     def sampling(self, slot: int) -> SlotSampling:
@@ -196,13 +196,20 @@ class Runner:
     def take_tokens(self, result: StepResult) -> None:
         """Note the tokens drawn, as input of the next decodes; where prompts are kept."""
         for row, sampled in zip(result.rows, result.sampled, strict=True):
-            self._last_token[row.slot] = sampled.token_id
+            self._drawn.setdefault(row.slot, []).append(sampled.token_id)
 
     def input_ids(self, batch: Batch) -> torch.Tensor:
         """The tokens of a batch's rows in order, int32 on the CPU, where prompts are kept."""
-        decodes = [self._last_token[row.slot] for row in batch.rows if row.is_decode]
+        decodes = [self._drawn[row.slot][-1] for row in batch.rows if row.is_decode]
         parts = [torch.tensor(decodes, dtype=torch.int32)]
-        parts += [self._prompts[row.slot][row.position : row.kv_len] for row in batch.rows if not row.is_decode]
+        for row in batch.rows:
+            if not row.is_decode:
+                prompt = self._prompts[row.slot]
+                parts.append(prompt[row.position : row.kv_len])
+                if row.kv_len > len(prompt):  # computed again after it gave way
+                    first = max(row.position - len(prompt), 0)
+                    drawn = self._drawn[row.slot][first : row.kv_len - len(prompt)]
+                    parts.append(torch.tensor(drawn, dtype=torch.int32))
         return torch.cat(parts)
 
     def _forward(self, batch: Batch, input_ids: torch.Tensor | None) -> torch.Tensor:

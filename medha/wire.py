@@ -12,6 +12,7 @@ import torch
 
 from medha import errors
 from medha.batch import Row
+from medha.explanation import Explanation
 from medha.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from medha.runner import StepResult
 from medha.sampling import Sampled, SlotSampling
@@ -19,6 +20,7 @@ from medha.sampling import Sampled, SlotSampling
 _ROW_INTS = 2  # token, finite
 _LOGPROB_INTS = 3  # token, bits of the float32 logprob, rank
 _TAIL_INTS = 2  # bits of the float64 busy time
+_ERROR_FIELDS = ("param", "index", "predicted_s", "objective_s")
 
 
 def sampling_to_json(slot: int, sampling: SlotSampling) -> dict[str, Any]:
@@ -71,7 +73,7 @@ def outputs_from_json(items: Sequence[dict[str, Any]]) -> list[RequestOutput]:
             item["prompt_token_ids"],
             [_completion(fields) for fields in item["outputs"]],
             True,
-            RequestMetrics(**item["metrics"]),
+            _metrics(item["metrics"]),
             None if item["error"] is None else error_from_json(item["error"]),
         )
         for item in items
@@ -117,6 +119,13 @@ def decode_report(report: torch.Tensor, rows: tuple[Row, ...], slots: Sequence[S
     return StepResult(rows, sampled, busy_s)
 
 
+def _metrics(fields: dict[str, Any]) -> RequestMetrics:
+    explanation = fields["explanation"]
+    if explanation is not None:
+        fields = {**fields, "explanation": Explanation.from_json(explanation)}
+    return RequestMetrics(**fields)
+
+
 def _completion(fields: dict[str, Any]) -> CompletionOutput:
     if fields["logprobs"] is not None:
         fields = {
@@ -127,8 +136,8 @@ def _completion(fields: dict[str, Any]) -> CompletionOutput:
 
 
 def error_to_json(error: Exception) -> dict[str, Any]:
-    """Class name and message of an error, and which parameter of which request a refusal is about."""
-    where = {name: getattr(error, name) for name in ("param", "index") if getattr(error, name, None) is not None}
+    """Class name and message of an error, and which parameter of which request a refusal is about, and why."""
+    where = {name: getattr(error, name) for name in _ERROR_FIELDS if getattr(error, name, None) is not None}
     return {"class": type(error).__name__, "message": str(error), **where}
 
 
@@ -138,7 +147,7 @@ def error_from_json(item: Mapping[str, Any]) -> Exception:
     if not (isinstance(kind, type) and issubclass(kind, errors.MedhaError)):
         return errors.RequestError(f"{item['class']}: {item['message']}")
     error = kind(item["message"])
-    for name in ("param", "index"):
+    for name in _ERROR_FIELDS:
         if name in item:
             setattr(error, name, item[name])
     return error

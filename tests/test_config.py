@@ -126,11 +126,11 @@ def test_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_flat("m", zzz=1)
     assert str(caught.value) == (
-        "unknown option zzz=1; known: attention_backend, block_size, chunk_granularity, chunk_size, deadline_factor, "
-        "deadline_floor_s, depth, device, dist_timeout, dtype, gpu_memory_utilization, hf_overrides, kv_memory, kvp, "
-        "late_share, load_format, long_threshold, max_batch_tokens, max_kv_per_group, max_model_len, max_num_seqs, "
-        "min_chunk, num_kv_blocks, num_threads, patience_s, policy, profile, quantum_s, revision, rho_max, "
-        "rope_scaling, scheduler, seed, spp, t_target_s, tokenizer, tp, tp_forward"
+        "unknown option zzz=1; known: admission, attention_backend, block_size, chunk_granularity, chunk_size, "
+        "deadline_factor, deadline_floor_s, depth, device, dist_timeout, dtype, gpu_memory_utilization, hf_overrides, "
+        "kv_memory, kvp, late_share, load_format, long_threshold, max_batch_tokens, max_kv_per_group, max_model_len, "
+        "max_num_seqs, min_chunk, num_kv_blocks, num_threads, overcommit, patience_s, policy, profile, quantum_s, "
+        "revision, rho_max, rope_scaling, scheduler, seed, spp, t_target_s, tokenizer, tp, tp_forward"
     )
 
 
@@ -149,6 +149,8 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "depth": (*NO_INTEGER, 1025),
     "max_kv_per_group": (*NO_INTEGER, 2**31),
     "scheduler": (None, "", "Medha", "fcfs", 1),
+    "admission": (None, "", "Refuse", "some", True),
+    "overcommit": (None, 0, 1, "yes", NAN),
     "t_target_s": NO_SECONDS,
     "quantum_s": (*NO_SECONDS, None),
     "deadline_floor_s": (*NO_SECONDS, None),
@@ -188,6 +190,8 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "depth": (1, None, 1024),
     "max_kv_per_group": (256, None),
     "scheduler": ("medha", "static", "orca", "sarathi", "vllm", "token-budget"),
+    "admission": ("all", "refuse", "relegate"),
+    "overcommit": (True, False),
     "t_target_s": (0.02, 1, None),
     "quantum_s": (0.02, 1),
     "deadline_floor_s": (1e-9, 1),

@@ -12,11 +12,14 @@ import pytest
 import torch
 
 import medha.runner
+from medha.config import SchedulerConfig
 from medha.engine import Engine
-from medha.errors import EngineDeadError, NonFiniteLogitsError, ValidationError
+from medha.errors import DeadlineError, EngineDeadError, NonFiniteLogitsError, ValidationError
 from medha.request import SLO, Logprob, RequestOutput, SamplingParams
 from medha.sampling import uniform
+from medha.sched.scheduler import Scheduler
 from tests.checkpoints import reference_greedy, reference_logits
+from tests.sched.virtual import make_predictor
 from tests.serving import (
     ANSWER,
     GREEDY,
@@ -443,6 +446,125 @@ def test_times_are_in_order(bytes_model: Model, depth: int, monkeypatch: pytest.
         assert m.arrival == 0.0
         assert m.arrival <= m.first_scheduled < m.first_token < m.finished <= engine.now()
         assert m.num_chunks >= -(-m.num_prompt_tokens // SMALL["chunk_size"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where the TTFT went
+
+
+def check_explained(output: RequestOutput) -> None:
+    """The parts are a TTFT, or the time until an end without a first token."""
+    metrics, explained = output.metrics, output.metrics.explanation
+    assert explained is not None
+    assert explained.request_id == output.request_id
+    assert explained.has_first_token == (metrics.ttft is not None)
+    assert min(explained.parts_s.values()) >= 0
+    assert sum(explained.parts_s.values()) == pytest.approx(explained.total_s, abs=1e-6)
+    if metrics.ttft is not None:
+        assert explained.total_s == pytest.approx(metrics.ttft, abs=1e-6)
+        assert explained.own_s > 0
+    else:
+        assert metrics.e2e is not None and explained.total_s <= metrics.e2e
+    assert sum(seconds for _, seconds in explained.others) <= explained.others_s + 1e-6
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_parts_of_every_ttft_sum_to_it(bytes_model: Model, depth: int) -> None:
+    """Requests come as others run, slots and ids are used again, memory is short, one is aborted in the queue."""
+    engine = bytes_model.engine(depth=depth, num_blocks=6, max_num_seqs=3, **SMALL)
+    names = iter(f"{number}" for number in range(100))
+    finished: list[RequestOutput] = []
+    for _ in range(12):
+        engine.add_request(name := next(names), PROMPTS[int(name) % 4], PARAMS, slo=SLO(ttft_s=60.0))
+        running = engine.explain(name)
+        assert (running.total_s, running.has_first_token) == (0.0, False)
+        finished += [output for _ in range(2) for output in engine.step() if output.finished]
+    engine.abort(name)
+    while engine.has_unfinished:
+        finished += [output for output in engine.step() if output.finished]
+    assert len(finished) == 12
+    for output in finished:
+        check_explained(output)
+    explained = {output.request_id: output.metrics.explanation for output in finished}
+    assert any(one.memory_s > 0 for one in explained.values())
+    assert any(one.decodes_s > 0 for one in explained.values())
+    for name, one in explained.items():
+        assert name not in dict(one.others)
+        assert set(dict(one.others)) < set(explained)
+        slack_s = [seconds for _, seconds in one.slack_s]
+        assert slack_s == sorted(slack_s, reverse=True)
+
+
+def test_an_explanation_comes_with_the_first_token_and_stays(bytes_model: Model) -> None:
+    engine = bytes_model.engine(**SMALL)
+    engine.add_request("0", PROMPTS[0], PARAMS)
+    engine.step()
+    assert engine.explain("0").text().startswith("0: no first token after ")
+    outputs = [output for _ in range(2) for output in engine.step()]
+    first = outputs[0].metrics.explanation
+    assert first == engine.explain("0")
+    assert first is not None and first.has_first_token
+    assert finish(engine)["0"].metrics.explanation == first
+    with pytest.raises(ValidationError, match="request_id='0' is not running; accepted: an unfinished request"):
+        engine.explain("0")
+
+
+def test_after_an_interrupt_the_accounts_begin_anew(bytes_model: Model) -> None:
+    engine = bytes_model.engine(depth=2, max_num_seqs=2, **SMALL)
+    add_all(engine)
+    for _ in range(4):
+        engine.step()
+    engine.abandon()
+    for output in finish(engine).values():
+        check_explained(output)
+    add_all(engine)
+    for output in finish(engine).values():
+        check_explained(output)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Admission
+
+
+def admitting_engine(model: Model, admission: str) -> Engine:
+    """The paper's scheduler, whose predictor takes the model for a larger one: seconds for a prompt."""
+    made = model.engine(block_size=16)
+    config = SchedulerConfig(admission=admission, max_batch_tokens=64, min_chunk=16)
+    scheduler = Scheduler(config, num_blocks=64, block_size=16, predictor=make_predictor(max_tokens=64))
+    return Engine(made.runner, scheduler, made.limits, tokenizer=made.tokenizer)
+
+
+def test_a_request_that_cannot_be_in_time_is_refused(bytes_model: Model, expected: list[list[int]]) -> None:
+    engine = admitting_engine(bytes_model, "refuse")
+    engine.add_request("fine", PROMPTS[1], PARAMS, slo=SLO(ttft_s=600.0))
+    with pytest.raises(DeadlineError) as caught:
+        engine.add_request("hopeless", PROMPTS[0], PARAMS, slo=SLO(ttft_s=1e-3))
+    error = caught.value
+    assert error.predicted_s is not None and error.predicted_s > 1e-3
+    assert (error.objective_s, error.param, error.value) == (1e-3, "slo.ttft_s", 1e-3)
+    assert str(error).startswith(f"slo.ttft_s=0.001: its first token is predicted {error.predicted_s:.3f} s after its")
+    assert (engine.num_unfinished, engine.scheduler.num_waiting) == (1, 1)
+    with pytest.raises(DeadlineError):
+        engine.add_request("late", PROMPTS[0], PARAMS, slo=SLO(ttft_s=50.0), arrival_s=engine.now() - 60.0)
+    engine.add_request("hopeless", PROMPTS[0], PARAMS)
+    outputs = finish(engine)
+    assert {i: o.outputs[0].token_ids for i, o in outputs.items()} == {"fine": expected[1], "hopeless": expected[0]}
+
+
+def test_a_request_that_cannot_be_in_time_is_relegated(bytes_model: Model, expected: list[list[int]]) -> None:
+    engine = admitting_engine(bytes_model, "relegate")
+    engine.add_request("hopeless", PROMPTS[2], PARAMS, slo=SLO(ttft_s=1e-3))
+    engine.add_request("fine", PROMPTS[0], PARAMS, slo=SLO(ttft_s=600.0))
+    engine.add_request("derived", PROMPTS[3], PARAMS)
+    outputs = finish(engine)
+    metrics = {name: output.metrics for name, output in outputs.items()}
+    assert {name: m.is_relegated for name, m in metrics.items()} == {"hopeless": True, "fine": False, "derived": False}
+    hopeless, fine, derived = (metrics[name] for name in ("hopeless", "fine", "derived"))
+    assert (hopeless.deadline_s, hopeless.deadline_is_derived, hopeless.met_slo) == (None, False, False)
+    assert (fine.deadline_s, fine.met_slo, derived.deadline_is_derived) == (600.0, True, True)
+    assert hopeless.first_token > max(fine.first_token, derived.first_token)
+    tokens = {name: output.outputs[0].token_ids for name, output in outputs.items()}
+    assert tokens == {"hopeless": expected[2], "fine": expected[0], "derived": expected[3]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

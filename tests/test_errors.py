@@ -12,6 +12,7 @@ from medha.errors import (
     ChatTemplateError,
     ConfigError,
     ContextLengthError,
+    DeadlineError,
     EngineDeadError,
     KVCapacityError,
     MedhaError,
@@ -56,6 +57,7 @@ MedhaError
   ValidationError
     ContextLengthError
     KVCapacityError
+    DeadlineError
   UnsupportedFeatureError
   RequestError
     NonFiniteLogitsError
@@ -84,6 +86,7 @@ EXIT_CODES = {
     ValidationError: 2,
     ContextLengthError: 2,
     KVCapacityError: 2,
+    DeadlineError: 2,
     UnsupportedFeatureError: 2,
     PolicyError: 2,
     ParallelConfigError: 2,
@@ -110,12 +113,17 @@ def test_every_error_has_an_exit_code_here() -> None:
     assert set(CLASSES) <= set(EXIT_CODES)
 
 
-@pytest.mark.parametrize("cls", [ValidationError, ContextLengthError, KVCapacityError])
+@pytest.mark.parametrize("cls", [ValidationError, ContextLengthError, KVCapacityError, DeadlineError])
 def test_validation_error_says_what_and_where(cls: type[ValidationError]) -> None:
     bare = cls("message")
     assert (bare.param, bare.value, bare.index) == (None, None, None)
     full = cls("message", param="top_p", value=3, index=7)
     assert (str(full), full.param, full.value, full.index) == ("message", "top_p", 3, 7)
+
+
+def test_deadline_error_carries_both_times() -> None:
+    error = DeadlineError("message", predicted_s=2.0, objective_s=1.5, param="slo.ttft_s", value=1.5)
+    assert (error.predicted_s, error.objective_s, error.param, error.value) == (2.0, 1.5, "slo.ttft_s", 1.5)
 
 
 def test_unsupported_feature_error_names_the_field() -> None:

@@ -31,11 +31,13 @@ from medha.errors import ConfigError
 from medha.generate import _ENGINE, app
 from medha.models.needle import make_haystack, write_needle
 from medha.runner import Runner
+from medha.sched.journal import replay
 
 ROOT = Path(medha.__file__).parents[1]
 ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
 BRUNO = "The code of Bruno is 58-fern.\nThe code of Bruno is"
 KEYS = {"id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "ttft_s", "tpot_s", "e2e_s", "error"}
+EXTRA_KEYS = {"stop_reason", "num_output_tokens", "queue_s", "ttft_parts_s", "held_up_by", "met_slo", "is_relegated"}
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def test_json_lines_on_stdout(run: Command) -> None:
     done = run("--prompt", ADA, "--prompt", "", "--json", "--logprobs", "1")
     assert done.code == 3
     rows = {row["id"]: row for row in done.rows}
-    assert set(rows["prompt-0"]) == KEYS | {"stop_reason", "num_output_tokens", "queue_s", "logprobs"}
+    assert set(rows["prompt-0"]) == KEYS | EXTRA_KEYS | {"logprobs"}
     assert rows["prompt-0"]["text"] == " 31-plum."
     assert bytes(rows["prompt-0"]["token_ids"]) == b" 31-plum.\n"
     assert len(rows["prompt-0"]["logprobs"]) == 10
@@ -200,6 +202,24 @@ def test_request_file_to_output_file(run: Command, tmp_path: Path) -> None:
         assert row["num_output_tokens"] == len(row["token_ids"])
         assert 0 <= row["queue_s"] <= row["ttft_s"] <= row["e2e_s"]
         assert row["error"] is None
+
+
+def test_explain_says_on_stderr_where_each_ttft_went(run: Command, tmp_path: Path) -> None:
+    rows = [{"id": "document", "prompt": make_haystack(3000).prompt}, {"id": "a\nb", "prompt": ADA}, {"prompt": ""}]
+    requests = write_lines(tmp_path / "in.jsonl", *rows)
+    done = run("--requests", requests, "--explain", "--json", "--log-level", "error", "--policy", "fcfs")
+    found = {row["id"]: row for row in done.rows}
+    assert {line.split(":")[0] for line in done.err.splitlines() if line[0] != " "} == {"document", "a⏎b"}
+    assert re.search(r"^a⏎b: TTFT \d+\.\d{3} s\n  own compute .*, other prefills .* \(document .*\)\n", done.err, re.M)
+    for row in found.values():
+        if row["error"] is None:
+            assert sum(row["ttft_parts_s"].values()) == pytest.approx(row["ttft_s"], abs=1e-6)
+    assert found["a\nb"]["held_up_by"][0][0] == "document"
+    assert (found["line-3"]["ttft_parts_s"], found["line-3"]["held_up_by"]) == (None, None)
+    single = run("--prompt", ADA, "--explain", "--log-level", "error")
+    assert single.out == " 31-plum.\n"
+    assert single.err.startswith("prompt-0: TTFT ")
+    assert run("--prompt", ADA, "--log-level", "error").err == ""
 
 
 def test_a_model_without_tokenizer_prints_ids(bare: Command, folder: Path, tmp_path: Path) -> None:
@@ -281,6 +301,7 @@ OPTIONS: list[tuple[str, str, Any]] = [
     ("long-threshold", "1000", 1000),
     ("late-share", "0.2", 0.2),
     ("patience-s", "inf", math.inf),
+    ("admission", "relegate", "relegate"),
     ("profile", "profile.json", "profile.json"),
     ("rope-scaling", "yarn", "yarn"),
     ("rope-scaling", '{"rope_type": "linear", "factor": 2}', {"rope_type": "linear", "factor": 2}),
@@ -365,6 +386,12 @@ NO_CUDA = pytest.mark.skipif(medha.build.torch.cuda.is_available(), reason="need
         (["{model}", "--prompt", "x", "--device", "tpu"], "ConfigError: device='tpu'; accepted"),
         (["{model}", "--prompt", "x", "--attention-backend", "x"], "ConfigError: attention_backend='x'; accepted"),
         (["{model}", "--prompt", "x", "--max-num-seqs", "0"], "ConfigError: max_num_seqs=0; accepted"),
+        (["{model}", "--prompt", "x", "--admission", "some"], "admission='some'; accepted: all, refuse, relegate"),
+        (
+            ["{model}", "--prompt", "x", "--admission", "refuse", "--scheduler", "orca"],
+            "admission='refuse' needs predictions, which scheduler='orca' does not make; accepted: all",
+        ),
+        (["{model}", "--prompt", "x", "--journal", "{tmp}/gone/j"], "gone/j: No such file or directory"),
         (["{model}", "--prompt", "x", "--log-level", "bogus"], "ConfigError: log_level='bogus'; accepted: debug, info"),
         (["{model}", "--prompt", "x", "--temperature", "nan"], "ValidationError: temperature=nan; accepted"),
         (["{model}", "--requests", "{requests}", "--top-p", "7"], "ValidationError: top_p=7.0; accepted"),
@@ -418,6 +445,26 @@ def test_a_model_that_cannot_be_served(
     assert output.read_text() == "what an earlier run left\n"
 
 
+@pytest.mark.parametrize("admission", ["all", "refuse", "relegate"])
+def test_who_cannot_be_in_time(run: Command, tmp_path: Path, admission: str) -> None:
+    """An objective of a microsecond."""
+    rows = [{"id": "hopeless", "prompt": ADA, "slo": {"ttft_s": 1e-6}}, {"id": "fine", "prompt": ADA}]
+    requests = write_lines(tmp_path / "in.jsonl", *rows)
+    done = run("--requests", requests, "--json", "--admission", admission, "--log-level", "error")
+    assert done.code == (3 if admission == "refuse" else 0)
+    found = {row["id"]: row for row in done.rows}
+    assert (found["fine"]["text"], found["fine"]["met_slo"], found["fine"]["error"]) == (" 31-plum.", None, None)
+    hopeless = found["hopeless"]
+    assert (hopeless["met_slo"], hopeless["is_relegated"]) == (False, admission == "relegate")
+    if admission != "refuse":
+        assert hopeless["text"] == " 31-plum."
+        return
+    assert hopeless["error"]["type"] == "DeadlineError"
+    assert re.match(
+        r"slo.ttft_s=1e-06: its first token is predicted \d\.\d+ s after its arrival", hopeless["error"]["message"]
+    )
+
+
 BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     ("{not json", "ValidationError"),
     ("[]", "ValidationError"),
@@ -468,7 +515,7 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
         name: kind for name, (_, kind) in zip(names, BAD_LINES, strict=True)
     }
     for row in failed:
-        assert set(row) == KEYS | {"stop_reason", "num_output_tokens", "queue_s"}
+        assert set(row) == KEYS | EXTRA_KEYS
         assert set(row["error"]) == {"type", "message"}
         assert 10 < len(row["error"]["message"]) < 400
         assert (row["finish_reason"], row["token_ids"], row["ttft_s"]) == ("error", [], None)
@@ -544,6 +591,7 @@ def test_a_signal_ends_the_run_and_keeps_what_was_written(
     requests, output = write_lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
     process = spawn(
         folder, "--requests", requests, "--output", output, "--num-kv-blocks", "600", "--timeline", tmp_path / "t.json",
+        "--journal", tmp_path / "run.journal",
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -564,6 +612,8 @@ def test_a_signal_ends_the_run_and_keeps_what_was_written(
     ends = {row["id"]: row for row in parse(output.read_text())}
     assert ends["short"]["finish_reason"] == "length"
     assert ends["short"]["text"] == " 31-"
+    recorded = replay(tmp_path / "run.journal")
+    assert (recorded.mismatch, recorded.num_batches > 3) == (None, True)
     if signals == [signal.SIGTERM]:
         assert process.returncode == -signal.SIGTERM
         return

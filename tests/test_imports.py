@@ -14,7 +14,7 @@ import pytest
 import medha
 
 ROOT = Path(medha.__file__).parents[1]
-PLAIN = {"medha.errors", "medha.config", "medha.request", "medha.batch"}
+PLAIN = {"medha.errors", "medha.config", "medha.request", "medha.batch", "medha.explanation"}
 TOP = {"medha.build", "medha.engine", "medha.llm", "medha.runner"}
 
 
@@ -107,7 +107,17 @@ def run(code: str) -> str:
 
 
 def test_light_modules_load_no_torch() -> None:
-    light = ["medha", *sorted(PLAIN), "medha.sched.scheduler", "medha.timeline"]
+    light = [
+        "medha",
+        *sorted(PLAIN),
+        "medha.sched.scheduler",
+        "medha.sim.hardware",
+        "medha.sim.known_models",
+        "medha.sim.sheet_fit",
+        "medha.timeline",
+        "medha.workload.reading",
+        "medha.workload.synth",
+    ]
     heavy = "{'torch', 'tokenizers', 'safetensors', 'transformers', 'huggingface_hub', 'rich', 'typer'}"
     assert run(f"import sys, {', '.join(light)}; print(sorted({heavy} & set(sys.modules)))") == "[]"
     code = f"import sys, medha, {', '.join(sorted(PLAIN))}; print('numpy' in sys.modules)"

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from medha.errors import ConfigError, UnsupportedFeatureError, ValidationError
+from medha.explanation import Explanation
 from medha.jsonl import output_line, read_requests, write_line
 from medha.request import SLO, CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 KEYS = {"id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "ttft_s", "tpot_s", "e2e_s", "error"}
-EXTRA_KEYS = {"stop_reason", "num_output_tokens", "queue_s"}
+EXTRA_KEYS = {"stop_reason", "num_output_tokens", "queue_s", "ttft_parts_s", "held_up_by", "met_slo", "is_relegated"}
 
 
 def write(path: Path, *lines: str | bytes | dict[str, Any]) -> Path:
@@ -156,12 +157,42 @@ def test_output_line() -> None:
         "num_output_tokens": 2,
         "queue_s": 0.5,
         "ttft_s": 1.0,
+        "ttft_parts_s": None,
+        "held_up_by": None,
         "tpot_s": 2.0,
         "e2e_s": 3.0,
+        "met_slo": None,
+        "is_relegated": False,
         "error": None,
     }
     failed = output_line(make_output(error=ValidationError("no")))
     assert failed["error"] == {"type": "ValidationError", "message": "no"}
+
+
+def test_a_relegated_request_missed_its_objective() -> None:
+    output = make_output()
+    output.metrics.ttft_slo_s = 1.5
+    assert output_line(output)["met_slo"] is True
+    output.metrics.is_relegated = True
+    line = output_line(output)
+    assert (line["met_slo"], line["is_relegated"]) == (False, True)
+
+
+def test_output_line_says_where_the_ttft_went() -> None:
+    output = make_output()
+    output.metrics.explanation = Explanation(
+        "r", True, 1.0, 0.25, 0.125, 0.5, (("a", 0.375), ("b", 0.125)), 0.0, 0.0625, 0.0625, ((0.0, 1.0),)
+    )
+    line = json.loads(json.dumps(output_line(output)))
+    assert line["ttft_parts_s"] == {
+        "own": 0.25,
+        "decodes": 0.125,
+        "others": 0.5,
+        "memory": 0.0,
+        "pipeline": 0.0625,
+        "idle": 0.0625,
+    }
+    assert line["held_up_by"] == [["a", 0.375], ["b", 0.125]]
 
 
 def test_lines_are_json_whatever_the_text_and_the_stream() -> None:

@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from medha import LLM, SLO, RequestOutput, SamplingParams
-from medha.errors import EngineDeadError, RequestError, ValidationError
+from medha.errors import ConfigError, DeadlineError, EngineDeadError, RequestError, ValidationError
 from medha.models.needle import make_haystack, write_needle
+from medha.sched.journal import replay
 from medha.timeline import Timeline
 from tests.checkpoints import reference_greedy
 from tests.serving import ANSWER, GREEDY, assert_empty, question, write_byte_model
@@ -199,6 +200,44 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def test_a_refused_request_leaves_the_others_be(needle_folder: Path) -> None:
+    with LLM(str(needle_folder), admission="refuse", **SMALL) as llm:
+        slo = [None, SLO(ttft_s=1e-9), SLO(ttft_s=600.0)]
+        outputs = llm.generate([question()] * 3, slo=slo)
+        assert_empty(llm.engine)
+    assert [output.outputs[0].text for output in outputs] == [ANSWER, None, ANSWER]
+    assert [type(output.error) for output in outputs] == [type(None), DeadlineError, type(None)]
+    assert [output.metrics.met_slo for output in outputs] == [None, False, True]
+    refused = outputs[1]
+    assert (refused.finished, refused.prompt, refused.outputs[0].finish_reason) == (True, question(), "error")
+    assert refused.metrics.e2e is not None and refused.metrics.ttft is None
+
+
+def test_journal(needle_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.journal"
+    with LLM(str(needle_folder), journal=path, **SMALL) as llm:
+        llm.generate([question(), question(500)], slo=SLO(ttft_s=9.0))
+        assert replay(path).mismatch is None  # each line is there as soon as it is written
+        with pytest.raises(ConfigError, match="a journal begins before the first request"):
+            llm.engine.record(io.StringIO())
+        llm.generate(question(300))
+        file = llm.engine.scheduler._file  # type: ignore[attr-defined]
+    assert file.closed
+    recorded = replay(path)
+    assert (recorded.mismatch, recorded.num_batches > 30) == (None, True)
+
+
+def test_a_journal_that_cannot_be_is_an_error_before_the_model_is_loaded(
+    needle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medha.llm.build_role", lambda *_, **__: pytest.fail("the model is loaded"))
+    with pytest.raises(ConfigError, match=r"run\.journal: No such file or directory"):
+        LLM(str(needle_folder), journal=tmp_path / "gone" / "run.journal")
+    with pytest.raises(ConfigError, match="cannot be recorded; accepted: a name"):
+        LLM(str(needle_folder), journal=tmp_path / "run.journal", policy=lambda columns, now_s: columns.arrival_s)
+    assert not (tmp_path / "run.journal").exists()
 
 
 @pytest.mark.parametrize(("stream", "use_tqdm", "shown"), [(Terminal, True, True), (Terminal, False, False)])

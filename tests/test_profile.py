@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
 from medha.errors import ConfigError
 from medha.request import SamplingParams
 from medha.sched.coefficients import Coefficients, ProfileKey
+from medha.sched.journal import replay
 from medha.sched.packer import Prediction
 from medha.sched.predictor import Predictor, Work
 from medha.timeline import Timeline
@@ -70,6 +72,21 @@ def test_an_engine_of_the_same_key_predicts_with_it(model: Path, profile: Path) 
     engine = build_engine(config(model, profile=str(profile)))
     assert engine.scheduler.predictor is not None
     assert engine.scheduler.predictor.coefficients == Coefficients.load(profile)
+
+
+def test_a_journal_says_what_the_profile_said(model: Path, profile: Path) -> None:
+    engine = build_engine(config(model, profile=str(profile)))
+    file = io.StringIO()
+    engine.record(file)
+    for request_id, length in (("a", 300), ("b", 40)):
+        engine.add_request(request_id, [1, 2, 3] * (length // 3), SamplingParams(temperature=0.0, max_tokens=4))
+    while engine.has_unfinished:
+        engine.step()
+    lines = file.getvalue().splitlines()
+    recorded = json.loads(lines[0])["predictor"]
+    assert Coefficients.from_json(json.dumps(recorded["coefficients"])) == Coefficients.load(profile)
+    assert recorded["max_tokens"] == engine.scheduler.config.max_batch_tokens
+    assert replay(lines).mismatch is None
 
 
 def test_without_a_profile_it_is_the_stated_default_of_the_same_key(model: Path, profile: Path) -> None:

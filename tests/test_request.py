@@ -337,6 +337,7 @@ def test_times_at_zero_count() -> None:
         ({"ttft_slo_s": 1.0, "tpot_slo_s": 0.001, "num_output_tokens": 1}, False),
         ({"ttft_slo_s": 9.0, "finished": None}, False),
         ({"ttft_slo_s": 9.0, "first_token": None, "num_output_tokens": 0}, False),
+        ({"ttft_slo_s": 2.0, "is_relegated": True}, False),
         ({"finished": None}, None),
     ],
 )

@@ -51,12 +51,7 @@ def read_tables(path: Path) -> list[KernelTable]:
     Raises:
         ConfigError: it cannot be read, or is of no known format.
     """
-    try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-        records = list(csv.DictReader(text.splitlines()))
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"table {path} cannot be read: {error}") from error
+    records = read_records(path)
     columns = set(records[0]) if records else set()
     for needed, rows_of in _FORMATS:
         if needed <= columns:
@@ -66,6 +61,20 @@ def read_tables(path: Path) -> list[KernelTable]:
                 raise ConfigError(f"table {path} has a value that is no number: {error}") from error
     known = "; ".join(", ".join(sorted(needed)) for needed, _ in _FORMATS)
     raise ConfigError(f"table {path} is of no known format; accepted are columns {known}")
+
+
+def read_records(path: Path) -> list[Record]:
+    """The lines of a CSV file, gzipped or not, by the names of its columns.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+        return list(csv.DictReader(text.splitlines()))
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"table {path} cannot be read: {error}") from error
 
 
 Row = tuple[str, TableKind, tuple[float, ...], float]

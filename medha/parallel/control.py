@@ -77,9 +77,9 @@ def decode(ints: npt.NDArray[np.int32]) -> Message:
         raise ValueError(f"a control message with header {ints[:_HEADER].tolist()} cannot have {len(ints)} integers")
     arrived = _signed_crc(ints[_HEADER:batch_end])
     if arrived != crc:
+        what = f"batch {ints[_HEADER]}" if num_batch else "no batch"
         raise PlanDivergenceError(
-            f"batch {ints[_HEADER]}: rank 0 sent a plan with digest {crc & 0xFFFFFFFF:08x}, "
-            f"{arrived & 0xFFFFFFFF:08x} has arrived"
+            f"{what}: rank 0 sent a plan with digest {crc & 0xFFFFFFFF:08x}, {arrived & 0xFFFFFFFF:08x} has arrived"
         )
     batch = Batch.from_ints(ints[_HEADER:batch_end].tolist()) if num_batch else None
     text = ints[ids_end:].tobytes()[:num_bytes]

@@ -1,7 +1,8 @@
 """Classical schedulers under the same roof, as the literature describes them.
 
 Each is a packer: it says whose rows come next; memory, groups and depth are the same for all. None looks at predicted
-time. With claims on KV memory none has to preempt: where the original would recompute or swap, a request waits here.
+time. With claims on KV memory none has to preempt: where the original would recompute or swap, a request waits here,
+unless ``overcommit`` is set.
 
 ==============  ==========================================================================
 static          a batch starts together, and nobody joins until all of it has ended
@@ -47,7 +48,8 @@ def _start_whole(queue: Queue, draft: Draft, size: SizeFn) -> None:
 def _continue_started(prefills: Iterable[State], draft: Draft) -> None:
     """Next chunks of prefills that have begun; one that gets no memory waits, those behind it do not."""
     for state in prefills:
-        draft.add_chunk(state, _all)
+        if state.has_started:  # it may have given way to one before it
+            draft.add_chunk(state, _all)
 
 
 class StaticPacker:
@@ -60,8 +62,9 @@ class StaticPacker:
             _start_whole(queue, draft, _all)
             return
         draft.add_decodes()
-        for state in list(queue.prefills()):  # cut at the end of a shard
-            draft.add_prompt(state, _all)
+        for state in list(queue.prefills()):  # cut at the end of a shard, or refused memory
+            if state.has_started:
+                draft.add_prompt(state, _all)
 
 
 class OrcaPacker:
@@ -80,8 +83,9 @@ class OrcaPacker:
             return most if is_first or all(draft.tokens_left[group] >= most for group in groups) else 0
 
         draft.add_decodes()
-        for state in list(queue.prefills()):  # cut at the end of a shard
-            draft.add_prompt(state, if_it_fits)
+        for state in list(queue.prefills()):  # cut at the end of a shard, or refused memory
+            if state.has_started:
+                draft.add_prompt(state, if_it_fits)
         _start_whole(queue, draft, if_it_fits)
 
 
@@ -107,7 +111,7 @@ class VllmPacker:
         for state in list(queue.running.values()):
             if state.slot in due:
                 draft.add_decode(state)
-            elif state.prefilling and not state.ended:
+            elif state.has_started and state.prefilling and not state.ended:
                 draft.add_chunk(state, _all)
         _start_waiting(queue, draft)
         draft.put_decodes_first()

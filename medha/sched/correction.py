@@ -6,6 +6,7 @@ Fed by a stage's own busy time alone: waits for other stages say nothing about i
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,6 +80,16 @@ class Correction:
         """What predictions of a kind are multiplied by."""
         source = kind if self._seen[kind] else max(KINDS, key=self._seen.__getitem__)
         return math.exp(self._log[source])
+
+    @property
+    def learned(self) -> dict[str, tuple[float, int]]:
+        """What predictions go by: of each kind the logarithm of its factor, and how many batches taught it."""
+        return {kind: (self._log[kind], self._seen[kind]) for kind in KINDS}
+
+    def restore(self, learned: Mapping[str, tuple[float, int]]) -> None:
+        """Predict from now on as the correction whose :attr:`learned` this is; the counts of errors stay."""
+        for kind in KINDS:
+            self._log[kind], self._seen[kind] = learned[kind]
 
     def observe(self, kind: Kind, predicted_s: float, busy_s: float, *, factor: float | None = None) -> bool:
         """Learn from one batch.

@@ -1,18 +1,21 @@
 """A batch while it is filled: the rows so far, the tokens each group may still get, and the memory they take.
 
 A packer says who is next and how many tokens it may get; what bounds a row otherwise (tokens of a batch, the end of a
-shard, KV memory, the number of running requests) is checked here, the same for every packer.
+shard, KV memory, the number of running requests) is checked here, the same for every packer. So is who gives way where
+memory is overcommitted (:mod:`medha.sched.displace`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from medha.batch import Batch, Extent, Row
 from medha.config import SchedulerConfig
 from medha.sched.balancer import choose_group, pending_work, prefill_work
+from medha.sched.displace import by_loss, fewest, lost_s, of_lower_class, oldest
 from medha.sched.memory import KVMemory
 from medha.sched.predictor import Work
 from medha.sched.queue import Queue, State
@@ -49,6 +52,7 @@ class Draft:
         memory: the KV pools.
         depth: batches in flight at most.
         now_s: time.
+        frees: slots whose blocks the batch frees; those of requests that give way are added.
 
     Attributes:
         rows, extents: so far.
@@ -56,9 +60,13 @@ class Draft:
         has_chunk: whether a group has a prefill chunk.
         chunked: index of the row of each slot with a prefill chunk.
         no_memory: slots of prefills that were refused for want of memory.
+        displaced: (slot, predicted seconds lost) of requests that gave way.
+        by_class: whether priority classes say who gives way.
     """
 
-    def __init__(self, config: SchedulerConfig, queue: Queue, memory: KVMemory, *, depth: int, now_s: float) -> None:
+    def __init__(
+        self, config: SchedulerConfig, queue: Queue, memory: KVMemory, *, depth: int, now_s: float, frees: list[int]
+    ) -> None:
         self.config = config
         self.memory = memory
         self.now_s = now_s
@@ -68,6 +76,9 @@ class Draft:
         self.has_chunk = [False] * memory.num_groups
         self.chunked: dict[int, int] = {}
         self.no_memory: list[int] = []
+        self.displaced: list[tuple[int, float]] = []
+        self.by_class = False
+        self._frees = frees
         self._queue = queue
         self._depth = depth
 
@@ -78,7 +89,9 @@ class Draft:
 
     def due_decodes(self) -> list[State]:
         """Requests whose next token can be computed, dealt over the batches in flight, within the tokens left."""
-        decoding = self._queue.decoding.values()
+        decoding: Collection[State] = self._queue.decoding.values()
+        if self.memory.overcommit:  # whoever may always displace others first: no refused one may take its turn
+            decoding = sorted(decoding, key=lambda state: (state.head.arrival_s, state.slot))
         if self.memory.num_groups == 1:
             share = min(-(-len(decoding) // self._depth), self.tokens_left[0])
             return [state for state in decoding if state.can_decode][:share]
@@ -98,12 +111,17 @@ class Draft:
         return due
 
     def add_decode(self, state: State) -> bool:
-        """The next token of a request that can decode; False if a group of its has no token left."""
+        """The next token of a request that can decode; False if a group of its has no token left, or no block."""
+        if not state.can_decode:
+            return False  # it has just given way
         position = state.num_scheduled_tokens
         first, count = (0, 1) if self.memory.num_groups == 1 else self.memory.place(state.slot, position)
         if min(self.tokens_left[first : first + count]) < 1:
             return False
-        self._send(state, Row(state.slot, position, 1, True, True, first, count))
+        row = Row(state.slot, position, 1, True, True, first, count)
+        if self.memory.overcommit and not self._has_blocks(state, row):
+            return False
+        self._send(state, row)
         return True
 
     def add_chunk(self, state: State, size: SizeFn) -> int:
@@ -123,6 +141,22 @@ class Draft:
     def add_prompt(self, state: State, size: SizeFn) -> int:
         """As :meth:`add_chunk`, but only the end of a shard cuts the prompt: the batch's tokens may be exceeded."""
         return self._add(state, size, lambda state, first, count: state.num_left)
+
+    def make_room(self, state: State) -> bool:
+        """Let requests of lower classes give way to a prefill that was refused memory or a place; whether some did."""
+        candidates = of_lower_class(self._queue, state)
+        if not candidates:
+            return False
+        most = min(state.num_left, self.config.max_batch_tokens)
+        if state.has_started:
+            position = state.num_scheduled_tokens
+            place = self.memory.place(state.slot, position)
+            row = self._chunk_row(state, min(most, self.memory.room(state.slot, position)), *place)
+            victims = fewest(candidates, lambda gone: self.memory.can_take(row, gone=gone))
+        else:
+            victims = self._for_first_chunk(state, min(most, self.memory.max_kv_per_group), candidates)
+        self._displace(victims or [])
+        return bool(victims)
 
     def put_decodes_first(self) -> None:
         """Bring the rows into the order that a batch has; either kind keeps its own."""
@@ -158,7 +192,7 @@ class Draft:
         index = self.chunked.get(state.slot)
         if index is not None and self.rows[index].run != row.run:
             return 0  # it would be the first chunk of another shard
-        if not self.memory.can_take(row):
+        if not self._has_blocks(state, row):
             self.no_memory.append(state.slot)
             return 0
         self._send(state, row)
@@ -176,6 +210,8 @@ class Draft:
     def _start(self, state: State, size: SizeFn, bound: _Bound) -> int:
         if len(self._queue.running) >= self.config.max_num_seqs:
             return 0
+        if self.by_class and state.num_displaced and self._queue.has_prefill_above(state.head.priority):
+            return 0  # it would be in the way again
         num_tokens = state.head.num_kv_tokens
         firsts = self.memory.first_groups(num_tokens)
         sizes: dict[int, int] = {}
@@ -186,7 +222,8 @@ class Draft:
 
         def has_memory(first: int) -> bool:
             row = self._chunk_row(state, sizes[first], first, 1)
-            return self.memory.can_start(first, num_tokens, row.kv_len, set_aside=row.samples)
+            kv_len = max(row.kv_len, self._least_kv(state))
+            return self.memory.can_start(first, num_tokens, kv_len, set_aside=row.samples)
 
         width = self.memory.num_groups - firsts[-1]
         chosen = choose_group(self._pending(), width, open_firsts, has_memory)
@@ -199,6 +236,51 @@ class Draft:
         self._send(state, self._chunk_row(state, sizes[chosen], chosen, 1))
         return sizes[chosen]
 
+    def _least_kv(self, state: State) -> int:
+        """Tokens that must be free for a first chunk: with overcommit all that was lost, and a hundredth of the pool,
+        so that who gave way does not come back to give way at once."""
+        if not self.memory.overcommit or not self._queue.running:
+            return 0
+        spare = max(self.memory.num_blocks // 100, 1) * self.memory.block_size
+        return spare + (min(state.num_left, self.memory.max_kv_per_group) if state.num_displaced else 0)
+
+    def _has_blocks(self, state: State, row: Row) -> bool:
+        """Whether a row finds its blocks; with overcommit others give way to a decode, or to the oldest request."""
+        if self.memory.can_take(row):
+            return True
+        if not self.memory.overcommit or not (row.is_decode or state is oldest(self._queue.running.values())):
+            return False
+        victims = fewest(
+            by_loss(self._queue, state, by_class=self.by_class), lambda gone: self.memory.can_take(row, gone=gone)
+        )
+        self._displace(victims or [])
+        return victims is not None
+
+    def _for_first_chunk(self, state: State, most: int, candidates: list[State]) -> list[State] | None:
+        """Who has to give way for a request's first chunk of at most so many tokens, on the first group that can."""
+        num_tokens = state.head.num_kv_tokens
+        num_running = len(self._queue.running)
+
+        def fits(first: int, gone: Collection[int]) -> bool:
+            is_last = most == state.num_left
+            return num_running - len(gone) < self.config.max_num_seqs and self.memory.can_start(
+                first, num_tokens, max(most, self._least_kv(state)), set_aside=is_last, gone=gone
+            )
+
+        for first in self.memory.first_groups(num_tokens):
+            victims = fewest(candidates, partial(fits, first))
+            if victims is not None:
+                return victims
+        return None
+
+    def _displace(self, victims: Sequence[State]) -> None:
+        """Take everything back from requests; they wait again."""
+        for state in victims:
+            self.displaced.append((state.slot, lost_s(self._queue, state)))
+            if self.memory.release(state.slot):
+                self._frees.append(state.slot)
+            self._queue.displace(state, self.now_s)
+
     def _pending(self) -> Sequence[float]:
         """Prefill work of each group that is not yet scheduled."""
         if self.memory.num_groups == 1:
@@ -206,7 +288,7 @@ class Draft:
         return pending_work(
             self.memory.num_groups,
             (
-                (*self.memory.run(s.slot), prefill_work(s.num_scheduled_tokens, s.head.num_prompt_tokens))
+                (*self.memory.run(s.slot), prefill_work(s.num_scheduled_tokens, s.num_prefill_tokens))
                 for s in self._queue.prefills()
             ),
         )

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
-from medha.errors import ConfigError
+from medha.errors import ConfigError, EngineDeadError
 from medha.request import SLO
 from medha.sched.coefficients import Coefficients
 from medha.sched.predictor import Predictor
@@ -40,6 +40,7 @@ class Journal:
 
     Raises:
         ConfigError: the policy is a function, which cannot be written down, or the predictor has learned already.
+        EngineDeadError: the file cannot be written; also from every call. What was written before replays.
     """
 
     def __init__(self, scheduler: Scheduler, file: TextIO) -> None:
@@ -52,10 +53,20 @@ class Journal:
         return getattr(self._scheduler, name)
 
     def fresh(self) -> Journal:
-        """See :meth:`Scheduler.fresh`; the same journal goes on."""
+        """See :meth:`Scheduler.fresh`; the same journal goes on.
+
+        What the predictor has learned is written down: an interrupt may have struck between a call and its line.
+        """
         self._scheduler = self._scheduler.fresh()
-        self._write({"call": "fresh"})
+        predictor = self._scheduler.predictor
+        self._write({"call": "fresh", "learned": None if predictor is None else predictor.correction.learned})
         return self
+
+    def admission_s(self, head: RequestHead, now_s: float) -> float | None:
+        """See :meth:`Scheduler.admission_s`."""
+        predicted_s = self._scheduler.admission_s(head, now_s)
+        self._write({"call": "admission_s", "head": asdict(head), "now_s": now_s, "predicted_s": predicted_s})
+        return predicted_s
 
     def add(self, head: RequestHead) -> float:
         """See :meth:`Scheduler.add`."""
@@ -71,10 +82,10 @@ class Journal:
 
     def schedule(self, now_s: float) -> Batch | None:
         """See :meth:`Scheduler.schedule`."""
-        if len(self._scheduler.in_flight) >= self._scheduler.depth:
-            return None
+        is_full = len(self._scheduler.in_flight) >= self._scheduler.depth
         batch = self._scheduler.schedule(now_s)
-        self._write({"call": "schedule", "now_s": now_s, "batch": _ints(batch)})
+        if not is_full:
+            self._write({"call": "schedule", "now_s": now_s, "batch": _ints(batch)})
         return batch
 
     def complete(
@@ -96,7 +107,17 @@ class Journal:
         return closed
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:  # the scheduler is a call ahead of its journal: it must not go on
+            name = getattr(self._file, "name", "")
+            raise EngineDeadError(f"journal {name}: {error.strerror}; what was written before is kept") from None
+
+
+def check_recordable(config: SchedulerConfig) -> None:
+    """Raise ConfigError if a scheduler of this configuration cannot be written down: its policy is a function."""
+    if not isinstance(config.policy, str):
+        raise ConfigError(f"policy={config.policy!r} cannot be recorded; accepted: a name, or 'package.module:name'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +144,42 @@ class Mismatch:
         )
 
 
-def replay(journal: Path | Iterable[str]) -> Mismatch | None:
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What became of a replay.
+
+    Attributes:
+        num_calls: calls whose decisions were the same.
+        num_batches: batches among those decisions.
+        mismatch: the first decision that differs, at which the replay ends; None if all are the same.
+    """
+
+    num_calls: int
+    num_batches: int
+    mismatch: Mismatch | None = None
+
+
+def replay(journal: Path | Iterable[str]) -> Replay:
     """Put the calls of a journal to a new scheduler of its configuration.
+
+    A policy that the journal names as ``package.module:name`` is imported.
 
     Args:
         journal: the file, or its lines.
 
-    Returns:
-        The first decision that differs; None if all are the same.
-
     Raises:
-        ConfigError: it is no journal, or a line cannot be read.
+        ConfigError: it cannot be read, it is no journal, or a line is no call.
     """
     if isinstance(journal, Path):
-        with journal.open() as lines:
-            return replay(list(lines))
+        try:
+            with journal.open(encoding="utf-8", errors="replace") as lines:
+                return replay(lines)
+        except OSError as error:
+            raise ConfigError(f"journal {journal}: {error.strerror}") from error
     entries = _entries(journal)
     first = next(entries, (1, {}))[1]
     scheduler = _parsed(1, first, _scheduler)
-    num_batches = 0
+    num_calls = num_batches = next_batch_id = 0
     for number, entry in entries:
         call, recorded = _parsed(number, entry, _call)
         try:
@@ -149,10 +187,13 @@ def replay(journal: Path | Iterable[str]) -> Mismatch | None:
         except Exception as error:  # the recorded call did not raise, so whatever this one does is a difference
             replayed = f"{type(error).__name__}: {error}"
         if replayed != recorded:
-            batch_id = entry.get("batch_id", num_batches)
-            return Mismatch(number, entry["call"], batch_id, _shown(recorded), _shown(replayed))
-        num_batches = 0 if entry["call"] == "fresh" else num_batches + isinstance(replayed, Batch)
-    return None
+            batch_id = entry.get("batch_id", next_batch_id)
+            mismatch = Mismatch(number, entry["call"], batch_id, _shown(recorded), _shown(replayed))
+            return Replay(num_calls, num_batches, mismatch)
+        num_calls += 1
+        num_batches += isinstance(replayed, Batch)
+        next_batch_id = 0 if entry["call"] == "fresh" else next_batch_id + isinstance(replayed, Batch)
+    return Replay(num_calls, num_batches)
 
 
 _Decision = Batch | float | tuple[int, ...] | str | None
@@ -162,8 +203,7 @@ _Call = Callable[[Scheduler], tuple[Scheduler, _Decision]]
 def _head(scheduler: Scheduler) -> dict[str, Any]:
     """What a scheduler is, as a line of a journal."""
     config, memory, predictor = scheduler.config, scheduler.memory, scheduler.predictor
-    if not isinstance(config.policy, str):
-        raise ConfigError(f"policy={config.policy!r} cannot be recorded; accepted: a name, or 'package.module:name'")
+    check_recordable(config)
     if predictor is not None and predictor.correction.errors.figures().count:
         raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
     return {
@@ -196,15 +236,17 @@ def _call(entry: dict[str, Any]) -> tuple[_Call, _Decision]:
     """A recorded call and what it came to."""
     name = entry["call"]
     if name == "fresh":
-        return lambda scheduler: (scheduler.fresh(), None), None
+        return lambda scheduler: (_fresh(scheduler, entry["learned"]), None), None
     if name == "add":
-        slo = entry["head"]["slo"]
-        head = RequestHead(**{**entry["head"], "slo": None if slo is None else SLO(**slo)})
+        head = _request(entry["head"])
         return lambda scheduler: (scheduler, scheduler.add(head)), entry["deadline_s"]
     if name == "cancel":
         slot = entry["slot"]
         return lambda scheduler: (scheduler, scheduler.cancel(slot)), tuple(entry["closed"])
     now_s = entry["now_s"]
+    if name == "admission_s":
+        head = _request(entry["head"])
+        return lambda scheduler: (scheduler, scheduler.admission_s(head, now_s)), entry["predicted_s"]
     if name == "schedule":
         batch = None if entry["batch"] is None else Batch.from_ints(entry["batch"])
         return lambda scheduler: (scheduler, scheduler.schedule(now_s)), batch
@@ -215,7 +257,18 @@ def _call(entry: dict[str, Any]) -> tuple[_Call, _Decision]:
             lambda scheduler: (scheduler, scheduler.complete(batch_id, now_s, results, busy_s)),
             tuple(entry["closed"]),
         )
-    raise ValueError(f"call {name!r}; accepted: add, cancel, schedule, complete, fresh")
+    raise ValueError(f"call {name!r}; accepted: admission_s, add, cancel, schedule, complete, fresh")
+
+
+def _request(fields: dict[str, Any]) -> RequestHead:
+    slo = fields["slo"]
+    return RequestHead(**{**fields, "slo": None if slo is None else SLO(**slo)})
+
+
+def _fresh(scheduler: Scheduler, learned: dict[str, tuple[float, int]] | None) -> Scheduler:
+    if scheduler.predictor is not None and learned is not None:
+        scheduler.predictor.correction.restore(learned)
+    return scheduler.fresh()
 
 
 def _entries(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -227,7 +280,7 @@ def _parsed(number: int, value: Any, parse: Callable[[Any], Any]) -> Any:
     """``parse(value)``, whose errors name the line of the journal."""
     try:
         return parse(value)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(f"journal line {number} cannot be read: {type(error).__name__}: {error}") from error
 
 

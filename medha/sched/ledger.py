@@ -19,12 +19,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from medha.batch import Batch, Row
+from medha.explanation import Explanation
 from medha.sched.policy import Floats
 from medha.sched.predictor import Predictor, Work
 from medha.sched.queue import RequestHead
@@ -37,68 +38,23 @@ _MAX_SAMPLES = 12
 _TOP = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Where the seconds from a request's arrival to its first token went, or up to the last tick while it has none.
-
-    Attributes:
-        slot: of the request.
-        has_first_token: whether ``total_s`` is the TTFT.
-        total_s: sum of the parts.
-        own_s: computing its own chunks.
-        decodes_s: decodes.
-        others_s: chunks of other requests.
-        others: (slot, seconds) of those with the largest part in ``others_s``, as far back as chunks are kept.
-        memory_s: waiting for KV memory.
-        pipeline_s: in flight beyond the busy time of its group.
-        idle_s: nothing was in flight.
-        slack_s: (seconds since arrival, seconds for which it could still wait and be in time), some samples; empty
-            without a deadline.
-    """
-
-    slot: int
-    has_first_token: bool
-    total_s: float
-    own_s: float
-    decodes_s: float
-    others_s: float
-    others: tuple[tuple[int, float], ...]
-    memory_s: float
-    pipeline_s: float
-    idle_s: float
-    slack_s: tuple[tuple[float, float], ...]
-
-    def text(self, name: Callable[[int], str] = "slot {}".format) -> str:
-        """A few lines for a person; ``name`` says how a slot is called."""
-        what = "TTFT" if self.has_first_token else "no first token after"
-        top = [f"{name(slot)} {seconds:.3f}" for slot, seconds in self.others]
-        lines = [
-            f"{name(self.slot)}: {what} {self.total_s:.3f} s",
-            f"  own compute {self.own_s:.3f}, decodes {self.decodes_s:.3f}, other prefills {self.others_s:.3f}"
-            + (f" ({', '.join(top)})" if top else ""),
-            f"  memory {self.memory_s:.3f}, pipeline {self.pipeline_s:.3f}, idle {self.idle_s:.3f}",
-        ]
-        if self.slack_s:
-            samples = ", ".join(f"{slack_s:+.3f} at {at_s:.3f}" for at_s, slack_s in self.slack_s)
-            lines.append(f"  slack {samples}")
-        return "\n".join(lines)
-
-
 @dataclass(slots=True)
 class _Account:
     """One request.
 
     Attributes:
+        name: its id.
         deadline_s: time at which its first token is due.
         number: of the request, unlike its slot never used again.
         group: on which it begins, once it has.
         start, end: totals at its arrival and at its first token or cancellation, once known.
         refused: of the totals, what ran while it waited for memory; ``refused_s`` in all.
         waits: ranges of ticks in which it did, first and last of each.
-        slack: samples.
+        slack: samples, of which every ``every``-th of ``num_samples`` is kept.
     """
 
     head: RequestHead
+    name: str
     deadline_s: float
     number: int
     refused: Floats
@@ -111,6 +67,8 @@ class _Account:
     refused_s: float = 0.0
     waits: list[list[int]] = field(default_factory=list)
     slack: list[tuple[float, float]] = field(default_factory=list)
+    every: int = 1
+    num_samples: int = 0
 
     def waited_in(self, tick: int) -> bool:
         """Count a tick as a wait for memory; False if no more stretches of them are told apart."""
@@ -122,12 +80,15 @@ class _Account:
             return False
         return True
 
-    def sample(self, now_s: float, slack_s: float) -> None:
-        """Keep a sample; where they are many every other goes."""
-        if slack_s < math.inf:
+    def sample(self, now_s: float, slack_s: float, *, is_last: bool = False) -> None:
+        """Keep a sample; where they are many every other goes, and half as many are kept from then on."""
+        if slack_s == math.inf:
+            return
+        if is_last or self.num_samples % self.every == 0:
             self.slack.append((now_s - self.head.arrival_s, slack_s))
-            if len(self.slack) > _MAX_SAMPLES:
-                self.slack = [*self.slack[:-1:2], self.slack[-1]]
+        self.num_samples += 1
+        if len(self.slack) > _MAX_SAMPLES and not is_last:
+            self.slack, self.every = self.slack[::2], 2 * self.every
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,34 +103,41 @@ class _Sent:
 
 
 class Ledger:
-    """Explains the TTFT of the requests of a scheduler; told of each event after the scheduler.
+    """Explains the TTFT of the requests of a scheduler; told of each event after the scheduler (of a completion, before
+    or after).
 
     Args:
         scheduler: whose events follow, from its first on.
 
-    Memory: an account for each slot ever used at once, and the last 65,536 chunks.
+    Memory: an account for each slot ever used at once, the last 65,536 chunks, and at most twice as many names as both.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._num_groups = scheduler.memory.num_groups
         self._accounts: dict[int, _Account] = {}
+        self._names: dict[int, str] = {}  # of requests by number, of all whose chunks are kept
         self._unplaced: list[_Account] = []  # arrived after the last tick kept
         self._in_flight: deque[_Sent] = deque()
         self._totals = _Totals(self._num_groups)
         self._chunks = _Chunks()
         self._num_added = self._num_ticks = 0
 
-    def added(self, head: RequestHead, deadline_s: float) -> None:
+    def added(self, head: RequestHead, deadline_s: float, request_id: str | None = None) -> None:
         """A request was queued; whoever had its slot before is forgotten.
 
         Args:
             head: the request.
             deadline_s: what :meth:`medha.sched.scheduler.Scheduler.add` said.
+            request_id: how explanations call it; by its slot by default.
         """
-        account = _Account(head, head.arrival_s + deadline_s, self._num_added, self._totals.zeros())
-        self._num_added += 1
+        name = f"slot {head.slot}" if request_id is None else request_id
+        account = _Account(head, name, head.arrival_s + deadline_s, self._num_added, self._totals.zeros())
         self._accounts[head.slot] = account
+        self._names[self._num_added] = name
+        self._num_added += 1
+        if len(self._names) > 2 * (_CHUNKS_KEPT + len(self._accounts)):
+            self._forget_names()
         account.sample(head.arrival_s, self._scheduler.slack_s(head.slot, head.arrival_s))
         account.start = self._totals.at(head.arrival_s)
         if account.start is None:
@@ -236,11 +204,11 @@ class Ledger:
             "idle_s": float(spent[0]),
         }
         return Explanation(
-            slot=slot,
+            request_id=account.name,
             has_first_token=account.has_first_token,
             total_s=total_s,
             pipeline_s=max(total_s - sum(parts.values()), 0.0),
-            others=self._chunks.top(account, group, end_s),
+            others=tuple((self._names[number], s) for number, s in self._chunks.top(account, group, end_s)),
             slack_s=tuple(account.slack),
             **parts,
         )
@@ -250,6 +218,11 @@ class Ledger:
         if account.group is not None:
             return account.group
         return int((spent[1 : 1 + self._num_groups] + spent[1 + self._num_groups :]).argmax())
+
+    def _forget_names(self) -> None:
+        """Keep the names of the requests of which a chunk is kept, or that may yet have one."""
+        numbers = self._chunks.numbers() | {account.number for account in self._accounts.values()}
+        self._names = {number: name for number, name in self._names.items() if number in numbers}
 
     def _place_arrived(self) -> None:
         """Totals at the arrival of those who came during the last tick."""
@@ -266,13 +239,14 @@ class Ledger:
 
     def _count_chunk(self, row: Row, seconds: float, start_s: float) -> None:
         account, now_s = self._accounts[row.slot], self._totals.time_s
-        self._chunks.add((account.number, row.slot, self._num_ticks, *row.run, start_s, now_s, seconds))
+        if seconds > 0:
+            self._chunks.add((account.number, self._num_ticks, *row.run, start_s, now_s, seconds))
         if account.end is not None:
             return
         account.own_s += seconds
         if row.samples:
             account.end, account.end_s, account.has_first_token = self._totals.now, now_s, True
-            account.sample(now_s, account.deadline_s - now_s)
+            account.sample(now_s, account.deadline_s - now_s, is_last=True)
 
 
 class _Totals:
@@ -327,7 +301,6 @@ class _Totals:
 _CHUNK = np.dtype(
     [
         ("number", np.int64),
-        ("slot", np.int64),
         ("tick", np.int64),
         ("first", np.int64),
         ("last", np.int64),
@@ -345,43 +318,60 @@ class _Chunks:
         self._ring = np.zeros(_CHUNKS_KEPT, _CHUNK)
         self._count = 0
 
-    def add(self, chunk: tuple[int, int, int, int, int, float, float, float]) -> None:
+    def add(self, chunk: tuple[int, int, int, int, float, float, float]) -> None:
         """Keep one, in place of the oldest where there is no room."""
         self._ring[self._count % _CHUNKS_KEPT] = chunk
         self._count += 1
 
+    def numbers(self) -> set[int]:
+        """Whose there are."""
+        return set(self._ring["number"][: self._count].tolist())
+
     def top(self, account: _Account, group: int, end_s: float) -> tuple[tuple[int, float], ...]:
-        """(slot, seconds) of the other requests that took most of a group between a request's arrival and ``end_s``."""
-        kept = self._ring[: self._count]
+        """(number, seconds) of the other requests that took most of a group between an arrival and ``end_s``."""
         arrival_s = account.head.arrival_s
-        during = (kept["end_s"] > arrival_s) & (kept["end_s"] <= end_s) & (kept["number"] != account.number)
+        kept = self._after(arrival_s)
+        during = (kept["end_s"] <= end_s) & (kept["number"] != account.number)
         chunks = kept[during & (kept["first"] <= group) & (group <= kept["last"])]
         for first, last in account.waits:
             chunks = chunks[(chunks["tick"] < first) | (last < chunks["tick"])]
         since_s = chunks["end_s"] - np.maximum(chunks["start_s"], arrival_s)
         seconds = chunks["seconds"] * since_s / (chunks["end_s"] - chunks["start_s"])
-        _, where, whose = np.unique(chunks["number"], return_index=True, return_inverse=True)
-        sums = np.bincount(whose, seconds, len(where))
+        numbers, whose = np.unique(chunks["number"], return_inverse=True)
+        sums = np.bincount(whose, seconds, len(numbers))
         largest = np.argsort(-sums, kind="stable")[:_TOP]
-        return tuple((int(chunks["slot"][where[i]]), float(sums[i])) for i in largest if sums[i] > 0)
+        return tuple((int(numbers[i]), float(sums[i])) for i in largest if sums[i] > 0)
+
+    def _after(self, time_s: float) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        """Those that ended after a time, oldest first: the ring in two pieces, each in order of time."""
+        oldest = self._count % _CHUNKS_KEPT
+        pieces = self._ring[oldest : self._count], self._ring[:oldest]
+        return np.concatenate([piece[piece["end_s"].searchsorted(time_s, "right") :] for piece in pieces])
 
 
 def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> tuple[Floats, list[tuple[Row, float]]]:
     """What the decodes of each group, and each chunk, would take alone; in tokens without a predictor."""
+    num_decodes = batch.num_decodes
+    chunks = [(row, _seconds_alone(predictor, _work(row))) for row in batch.rows[num_decodes:]]
+    if num_groups == 1 and (predictor is None or not chunks):
+        return np.array([float(num_decodes)]), chunks  # one kind on one group: any number is the proportion
     decodes: list[list[Work]] = [[] for _ in range(num_groups)]
-    chunks: list[tuple[Row, float]] = []
-    for row in batch.rows:
-        # A shared context is spread evenly enough for a proportion.
-        run = row.run if row.is_shared else None
-        work = Work(row.q_len, row.position // row.num_groups, row.is_decode, run, row.samples)
-        if row.is_decode:
-            for group in range(row.group, row.holder + 1):
-                decodes[group].append(work)
-        else:
-            chunks.append((row, _seconds_alone(predictor, work)))
+    for row in batch.rows[:num_decodes]:
+        if row.num_groups == 1:
+            decodes[row.group].append(Work(1, row.position, True, None, True))
+            continue
+        work = _work(row)
+        for group in range(row.group, row.holder + 1):
+            decodes[group].append(work)
     if predictor is None:
         return np.array([float(len(works)) for works in decodes]), chunks
     return np.array([predictor.tick(works).seconds for works in decodes]), chunks
+
+
+def _work(row: Row) -> Work:
+    # A shared context is spread evenly enough for a proportion.
+    run = row.run if row.is_shared else None
+    return Work(row.q_len, row.position // row.num_groups, row.is_decode, run, row.samples)
 
 
 def _seconds_alone(predictor: Predictor | None, chunk: Work) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,12 +117,35 @@ def _end_slope(width: Floats, rise: Floats) -> float:
     return float(min(max(slope, 0.0), 3 * rise[0]))
 
 
-def decode_seconds(table: DecodeAttention, count: int, mean_kv: float) -> float:
-    """Attention of some decodes; more than the table holds cost in proportion."""
+class DecodeLine(NamedTuple):
+    """Attention of some number of decodes over their mean KV length: a straight line, and another for short ones."""
+
+    a_s: float
+    b_s: float
+    short_kv: float
+    short_a_s: float
+    short_b_s: float
+    beyond: float
+
+    def at(self, mean_kv: float) -> float:
+        """Seconds."""
+        seconds = self.a_s + self.b_s * max(mean_kv, self.short_kv)
+        if mean_kv < self.short_kv:
+            seconds = min(seconds, self.short_a_s + self.short_b_s * mean_kv)
+        return seconds * self.beyond
+
+
+def decode_line(table: DecodeAttention, count: int) -> DecodeLine:
+    """The line of so many decodes; more than the table holds cost in proportion."""
+
+    def at(values: tuple[float, ...]) -> float:
+        return float(np.interp(count, table.batch, values))
+
+    short = (at(table.short_a_s), at(table.short_b_s)) if table.short_kv else (0.0, 0.0)
     beyond = max(1.0, count / table.batch[-1])
-    a, b = np.interp(count, table.batch, table.a_s), np.interp(count, table.batch, table.b_s)
-    seconds = float(a + b * max(mean_kv, table.short_kv))
-    if mean_kv < table.short_kv:
-        a, b = np.interp(count, table.batch, table.short_a_s), np.interp(count, table.batch, table.short_b_s)
-        seconds = min(seconds, float(a + b * mean_kv))
-    return seconds * beyond
+    return DecodeLine(at(table.a_s), at(table.b_s), table.short_kv, *short, beyond)
+
+
+def decode_seconds(table: DecodeAttention, count: int, mean_kv: float) -> float:
+    """Attention of some decodes."""
+    return decode_line(table, count).at(mean_kv)

@@ -7,11 +7,14 @@ and a prefill gets more only if the state stays *safe*: there is an order in whi
 end (Dijkstra's banker's algorithm). So memory is used before it is promised to anybody, and nobody waits for ever.
 
 A request that decodes never waits for memory: with the last chunk of its prompt the rest of its claim is set aside.
+
+With ``overcommit`` claims are not looked at: whatever is free may be taken. Then a decode can find nothing free, and
+somebody has to give way (:mod:`medha.sched.displace`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from medha.batch import Extent, Row
@@ -26,6 +29,7 @@ class _Account:
         first: first group of the run.
         claim, held: by group of the run.
         starts: position at which each shard begun so far begins.
+        end: position at which the last of them was told to end, before it is full.
         is_set_aside: nobody else may take the rest of its claim.
     """
 
@@ -33,6 +37,7 @@ class _Account:
     claim: list[int]
     held: list[int]
     starts: list[int] = field(default_factory=list)
+    end: int | None = None
     is_set_aside: bool = False
 
     def rest(self) -> Iterable[tuple[int, int]]:
@@ -48,13 +53,20 @@ class KVMemory:
         num_blocks: blocks in the pool of each group.
         block_size: tokens a block.
         max_kv_per_group: tokens of one request on one group, a multiple of the block size; None is the whole pool.
+        overcommit: let requests take what is free, whatever others have claimed.
 
     Attributes:
         pools: by group.
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, num_groups: int = 1, max_kv_per_group: int | None = None
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_groups: int = 1,
+        max_kv_per_group: int | None = None,
+        overcommit: bool = False,
     ) -> None:
         whole = num_blocks * block_size
         max_kv_per_group = whole if max_kv_per_group is None else max_kv_per_group
@@ -66,6 +78,7 @@ class KVMemory:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_kv_per_group = max_kv_per_group
+        self.overcommit = overcommit
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]
         self._accounts: dict[int, _Account] = {}
         self._open = [0] * num_groups  # blocks claimed and not yet held, over all requests
@@ -99,7 +112,9 @@ class KVMemory:
 
     # -- one request -------------------------------------------------------------------------------------------------
 
-    def can_start(self, first: int, num_tokens: int, kv_len: int, *, set_aside: bool) -> bool:
+    def can_start(
+        self, first: int, num_tokens: int, kv_len: int, *, set_aside: bool, gone: Collection[int] = ()
+    ) -> bool:
         """Whether a request of ``num_tokens`` in all may begin on group ``first`` with its first ``kv_len`` tokens.
 
         Args:
@@ -107,11 +122,12 @@ class KVMemory:
             num_tokens: its claim.
             kv_len: tokens of its first chunk.
             set_aside: the chunk is the last of its prompt.
+            gone: slots of requests that would have given way.
         """
         claim = self.claim(num_tokens)
         account = _Account(first, claim, [0] * len(claim))
         needed = -(-kv_len // self.block_size)
-        return self._is_safe(account, first, needed, set_aside=set_aside, is_new=True)
+        return self._is_safe(account, first, needed, set_aside=set_aside, is_new=True, gone=gone)
 
     def start(self, slot: int, first: int, num_tokens: int) -> None:
         """Bind a request to the run that begins at ``first``; it holds nothing yet."""
@@ -147,15 +163,50 @@ class KVMemory:
         end = self._shard_end(account)
         return self.max_kv_per_group if position == end else end - position
 
-    def can_take(self, row: Row) -> bool:
-        """Whether a prefill's next chunk leaves a safe state. A decode always does."""
+    def grow(self, slot: int, position: int, num_tokens: int) -> bool:
+        """Let a prefill go on on the next group of its run from the end of the present block on (growth for latency).
+
+        Args:
+            slot: of a bound request whose claim is not set aside.
+            position: of its next token.
+            num_tokens: its claim.
+
+        Returns:
+            Whether it will; not on the last group of its run, and not if the rest would not fit or might never come to
+            its end.
+        """
+        account = self._accounts[slot]
+        index = len(account.starts) - 1
+        end = -(-position // self.block_size) * self.block_size
+        later = len(account.claim) - index - 1
+        if index < 0 or end == account.starts[-1] or not end < num_tokens <= end + later * self.max_kv_per_group:
+            return False
+        before, moved = account.claim, self.claim(num_tokens - end)
+        filled = -(-(end - account.starts[-1]) // self.block_size)
+        self._count(account, -1)
+        account.claim = [*before[:index], filled, *moved, *[0] * (later - len(moved))]
+        is_safe = self._is_safe(account, account.first + index, 0, set_aside=False, is_new=True)
+        if is_safe:
+            account.end = end
+        else:
+            account.claim = before
+        self._count(account, +1)
+        return is_safe
+
+    def can_take(self, row: Row, *, gone: Collection[int] = ()) -> bool:
+        """Whether a row finds its blocks and leaves a safe state; a decode always does, unless memory is overcommitted.
+
+        Args:
+            row: of a bound request.
+            gone: slots of requests that would have given way.
+        """
         account = self._accounts[row.slot]
-        if account.is_set_aside:
+        if account.is_set_aside and not self.overcommit:
             return True
         needed = self._needed(account, row)
-        if needed <= 0 and not row.samples:
+        if needed <= 0 and (self.overcommit or not row.samples):
             return True
-        return self._is_safe(account, row.holder, needed, set_aside=row.samples)
+        return self._is_safe(account, row.holder, needed, set_aside=row.samples, gone=gone)
 
     def take(self, row: Row) -> list[Extent]:
         """Allocate the blocks that a row fills."""
@@ -165,6 +216,7 @@ class KVMemory:
             return []  # a decode within its last block, as most are
         if row.num_groups > len(account.starts):
             account.starts.append(row.position)
+            account.end = None
         self._count(account, -1)
         index = row.num_groups - 1
         extents = []
@@ -187,6 +239,8 @@ class KVMemory:
         return any(account.held)
 
     def _shard_end(self, account: _Account) -> int:
+        if account.end is not None:
+            return account.end
         return account.starts[-1] + self.max_kv_per_group if account.starts else 0
 
     def _needed(self, account: _Account, row: Row) -> int:
@@ -203,29 +257,48 @@ class KVMemory:
 
     # -- the banker's test -------------------------------------------------------------------------------------------
 
-    def _is_safe(self, taker: _Account, group: int, num_blocks: int, *, set_aside: bool, is_new: bool = False) -> bool:
+    def _is_safe(
+        self,
+        taker: _Account,
+        group: int,
+        num_blocks: int,
+        *,
+        set_aside: bool,
+        is_new: bool = False,
+        gone: Collection[int] = (),
+    ) -> bool:
         """Whether everybody can come to an end after ``taker`` gets blocks of ``group``.
 
         What decodes may still take must be free, all at once. Their blocks then come back, and the prefills, one after
-        the other in some order, must each find free what they may still take.
+        the other in some order, must each find free what they may still take. With overcommit: whether they are free.
         """
         free = [pool.num_free for pool in self.pools]
+        wanted, promised = list(self._open), list(self._set_aside)
+        for account in (self._accounts[slot] for slot in gone):
+            for g, blocks in _held(account):
+                free[g] += blocks
+            for g, blocks in account.rest():
+                wanted[g] -= blocks
+                promised[g] -= blocks * account.is_set_aside
         if num_blocks > free[group]:
             return False
+        if self.overcommit:
+            return True
         rest = list(taker.rest())
-        wanted = list(self._open)
         if is_new:
             for g, blocks in rest:
                 wanted[g] += blocks
         if all(w <= f for w, f in zip(wanted, free, strict=True)):
             return True  # enough for everybody at once
         if set_aside:
-            if any(self._set_aside[g] + blocks > free[g] for g, blocks in rest):
+            if any(promised[g] + blocks > free[g] for g, blocks in rest):
                 return False
-        elif self._set_aside[group] + num_blocks > free[group]:
+        elif promised[group] + num_blocks > free[group]:
             return False
         prefills = [
-            (list(a.rest()), _held(a)) for a in self._accounts.values() if not a.is_set_aside and a is not taker
+            (list(a.rest()), _held(a))
+            for slot, a in self._accounts.items()
+            if not a.is_set_aside and a is not taker and slot not in gone
         ]
         if not set_aside:
             prefills.append(

@@ -11,8 +11,10 @@ Departures from the paper, and why:
 - It yields a share of the whole budget, decodes included; here of what the decodes leave.
 - What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
-- Where decodes alone, or a deep KV cache, leave no room for an efficient chunk, the first prefill of a group gets the
-  least efficient one all the same, and the batch is counted in ``num_over_budget``: else nothing would ever be read.
+- Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group,
+  counted in ``num_grown`` (growth for latency, v5 section 3.3).
+- Where decodes alone, or the KV all the same, leave no room for one, the first prefill of a group gets the least
+  efficient one, and the batch is counted in ``num_over_budget``: else nothing would ever be read.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from medha.config import SchedulerConfig
 from medha.sched.correction import Kind
 from medha.sched.draft import Draft
 from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
-from medha.sched.policy import SHORTEST_S, Columns, Ranking, load_policy, order
+from medha.sched.policy import SHORTEST_S, Ranking, load_policy, order
 from medha.sched.predictor import Predictor, Tick, Work
 from medha.sched.queue import Queue, State
 
@@ -93,6 +95,7 @@ class MedhaPacker:
     Attributes:
         predictions: of the batch filled last, None if it is empty.
         num_over_budget: batches with a chunk beyond their budget.
+        num_grown: how often a request took its next group before its shard was full.
     """
 
     config: SchedulerConfig
@@ -100,7 +103,9 @@ class MedhaPacker:
     depth: int
     prediction: Prediction | None = None
     num_over_budget: int = 0
+    num_grown: int = 0
     _ranking: Ranking = field(init=False)
+    _refused: list[int] = field(default_factory=list)
     _owed_s: list[float] = field(default_factory=list)
     _groups: list[_GroupTime] = field(default_factory=list)
 
@@ -109,26 +114,39 @@ class MedhaPacker:
 
     def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
         """See :meth:`medha.sched.draft.Packer.fill`."""
+        favoured = self._make_room(queue, draft) if self._ranking.by_class else []
         draft.add_decodes()
         self._groups = [self._group_time(queue, draft, group) for group in range(draft.memory.num_groups)]
         if queue.num_prefills:
             factor = self.predictor.factor("mixed" if draft.rows else "prefill")
-            columns = queue.columns(factor)
             rho = _Slack(self.config, queue, factor=factor, now_s=now_s)
-            self._serve_guarded(queue, draft, columns, rho)
+            for state in favoured:
+                self._give(state, draft, rho, may_exceed=True)
+            self._serve_guarded(queue, draft, rho)
             for group in self._groups:
                 group.limit_s = group.budget_s
             self._serve_in_order(queue, draft, rho)
             self._fill_up(queue, draft, rho)
+        self._refused = draft.no_memory
         self._note(draft)
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
-    def _serve_guarded(self, queue: Queue, draft: Draft, columns: Columns, rho: _Slack) -> None:
+    def _make_room(self, queue: Queue, draft: Draft) -> list[State]:
+        """Requests for which others of lower classes have given way: of those refused memory in the batch before, and
+        where all places are taken the first of the highest class."""
+        draft.by_class = True
+        states = [state for slot in self._refused[:_FIRST] if (state := queue.prefill(slot)) is not None]
+        if len(queue.running) >= self.config.max_num_seqs:
+            states += queue.first_of_highest_class()
+        return [state for state in states if draft.make_room(state)]
+
+    def _serve_guarded(self, queue: Queue, draft: Draft, rho: _Slack) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
         share = self.config.late_share
         if not share:
             return
+        columns = queue.columns(rho.factor)
         queue.guarded[:] = is_guarded(
             columns,
             draft.now_s,
@@ -233,6 +251,8 @@ class MedhaPacker:
             return 0 if is_taken or not may_enter(first, count) else min(self.config.min_chunk, most)
 
         position = state.num_scheduled_tokens
+        if draft.memory.num_groups > 1 and state.has_started and not has_chunk:
+            self._grow(state, draft)
         num_refused = len(draft.no_memory)
         q_len = draft.add_chunk(state, fitting)
         if not q_len and may_exceed and len(draft.no_memory) == num_refused and not all(draft.has_chunk):
@@ -251,8 +271,30 @@ class MedhaPacker:
                 group.long_slot = state.slot
         return True
 
+    def _grow(self, state: State, draft: Draft) -> None:
+        """Let a request take its next group where the KV on its last alone would soon leave no efficient chunk.
+
+        Its KV stays where it is, so it has to happen while an efficient chunk still fits behind it, merges included.
+        """
+        memory, position = draft.memory, state.num_scheduled_tokens
+        first, count = memory.place(state.slot, position)
+        *others, last = range(first, first + count)
+        least, margin = self.config.min_chunk, memory.block_size + 2 * self.config.min_chunk
+
+        def fits(index: int, kv: int) -> bool:
+            group = self._groups[index]
+            return group.tick.largest_chunk(kv, group.budget_s, least, run=(first, last + 1)) >= least
+
+        def kv_on(index: int) -> int:
+            return memory.kv_before(state.slot, position, index)
+
+        if draft.has_chunk[last] or fits(last, kv_on(last) + margin) or not fits(last, 0):
+            return
+        if all(fits(index, kv_on(index)) for index in others):  # else it would not help
+            self.num_grown += memory.grow(state.slot, position, state.head.num_kv_tokens)
+
     def _is_long(self, state: State) -> bool:
-        return state.head.num_prompt_tokens >= self.config.long_threshold
+        return state.num_prefill_tokens >= self.config.long_threshold
 
     def _fitting(self, state: State, draft: Draft, first: int, count: int, most: int, share: float) -> int:
         """The most tokens that fit the time of each group; ``share`` of it is left to others."""

@@ -12,12 +12,12 @@ Coefficients are the affair of :mod:`medha.sched.coefficients`, learning while r
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from medha.sched.coefficients import Coefficients
 from medha.sched.correction import Correction, Kind
-from medha.sched.lookup import Line, Tiles, decode_seconds
+from medha.sched.lookup import DecodeLine, Line, Tiles, decode_line, decode_seconds
 
 MIN_SECONDS = 1e-6
 """No batch is predicted to take less."""
@@ -64,6 +64,7 @@ class Predictor:
         self._line = Line(coefficients.linear, (coefficients.tp, coefficients.spp))
         self._tiles = Tiles(coefficients.chunks, max_tokens)
         self._head = None if coefficients.head is None else Line(coefficients.head)
+        self._decode_lines: dict[int, DecodeLine] = {}
 
     def tick(self, decodes: Sequence[Work] = ()) -> Tick:
         """A batch of these decodes, to which chunks can be added."""
@@ -77,6 +78,34 @@ class Predictor:
                 tick.add(row.q_len, row.kv_before, run=row.run, samples=row.samples)
         return tick.seconds
 
+    def steady_decodes(self, count: int) -> Callable[[float, int], float]:
+        """Corrected seconds of batches of so many decodes and nothing else, none of them on several groups.
+
+        Returns:
+            A function of the mean and the longest KV length, which says to the bit what :meth:`predict` says.
+        """
+        fixed_s = _fixed_s(self.coefficients)
+        if self._head is not None:
+            fixed_s += self._head.at(count)
+        fixed_s += self._line.at(count)
+        factor = self.factor("decode")
+
+        def seconds(mean_kv: float, max_kv: int) -> float:
+            return max((fixed_s + self._decodes_alone_s(count, mean_kv, max_kv)) * factor, MIN_SECONDS)
+
+        return seconds
+
+    def _decodes_alone_s(self, count: int, mean_kv: float, max_kv: int) -> float:
+        """Attention of a batch's decodes, nothing else in the launch."""
+        seconds = self._decode_line(count).at(mean_kv)
+        return seconds if self.coefficients.splits_kv else max(seconds, self._decode_line(1).at(max_kv))
+
+    def _decode_line(self, count: int) -> DecodeLine:
+        line = self._decode_lines.get(count)
+        if line is None:
+            line = self._decode_lines[count] = decode_line(self.coefficients.decodes, count)
+        return line
+
     def factor(self, kind: Kind) -> float:
         """The present correction of a kind."""
         return self.correction.factor(kind)
@@ -88,6 +117,11 @@ class Predictor:
     def uncorrected(self) -> Predictor:
         """The same coefficients at factor 1 for good, as :class:`medha.sched.prefill_time.PrefillTimes` wants them."""
         return Predictor(self.coefficients, max_tokens=self.max_tokens)
+
+
+def _fixed_s(coefficients: Coefficients) -> float:
+    """Seconds of a step whatever it contains."""
+    return coefficients.host_s + sum(link.fixed_s for link in (coefficients.tp, coefficients.spp) if link)
 
 
 class Tick:
@@ -130,11 +164,11 @@ class Tick:
         self.num_tokens = 0
         self._runs: set[Run] = set()
         self._chunks_s = 0.0
-        self._fixed_s = coefficients.host_s + sum(link.fixed_s for link in (coefficients.tp, coefficients.spp) if link)
+        self._fixed_s = _fixed_s(coefficients)
         self._alpha, self._beside_s, self._floor_s = 1.0, 0.0, 0.0
         self.seconds = 0.0
         if decodes:
-            self._count_decodes(coefficients, decodes)
+            self._count_decodes(predictor, decodes)
 
     @property
     def kind(self) -> Kind:
@@ -204,16 +238,14 @@ class Tick:
             parts = self._of_chunk(kv_before, run, False)
         return min(self._solve(raw_s, max_tokens, *parts), max_tokens - 1) // granularity * granularity
 
-    def _count_decodes(self, coefficients: Coefficients, decodes: Sequence[Work]) -> None:
+    def _count_decodes(self, predictor: Predictor, decodes: Sequence[Work]) -> None:
         """Charge the decodes: their attention alone, beside a chunk, and the least that any mixed batch takes."""
         q_lens, kvs, _, runs, _ = zip(*decodes, strict=True)
         count, max_kv = len(kvs), max(kvs)
         mean_kv = sum(kvs) / count
-        alone_s = decode_seconds(coefficients.decodes, count, mean_kv)
-        if not coefficients.splits_kv:
-            alone_s = max(alone_s, decode_seconds(coefficients.decodes, 1, max_kv))
+        alone_s = predictor._decodes_alone_s(count, mean_kv, max_kv)
         self._beside_s = self._floor_s = alone_s
-        if (mixed := coefficients.mixed) is not None:
+        if (mixed := predictor.coefficients.mixed) is not None:
             self._alpha = mixed.prefill_factor
             self._beside_s = decode_seconds(mixed.decodes, count, mean_kv)
             self._floor_s = max(alone_s, mixed.straggler_a_s + mixed.straggler_b_s * max_kv)

@@ -30,6 +30,7 @@ class RequestHead:
         arrival_s: when it arrived, in seconds of the engine's clock.
         slo: its objectives, if any.
         priority: class, 0 (realtime) to 3 (low).
+        is_relegated: it has no deadline, whatever its objectives, so that it comes after all that have one.
     """
 
     slot: int
@@ -38,6 +39,7 @@ class RequestHead:
     arrival_s: float
     slo: SLO | None = None
     priority: int = 2
+    is_relegated: bool = False
 
     @property
     def num_kv_tokens(self) -> int:
@@ -54,19 +56,23 @@ class State:
     has work to schedule while fewer are scheduled than known, be it prefill or decode.
 
     Attributes:
+        num_prefill_tokens: tokens of its prefill: its prompt, and after it gave way the tokens it had by then.
         deadline_s: seconds from arrival to when its first token is due; inf is none.
         has_started: it is bound to a group and may hold memory.
         ended: it finished or was cancelled; it is closed once nothing of it is in flight.
+        num_displaced: how often it gave its memory up, to be computed again.
     """
 
     head: RequestHead
     num_known_tokens: int
+    num_prefill_tokens: int
     deadline_s: float = math.inf
     num_scheduled_tokens: int = 0
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     has_started: bool = False
     ended: bool = False
+    num_displaced: int = 0
 
     @property
     def slot(self) -> int:
@@ -75,13 +81,13 @@ class State:
 
     @property
     def prefilling(self) -> bool:
-        """Whether prompt tokens are left to schedule."""
-        return self.num_scheduled_tokens < self.head.num_prompt_tokens
+        """Whether tokens of its prefill are left to schedule."""
+        return self.num_scheduled_tokens < self.num_prefill_tokens
 
     @property
     def num_left(self) -> int:
-        """Prompt tokens not yet scheduled."""
-        return self.head.num_prompt_tokens - self.num_scheduled_tokens
+        """Tokens of its prefill not yet scheduled."""
+        return self.num_prefill_tokens - self.num_scheduled_tokens
 
     @property
     def can_decode(self) -> bool:
@@ -104,7 +110,7 @@ class Queue:
     Attributes:
         running: started and not closed, in the order of their first chunks.
         decoding: of those, the ones whose prompt is scheduled whole.
-        waiting: not started, in order of arrival.
+        waiting: not started, in order of arrival; who gave way comes first.
         num_prefills: rows of the columns.
     """
 
@@ -153,7 +159,7 @@ class Queue:
 
     @property
     def num_prompt_tokens(self) -> Ints:
-        """Length of each row's prompt."""
+        """Length of each row's prefill."""
         return self._ints["num_prompt_tokens"][: self.num_prefills]
 
     @property
@@ -175,6 +181,24 @@ class Queue:
         row = self._row_of[state.slot]
         return self._floats["work_total_s"][row] * factor, self._floats["work_left_s"][row] * factor
 
+    def prefill(self, slot: int) -> State | None:
+        """The request of a slot while tokens of its prefill are left to schedule."""
+        row = self._row_of.get(slot)
+        return None if row is None else self._states[row]
+
+    def first_of_highest_class(self) -> list[State]:
+        """The first to arrive of the highest class among those that have not started; nothing if there is none."""
+        rows = np.flatnonzero(~self.started)
+        if not rows.size:
+            return []
+        classes, arrival_s = self._ints["priority"][rows], self._floats["arrival_s"][rows]
+        highest = np.flatnonzero(classes == classes.min())
+        return [self._states[rows[highest[arrival_s[highest].argmin()]]]]
+
+    def has_prefill_above(self, priority: int) -> bool:
+        """Whether a prefill of a higher class than this waits or is under way."""
+        return bool((self._ints["priority"][: self.num_prefills] < priority).any())
+
     def prefills(self) -> Iterator[State]:
         """Started requests with prompt tokens left, in the order in which they started."""
         return (state for state in self.running.values() if state.prefilling and not state.ended)
@@ -183,22 +207,25 @@ class Queue:
 
     def add(self, head: RequestHead, factor: float) -> State:
         """A request arrives; ``factor`` corrects the predicted seconds of its derived deadline."""
-        total_s = self._total_s(head.num_prompt_tokens)
-        state = State(head, head.num_prompt_tokens, self._deadline_s(head, total_s * factor))
+        total_s = self.prefill_s(head.num_prompt_tokens)
+        length = head.num_prompt_tokens
+        state = State(head, length, length, self._deadline_s(head, total_s * factor))
         self.waiting[head.slot] = state
-        row = self.num_prefills
-        if row == len(self._guarded):
-            self._grow()
-        floats = (head.arrival_s, state.deadline_s, total_s, total_s, head.arrival_s)
-        for name, seconds in zip(_FLOATS, floats, strict=True):
-            self._floats[name][row] = seconds
-        for name, number in zip(_INTS, (head.num_prompt_tokens, 0, head.priority, head.slot), strict=True):
-            self._ints[name][row] = number
-        self._guarded[row] = self._started[row] = False
-        self._states.append(state)
-        self._row_of[head.slot] = row
-        self.num_prefills += 1
+        self._append(state, total_s, head.arrival_s)
         return state
+
+    def displace(self, state: State, now_s: float) -> None:
+        """A started request with nothing in flight loses what was computed of it and waits again, first in line."""
+        self.running.pop(state.slot)
+        self.decoding.pop(state.slot, None)
+        if state.slot in self._row_of:
+            self._remove(state.slot)
+        state.num_prefill_tokens = state.num_known_tokens
+        state.num_scheduled_tokens = state.num_computed_tokens = 0
+        state.has_started = False
+        state.num_displaced += 1
+        self.waiting = {state.slot: state, **self.waiting}
+        self._append(state, self.prefill_s(state.num_prefill_tokens), now_s)
 
     def start(self, state: State) -> None:
         """A request gets its first chunk."""
@@ -218,7 +245,7 @@ class Queue:
             return
         index = self._row_of[state.slot]
         self._floats["last_chunk_s"][index] = now_s
-        self._floats["work_left_s"][index] = self._left_s(row.kv_len, state.head.num_prompt_tokens)
+        self._floats["work_left_s"][index] = self._left_s(row.kv_len, state.num_prefill_tokens)
 
     def computed(self, row: Row) -> State:
         """A row's batch is done in every stage."""
@@ -245,20 +272,39 @@ class Queue:
 
     # -- work --------------------------------------------------------------------------------------------------------
 
-    def _total_s(self, num_prompt_tokens: int) -> float:
+    def prefill_s(self, num_tokens: int) -> float:
+        """Seconds that a prefill of so many tokens takes alone, uncorrected; without ``times`` its work."""
         if self._times is None:
-            return prefill_work(0, num_prompt_tokens)
-        return float(self._times.total_s(np.array(num_prompt_tokens)))
+            return prefill_work(0, num_tokens)
+        return float(self._times.total_s(np.array(num_tokens)))
 
-    def _left_s(self, num_done: int, num_prompt_tokens: int) -> float:
+    def _left_s(self, num_done: int, num_tokens: int) -> float:
         if self._times is None:
-            return prefill_work(num_done, num_prompt_tokens)
-        return float(self._times.remaining_s(np.array(num_done), np.array(num_prompt_tokens)))
+            return prefill_work(num_done, num_tokens)
+        return float(self._times.remaining_s(np.array(num_done), np.array(num_tokens)))
 
     def _deadline_s(self, head: RequestHead, total_s: float) -> float:
+        if head.is_relegated:
+            return math.inf
         if head.slo is not None and head.slo.ttft_s is not None:
             return head.slo.ttft_s
         return math.inf if self._times is None else max(self._floor_s, self._factor * total_s)
+
+    def _append(self, state: State, total_s: float, last_chunk_s: float) -> None:
+        """A row for a request of which nothing is computed."""
+        row = self.num_prefills
+        if row == len(self._guarded):
+            self._grow()
+        head = state.head
+        floats = (head.arrival_s, state.deadline_s, total_s, total_s, last_chunk_s)
+        for name, seconds in zip(_FLOATS, floats, strict=True):
+            self._floats[name][row] = seconds
+        for name, number in zip(_INTS, (state.num_prefill_tokens, 0, head.priority, state.slot), strict=True):
+            self._ints[name][row] = number
+        self._guarded[row] = self._started[row] = False
+        self._states.append(state)
+        self._row_of[state.slot] = row
+        self.num_prefills += 1
 
     def _grow(self) -> None:
         self._floats = {name: np.concatenate([column, column]) for name, column in self._floats.items()}

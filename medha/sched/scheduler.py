@@ -1,7 +1,7 @@
 """The scheduler: what runs next, behind four calls.
 
 The seam is :meth:`Scheduler.add`, :meth:`~Scheduler.cancel`, :meth:`~Scheduler.schedule`, :meth:`~Scheduler.complete`,
-and nothing else crosses it. The scheduler knows slots and lengths, never token ids; time is handed in; it decides the
+and nothing else changes it. The scheduler knows slots and lengths, never token ids; time is handed in; it decides the
 same whenever it is called the same. Here is what all schedulers share: the life of a request and of a batch. Whose turn
 it is, and how much, is a packer's affair: the paper's (:mod:`medha.sched.packer`) or a classical one
 (:mod:`medha.sched.baselines`).
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from medha.batch import Batch
+from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
 from medha.sched.baselines import classical_packer
 from medha.sched.draft import Draft, LearningPacker, Packer
@@ -67,6 +67,7 @@ class Scheduler:
             block_size=block_size,
             num_groups=num_groups,
             max_kv_per_group=config.max_kv_per_group,
+            overcommit=config.overcommit,
         )
         self.packer = _packer(config, predictor, self.depth)
         times = None if predictor is None else _prefill_times(config, predictor, max_prompt_tokens)
@@ -74,6 +75,7 @@ class Scheduler:
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._frees: list[int] = []
         self._no_memory: tuple[int, ...] = ()
+        self._displaced: tuple[tuple[int, float], ...] = ()
         self._next_batch_id = 0
 
     def fresh(self) -> Scheduler:
@@ -113,6 +115,11 @@ class Scheduler:
         """Slots of prefills that the last call of :meth:`schedule` refused for want of KV memory."""
         return self._no_memory
 
+    @property
+    def displaced(self) -> tuple[tuple[int, float], ...]:
+        """(slot, predicted seconds of work lost) of requests that gave way in the last call of :meth:`schedule`."""
+        return self._displaced
+
     def slack_s(self, slot: int, now_s: float) -> float:
         """Seconds for which a request can still wait and have its first token in time; inf without a deadline.
 
@@ -130,6 +137,26 @@ class Scheduler:
         """Tokens of a request that are done in every stage; 0 while it waits or for a slot not in use."""
         state = self._queue.running.get(slot)
         return 0 if state is None else state.num_computed_tokens
+
+    def admission_s(self, head: RequestHead, now_s: float) -> float | None:
+        """Predicted TTFT of a request that cannot meet its objective; whether it is then added is the caller's affair.
+
+        It is what the request would have if it ran next: the wait so far, the batches in flight, its prefill alone.
+
+        Args:
+            head: not added yet.
+            now_s: time.
+
+        Returns:
+            Seconds; None where it may be in time, has no TTFT objective, or ``config.admission`` is ``all``.
+        """
+        objective_s = None if head.slo is None else head.slo.ttft_s
+        if objective_s is None or self.config.admission == "all" or self.predictor is None:
+            return None
+        in_flight_s = sum(prediction.seconds for _, prediction in self._in_flight if prediction is not None)
+        alone_s = self._queue.prefill_s(head.num_prompt_tokens) * self.predictor.factor("prefill")
+        predicted_s = max(now_s - head.arrival_s, 0.0) + in_flight_s + alone_s
+        return predicted_s if predicted_s > objective_s else None
 
     def add(self, head: RequestHead) -> float:
         """Queue a request.
@@ -174,12 +201,12 @@ class Scheduler:
         Raises:
             PolicyError: a user's policy failed.
         """
-        self._no_memory = ()
+        self._no_memory = self._displaced = ()
         if len(self._in_flight) >= self.depth:
             return None
-        draft = Draft(self.config, self._queue, self.memory, depth=self.depth, now_s=now_s)
+        draft = Draft(self.config, self._queue, self.memory, depth=self.depth, now_s=now_s, frees=self._frees)
         self.packer.fill(self._queue, draft, now_s)
-        self._no_memory = tuple(draft.no_memory)
+        self._no_memory, self._displaced = tuple(draft.no_memory), tuple(draft.displaced)
         if not draft.rows:
             return None
         batch = Batch(self._next_batch_id, tuple(draft.rows), tuple(draft.extents), tuple(self._frees))
@@ -221,6 +248,38 @@ class Scheduler:
             if finished:
                 self._queue.end(state)
         return self._close_ended(row.slot for row in batch.rows)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether, until a request ends or another arrives, every batch is the next token of each that runs.
+
+        Says False where it might be so and :meth:`skip` could not come to the same: with several batches in flight or
+        groups, overcommitted memory, and packers that learn from each batch.
+        """
+        queue = self._queue
+        if queue.num_prefills or self._in_flight or self._frees or not queue.decoding:
+            return False
+        if self.depth > 1 or self.memory.num_groups > 1 or self.memory.overcommit:
+            return False
+        if isinstance(self.packer, LearningPacker) or len(queue.decoding) > self.config.max_batch_tokens:
+            return False
+        return len(queue.decoding) == len(queue.running) and all(s.can_decode for s in queue.decoding.values())
+
+    def skip(self, num_batches: int) -> None:
+        """What so many calls of :meth:`schedule` and :meth:`complete` do while :attr:`is_steady`, in one go.
+
+        For a simulator. Nothing is learned from the batches, and where blocks lie may differ.
+
+        Args:
+            num_batches: before the last one a request must not end.
+        """
+        assert self.is_steady, "batches can be foreseen"
+        for state in self._queue.decoding.values():
+            self.memory.take(Row(state.slot, state.num_scheduled_tokens, num_batches, True, True))
+            state.num_scheduled_tokens += num_batches
+            state.num_computed_tokens += num_batches
+            state.num_known_tokens += num_batches
+        self._next_batch_id += num_batches
 
     def _close_ended(self, slots: Iterable[int]) -> tuple[int, ...]:
         """Free the ended requests among ``slots`` that have nothing in flight."""

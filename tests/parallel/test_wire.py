@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from medha import errors
 from medha.batch import Row
 from medha.errors import EngineDeadError, MedhaError, RequestError, ValidationError
+from medha.explanation import Explanation
 from medha.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from medha.runner import StepResult
 from medha.sampling import Sampled, SlotSampling
@@ -89,6 +90,16 @@ COMPLETIONS = st.builds(
     cumulative_logprob=st.none() | FLOATS,
 )
 ERRORS = st.builds(ValidationError, st.text(), param=st.just("prompt")) | st.builds(EngineDeadError, st.text())
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+EXPLANATIONS = st.builds(
+    Explanation,
+    st.text(),
+    st.booleans(),
+    *[FINITE] * 4,
+    st.lists(st.tuples(st.text(), FINITE), max_size=3).map(tuple),
+    *[FINITE] * 3,
+    st.lists(st.tuples(FINITE, FINITE), max_size=3).map(tuple),
+)
 OUTPUTS = st.builds(
     RequestOutput,
     st.text(),
@@ -96,7 +107,13 @@ OUTPUTS = st.builds(
     st.lists(IDS, max_size=4),
     st.lists(COMPLETIONS, min_size=1, max_size=2),
     st.just(True),
-    st.builds(RequestMetrics, FLOATS, first_token=st.none() | FLOATS, num_chunks=st.integers(0, 9)),
+    st.builds(
+        RequestMetrics,
+        FLOATS,
+        first_token=st.none() | FLOATS,
+        num_chunks=st.integers(0, 9),
+        explanation=st.none() | EXPLANATIONS,
+    ),
     st.none() | ERRORS,
 )
 
@@ -121,6 +138,13 @@ def test_every_error_of_ours_keeps_its_class(kind: type[MedhaError]) -> None:
     back = error_from_json(through_json(error_to_json(kind("what is wrong"))))
     assert type(back) is kind
     assert str(back) == "what is wrong"
+
+
+def test_a_refusal_keeps_its_times() -> None:
+    error = errors.DeadlineError("too late", predicted_s=2.5, objective_s=1.0, param="slo.ttft_s")
+    back = error_from_json(through_json(error_to_json(error)))
+    assert isinstance(back, errors.DeadlineError)
+    assert (back.predicted_s, back.objective_s, back.param) == (2.5, 1.0, "slo.ttft_s")
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), OSError(2, "gone"), type("annotations", (Exception,), {})("y")])

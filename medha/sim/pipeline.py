@@ -1,0 +1,178 @@
+"""When each stage of each group computes what: batches flow through the stages in order, one at a time in each.
+
+A stage begins a batch when it is done with the one before and the stage before has passed it on. Groups that share a
+row of the batch merge in every layer, so on each stage they begin together and take as long as the slowest of them;
+groups without work in a batch are passed by. Sends and collectives are within a stage's seconds, as its coefficients
+say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from medha.batch import Batch
+from medha.sched.coefficients import Coefficients
+from medha.sched.memory import KVMemory
+from medha.sched.predictor import Work
+
+
+class StageCost(Protocol):
+    """What one stage takes, in seconds: a :class:`medha.sched.predictor.Predictor`, or the like."""
+
+    coefficients: Coefficients
+
+    def predict(self, rows: Sequence[Work]) -> float:
+        """Seconds of a batch."""
+        ...
+
+    def steady_decodes(self, count: int) -> Callable[[float, int], float]:
+        """Seconds of batches of so many decodes, by their mean and longest KV length."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One batch on one stage of one group, seconds of the virtual clock.
+
+    Attributes:
+        num_tokens, num_decodes: query tokens of the batch, over all groups, and those of them that are decodes.
+    """
+
+    batch_id: int
+    group: int
+    stage: int
+    start_s: float
+    end_s: float
+    num_tokens: int
+    num_decodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A batch on its way.
+
+    Attributes:
+        first_end_s: when stage 0 of group 0 is done with it; its start where the batch does not concern that.
+        end_s: when it is done in every stage.
+        busy_s: seconds of the slowest stage.
+    """
+
+    first_end_s: float
+    end_s: float
+    busy_s: float
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """The stages of one replica.
+
+    Args:
+        stages: what each stage costs, first stage first; the groups are alike.
+        num_groups: KV-parallel groups.
+        noise: factor on the seconds of a batch on a stage; 1 where it is None.
+        on_segment: told of every batch on every stage.
+
+    Attributes:
+        busy_s: by group and stage, seconds computed so far.
+        bubble_s: by group and stage, seconds without work while another stage of the group had some.
+    """
+
+    stages: Sequence[StageCost]
+    num_groups: int = 1
+    noise: Callable[[], float] | None = None
+    on_segment: Callable[[Segment], None] | None = None
+    busy_s: list[list[float]] = field(init=False)
+    bubble_s: list[list[float]] = field(init=False)
+    _free_s: list[list[float]] = field(init=False)
+    _kinds: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.busy_s = [[0.0] * len(self.stages) for _ in range(self.num_groups)]
+        self.bubble_s = [[0.0] * len(self.stages) for _ in range(self.num_groups)]
+        self._free_s = [[0.0] * len(self.stages) for _ in range(self.num_groups)]
+        costs = [predictor.coefficients for predictor in self.stages]
+        parts = [(c.linear, c.chunks, c.decodes, c.mixed, c.head, c.host_s, c.tp, c.spp, c.kvp) for c in costs]
+        self._kinds = [parts.index(part) for part in parts]  # stages that cost the same are predicted once
+
+    def send(self, batch: Batch, memory: KVMemory, now_s: float) -> Passage:
+        """Let a batch enter stage 0, right after it was scheduled.
+
+        Args:
+            batch: with at least one row.
+            memory: of its scheduler: where the keys of each row lie.
+            now_s: time.
+        """
+        first_end_s, end_s, slowest_s = now_s, now_s, 0.0
+        for groups in _together(batch, self.num_groups):
+            seconds = self._seconds(batch, memory, groups)
+            ready_s = now_s
+            done_s = [self._free_s[group][-1] for group in groups]  # when the batches before have left
+            entered_s = max(now_s, *(self._free_s[group][0] for group in groups))
+            for stage, stage_s in enumerate(seconds):
+                start_s = max(ready_s, *(self._free_s[group][stage] for group in groups))
+                ready_s = start_s + stage_s
+                slowest_s = max(slowest_s, stage_s)
+                for group in groups:
+                    self._free_s[group][stage] = ready_s
+                    self.busy_s[group][stage] += stage_s
+                    if self.on_segment is not None:
+                        place = (batch.batch_id, group, stage)
+                        self.on_segment(Segment(*place, start_s, ready_s, batch.num_tokens, batch.num_decodes))
+                if stage == 0 and 0 in groups:
+                    first_end_s = ready_s
+            for group, before_s in zip(groups, done_s, strict=True):
+                more_s = ready_s - max(entered_s, before_s)  # some stage is at work until a batch has left the last one
+                self.bubble_s[group] = [b + more_s - s for b, s in zip(self.bubble_s[group], seconds, strict=True)]
+            end_s = max(end_s, ready_s)
+        return Passage(first_end_s, end_s, slowest_s)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a batch takes just what the one stage says, and nobody looks on."""
+        return len(self.stages) == 1 and self.num_groups == 1 and self.noise is None and self.on_segment is None
+
+    def pass_time(self, now_s: float) -> None:
+        """What was stepped over has kept the stages until now."""
+        self._free_s = [[max(free_s, now_s) for free_s in stages] for stages in self._free_s]
+
+    def _seconds(self, batch: Batch, memory: KVMemory, groups: Sequence[int]) -> list[float]:
+        """Seconds of each stage: the slowest of the groups that go together."""
+        works = [works_of(batch, memory, group) for group in groups]
+        known: dict[int, float] = {}
+        for kind in self._kinds:
+            if kind not in known:
+                known[kind] = max(self.stages[kind].predict(rows) for rows in works)
+        return [known[kind] * (1.0 if self.noise is None else self.noise()) for kind in self._kinds]
+
+
+def works_of(batch: Batch, memory: KVMemory, group: int) -> list[Work]:
+    """The rows of a batch as a group sees them, right after it was scheduled."""
+    if memory.num_groups == 1:
+        return [Work(row.q_len, row.position, row.is_decode, None, row.samples) for row in batch.rows]
+    return [
+        Work(
+            row.q_len,
+            memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position,
+            row.is_decode,
+            row.run if row.is_shared else None,
+            row.samples and row.group == group,
+        )
+        for row in batch.rows
+        if row.concerns(group)
+    ]
+
+
+def _together(batch: Batch, num_groups: int) -> list[list[int]]:
+    """Groups with rows in a batch, those that share rows with each other in one list; ascending."""
+    if num_groups == 1:
+        return [[0]]
+    concerned = sorted({group for row in batch.rows for group in range(row.group, row.holder + 1)})
+    joined: list[list[int]] = []
+    for group in concerned:
+        if joined and any(row.group < group <= row.holder for row in batch.rows):
+            joined[-1].append(group)
+        else:
+            joined.append([group])
+    return joined

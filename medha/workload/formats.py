@@ -1,0 +1,349 @@
+"""What a request looks like in each trace format, and the unit traps of each; files are read and written elsewhere.
+
+``mooncake``
+    JSON lines ``{"timestamp", "input_length", "output_length", "hash_ids"}`` (kvcache-ai/Mooncake, FAST'25 release).
+    The timestamp is in **milliseconds**. ``hash_ids`` name blocks of 512 prompt tokens (other publishers of the format
+    use other sizes), and may be missing.
+``azure``
+    CSV ``TIMESTAMP,ContextTokens,GeneratedTokens`` (Azure/AzurePublicDataset, 2023 and 2024). ISO date and time with 7
+    decimals, steps of 100 ns, or 6 and a time zone; without one UTC is taken. Times count from the earliest request, so
+    what is written begins at an invented date and reads back from 0.
+``burstgpt``
+    CSV ``Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`` (HPMLL/BurstGPT); later releases add
+    ``Session ID`` and ``Elapsed time``. Seconds from midnight of the first day, not from the first request. A row with
+    0 response tokens failed, and is dropped and counted. What is written names GPT-4 as the model, since vLLM's loader
+    takes no other; a trace does not know.
+``vidur``
+    CSV ``arrived_at,num_prefill_tokens,num_decode_tokens`` (microsoft/vidur, sarathi-serve). Seconds; files of lengths
+    alone lack ``arrived_at``.
+``sharegpt``
+    JSON ``[{"conversations": [{"value"}, ...]}]``, text: prompt and output are the first two turns, as in vLLM. Shorter
+    conversations and empty turns are dropped and counted. Tokens are counted by a function, or estimated from
+    characters. No arrival times. Read only: a trace has no text.
+``medha``
+    JSON lines, as far as lengths go those of ``medha generate --requests``: ``id``, ``arrival_s`` (seconds; missing is
+    0), ``num_prompt_tokens`` or ``prompt_token_ids``, ``num_output_tokens`` or ``max_tokens``, ``slo`` {``ttft_s``,
+    ``tpot_s``}, ``priority``, and ``hash_ids`` as Mooncake's. Other fields are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from medha.errors import ConfigError, ValidationError
+from medha.request import PRIORITIES, SLO, check_priority
+from medha.workload.trace import MAX_TOKENS, Row
+
+TIME_UNITS = {"s": 1, "ms": 1000, "us": 1_000_000}
+"""How many there are in a second."""
+
+MAX_SECONDS = 1e10
+"""A later arrival is taken for a mistake of unit: seconds since 1970 are below it, milliseconds above."""
+
+_TICKS = 10**7  # a second in Azure's 100 ns
+_START = datetime(1970, 1, 1, tzinfo=UTC)
+_ISO = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
+_COUNT = re.compile(r"[0-9]{1,18}(?:\.0*)?")
+
+Fields = Mapping[str, Any]
+Parser = Callable[[Fields], Row | None]
+
+
+class RowError(ValueError):
+    """What is wrong with one request; the reader adds file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format.
+
+    Attributes:
+        name: as ``--from`` and ``--to`` spell it.
+        needs: columns of the header, or keys of the first object, by which a file is recognised.
+        parser: from the units of time in a second and a function that counts the tokens of a text, makes what turns
+            fields into a request, None for one to drop, or raises RowError.
+        unit: of time where the file's is not stated, None where times say it themselves.
+        header: first line of the file, None in JSON.
+        line: writes one request; None where the format cannot be written.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    parser: Callable[[int, Callable[[str], int]], Parser]
+    unit: str | None
+    header: str | None
+    line: Callable[[Row], str] | None
+
+
+def _bad(name: str, value: Any, accepted: str) -> RowError:
+    return RowError(f"{name}={value!r:.80}; accepted: {accepted}")
+
+
+def _get(fields: Fields, name: str) -> Any:
+    value = fields.get(name)
+    if value is None or value == "":
+        raise RowError(f"{name} is missing; accepted: a value in every request")
+    return value
+
+
+def _count(fields: Fields, name: str, low: int = 1) -> int:
+    """A number of tokens; a decimal point is allowed where nothing but zeros follow."""
+    value = _get(fields, name)
+    if isinstance(value, str):
+        text = value.strip()
+        number = int(text.partition(".")[0]) if _COUNT.fullmatch(text) else -1
+    elif isinstance(value, float):
+        number = int(value) if value.is_integer() else -1
+    else:
+        number = value if isinstance(value, int) and not isinstance(value, bool) else -1
+    if not low <= number <= MAX_TOKENS:
+        raise _bad(name, value, f"an integer from {low} to {MAX_TOKENS}")
+    return number
+
+
+def _seconds(fields: Fields, name: str, per_s: int) -> float:
+    value = _get(fields, name)
+    try:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)) or "_" in str(value):
+            raise ValueError
+        seconds = float(value) / per_s
+        if not 0 <= seconds <= MAX_SECONDS:
+            raise ValueError
+    except (ValueError, OverflowError):
+        unit = next(unit for unit, number in TIME_UNITS.items() if number == per_s)
+        raise _bad(name, value, f"a time in {unit}, not negative, at most {MAX_SECONDS * per_s:.0e}") from None
+    return seconds + 0.0  # -0 becomes 0
+
+
+def _hashes(fields: Fields) -> array[int] | None:
+    value = fields.get("hash_ids")
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(i) is int and 0 <= i < 2**63 for i in value):
+        raise _bad("hash_ids", value, "a list of integers from 0 to 2**63 - 1")
+    return array("q", value)
+
+
+def _mooncake(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
+    def parse(fields: Fields) -> Row:
+        tokens = _count(fields, "input_length"), _count(fields, "output_length")
+        return Row(_seconds(fields, "timestamp", per_s), *tokens, prefix_hashes=_hashes(fields))
+
+    return parse
+
+
+def _ticks(value: str) -> int:
+    """Steps of 100 ns since 1970."""
+    match = _ISO.fullmatch(value.strip())
+    try:
+        if match is None:
+            raise ValueError
+        date, clock, fraction, zone = match.groups()
+        moment = datetime.fromisoformat(f"{date} {clock}{zone or '+00:00'}")
+        whole = (moment - _START) // timedelta(seconds=1)
+    except (ValueError, OverflowError):
+        raise _bad("TIMESTAMP", value, "an ISO date and time as 2023-11-16 18:15:46.6805900") from None
+    return whole * _TICKS + round(int((fraction or "0").ljust(9, "0")) / 100)
+
+
+def _azure(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
+    first: int | None = None
+
+    def parse(fields: Fields) -> Row:
+        nonlocal first
+        ticks = _ticks(_get(fields, "TIMESTAMP"))
+        tokens = _count(fields, "ContextTokens"), _count(fields, "GeneratedTokens")
+        first = ticks if first is None else first
+        seconds = (ticks - first) / _TICKS
+        if abs(seconds) > MAX_SECONDS:
+            raise _bad("TIMESTAMP", fields["TIMESTAMP"], f"within {MAX_SECONDS:.0e} s of the first request")
+        return Row(seconds, *tokens)
+
+    return parse
+
+
+def _burstgpt(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
+    def parse(fields: Fields) -> Row | None:
+        arrival_s = _seconds(fields, "Timestamp", per_s)
+        output_tokens = _count(fields, "Response tokens", low=0)
+        prompt_tokens = _count(fields, "Request tokens", low=1 if output_tokens else 0)
+        return Row(arrival_s, prompt_tokens, output_tokens) if output_tokens else None
+
+    return parse
+
+
+def _vidur(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
+    def parse(fields: Fields) -> Row:
+        arrival_s = _seconds(fields, "arrived_at", per_s) if "arrived_at" in fields else None
+        return Row(arrival_s, _count(fields, "num_prefill_tokens"), _count(fields, "num_decode_tokens"))
+
+    return parse
+
+
+def _sharegpt(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
+    def parse(fields: Fields) -> Row | None:
+        name = "conversation" if "conversation" in fields else "conversations"
+        turns = _get(fields, name)
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns[:2]):
+            raise _bad(name, turns, "a list of objects with 'value'")
+        texts = [turn.get("value") for turn in turns[:2]]
+        if not all(isinstance(text, str) for text in texts):
+            raise _bad("value", texts, "a string in each of the first two turns")
+        counts = {f"tokens of turn {i}": int(count_tokens(str(text))) if text else 0 for i, text in enumerate(texts, 1)}
+        if len(counts) < 2 or 0 in counts.values():
+            return None
+        prompt_tokens, output_tokens = (_count(counts, name) for name in counts)
+        return Row(None, prompt_tokens, output_tokens)
+
+    return parse
+
+
+def _medha(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
+    def parse(fields: Fields) -> Row:
+        given = dict(fields)
+        ids = given.get("prompt_token_ids")
+        if isinstance(ids, list):
+            given.setdefault("num_prompt_tokens", len(ids))
+        if "num_output_tokens" not in given and "max_tokens" in given:
+            given["num_output_tokens"] = given["max_tokens"]
+        slo = given.get("slo")
+        if slo is not None and (not isinstance(slo, dict) or set(slo) - {"ttft_s", "tpot_s"}):
+            raise _bad("slo", slo, "an object with ttft_s and tpot_s")
+        try:
+            limits = SLO(**(slo or {}))
+            priority = None if given.get("priority") is None else PRIORITIES.index(check_priority(given["priority"]))
+        except ValidationError as error:
+            raise RowError(str(error)) from error
+        return Row(
+            None if given.get("arrival_s") is None else _seconds(given, "arrival_s", per_s),
+            _count(given, "num_prompt_tokens"),
+            _count(given, "num_output_tokens"),
+            _request_id(given.get("id", given.get("request_id"))),
+            _hashes(given),
+            None if limits.ttft_s is None else float(limits.ttft_s),
+            None if limits.tpot_s is None else float(limits.tpot_s),
+            priority,
+        )
+
+    return parse
+
+
+def _request_id(value: Any) -> str | None:
+    if value is None:
+        return None
+    try:
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+            raise ValueError
+        text = str(value)
+        text.encode()
+    except ValueError:  # also a lone surrogate, and an integer of thousands of digits
+        raise RowError(f"id={value!a:.80}; accepted: a string of Unicode characters or an integer") from None
+    return text
+
+
+def _number(value: float) -> float | int:
+    return int(value) if value.is_integer() else value
+
+
+def _time(row: Row) -> float:
+    return row.arrival_s or 0.0
+
+
+def _mooncake_line(row: Row) -> str:
+    fields: dict[str, Any] = {
+        "timestamp": _number(round(_time(row) * 1e3, 6)),
+        "input_length": row.prompt_tokens,
+        "output_length": row.output_tokens,
+    }
+    if row.prefix_hashes is not None:
+        fields["hash_ids"] = row.prefix_hashes.tolist()
+    return json.dumps(fields)
+
+
+def _azure_line(row: Row) -> str:
+    whole, ticks = divmod(round(_time(row) * _TICKS), _TICKS)
+    try:
+        moment = _START + timedelta(seconds=whole)
+    except OverflowError:
+        raise ConfigError(f"arrival_s={row.arrival_s}; accepted in an azure file: at most {MAX_SECONDS:.0e}") from None
+    return f"{moment:%Y-%m-%d %H:%M:%S}.{ticks:07d},{row.prompt_tokens},{row.output_tokens}"
+
+
+def _burstgpt_line(row: Row) -> str:
+    prompt, output = row.prompt_tokens, row.output_tokens
+    return f"{_number(_time(row))},GPT-4,{prompt},{output},{prompt + output},API log"
+
+
+def _vidur_line(row: Row) -> str:
+    return f"{_time(row)!r},{row.prompt_tokens},{row.output_tokens}"
+
+
+def _medha_line(row: Row) -> str:
+    fields: dict[str, Any] = {
+        "id": row.request_id,
+        "arrival_s": _time(row),
+        "num_prompt_tokens": row.prompt_tokens,
+        "num_output_tokens": row.output_tokens,
+    }
+    limits = (("ttft_s", row.ttft_slo_s), ("tpot_s", row.tpot_slo_s))
+    if slo := {name: value for name, value in limits if value is not None}:
+        fields["slo"] = slo
+    if row.priority is not None:
+        fields["priority"] = PRIORITIES[row.priority]
+    if row.prefix_hashes is not None:
+        fields["hash_ids"] = row.prefix_hashes.tolist()
+    return json.dumps(fields)
+
+
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
+_VIDUR = ("num_prefill_tokens", "num_decode_tokens")
+
+FORMATS = {
+    entry.name: entry
+    for entry in (
+        Format("mooncake", ("timestamp", "input_length"), _mooncake, "ms", None, _mooncake_line),
+        Format("azure", _AZURE, _azure, None, ",".join(_AZURE), _azure_line),
+        Format(
+            "burstgpt",
+            _BURSTGPT,
+            _burstgpt,
+            "s",
+            "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
+            _burstgpt_line,
+        ),
+        Format("vidur", _VIDUR, _vidur, "s", ",".join(("arrived_at", *_VIDUR)), _vidur_line),
+        Format("sharegpt", ("conversations",), _sharegpt, None, None, None),
+        Format("medha", ("num_prompt_tokens",), _medha, "s", None, _medha_line),
+    )
+}
+"""The formats by name."""
+
+
+def format_named(name: str) -> Format:
+    """The format of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in FORMATS:
+        raise ConfigError(f"format={name!r}; accepted: {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def characters_over(chars_per_token: float) -> Callable[[str], int]:
+    """An estimate of the tokens of a text from its characters, rounded up; real tokenizers differ by text and language.
+
+    Raises:
+        ConfigError: not a finite number above 0.
+    """
+    if not 0 < chars_per_token < math.inf:
+        raise ConfigError(f"chars_per_token={chars_per_token!r}; accepted: a finite number above 0")
+    return lambda text: math.ceil(len(text) / chars_per_token)

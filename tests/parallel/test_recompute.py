@@ -1,0 +1,99 @@
+"""Requests that give up their KV memory and are computed again say what they would have said (D8)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha.request import RequestOutput, SamplingParams
+from tests.parallel.workers import WorkerPool
+from tests.serving import Model, finish, make_byte_model, random_ids
+
+LENGTHS = (40, 3, 70, 25, 90)
+SMALL = {"chunk_size": 16, "max_batch_tokens": 40, "block_size": 16, "num_blocks": 10}
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True),
+    "drawn": SamplingParams(temperature=1.0, top_k=40, seed=5, max_tokens=50, ignore_eos=True, logprobs=2),
+    "penalties": SamplingParams(
+        temperature=0.7, seed=9, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=50, ignore_eos=True
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_byte_model(tmp_path_factory.mktemp("bytes"))
+
+
+def serve(model: Model, params: SamplingParams, **options: int) -> tuple[dict[str, RequestOutput], int, float]:
+    engine = model.engine(**(SMALL | options))
+    for i, length in enumerate(LENGTHS):
+        engine.add_request(str(i), random_ids(length, seed=4), params)
+    return finish(engine), engine.num_preemptions, engine.work_lost_s
+
+
+def chosen(output: RequestOutput) -> list[float]:
+    """Log-probability of each token drawn."""
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    return [step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_outputs_are_those_of_a_run_in_which_nobody_gives_way(model: Model, params: SamplingParams, depth: int) -> None:
+    undisturbed, none, _ = serve(model, params, num_blocks=64)
+    disturbed, num_preemptions, work_lost_s = serve(model, params, overcommit=True, depth=depth)
+    assert none == 0 and num_preemptions >= 3 and work_lost_s > 0
+    for name, output in disturbed.items():
+        expected = undisturbed[name].outputs[0]
+        assert output.outputs[0].token_ids == expected.token_ids
+        assert output.outputs[0].text == expected.text
+        if expected.logprobs is not None:
+            assert chosen(output) == pytest.approx(chosen(undisturbed[name]), abs=1e-4)
+    counted = sum(output.metrics.num_preemptions for output in disturbed.values())
+    lost_s = sum(output.metrics.work_lost_s for output in disturbed.values())
+    assert (counted, lost_s) == (num_preemptions, pytest.approx(work_lost_s))
+
+
+def test_a_request_that_gave_way_can_be_aborted(model: Model) -> None:
+    engine = model.engine(**(SMALL | {"overcommit": True}))
+    for i, length in enumerate(LENGTHS):
+        engine.add_request(str(i), random_ids(length, seed=4), PARAMS["greedy"])
+    aborted: set[str] = set()
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finished:
+                outputs[output.request_id] = output
+        for request_id, live in list(engine._live.items()):
+            if live.metrics.num_preemptions and not aborted:
+                aborted.add(request_id)
+                engine.abort(request_id)
+    assert aborted and all(outputs[request_id].outputs[0].finish_reason == "abort" for request_id in aborted)
+    assert engine.scheduler.memory.num_used == 0
+    assert {len(outputs[i].outputs[0].token_ids) for i in outputs if i not in aborted} == {50}
+
+
+def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> Any:
+    """On each rank: generate, and how often somebody gave way."""
+    from medha import LLM
+
+    with LLM(folder, **options) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PARAMS["penalties"])
+        num_preemptions = llm.engine.num_preemptions if llm.is_driver else 0
+    return [output.outputs[0].token_ids for output in outputs], num_preemptions
+
+
+@pytest.mark.parametrize("layout", [{"spp": 2}, {"kvp": 2, "max_kv_per_group": 80}, {"tp": 2}], ids=str)
+def test_every_layout_says_the_same(workers: WorkerPool, model: Model, layout: dict[str, int]) -> None:
+    prompts = [random_ids(length, seed=4) for length in LENGTHS]
+    options = {"scheduler": "sarathi", "chunk_size": 16, "max_batch_tokens": 40, "block_size": 16} | layout
+    folder = str(Path(model.folder))
+    undisturbed = workers.run(generate, 2, folder, options | {"num_kv_blocks": 64}, prompts)
+    tight = options | {"num_kv_blocks": 10 if "kvp" not in layout else 7, "overcommit": True}
+    disturbed = workers.run(generate, 2, folder, tight, prompts)
+    assert undisturbed[0][1] == 0 and disturbed[0][1] >= 2
+    assert [tokens for tokens, _ in disturbed] == [tokens for tokens, _ in undisturbed]

@@ -1,0 +1,189 @@
+"""Who gives way when KV memory is short: overcommit and priority classes, on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from medha.batch import Batch
+from medha.config import SCHEDULERS, SchedulerConfig
+from medha.sched import displace
+from medha.sched.displace import by_loss, fewest, of_lower_class
+from medha.sched.queue import Queue, State
+from medha.sched.scheduler import RequestHead, Scheduler
+
+from .virtual import Drive, Job, jobs, make_predictor
+
+BLOCK = 16
+
+
+class Watched(Drive):
+    """A drive that keeps who gave way, and checks that it was somebody who may."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gave_way: list[int] = []  # by job, in order
+        self.num_decodes = 0
+
+    def on_schedule(self, batch: Batch | None) -> None:
+        by_class = str(self.scheduler.config.policy).startswith("priority")
+        started = [live for live in self.live.values() if live.num_scheduled or live.num_displaced]
+        first = min(started, key=lambda live: (live.head.arrival_s, live.head.slot), default=None)
+        for slot, _ in self.scheduler.displaced:
+            live = self.live[slot]
+            self.gave_way.append(live.job)
+            self.num_decodes += live.num_tokens > 0
+            assert self.config.overcommit or by_class
+            if not by_class:
+                assert live is not first, "the oldest never gives way"
+
+    @property
+    def config(self) -> SchedulerConfig:
+        return self.scheduler.config
+
+
+def make(num_blocks: int, *, scheduler: str = "medha", num_groups: int = 1, **options: Any) -> Scheduler:
+    config = SchedulerConfig(scheduler, **{"min_chunk": 8, "max_batch_tokens": 64, **options})
+    return Scheduler(
+        config,
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        num_groups=num_groups,
+        predictor=make_predictor(max_tokens=config.max_batch_tokens, kvp=num_groups),
+        max_prompt_tokens=2000,
+    )
+
+
+def play(scheduler: Scheduler, load: Sequence[Job], seconds: float = 0.1) -> Watched:
+    drive = Watched(scheduler, load, lambda batch: seconds)
+    drive.run()
+    return drive
+
+
+def test_decodes_that_fill_the_pool_give_way_and_come_to_their_end() -> None:
+    """D8: three decodes grow until nothing is free; claims would have let one run at a time."""
+    load = [Job(0.0, 16, 64, priority=2), Job(0.01, 16, 64), Job(0.02, 16, 64)]
+    with_claims = play(make(8), load)
+    assert with_claims.gave_way == []
+    overcommitted = play(make(8, overcommit=True), load)
+    assert overcommitted.gave_way and 0 not in overcommitted.gave_way
+    assert overcommitted.num_decodes == len(overcommitted.gave_way)
+    assert overcommitted.first_token_s[2] < with_claims.first_token_s[2]
+
+
+def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> None:
+    queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
+    scheduled = {0: 90, 1: 10, 2: 70, 3: 30, 4: 50, 5: 20}
+    for slot, num_tokens in scheduled.items():
+        state = queue.add(RequestHead(slot, 10 if slot == 1 else 100, 5, float(slot), priority=slot % 3), 1.0)
+        queue.start(state)
+        state.num_scheduled_tokens = num_tokens
+    queue.running[5].num_in_flight = 1
+    four = queue.running[4]
+
+    def slots(states: list[State]) -> list[int]:
+        return [state.slot for state in states]
+
+    assert slots(by_loss(queue, four, by_class=False)) == [3, 2, 1], "not the oldest, nor one in flight"
+    assert slots(by_loss(queue, four, by_class=True)) == [2, 1], "nor one of a higher class"
+    assert slots(of_lower_class(queue, queue.running[0])) == [2, 1, 4]
+    assert slots(of_lower_class(queue, four)) == [2]
+
+
+def test_as_few_as_will_do_give_way() -> None:
+    queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
+    states = [queue.add(RequestHead(slot, 10, 1, 0.0), 1.0) for slot in range(4)]
+    assert fewest(states, lambda gone: 2 in gone) == [states[2]]
+    assert fewest(states, lambda gone: len(gone) >= 2) == states[:2]
+    assert fewest(states, lambda gone: False) is None
+    assert fewest([], lambda gone: True) == []
+
+
+def test_what_is_lost_is_predicted_from_what_was_computed() -> None:
+    scheduler = make(8, overcommit=True)
+    lost: list[tuple[int, float]] = []
+
+    class Lost(Watched):
+        def on_schedule(self, batch: Batch | None) -> None:
+            lost.extend(self.scheduler.displaced)
+
+    Lost(scheduler, [Job(0.0, 16, 100), Job(0.01, 16, 100)], lambda batch: 0.1).run()
+    times = scheduler._queue._times
+    assert times is not None and lost
+    assert lost[0][1] == pytest.approx(float(times.total_s(64)), rel=0.2)  # both had filled half of the pool
+
+
+def test_a_class_makes_the_lower_ones_give_way_decodes_too() -> None:
+    load = [Job(0.0, 16, 60, priority=3), Job(0.0, 16, 60, priority=1), Job(3.0, 48, 2, priority=0)]
+    patient = play(make(10, policy="lars"), load)
+    classes = play(make(10, policy="priority"), load)
+    assert patient.gave_way == []
+    assert classes.gave_way == [0], "the lowest class, once, and nobody else"
+    assert classes.first_token_s[2] < 3.5 < patient.first_token_s[2]
+
+
+def test_nobody_gives_way_in_vain() -> None:
+    """If all of the lower classes would not be enough, none gives way; nor for one of its own class."""
+    load = [Job(0.0, 100, 60, priority=0), Job(0.5, 16, 20, priority=3), Job(1.0, 100, 2, priority=0)]
+    assert play(make(12, policy="priority"), load).gave_way == []
+
+
+def test_a_class_takes_a_place_among_the_running() -> None:
+    load = [Job(0.0, 16, 60, priority=2), Job(0.0, 16, 60, priority=2), Job(1.0, 16, 2, priority=1)]
+    assert play(make(100, policy="lars", max_num_seqs=2), load).gave_way == []
+    drive = play(make(100, policy="priority", max_num_seqs=2), load)
+    assert len(drive.gave_way) == 1
+    assert drive.first_token_s[2] < 2.0
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[dict[str, Any], list[Job]]:
+    """Pools of little more than the longest request, and loads that need several times as much."""
+    load = draw(st.lists(jobs(max_prompt=400, max_new=80, within_s=1.0), min_size=4, max_size=8))
+    load = [replace(job, num_new=None if index % 2 else job.num_new) for index, job in enumerate(load)]
+    num_groups = draw(st.integers(1, 3))
+    share = -(-max(job.num_kv_tokens for job in load) // (BLOCK * num_groups))
+    return {
+        "scheduler": draw(st.sampled_from(["medha", "medha", *SCHEDULERS])),
+        "policy": draw(st.sampled_from(["lars", "fcfs", "priority", "priority:edf"])),
+        "num_blocks": share + draw(st.integers(0, 4)),
+        "num_groups": num_groups,
+        "overcommit": draw(st.booleans()),
+        "depth": draw(st.integers(1, 3)),
+        "max_num_seqs": draw(st.integers(1, 8)),
+        "late_share": draw(st.sampled_from([0.0, 0.1])),
+        "max_kv_per_group": share * BLOCK,
+    }, load
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(worlds())
+def test_any_load_ends_and_leaves_nothing(world: tuple[dict[str, Any], list[Job]]) -> None:
+    options, load = world
+    play(make(**options), load)
+
+
+def test_the_loads_make_requests_give_way() -> None:
+    count = {"prefills": 0, "decodes": 0, "by class": 0}
+
+    @settings(max_examples=150, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(worlds())
+    def run(world: tuple[dict[str, Any], list[Job]]) -> None:
+        drive = play(make(**world[0]), world[1])
+        count["decodes"] += drive.num_decodes
+        count["prefills"] += len(drive.gave_way) - drive.num_decodes
+        count["by class"] += bool(drive.gave_way) and not world[0]["overcommit"]
+
+    run()
+    assert min(count.values()) >= 5, count
+
+
+def test_the_property_notices_who_gives_way_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(displace, "_idle", lambda queue: list(queue.running.values()))
+    with pytest.raises(AssertionError):
+        play(make(8, overcommit=True, depth=2), [Job(0.0, 16, 100), Job(0.01, 40, 80), Job(0.02, 60, 60)])

@@ -1,0 +1,70 @@
+"""Models by name, alias and path."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from medha.errors import ConfigError
+from medha.sim.known_models import ALIASES, KNOWN_MODELS, find_model
+
+
+def test_names_and_aliases() -> None:
+    assert set(KNOWN_MODELS) == {"llama-3-8b", "llama-3-70b", "llama-3.1-8b", "qwen2.5-14b-1m"}
+    assert set(ALIASES.values()) == set(KNOWN_MODELS)
+    for name, model in KNOWN_MODELS.items():
+        assert find_model(name) is find_model(name.upper()) is model
+    assert find_model("meta-llama/Meta-Llama-3-70B") is KNOWN_MODELS["llama-3-70b"]
+    assert find_model("Qwen/Qwen2.5-14B-Instruct-1M") is KNOWN_MODELS["qwen2.5-14b-1m"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("llama-3-8b", (128256, 4096, 14336, 32, 32, 8, 128, 500000.0)),
+        ("llama-3-70b", (128256, 8192, 28672, 80, 64, 8, 128, 500000.0)),
+        ("llama-3.1-8b", (128256, 4096, 14336, 32, 32, 8, 128, 500000.0)),
+        ("qwen2.5-14b-1m", (152064, 5120, 13824, 48, 40, 8, 128, 10000000.0)),
+    ],
+)
+def test_shapes(name: str, shape: tuple[float, ...]) -> None:
+    m = find_model(name)
+    found = (m.vocab_size, m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim)
+    assert (*found, m.rope.theta) == shape
+    assert m.num_heads * m.head_dim == m.hidden_size
+    assert m.dtype == "bfloat16" and not m.tie_word_embeddings
+    assert m.qkv_bias == (m.architecture == "Qwen2ForCausalLM")
+
+
+def test_a_folder_or_its_config(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_model(tmp_path) == find_model(str(tmp_path / "config.json")) == KNOWN_MODELS["llama-3-8b"]
+
+
+def test_an_unknown_name_names_the_nearest(tmp_path: Path) -> None:
+    message = (
+        "model 'llama-3-80b' is not known; accepted: llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, or the path of a "
+        "config.json; did you mean llama-3-8b?"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        find_model("llama-3-80b")
+    with pytest.raises(ConfigError, match=r"or the path of a config\.json$"):
+        find_model(tmp_path / "q")

@@ -1,0 +1,153 @@
+"""``medha generate --journal`` and ``medha replay``: recorded runs of every kind come to the same decisions again."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import medha.build
+from medha.cli import app
+from medha.command import run_app
+from medha.models.needle import make_haystack, write_needle
+from medha.runner import Runner
+
+ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
+ROWS = [
+    {"id": "document", "prompt": make_haystack(3000).prompt},
+    {"id": "soon", "prompt": ADA, "arrival_s": 0.05, "slo": {"ttft_s": 2.0, "tpot_s": 0.1}},
+    {"id": "wrong", "prompt": ""},
+    {"id": "later", "prompt": ADA, "arrival_s": 0.3, "priority": "high"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _same_logging_after() -> Iterator[None]:
+    logger = logging.getLogger("medha")
+    handlers, level = logger.handlers[:], logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_needle(tmp_path_factory.mktemp("models") / "needle")
+
+
+def generate(folder: Path, tmp_path: Path, *options: str | Path) -> int:
+    requests = tmp_path / "in.jsonl"
+    requests.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    arguments = ["generate", folder, "--requests", requests, "--num-kv-blocks", "64", "--log-level", "error", *options]
+    return run_app(app, "medha", [str(argument) for argument in arguments])
+
+
+def replay(path: Path) -> int:
+    return run_app(app, "medha", ["replay", str(path)])
+
+
+def calls_of(path: Path) -> list[str | None]:
+    return [json.loads(line).get("call") for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--chunk-size", "128", "--policy", "priority"],
+        ["--scheduler", "token-budget"],
+        ["--scheduler", "sarathi", "--block-size", "64"],
+    ],
+    ids=str,
+)
+def test_a_recorded_run_replays(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    journal = tmp_path / "run.journal"
+    journal.write_text("what an earlier run left\n")
+    assert generate(folder, tmp_path, "--journal", journal, *options) == 3  # a line is wrong
+    calls = calls_of(journal)
+    assert calls[0] is None
+    assert calls.count("add") == 3
+    batches = [line for line in journal.read_text().splitlines() if '"call":"schedule"' in line and "null" not in line]
+    capsys.readouterr()
+    assert replay(journal) == 0
+    expected = f"{len(batches):,} batches and {len(calls) - 1:,} calls compared: every decision is the same\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_another_decision_is_printed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = tmp_path / "run.journal"
+    generate(folder, tmp_path, "--journal", journal)
+    lines = journal.read_text().splitlines()
+    head = json.loads(lines[0])
+    head["config"]["chunk_size"] = 96
+    journal.write_text("\n".join([json.dumps(head), *lines[1:]]))
+    capsys.readouterr()
+    assert replay(journal) == 1
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.startswith("after 0 batches and ")
+    assert "that are the same, line " in captured.out
+    assert "\nrecorded batch 0: " in captured.out
+    assert "\nreplayed batch 0: " in captured.out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "error: ConfigError: journal {path}: No such file or directory"),
+        (b"", "error: ConfigError: journal line 1 cannot be read: "),
+        (b"\xff\xfe{", "error: ConfigError: journal line 1 cannot be read: JSONDecodeError: "),
+        (b"[" * 100_000, "error: ConfigError: journal line 1 cannot be read: RecursionError: "),
+        (b'{"id": "a request file"}', "error: ConfigError: journal line 1 cannot be read: KeyError: 'format'"),
+    ],
+)
+def test_a_bad_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "run.journal"
+    if content is not None:
+        path.write_bytes(content)
+    assert replay(path) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(message.format(path=path))
+    assert captured.err.count("\n") == 1
+
+
+def test_a_journal_that_cannot_be_written_is_found_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
+    assert generate(folder, tmp_path, "--journal", tmp_path / "gone" / "run.journal") == 2
+    assert "run.journal: No such file or directory" in capsys.readouterr().err
+    assert generate(folder, tmp_path, "--journal", tmp_path / "in.jsonl") == 2
+    assert "which is read; accepted: another file" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(folder, tmp_path, "--journal", Path("/dev/full")) == 4
+    message = "error: EngineDeadError: journal /dev/full: No space left on device; what was written before is kept\n"
+    assert capsys.readouterr().err == message
+
+
+def test_an_engine_that_dies_leaves_a_journal_to_its_end(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Runner.run
+
+    def run_three(self: Runner, batch: Any, input_ids: Any) -> Any:
+        if batch.batch_id == 3:
+            raise RuntimeError("the device fell off")
+        return original(self, batch, input_ids)
+
+    monkeypatch.setattr(Runner, "run", run_three)
+    journal = tmp_path / "run.journal"
+    assert generate(folder, tmp_path, "--journal", journal, "--chunk-size", "64") == 4
+    assert calls_of(journal)[-1] == "schedule"
+    assert replay(journal) == 0

@@ -1,0 +1,196 @@
+"""``medha trace``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from medha.cli import app
+from medha.command import run_app
+from medha.workload import cli
+from medha.workload.formats import FORMATS
+from medha.workload.lengths import named_lengths
+from medha.workload.reading import read_trace
+from medha.workload.synth import ARRIVALS
+
+VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+MOONCAKE = "".join(
+    json.dumps({"timestamp": i * 500, "input_length": 10 * i + 1, "output_length": 3, "hash_ids": [0, i]}) + "\n"
+    for i in range(5)
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+Trace = Callable[..., Done]
+
+
+@pytest.fixture
+def trace(capsys: pytest.CaptureFixture[str]) -> Iterator[Trace]:
+    logger = logging.getLogger("medha")
+    handlers, level = logger.handlers[:], logger.level
+
+    def run(*arguments: object) -> Done:
+        code = run_app(app, "medha", ["trace", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return Done(code, captured.out, captured.err)
+
+    yield run
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Path:
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text(MOONCAKE)
+    return path
+
+
+def test_convert_there_and_back(trace: Trace, mooncake: Path, tmp_path: Path) -> None:
+    done = trace("convert", mooncake, tmp_path / "a.csv.gz")
+    assert (done.code, done.out) == (0, f"{tmp_path}/a.csv.gz: 5 requests over 2.000 s, 2 requests/s\n")
+    assert read_trace(tmp_path / "a.csv.gz").format == "vidur"
+    assert trace("convert", mooncake, tmp_path / "own.jsonl", "--qps", "4").code == 0
+    own = read_trace(tmp_path / "own.jsonl")
+    assert (own.format, own.trace.arrival_s.tolist()) == ("medha", [0.0, 0.25, 0.5, 0.75, 1.0])
+    assert trace("convert", tmp_path / "own.jsonl", tmp_path / "b", "--to", "mooncake", "--qps", "2").code == 0
+    assert (tmp_path / "b").read_text() == MOONCAKE
+
+
+def test_convert_keeps_a_part(trace: Trace, mooncake: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    assert trace("convert", mooncake, out, "--duration", "1.2", "--num-requests", "2", "--time-unit", "ms").code == 0
+    assert out.read_text() == VIDUR + "0.0,1,3\n0.5,11,3\n"
+    assert trace("convert", mooncake, out, "--to", "azure", "--duration", "0.4").code == 0
+    assert out.read_text() == "TIMESTAMP,ContextTokens,GeneratedTokens\n1970-01-01 00:00:00.0000000,1,3\n"
+    (tmp_path / "late.csv").write_text(VIDUR + "7,1,1\n9.5,1,1\n")
+    assert trace("convert", tmp_path / "late.csv", out, "--from-zero").code == 0
+    assert out.read_text() == VIDUR + "0.0,1,1\n2.5,1,1\n"
+
+
+def test_convert_lengths_alone_needs_a_rate(trace: Trace, tmp_path: Path) -> None:
+    lengths, out = tmp_path / "lengths.csv", tmp_path / "out.csv"
+    lengths.write_text("num_prefill_tokens,num_decode_tokens\n" + "5,6\n" * 1000)
+    done = trace("convert", lengths, out)
+    assert done.code == 2
+    assert done.err.endswith("lengths.csv has no arrival times; accepted: --qps, or --arrivals at-once\n")
+    assert trace("convert", lengths, out, "--qps", "10", "--seed", "1").code == 0
+    assert read_trace(out).trace.qps == pytest.approx(10, rel=0.1)
+    first = out.read_bytes()
+    assert trace("convert", lengths, out, "--qps", "10", "--seed", "1").code == 0
+    assert out.read_bytes() == first
+    assert trace("convert", lengths, out, "--arrivals", "at-once").code == 0
+    assert read_trace(out).trace.duration_s == 0
+
+
+def test_stats(trace: Trace, mooncake: Path) -> None:
+    done = trace("stats", mooncake, "--json")
+    figures = json.loads(done.out)
+    assert (figures["format"], figures["num_requests"], figures["qps"], figures["gap_cv"]) == ("mooncake", 5, 2.0, 0.0)
+    assert figures["prompt_tokens"] == {
+        "total": 105, "mean": 21.0, "min": 1, "p50": 21.0, "p90": 37.0, "p99": 40.6, "max": 41
+    }  # fmt: skip
+    assert figures["long_shares"] == {"8192": 0.0, "32768": 0.0, "131072": 0.0}
+    table = " ".join(trace("stats", mooncake).out.split())
+    wanted = (
+        "prompt tokens 21 1 21 37 41 41",
+        "P99",
+        "CV of gaps 0 (1 is Poisson)",
+        "rate 2 requests/s",
+        "0.00% from 128K on",
+    )
+    for text in wanted:
+        assert text in table
+
+
+def test_stats_of_lengths_alone(trace: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n5,6\n7,8\n")
+    assert "no arrival times" in trace("stats", path).out
+    figures = json.loads(trace("stats", path, "--json").out)
+    assert (figures["has_arrivals"], figures["qps"], figures["gap_cv"]) == (False, None, None)
+    assert trace("validate", path).out == f"{path}: 2 requests of format vidur without arrival times\n"
+
+
+def test_stats_of_text_with_another_estimate(trace: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"conversations": [{"value": "a" * 12}, {"value": "b" * 24}]}, {"conversations": []}]))
+    done = trace("stats", path, "--json")
+    assert done.err == f"medha: {path}: tokens are an estimate, characters / 4\n"
+    figures = json.loads(done.out)
+    assert (figures["prompt_tokens"]["max"], figures["output_tokens"]["max"], figures["num_dropped"]) == (3, 6, 1)
+    done = trace("stats", path, "--json", "--chars-per-token", "3")
+    assert (json.loads(done.out)["prompt_tokens"]["max"], done.err) == (4, "")
+
+
+def test_synth(trace: Trace, tmp_path: Path) -> None:
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path in (a, b):
+        done = trace("synth", path, "--lengths", "medha-mix", "--qps", "2", "--duration", "100", "--seed", "5")
+        assert done.code == 0
+    assert a.read_bytes() == b.read_bytes()
+    assert read_trace(a).trace.arrival_s[-1] < 100
+    assert trace("synth", b, "--lengths", "fixed:7,9", "--arrivals", f"trace:{a}", "--qps", "4").code == 0
+    assert read_trace(b).trace.qps == pytest.approx(4.0)
+    done = trace("synth", b, "--qps", "2")
+    assert (done.code, done.err) == (
+        2,
+        "error: ConfigError: num_requests=None and duration_s=None; accepted: one of the two\n",
+    )
+    assert trace("synth", tmp_path / "b.txt", "--qps", "2", "--num-requests", "3").code == 2
+    assert trace("synth", b, "--arrivals", "trace:nowhere").code == 2
+
+
+def test_validate(trace: Trace, mooncake: Path, tmp_path: Path) -> None:
+    done = trace("validate", mooncake)
+    assert (done.code, done.out) == (0, f"{mooncake}: 5 requests of format mooncake over 2.000 s\n")
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_text(VIDUR + "0,1,2\nnan,1,2\n1,0,2\n1,2\n" + "2,0,0\n" * 30)
+    done = trace("validate", wrong, "--limit", "3")
+    assert (done.code, done.err) == (2, f"error: {wrong}: 33 faults\n")
+    lines = done.out.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{wrong}, line {i}" for i in (3, 4, 5)]
+    assert trace("validate", wrong, "--from", "azure").code == 2
+    assert trace("validate", tmp_path / "nowhere").err.count("\n") == 1
+    done = trace("convert", wrong, tmp_path / "out.csv", "--skip-invalid")
+    assert (done.code, (tmp_path / "out.csv").read_text()) == (0, VIDUR + "0.0,1,2\n")
+    assert json.loads(trace("stats", wrong, "--json", "--skip-invalid").out)["num_skipped"] == 33
+    done = trace("convert", wrong, tmp_path / "out.csv")
+    assert (done.code, done.err.startswith(f"error: TraceFormatError: {wrong}, line 3: arrived_at='nan'")) == (2, True)
+
+
+def test_help_names_what_is_accepted(trace: Trace) -> None:
+    for verb in ("convert", "stats", "synth", "validate"):
+        assert trace(verb, "--help").code == 0
+    assert all(name in cli._FORMATS for name in FORMATS)
+    assert ", ".join(ARRIVALS) == cli._PROCESS
+    help_text = " ".join(trace("synth", "--help").out.replace("│", " ").split())
+    assert all(name in help_text for name in named_lengths())
+
+
+def test_no_verb_loads_torch(mooncake: Path, tmp_path: Path) -> None:
+    code = "import sys, medha.cli as c\ntry: c.main()\nfinally: assert not {'torch', 'tokenizers'} & set(sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    for arguments in (["convert", mooncake, tmp_path / "a.csv"], ["stats", mooncake], ["validate", mooncake]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "trace", *map(str, arguments)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, "")

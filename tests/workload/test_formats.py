@@ -1,0 +1,475 @@
+"""Trace files: round trips of every format, the traps of each, and damaged files, which are always a named error."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import math
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.errors import ConfigError, MedhaError
+from medha.workload import files
+from medha.workload.files import detect, json_objects
+from medha.workload.formats import FORMATS, characters_over
+from medha.workload.reading import iter_requests, read_trace
+from medha.workload.trace import MAX_TOKENS, Row, Trace, TraceFormatError
+from medha.workload.writing import write_trace
+
+WRITABLE = [name for name, kind in FORMATS.items() if kind.line is not None]
+VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+
+tokens = st.integers(1, MAX_TOKENS)
+seconds = st.floats(0, 1e6) | st.integers(0, 10**9).map(lambda ms: ms / 1000)
+slos = st.none() | st.floats(1e-6, 1e6)
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+rows = st.builds(
+    Row,
+    seconds,
+    tokens,
+    tokens,
+    st.none(),
+    st.lists(st.integers(0, 2**63 - 1), max_size=5).map(lambda ids: array("q", ids)),
+    slos,
+    slos,
+    st.integers(0, 3),
+)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    drawn = draw(st.lists(rows, min_size=1, max_size=8))
+    names = draw(st.lists(texts, min_size=len(drawn), max_size=len(drawn), unique=True))
+    columns = list(zip(*drawn, strict=True))
+    nan = [[math.nan if value is None else value for value in columns[i]] for i in (5, 6)]
+    some = draw(st.booleans())
+    return Trace(
+        np.sort(columns[0]),
+        np.array(columns[1]),
+        np.array(columns[2]),
+        np.array(names, np.dtypes.StringDType()),
+        np.fromiter(columns[4], dtype=object) if some else None,
+        *((np.array(nan[0]), np.array(nan[1]), np.array(columns[7], np.int8)) if some else ()),
+    )
+
+
+def tolerance_s(format: str, trace: Trace) -> float:
+    """Exact but where the format rounds; a double of a million seconds has steps of 0.1 ns."""
+    step = {"mooncake": 0.5e-9, "azure": 1e-7}.get(format, 0.0)
+    return step + (3e-10 if step else 0.0) * (1 + float(trace.arrival_s[-1]) / 1e6)
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def error_of(call: Callable[[], object]) -> str | None:
+    """The message of the error of ours that a call raises; any other error ends the test."""
+    try:
+        call()
+    except MedhaError as error:
+        return str(error)
+    return None
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@pytest.mark.parametrize("format", WRITABLE)
+@settings(max_examples=60, deadline=None)
+@given(trace=traces(), packed=st.booleans())
+def test_round_trip(format: str, trace: Trace, packed: bool) -> None:
+    with folder() as tmp:
+        path = tmp / ("trace.gz" if packed else "trace")
+        write_trace(path, trace, format)
+        assert detect(path).name == format
+        reading = read_trace(path)
+        back = reading.trace
+        assert next(iter_requests(path)).prompt_tokens == trace.prompt_tokens[0]
+        written = path.read_bytes()
+        write_trace(path, back, format)
+        assert path.read_bytes() == written or format == "azure"  # whose dates begin anew
+    assert (reading.format, reading.has_arrivals, reading.num_dropped, reading.was_sorted) == (format, True, 0, True)
+    wanted = trace.from_zero() if format == "azure" else trace
+    np.testing.assert_allclose(back.arrival_s, wanted.arrival_s, rtol=0, atol=tolerance_s(format, trace))
+    assert back.prompt_tokens.tolist() == trace.prompt_tokens.tolist()
+    assert back.output_tokens.tolist() == trace.output_tokens.tolist()
+    if format in ("mooncake", "medha"):
+        assert (back.prefix_hashes is None) == (trace.prefix_hashes is None)
+        assert trace.prefix_hashes is None or back.prefix_hashes.tolist() == trace.prefix_hashes.tolist()
+    if format == "medha":
+        assert list(back.rows()) == list(trace.rows())
+
+
+@given(timestamps=st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
+@settings(max_examples=50, deadline=None)
+def test_whole_milliseconds_come_back_as_they_were(timestamps: list[int]) -> None:
+    lines = [{"timestamp": t, "input_length": 3, "output_length": 2, "hash_ids": [1, t]} for t in sorted(timestamps)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    with folder() as tmp:
+        trace = read_trace(write(tmp / "a", text)).trace
+        write_trace(tmp / "b", trace, "mooncake")
+        assert (tmp / "b").read_text() == text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What each format means
+
+
+def test_azure_times(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.csv",
+        AZURE
+        + "2023-11-16 18:15:46.6805900,374,44\n"
+        + "2023-11-16 18:15:46.6805901,396,109\n"
+        + "2023-11-16T18:15:47,879,55\n",
+    )
+    assert read_trace(path).trace.arrival_s.tolist() == [0.0, 1e-7, 0.31941]
+    zones = write(
+        tmp_path / "b.csv",
+        AZURE + "2024-05-10 00:00:00.009930+00:00,1,1\n2024-05-10 02:00:01.009930+02:00,2,2\n2024-05-10 00:00:02Z,3,3",
+    )
+    assert read_trace(zones).trace.arrival_s.tolist() == [0.0, 1.0, 1.99007]
+    with pytest.raises(ConfigError, match="time_unit='ms' for a azure file; accepted: none, the format has its own"):
+        read_trace(path, time_unit="ms")
+
+
+def test_azure_times_count_from_the_earliest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "a.csv", AZURE + "2023-11-16 18:15:47,1,1\n2023-11-16 18:15:46,2,2\n")
+    reading = read_trace(path)
+    assert (reading.trace.arrival_s.tolist(), reading.trace.prompt_tokens.tolist()) == ([0.0, 1.0], [2, 1])
+    assert not reading.was_sorted
+    assert "arrivals are not in order, first at request 2; the trace is sorted" in caplog.text
+    assert [row.arrival_s for row in iter_requests(path)] == [0.0, -1.0]
+
+
+def test_burstgpt_of_both_releases(tmp_path: Path) -> None:
+    first = write(
+        tmp_path / "1.csv",
+        BURSTGPT
+        + "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,API log\n118.5,GPT-4,417,276.0,693,x\n",
+    )
+    reading = read_trace(first)
+    assert (reading.format, reading.num_dropped) == ("burstgpt", 1)
+    assert reading.trace.arrival_s.tolist() == [5.0, 118.5]
+    assert reading.trace.output_tokens.tolist() == [18, 276]
+    later = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    second = write(tmp_path / "2.csv", later + "5,ab,3.5,ChatGPT,472,18,490,Conversation log\n")
+    assert list(iter_requests(second)) == [Row(5.0, 472, 18)]
+
+
+def test_vidur_without_arrivals(tmp_path: Path) -> None:
+    reading = read_trace(write(tmp_path / "a.csv", "num_decode_tokens,num_prefill_tokens,pd_ratio\n2,3,1.5\n4,5,1\n"))
+    assert (reading.format, reading.has_arrivals) == ("vidur", False)
+    assert (reading.trace.prompt_tokens.tolist(), reading.trace.arrival_s.tolist()) == ([3, 5], [0.0, 0.0])
+
+
+def test_own_lines_as_request_files_have_them(tmp_path: Path) -> None:
+    lines = [
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 9, "temperature": 0.5},
+        {
+            "id": 7,
+            "arrival_s": 1,
+            "num_prompt_tokens": 2,
+            "num_output_tokens": 3,
+            "slo": {"ttft_s": 2},
+            "priority": "low",
+        },
+    ]
+    reading = read_trace(write(tmp_path / "a", "\n\n".join(map(json.dumps, lines))))
+    assert (reading.format, reading.has_arrivals) == ("medha", True)
+    first, second = reading.trace.rows()
+    assert first == Row(0.0, 3, 9, "line-1", None, None, None, 2)
+    assert second == Row(1.0, 2, 3, "7", None, 2.0, None, 3)
+
+
+@pytest.mark.parametrize(("unit", "second"), [("s", 1500.0), ("ms", 1.5), ("us", 0.0015)])
+def test_time_unit(tmp_path: Path, unit: str, second: float) -> None:
+    path = write(tmp_path / "a", '{"timestamp": 1500, "input_length": 1, "output_length": 1}')
+    assert read_trace(path, time_unit=unit).trace.arrival_s.tolist() == [second]
+    with pytest.raises(ConfigError, match="time_unit='h' for a mooncake file; accepted: s, ms, us"):
+        read_trace(path, time_unit="h")
+
+
+TURNS = [("what is it", "a b c"), ("é" * 9, "😀"), ("lone", ""), ("x", "y" * 4001)]
+
+
+def sharegpt(pairs: list[tuple[str, str]], **dump: Any) -> str:
+    conversations = [
+        {"id": "n", "conversations": [{"from": "human", "value": a}, {"from": "gpt", "value": b}, {"value": "z"}]}
+        for a, b in pairs
+    ]
+    return json.dumps([*conversations, {"id": "one turn", "conversations": [{"value": "x"}]}], **dump)
+
+
+def test_sharegpt_counts_or_estimates_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "a.json", sharegpt(TURNS, indent=1))
+    reading = read_trace(path)
+    assert (reading.format, reading.has_arrivals, reading.num_dropped) == ("sharegpt", False, 2)
+    assert reading.trace.prompt_tokens.tolist() == [3, 3, 1]
+    assert reading.trace.output_tokens.tolist() == [2, 1, 1001]
+    assert "tokens are an estimate, characters / 4" in caplog.text
+    caplog.clear()
+    words = read_trace(path, count_tokens=lambda text: len(text.split())).trace
+    assert words.prompt_tokens.tolist() == [3, 1, 1]
+    assert caplog.text == ""
+    assert read_trace(path, count_tokens=characters_over(1)).trace.output_tokens.tolist() == [5, 1, 4001]
+    with pytest.raises(ConfigError, match="chars_per_token=0; accepted: a finite number above 0"):
+        characters_over(0)
+    with pytest.raises(ConfigError, match="'sharegpt' holds text, which a trace has not; accepted: mooncake, azure"):
+        write_trace(tmp_path / "out", words, "sharegpt")
+
+
+@settings(max_examples=80, deadline=None)
+@given(pairs=st.lists(st.tuples(st.text(), st.text())), indent=st.none() | st.integers(0, 2), chunk=st.integers(1, 70))
+def test_a_json_array_in_pieces_is_that_of_json(pairs: list[tuple[str, str]], indent: int | None, chunk: int) -> None:
+    text = sharegpt(pairs, indent=indent)
+    with folder() as tmp:
+        found = list(json_objects(write(tmp / "a.json", text), chunk))
+    assert [value for _, value in found] == json.loads(text)
+    if indent is not None:
+        lines = text.split("\n")
+        assert all(lines[line - 1].strip() == "{" for line, _ in found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is wrong with a file
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("start", ["", "\ufeff", "\n"])
+@pytest.mark.parametrize("name", ["vidur", "mooncake", "sharegpt"])
+def test_bom_crlf_and_blank_lines(tmp_path: Path, name: str, start: str, end: str) -> None:
+    texts = {
+        "vidur": VIDUR + '0.5,"3",4\n\n1,5,6\n',
+        "mooncake": '{"timestamp": 0, "input_length": 3, "output_length": 4}\n\n'
+        '{"timestamp": 9, "input_length": 5, "output_length": 6}\n',
+        "sharegpt": sharegpt([("a" * 12, "a" * 16), ("a" * 20, "a" * 24)], indent=2),
+    }
+    reading = read_trace(write(tmp_path / "a", start + texts[name].replace("\n", end)))
+    assert reading.format == name
+    assert reading.trace.prompt_tokens.tolist() == [3, 5]
+    assert reading.trace.output_tokens.tolist() == [4, 6]
+
+
+MOON = '{"timestamp": %s, "input_length": %s, "output_length": %s}\n'
+OWN = '{"id": "a", "num_prompt_tokens": 1, "num_output_tokens": 1}\n'
+
+WRONG: list[tuple[str, str | bytes, str]] = [
+    ("vidur", "", "is empty; accepted: a trace with requests"),
+    ("vidur", " \n\r\n", "is empty"),
+    ("vidur", VIDUR, r"has no requests \(0 dropped, 0 wrong\); accepted: at least 1"),
+    ("vidur", "a,b\n1,2\n", "line 1: 'a,b' is of no known format; accepted: mooncake, azure, burstgpt, vidur"),
+    ("vidur", VIDUR + "1,2\n", "line 2: '1,2' has 2 fields; accepted: 3, as the header"),
+    ("vidur", VIDUR + "1,2,3,4\n", "line 2: '1,2,3,4' has 4 fields"),
+    ("vidur", VIDUR.replace("\n", ",arrived_at\n") + "1,2,3,4\n", "line 1: header .* has a column twice"),
+    ("vidur", VIDUR + '1,"2,3\n', "line 2: .* is not CSV .*; accepted: fields split by commas, quotes closed"),
+    ("vidur", VIDUR + "1,2,3\nnan,2,3\n", "line 3: arrived_at='nan'; accepted: a time in s, not negative"),
+    ("vidur", VIDUR + "-1,2,3\n", "line 2: arrived_at='-1'; accepted"),
+    ("vidur", VIDUR + "inf,2,3\n", "line 2: arrived_at='inf'; accepted"),
+    ("vidur", VIDUR + "1700000000000,2,3\n", r"line 2: arrived_at='1700000000000'; accepted: .* at most 1e\+10"),
+    ("vidur", VIDUR + "1_0,2,3\n", "line 2: arrived_at='1_0'; accepted"),
+    ("vidur", VIDUR + ",2,3\n", "line 2: arrived_at is missing; accepted"),
+    ("vidur", VIDUR + "1,0,3\n", f"line 2: num_prefill_tokens='0'; accepted: an integer from 1 to {MAX_TOKENS}"),
+    ("vidur", VIDUR + "1,2,0\n", "line 2: num_decode_tokens='0'; accepted"),
+    ("vidur", VIDUR + "1,2,-3\n", "line 2: num_decode_tokens='-3'; accepted"),
+    ("vidur", VIDUR + "1,2,3.5\n", "line 2: num_decode_tokens='3.5'; accepted"),
+    ("vidur", VIDUR + f"1,2,{10**12}\n", "line 2: num_decode_tokens='1000000000000'; accepted"),
+    ("vidur", VIDUR + "1,2," + "9" * 9999 + "\n", "line 2: num_decode_tokens='999"),
+    ("vidur", VIDUR.encode() + b"1,2,\xff\n", r"line 2: b'1,2,\\xff\\n' is not UTF-8 \(invalid start byte\)"),
+    ("vidur", gzip.compress(VIDUR.encode() + b"1,2,3\n" * 9999)[:-9], "the gzip data are damaged or end early"),
+    ("vidur", gzip.compress(VIDUR.encode() + b"1,2,3\n" * 99)[:30] + b"junk", "the gzip data are damaged or end early"),
+    ("vidur", b"\x1f\x8b", "the gzip data are damaged or end early"),
+    ("azure", AZURE + "18:15:46,374,44\n", "line 2: TIMESTAMP='18:15:46'; accepted: an ISO date and time as"),
+    ("azure", AZURE + "2023-02-30 18:15:46,374,44\n", "line 2: TIMESTAMP='2023-02-30 18:15:46'; accepted"),
+    ("azure", AZURE + "2023-02-03 00:00:00,1,1\n9999-02-03 00:00:00,1,1\n", "line 3: .*; accepted: within 1e"),
+    ("azure", AZURE + "1700159746,374,44\n", "line 2: TIMESTAMP='1700159746'; accepted"),
+    ("burstgpt", BURSTGPT + "5,GPT-4,0,18,18,x\n", "line 2: Request tokens='0'; accepted: an integer from 1"),
+    ("burstgpt", BURSTGPT + "5,GPT-4,9,0,9,x\n", r"has no requests \(1 dropped, 0 wrong\)"),
+    ("mooncake", MOON % (0, 1, 1) + "{\n", r"line 2: '\{' is not JSON \(.*\); accepted: a JSON object"),
+    ("mooncake", MOON % (0, 1, 1) + "[1]\n", r"line 2: '\[1\]'; accepted: a JSON object"),
+    ("mooncake", MOON % (0, 1, 1) + '{"timestamp": 3}\n', "line 2: input_length is missing; accepted"),
+    ("mooncake", MOON % ("NaN", 1, 1), "line 1: timestamp=nan; accepted: a time in ms, not negative"),
+    ("mooncake", MOON % ("1e400", 1, 1), "line 1: timestamp=inf; accepted"),
+    ("mooncake", MOON % ("9" * 400, 1, 1), "line 1: timestamp=999.*; accepted"),
+    ("mooncake", MOON % ("9" * 5000, 1, 1), "line 1: .* is not JSON"),
+    ("mooncake", MOON % ("true", 1, 1), "line 1: timestamp=True; accepted"),
+    ("mooncake", MOON % (0, "true", 1), "line 1: input_length=True; accepted"),
+    ("mooncake", MOON % (0, "[]", 1), r"line 1: input_length=\[\]; accepted"),
+    ("mooncake", MOON % (0, 1, 0.5), "line 1: output_length=0.5; accepted"),
+    ("mooncake", (MOON % (0, 1, 1)).replace("}", ', "hash_ids": [1.5]}'), r"line 1: hash_ids=\[1.5\]; accepted"),
+    ("mooncake", (MOON % (0, 1, 1)).replace("}", f', "hash_ids": [{2**63}]}}'), "line 1: hash_ids="),
+    ("mooncake", "[" * 99_999, r"line 1: '\[\[\[.*' is not JSON"),
+    ("medha", OWN + OWN, "line 2: id='a' is that of line 1; accepted: different ids"),
+    ("medha", OWN.replace('"a"', '""'), "line 1: id=''; accepted: a string"),
+    ("medha", OWN.replace('"a"', r'"\ud800"'), r"line 1: id='\\ud800'; accepted: a string of Unicode characters"),
+    ("medha", OWN.replace("}", ', "slo": {"ttft": 1}}'), "line 1: slo=.*; accepted: an object with ttft_s and tpot_s"),
+    ("medha", OWN.replace("}", ', "slo": {"ttft_s": 0}}'), "line 1: slo.ttft_s=0; accepted: a finite number above 0"),
+    ("medha", OWN.replace("}", ', "priority": [1]}'), r"line 1: priority=\[1\]; accepted: one of realtime"),
+    ("medha", OWN.replace("}", ', "arrival_s": "soon"}'), "line 1: arrival_s='soon'; accepted: a time in s"),
+    ("medha", '{"prompt": "Hi", "max_tokens": 3}', "line 1: num_prompt_tokens is missing"),
+    ("sharegpt", '[{"conversations": [{"value": 3}, {"value": ""}]}]', "line 1: value=.*; accepted: a string in each"),
+    ("sharegpt", '[\n{"conversations": 5}]', "line 2: conversations=5; accepted: a list of objects with 'value'"),
+    ("sharegpt", '[{"conversations": [5, 6]}]', r"line 1: conversations=\[5, 6\]; accepted"),
+    ("sharegpt", "[\n5]", "line 2: '5]' is not JSON \\(no object begins here\\); accepted: a JSON object"),
+    ("sharegpt", sharegpt(TURNS)[:-1], r"line 1: the brackets outside of objects are '\['; accepted: none, or one"),
+    ("sharegpt", sharegpt(TURNS)[:-9], "line 1: .* is not JSON"),
+    ("sharegpt", '[{"conversations": ' + "[" * 99_999, "line 1: .* is not JSON"),
+    ("sharegpt", b'[{"conversations": "\xff"}]', "is not UTF-8"),
+    ("sharegpt", "[]", r"has no requests \(0 dropped, 0 wrong\)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "content", "message"), WRONG, ids=[f"{i}-{case[0]}" for i, case in enumerate(WRONG)]
+)
+def test_wrong_files(tmp_path: Path, format: str, content: str | bytes, message: str) -> None:
+    path = write(tmp_path / "in.txt", content)
+    named = None if "known format" in message or "is empty" in message else format
+    with pytest.raises(TraceFormatError, match=message) as caught:
+        read_trace(path, named)
+    assert str(caught.value).startswith(str(path))
+    assert len(str(caught.value)) < len(str(path)) + 400
+    with pytest.raises(ConfigError):
+        read_trace(path)
+
+
+def test_wrong_lines_can_be_left_out(tmp_path: Path) -> None:
+    text = OWN + "junk\n" + OWN + OWN.replace('"a"', '"b"') + OWN.replace("1", "0") + OWN
+    path = write(tmp_path / "a.jsonl", text)
+    faults: list[TraceFormatError] = []
+    reading = read_trace(path, on_fault=faults.append)
+    assert sorted(error.line or 0 for error in faults) == [2, 3, 5, 6]
+    assert (reading.num_faults, reading.trace.request_ids.tolist()) == (4, ["a", "b"])
+    with pytest.raises(TraceFormatError, match="line 2"):
+        list(iter_requests(path))
+
+
+def test_a_line_of_any_length_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 100)
+    path = write(tmp_path / "a.csv", VIDUR + "1,2," + "3" * 200)
+    with pytest.raises(TraceFormatError, match="line 2: more than 100 bytes; accepted: shorter lines"):
+        read_trace(path)
+    long = write(tmp_path / "a.json", sharegpt(TURNS))
+    with pytest.raises(TraceFormatError, match=r"line 1: .* is not JSON"):
+        list(json_objects(long, 10))
+
+
+def test_damage_of_a_json_array_is_not_left_out(tmp_path: Path) -> None:
+    """Nothing after it could be read, so leaving one request out would leave out all that follow."""
+    path = write(tmp_path / "a.json", sharegpt(TURNS, indent=1).replace('"what is it"', "what"))
+    faults: list[TraceFormatError] = []
+    with pytest.raises(TraceFormatError, match=r"line 2: .* is not JSON"):
+        read_trace(path, on_fault=faults.append)
+    assert not faults
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trace file .*nowhere: No such file"):
+        read_trace(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_trace(tmp_path)
+    with pytest.raises(ConfigError, match="format='csv'; accepted: mooncake, azure, burstgpt, vidur, sharegpt, medha"):
+        read_trace(tmp_path, "csv")
+    trace = Trace(np.zeros(1), np.ones(1, int), np.ones(1, int))
+    with pytest.raises(ConfigError, match=r"'a\.txt' names no format; accepted: \.jsonl, \.csv"):
+        write_trace(tmp_path / "a.txt", trace)
+    for path in (tmp_path / "no" / "a.csv", write(tmp_path / "file", "x") / "a.csv"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            write_trace(path, trace)
+    with pytest.raises(ConfigError, match="the trace has no requests; accepted: at least 1"):
+        write_trace(tmp_path / "a.csv", trace.head(0))
+
+
+def test_a_failed_write_leaves_the_former_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "former")
+    with pytest.raises(ConfigError, match=r"arrival_s=1e\+300; accepted in an azure file: at most"):
+        write_trace(path, Trace(np.array([0.0, 1e300]), np.ones(2, int), np.ones(2, int)), "azure")
+    assert path.read_text() == "former"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Garbage
+
+SAMPLES = {
+    "mooncake": MOON % (0, 3, 4) * 3,
+    "azure": AZURE + "2023-11-16 18:15:46.6805900,374,44\n" * 3,
+    "burstgpt": BURSTGPT + "5,ChatGPT,472,18,490,Conversation log\n" * 3,
+    "vidur": VIDUR + "0.5,3,4\n" * 3,
+    "sharegpt": sharegpt(TURNS, indent=1),
+    "medha": OWN + OWN.replace("a", "b"),
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_garbage_is_a_named_error(format: str, data: st.DataObject) -> None:
+    sample = SAMPLES[format].encode()
+    if data.draw(st.booleans()):
+        sample = gzip.compress(sample, mtime=0)
+    at = data.draw(st.integers(0, len(sample)))
+    junk = data.draw(st.binary(max_size=8) | st.sampled_from([b'"', b"{", b"[" * 3000, b"\0", b"1e999", b"-", b"\n"]))
+    sample = sample[:at] + junk + sample[at + data.draw(st.integers(0, 9)) :]
+    logging.disable()
+    try:
+        with folder() as tmp:
+            path = write(tmp / "a", sample)
+            for name in (None, format):
+                for read in (read_trace, lambda path, name: list(iter_requests(path, name))):
+                    message = error_of(lambda read=read, name=name: read(path, name))
+                    assert message is None or (str(path) in message and ("accepted" in message or "gzip" in message))
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(max_examples=150, deadline=None)
+@given(junk=st.binary(max_size=200))
+def test_any_bytes_are_a_trace_or_a_named_error(format: str, junk: bytes) -> None:
+    with folder() as tmp:
+        path = write(tmp / "a", junk)
+        for name in (None, format):
+            with pytest.raises(TraceFormatError):
+                read_trace(path, name)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = {
+    "mooncake": ["timestamp", "input_length", "output_length", "hash_ids"],
+    "medha": ["id", "arrival_s", "num_prompt_tokens", "num_output_tokens", "slo", "priority", "hash_ids", "max_tokens"],
+    "sharegpt": ["conversations", "conversation"],
+}
+
+
+@pytest.mark.parametrize("format", KEYS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_values_are_a_request_or_a_named_error(format: str, data: st.DataObject) -> None:
+    values = json_values | st.integers(1, 100)
+    fields = data.draw(st.dictionaries(st.sampled_from(KEYS[format]), values, min_size=1))
+    with folder() as tmp:
+        path = write(tmp / "a", json.dumps(fields))
+        message = error_of(lambda: read_trace(path, format, count_tokens=len))
+        assert message is None or "accepted" in message

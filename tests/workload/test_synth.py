@@ -1,0 +1,161 @@
+"""Generated traces have the published figures, and are the same for the same seed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from medha.errors import ConfigError
+from medha.workload.lengths import named_lengths, parse_lengths
+from medha.workload.stats import trace_stats
+from medha.workload.synth import ARRIVALS, arrival_times, generators, synthesize
+
+MANY = 200_000
+NEAR = 0.03
+DEFAULT: dict[str, Any] = {"qps": 2.0, "num_requests": 50}
+
+# (column, what, published figure); P50, P90, P99 and mean of sharegpt4-8k are those of the file that it is fitted to.
+FIGURES = [
+    ("sharegpt4-8k", "prompt", {"p50": 1730, "p90": 5696, "p99": 7434, "mean": 2340}, (1, 8141)),
+    ("sharegpt4-8k", "output", {"p50": 415, "p90": 834, "p99": 998, "mean": 438.7}, (2, 1024)),
+    ("medha-swe", "prompt", {"p50": 393e3, "p90": 839e3}, (131_072, 1_000_000)),
+    ("medha-swe", "output", {"p50": 518, "p90": 808}, (64, 2048)),
+    ("medha-mix-2m", "output", {"p50": 420}, (2, 2048)),
+    ("tetris-short", "prompt", {"mean": 23.6e3}, (4_000, 95_000)),
+    ("tetris-medium", "prompt", {"mean": 32.8e3}, (8_000, 142_000)),
+    ("tetris-long", "prompt", {"mean": 50.1e3}, (16_000, 190_000)),
+    ("tetris-long", "output", {"p50": 415}, (2, 1024)),
+    ("uniform:10-20,1-3", "prompt", {"mean": 15, "p50": 15}, (10, 20)),
+    ("fixed:7,9", "output", {"mean": 9, "p50": 9}, (9, 9)),
+]
+
+
+@pytest.mark.parametrize(("name", "column", "figures", "bounds"), FIGURES)
+def test_lengths_have_the_published_figures(
+    name: str, column: str, figures: dict[str, float], bounds: tuple[int, int]
+) -> None:
+    prompts, outputs = parse_lengths(name).sample(generators(1)[1], MANY)
+    tokens = prompts if column == "prompt" else outputs
+    assert bounds[0] <= tokens.min() and tokens.max() <= bounds[1]
+    measured = {"mean": tokens.mean(), **dict(zip(("p50", "p90", "p99"), np.percentile(tokens, [50, 90, 99])))}  # noqa: B905
+    for what, figure in figures.items():
+        assert measured[what] == pytest.approx(figure, rel=NEAR), what
+
+
+@pytest.mark.parametrize("spec", ["sharegpt4-8k", "uniform:10-20,1-3", "fixed:7,9"])
+def test_the_ends_of_a_distribution_occur(spec: str) -> None:
+    """The quantile functions at both ends of [0, 1), where a draw of 200,000 may miss the last token."""
+    lengths = parse_lengths(spec)
+    ends = np.array([0.0, np.nextafter(1.0, 0.0)])
+    wanted = {"sharegpt4-8k": (1, 8141), "uniform:10-20,1-3": (10, 20), "fixed:7,9": (7, 7)}[spec]
+    assert tuple(np.rint(lengths.prompt(ends))) == wanted
+
+
+def test_short_conversations_stay_within_8k() -> None:
+    prompts, outputs = named_lengths()["sharegpt4-8k"].sample(generators(0)[1], MANY)
+    assert (prompts + outputs).max() == 8192
+    assert outputs.min() >= 2
+
+
+@pytest.mark.parametrize(("name", "scale"), [("medha-mix", 1), ("medha-mix-2m", 2)])
+def test_the_mix_has_five_percent_of_long_requests(name: str, scale: int) -> None:
+    prompts, outputs = named_lengths()[name].sample(generators(2)[1], MANY)
+    is_long = prompts > 8192
+    assert is_long.mean() == pytest.approx(0.05, rel=NEAR)
+    assert prompts[is_long].min() >= 131_072 * scale and prompts[is_long].max() <= 1_000_000 * scale
+    assert np.percentile(prompts[is_long], [50, 90]) == pytest.approx([393e3 * scale, 839e3 * scale], rel=NEAR)
+    assert np.percentile(outputs[is_long], [50, 90]) == pytest.approx([518, 808], rel=NEAR)
+    assert np.percentile(prompts[~is_long], [50, 90]) == pytest.approx([1730, 5696], rel=NEAR)
+    assert np.percentile(outputs[~is_long], 50) == pytest.approx(415, rel=NEAR)
+
+
+def same(a: Any, b: Any) -> bool:
+    names = ("arrival_s", "prompt_tokens", "output_tokens")
+    return all(getattr(a, name).tobytes() == getattr(b, name).tobytes() for name in names)
+
+
+@pytest.mark.parametrize("process", ARRIVALS)
+@pytest.mark.parametrize("name", [*named_lengths(), "uniform:1-9,2-3"])
+def test_the_same_seed_gives_the_same_bytes(name: str, process: str) -> None:
+    given: dict[str, Any] = {"num_requests": 50, "qps": None if process == "at-once" else 2.0}
+    first = synthesize(name, process, seed=3, **given)
+    assert same(first, synthesize(name, process, seed=3, **given))
+    assert not same(first, synthesize(name, process, seed=4, **given)) or name.startswith("fixed")
+    longer = synthesize(name, process, seed=3, **{**given, "num_requests": 100_000})
+    assert same(first, longer.head(50))
+
+
+def test_another_rate_leaves_the_lengths() -> None:
+    slow, fast = (synthesize("medha-mix", **{**DEFAULT, "qps": qps}) for qps in (0.25, 1.75))
+    assert slow.prompt_tokens.tolist() == fast.prompt_tokens.tolist()
+    assert slow.scaled(1.0).arrival_s == pytest.approx(fast.scaled(1.0).arrival_s)
+
+
+@pytest.mark.parametrize(
+    ("process", "burstiness", "cv"),
+    [("poisson", 9.0, 1.0), ("gamma", 1.0, 1.0), ("gamma", 0.25, 2.0), ("gamma", 4.0, 0.5), ("uniform", 9.0, 0.0)],
+)
+def test_arrivals_have_rate_and_burstiness(process: str, burstiness: float, cv: float) -> None:
+    trace = synthesize("fixed:1,1", process, qps=5.0, burstiness=burstiness, duration_s=40_000.0, seed=7)
+    stats = trace_stats(trace)
+    assert len(trace) == pytest.approx(200_000, rel=NEAR)
+    assert (stats.qps, stats.gap_cv) == (pytest.approx(5.0, rel=NEAR), pytest.approx(cv, rel=NEAR, abs=1e-6))
+    assert trace.arrival_s[-1] < 40_000.0
+    if process == "gamma":
+        assert stats.burstiness == pytest.approx(burstiness, rel=2 * NEAR)
+
+
+def test_uniform_and_at_once_are_exact() -> None:
+    rng, _ = generators(0)
+    assert arrival_times("uniform", rng, qps=4.0, num_requests=3).tolist() == [0.0, 0.25, 0.5]
+    assert arrival_times("uniform", rng, qps=4.0, duration_s=1.0).tolist() == [0.0, 0.25, 0.5, 0.75]
+    assert arrival_times("at-once", rng, num_requests=2).tolist() == [0.0, 0.0]
+
+
+def test_a_duration_is_the_beginning_of_a_longer_one() -> None:
+    """Whichever of both ends it, and whether or not more gaps than expected were needed."""
+    for seed in range(20):
+        short, long = (synthesize("fixed:1,1", qps=1.0, duration_s=t, seed=seed) for t in (9.0, 900.0))
+        assert same(short, long.window(9.0))
+        assert same(short, synthesize("fixed:1,1", qps=1.0, num_requests=len(short), seed=seed))
+
+
+def test_arrivals_of_a_trace() -> None:
+    times = np.array([0.0, 1.0, 3.0, 4.0])
+    assert synthesize("fixed:1,1", times).arrival_s.tolist() == times.tolist()
+    assert synthesize("fixed:1,1", times, qps=1.5).arrival_s.tolist() == [0.0, 0.5, 1.5, 2.0]
+    assert len(synthesize("fixed:1,1", times, duration_s=3.0)) == 2
+    assert len(synthesize("fixed:1,1", times, num_requests=3)) == 3
+    with pytest.raises(ConfigError, match="num_requests=5; accepted: 1 to 4, the arrivals of the trace"):
+        synthesize("fixed:1,1", times, num_requests=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qps": None}, "qps=None; accepted: a finite number above 0"),
+        ({"qps": 0.0}, "qps=0.0; accepted"),
+        ({"qps": math.nan}, "qps=nan; accepted"),
+        ({"qps": math.inf}, "qps=inf; accepted"),
+        ({"num_requests": None}, "num_requests=None and duration_s=None; accepted: one of the two"),
+        ({"duration_s": 1.0}, "num_requests=50 and duration_s=1.0; accepted: one of the two"),
+        ({"num_requests": 0}, "num_requests=0; accepted: 1 to 20000000"),
+        ({"num_requests": None, "duration_s": -1.0}, "duration_s=-1.0; accepted"),
+        ({"num_requests": None, "duration_s": 1e-9}, "duration_s=1e-09: no request arrives; accepted: longer"),
+        ({"num_requests": None, "duration_s": 1e9}, r"qps=2 for 1e\+09 s; accepted: at most 20000000 requests"),
+        ({"arrivals": "bursts"}, "arrivals='bursts'; accepted: poisson, gamma, uniform, at-once"),
+        ({"arrivals": "at-once"}, "arrivals at-once with qps=2.0.*; accepted: num_requests alone"),
+        ({"arrivals": "gamma", "burstiness": 0.0}, "burstiness=0.0; accepted"),
+        ({"seed": -1}, "seed=-1; accepted: 0 or more"),
+        ({"lengths": "sharegpt"}, "lengths='sharegpt'; accepted: sharegpt4-8k, medha-swe, .*, fixed:P,D or uniform"),
+        ({"lengths": "fixed:0,1"}, "lengths='fixed:0,1'; accepted"),
+        ({"lengths": "uniform:5-4,1-1"}, "lengths='uniform:5-4,1-1'; accepted"),
+        ({"lengths": "fixed:999999999,1"}, "accepted: .* with 1 to 100000000 tokens"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        synthesize(**{"lengths": "medha-mix", **DEFAULT, **changes})
