@@ -146,8 +146,8 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self._events: list[dict[str, Any]] = [_name("process_name", 0, 0, "stages")]
-        self._events += [_name("thread_name", 0, 0, "stage 0"), _name("process_name", 1, 0, "requests")]
+        self._events: list[dict[str, Any]] = [name_event("process_name", 0, 0, "stages")]
+        self._events += [name_event("thread_name", 0, 0, "stage 0"), name_event("process_name", 1, 0, "requests")]
         self._threads: dict[str, int] = {}
         self._gather: Callable[[], Sequence[RankRecords]] | None = None
         self._zero_s = 0.0
@@ -156,19 +156,19 @@ class Timeline:
     def record(self, batch: Batch, start_s: float, end_s: float, request_id: Callable[[int], str]) -> None:
         """Add a batch that ran from ``start_s`` to ``end_s``; ``request_id`` names a slot."""
         args = {"batch": batch.batch_id, "decodes": batch.num_decodes, "tokens": batch.num_tokens}
-        self._events.append(_slice(f"batch {batch.batch_id}", 0, 0, start_s, end_s, args))
+        self._events.append(slice_event(f"batch {batch.batch_id}", 0, 0, start_s, end_s, args))
         for row in batch.rows:
             thread = self._thread(request_id(row.slot))
             name = "decode" if row.is_decode else f"chunk [{row.position}:{row.kv_len}]"
             row_args = {"batch": batch.batch_id, "position": row.position, "tokens": row.q_len}
-            self._events.append(_slice(name, 1, thread, start_s, end_s, row_args))
+            self._events.append(slice_event(name, 1, thread, start_s, end_s, row_args))
 
     def count_step(self, time_s: float, predicted_s: float, busy_s: float, *, budget_s: float) -> None:
         """Add a batch that is done to the counters: what was predicted of it, what it took, what it might take."""
         times = {"predicted": predicted_s * 1e3, "busy": busy_s * 1e3}
         budget = {"budget": budget_s * 1e3, "left": (budget_s - busy_s) * 1e3}
-        self._events.append(_counter("step time (ms)", time_s, times))
-        self._events.append(_counter("step budget (ms)", time_s, budget))
+        self._events.append(counter_event("step time (ms)", time_s, times))
+        self._events.append(counter_event("step budget (ms)", time_s, budget))
 
     def gather_from(self, gather: Callable[[], Sequence[RankRecords]], *, zero_s: float) -> None:
         """Show the lanes of several ranks.
@@ -196,13 +196,12 @@ class Timeline:
         if self._ranks:
             events = [event for event in events if event["pid"] != 0]
             events += _stage_events([_joined(parts) for _, parts in sorted(self._ranks.items())], self._zero_s)
-        data = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
-        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        write_events(path, events)
 
     def _thread(self, request_id: str) -> int:
         if request_id not in self._threads:
             self._threads[request_id] = len(self._threads)
-            self._events.append(_name("thread_name", 1, self._threads[request_id], request_id))
+            self._events.append(name_event("thread_name", 1, self._threads[request_id], request_id))
         return self._threads[request_id]
 
 
@@ -214,13 +213,13 @@ def _joined(parts: Sequence[RankRecords]) -> RankRecords:
 
 def _stage_events(ranks: Sequence[RankRecords], zero_s: float) -> list[dict[str, Any]]:
     """A lane a rank, a slice a batch, and arrows along which hidden states went."""
-    events = [_name("process_name", 0, 0, "stages")]
+    events = [name_event("process_name", 0, 0, "stages")]
     num_tp = 1 + max(rank.tp_rank for rank in ranks)
     num_groups = 1 + max(rank.group for rank in ranks)
     for rank in ranks:
         name = f"group {rank.group}, " if num_groups > 1 else ""
         name += f"stage {rank.stage}" + (f", tp {rank.tp_rank}" if num_tp > 1 else "")
-        events.append(_name("thread_name", 0, rank.rank, name))
+        events.append(name_event("thread_name", 0, rank.rank, name))
         events += [_batch_slice(rank.rank, record, zero_s) for record in rank.batches]
     for place in product(range(num_groups), range(num_tp)):
         column = sorted((rank for rank in ranks if (rank.group, rank.tp_rank) == place), key=lambda rank: rank.stage)
@@ -232,7 +231,7 @@ def _stage_events(ranks: Sequence[RankRecords], zero_s: float) -> list[dict[str,
 def _batch_slice(rank: int, record: BatchRecord, zero_s: float) -> dict[str, Any]:
     waits = ("control_wait_s", "hidden_wait_s", "report_wait_s", "send_wait_s", "merge_wait_s")
     args = {"batch": record.batch_id, "tokens": record.num_tokens} | {name: getattr(record, name) for name in waits}
-    return _slice(f"batch {record.batch_id}", 0, rank, record.start_s - zero_s, record.end_s - zero_s, args)
+    return slice_event(f"batch {record.batch_id}", 0, rank, record.start_s - zero_s, record.end_s - zero_s, args)
 
 
 def _arrows(before: RankRecords, after: RankRecords, zero_s: float) -> list[dict[str, Any]]:
@@ -245,8 +244,8 @@ def _arrows(before: RankRecords, after: RankRecords, zero_s: float) -> list[dict
             common["id"] = f"{before.rank}-{after.rank}-{record.batch_id}"
             # An arrow belongs to the slice that is open at its time, so it leaves just before the end.
             leaves = max(record.start_s, record.end_s - 1e-6) - zero_s
-            events.append({**common, "ph": "s", "tid": before.rank, "ts": _microseconds(leaves)})
-            arrives = _microseconds(starts[record.batch_id] - zero_s)
+            events.append({**common, "ph": "s", "tid": before.rank, "ts": microseconds(leaves)})
+            arrives = microseconds(starts[record.batch_id] - zero_s)
             events.append({**common, "ph": "f", "bp": "e", "tid": after.rank, "ts": arrives})
     return events
 
@@ -256,20 +255,29 @@ def _epoch_s() -> float:
     return time.time() - time.perf_counter()
 
 
-def _microseconds(seconds: float) -> float:
+def write_events(path: Path, events: Sequence[dict[str, Any]]) -> None:
+    """Write a Chrome trace; gzip when the name ends in ``.gz``. The same events give the same bytes."""
+    data = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def microseconds(seconds: float) -> float:
+    """As a trace has its times."""
     return round(seconds * 1e6, 1)
 
 
-def _counter(name: str, time_s: float, values: dict[str, float]) -> dict[str, Any]:
+def counter_event(name: str, time_s: float, values: dict[str, float]) -> dict[str, Any]:
     """One point of a counter track, beside the requests."""
     args = {series: round(value, 3) for series, value in values.items()}
-    return {"name": name, "ph": "C", "ts": _microseconds(time_s), "pid": 1, "tid": 0, "args": args}
+    return {"name": name, "ph": "C", "ts": microseconds(time_s), "pid": 1, "tid": 0, "args": args}
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def name_event(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    """Name a lane: ``thread_name`` of a process's thread, or ``process_name``."""
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _slice(name: str, pid: int, tid: int, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
-    ts, dur = _microseconds(start_s), _microseconds(end_s - start_s)
+def slice_event(name: str, pid: int, tid: int, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
+    """A span on a lane; seconds."""
+    ts, dur = microseconds(start_s), microseconds(end_s - start_s)
     return {"name": name, "cat": "step", "ph": "X", "ts": ts, "dur": dur, "pid": pid, "tid": tid, "args": args}

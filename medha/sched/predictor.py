@@ -65,6 +65,7 @@ class Predictor:
         self._tiles = Tiles(coefficients.chunks, max_tokens)
         self._head = None if coefficients.head is None else Line(coefficients.head)
         self._decode_lines: dict[int, DecodeLine] = {}
+        self._steady: dict[int, Callable[[float, int], float]] = {}
 
     def tick(self, decodes: Sequence[Work] = ()) -> Tick:
         """A batch of these decodes, to which chunks can be added."""
@@ -79,20 +80,24 @@ class Predictor:
         return tick.seconds
 
     def steady_decodes(self, count: int) -> Callable[[float, int], float]:
-        """Corrected seconds of batches of so many decodes and nothing else, none of them on several groups.
+        """Uncorrected seconds of batches of so many decodes and nothing else, none of them on several groups.
 
         Returns:
-            A function of the mean and the longest KV length, which says to the bit what :meth:`predict` says.
+            A function of the mean and the longest KV length; times the factor it is to the bit what :meth:`predict`
+            says.
         """
+        known = self._steady.get(count)
+        if known is not None:
+            return known
         fixed_s = _fixed_s(self.coefficients)
         if self._head is not None:
             fixed_s += self._head.at(count)
         fixed_s += self._line.at(count)
-        factor = self.factor("decode")
 
         def seconds(mean_kv: float, max_kv: int) -> float:
-            return max((fixed_s + self._decodes_alone_s(count, mean_kv, max_kv)) * factor, MIN_SECONDS)
+            return fixed_s + self._decodes_alone_s(count, mean_kv, max_kv)
 
+        self._steady[count] = seconds
         return seconds
 
     def _decodes_alone_s(self, count: int, mean_kv: float, max_kv: int) -> float:

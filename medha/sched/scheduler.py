@@ -13,7 +13,7 @@ them at its first chunk (:mod:`medha.sched.balancer`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
@@ -70,6 +70,8 @@ class Scheduler:
             overcommit=config.overcommit,
         )
         self.packer = _packer(config, predictor, self.depth)
+        self._learner = self.packer if isinstance(self.packer, LearningPacker) else None
+        self._may_go_round = num_groups == 1 and not config.overcommit and self._learner is None
         times = None if predictor is None else _prefill_times(config, predictor, max_prompt_tokens)
         self._queue = Queue(times, deadline_floor_s=config.deadline_floor_s, deadline_factor=config.deadline_factor)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
@@ -109,6 +111,10 @@ class Scheduler:
     def last_prediction(self) -> Prediction | None:
         """What was predicted of the batch scheduled last, where the packer predicts."""
         return self._in_flight[-1][1] if self._in_flight else None
+
+    def prediction_of(self, batch: Batch) -> Prediction | None:
+        """What was predicted of a batch in flight, where the packer predicts."""
+        return next(prediction for sent, prediction in self._in_flight if sent is batch)
 
     @property
     def no_memory(self) -> tuple[int, ...]:
@@ -238,8 +244,8 @@ class Scheduler:
         batch, prediction = self._in_flight.popleft()
         if prediction is not None and self.predictor is not None:
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
-        if isinstance(self.packer, LearningPacker):
-            self.packer.completed(batch, busy_s)
+        if self._learner is not None:
+            self._learner.completed(batch, busy_s)
         for row in batch.rows:
             self._queue.computed(row)
         for slot, num_new_tokens, finished in results:
@@ -251,35 +257,51 @@ class Scheduler:
 
     @property
     def is_steady(self) -> bool:
-        """Whether, until a request ends or another arrives, every batch is the next token of each that runs.
+        """Whether the batches in flight go round until a request ends or another arrives: each, when it is complete, is
+        scheduled again with the next token of the same requests.
 
-        Says False where it might be so and :meth:`skip` could not come to the same: with several batches in flight or
-        groups, overcommitted memory, and packers that learn from each batch.
+        Says False where it might be so and :meth:`go_round` could not come to the same: with several groups,
+        overcommitted memory, and packers that learn from each batch.
         """
-        queue = self._queue
-        if queue.num_prefills or self._in_flight or self._frees or not queue.decoding:
+        queue, depth = self._queue, self.depth
+        if queue.num_prefills or self._frees or not self._in_flight or not self._may_go_round:
             return False
-        if self.depth > 1 or self.memory.num_groups > 1 or self.memory.overcommit:
+        num_running = len(queue.running)
+        if len(queue.decoding) != num_running or sum(len(batch.rows) for batch, _ in self._in_flight) != num_running:
             return False
-        if isinstance(self.packer, LearningPacker) or len(queue.decoding) > self.config.max_batch_tokens:
-            return False
-        return len(queue.decoding) == len(queue.running) and all(s.can_decode for s in queue.decoding.values())
+        most = min(-(-num_running // depth), self.config.max_batch_tokens)
+        return all(len(batch.rows) == batch.num_decodes <= most for batch, _ in self._in_flight)
 
-    def skip(self, num_batches: int) -> None:
-        """What so many calls of :meth:`schedule` and :meth:`complete` do while :attr:`is_steady`, in one go.
+    def go_round(self, num_batches: int, predictions: Sequence[Prediction | None]) -> None:
+        """What so many calls of :meth:`complete` and :meth:`schedule` in turn do while :attr:`is_steady`, in one go.
 
-        For a simulator. Nothing is learned from the batches, and where blocks lie may differ.
+        For a simulator. The predictor is not told of the batches, and where blocks lie may differ.
 
         Args:
-            num_batches: before the last one a request must not end.
+            num_batches: completed and scheduled again, the oldest first; none of their requests has ended.
+            predictions: of the batches in flight after it, oldest first.
         """
         assert self.is_steady, "batches can be foreseen"
-        for state in self._queue.decoding.values():
-            self.memory.take(Row(state.slot, state.num_scheduled_tokens, num_batches, True, True))
-            state.num_scheduled_tokens += num_batches
-            state.num_computed_tokens += num_batches
-            state.num_known_tokens += num_batches
+        size = len(self._in_flight)
+        for index, (batch, _) in enumerate(self._in_flight):
+            rounds = (num_batches - index + size - 1) // size if num_batches > index else 0
+            if rounds:
+                last = num_batches - 1 - (num_batches - 1 - index) % size  # of the batches that these rows were
+                rows = tuple(self._after(row, rounds) for row in batch.rows)
+                self._in_flight[index] = Batch(self._next_batch_id + last, rows), None
+        self._in_flight.rotate(-num_batches)
+        together = zip(self._in_flight, predictions, strict=True)
+        self._in_flight = deque((batch, prediction) for (batch, _), prediction in together)
         self._next_batch_id += num_batches
+
+    def _after(self, row: Row, rounds: int) -> Row:
+        """The row of a decode so many tokens later; its state follows."""
+        state = self._queue.running[row.slot]
+        self.memory.take(Row(row.slot, state.num_scheduled_tokens, rounds, True, True))
+        state.num_scheduled_tokens += rounds
+        state.num_computed_tokens += rounds
+        state.num_known_tokens += rounds
+        return Row(row.slot, row.position + rounds, 1, True, True)
 
     def _close_ended(self, slots: Iterable[int]) -> tuple[int, ...]:
         """Free the ended requests among ``slots`` that have nothing in flight."""

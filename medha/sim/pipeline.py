@@ -15,7 +15,7 @@ from typing import Protocol
 from medha.batch import Batch
 from medha.sched.coefficients import Coefficients
 from medha.sched.memory import KVMemory
-from medha.sched.predictor import Work
+from medha.sched.predictor import MIN_SECONDS, Work
 
 
 class StageCost(Protocol):
@@ -87,6 +87,7 @@ class Pipeline:
     bubble_s: list[list[float]] = field(init=False)
     _free_s: list[list[float]] = field(init=False)
     _kinds: list[int] = field(init=False)
+    _distinct: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.busy_s = [[0.0] * len(self.stages) for _ in range(self.num_groups)]
@@ -95,6 +96,7 @@ class Pipeline:
         costs = [predictor.coefficients for predictor in self.stages]
         parts = [(c.linear, c.chunks, c.decodes, c.mixed, c.head, c.host_s, c.tp, c.spp, c.kvp) for c in costs]
         self._kinds = [parts.index(part) for part in parts]  # stages that cost the same are predicted once
+        self._distinct = sorted(set(self._kinds))
 
     def send(self, batch: Batch, memory: KVMemory, now_s: float) -> Passage:
         """Let a batch enter stage 0, right after it was scheduled.
@@ -130,12 +132,22 @@ class Pipeline:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a batch takes just what the one stage says, and nobody looks on."""
-        return len(self.stages) == 1 and self.num_groups == 1 and self.noise is None and self.on_segment is None
+        """Whether a batch on the one group takes just what the stages say, and nobody looks on."""
+        return self.num_groups == 1 and self.noise is None and self.on_segment is None
 
-    def pass_time(self, now_s: float) -> None:
-        """What was stepped over has kept the stages until now."""
-        self._free_s = [[max(free_s, now_s) for free_s in stages] for stages in self._free_s]
+    def send_decodes(self, count: int, mean_kv: float, max_kv: int, now_s: float) -> Passage:
+        """As :meth:`send`, to the bit, for decodes of which only this is known; where it :attr:`is_plain`."""
+        raw_s = {kind: self.stages[kind].steady_decodes(count)(mean_kv, max_kv) for kind in self._distinct}
+        seconds = {kind: max(value, MIN_SECONDS) for kind, value in raw_s.items()}
+        free_s, busy_s = self._free_s[0], self.busy_s[0]
+        ready_s, first_end_s = now_s, now_s
+        for stage, kind in enumerate(self._kinds):
+            ready_s = max(ready_s, free_s[stage]) + seconds[kind]
+            free_s[stage] = ready_s
+            busy_s[stage] += seconds[kind]
+            if stage == 0:
+                first_end_s = ready_s
+        return Passage(first_end_s, ready_s, max(seconds.values()))
 
     def _seconds(self, batch: Batch, memory: KVMemory, groups: Sequence[int]) -> list[float]:
         """Seconds of each stage: the slowest of the groups that go together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
@@ -14,6 +14,11 @@ from medha.sim.hardware import Sheet, kv_pool_tokens, stage_coefficients
 from medha.sim.pipeline import Pipeline, Segment
 
 _TYPICAL = (Work(512, 8192, False, None, True),)
+
+
+def slowest_of(stages: Sequence[Predictor]) -> Predictor:
+    """The stage that computes longest on a chunk behind a context."""
+    return max(stages, key=lambda predictor: predictor.predict(_TYPICAL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ class Replica:
             ConfigError: something does not fit.
         """
         stages, num_blocks = self.stages(), self.kv_blocks()
-        slowest = max(stages, key=lambda predictor: predictor.predict(_TYPICAL))
+        slowest = slowest_of(stages)
         predictor = Predictor(slowest.coefficients, max_tokens=slowest.max_tokens)
         config = complete_config(
             self.scheduler,

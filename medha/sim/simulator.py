@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from medha.batch import Batch
 from medha.errors import ConfigError
 from medha.request import SLO
+from medha.sched.packer import Prediction
+from medha.sched.predictor import MIN_SECONDS
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.sim.pipeline import Passage, Pipeline
 from medha.workload.trace import NORMAL, Row, Trace
@@ -109,6 +111,13 @@ class Gaps:
                 return float(10.0 ** (size / _GAP_BINS_PER_DECADE))
         return math.nan
 
+    def std_s(self) -> float:
+        """Standard deviation in seconds, within about 1 %; 0 without gaps."""
+        mean_s = self.total_s / max(self.count, 1)
+        sizes = sorted(self.counts.items())  # in one order, so that the sum has the same bits
+        squares = sum(count * (10.0 ** (size / _GAP_BINS_PER_DECADE) - mean_s) ** 2 for size, count in sizes)
+        return math.sqrt(squares / max(self.count, 1))
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -148,6 +157,30 @@ class _Live:
     num_left: int
     last_token_s: float = math.nan
     ended: bool = False
+
+
+@dataclass(slots=True)
+class _Round:
+    """A batch of decodes that goes round: completed and scheduled again with the next tokens.
+
+    Attributes:
+        num_left: tokens until one of its requests ends, at least 1.
+        total_kv, max_kv: of its rows, cached tokens in all and at most.
+        passage, prediction: of it as it is in flight.
+        new_blocks: how many rows take a block when it is scheduled again, by the number of times modulo the block size.
+        num_tokens: how often it was scheduled again.
+    """
+
+    lives: list[_Live]
+    num_left: int
+    total_kv: int
+    max_kv: int
+    last_token_s: float
+    passage: Passage
+    prediction: Prediction | None
+    new_blocks: Counter[int]
+    num_tokens: int = 0
+    max_gap_s: float = 0.0
 
 
 class Simulation:
@@ -210,10 +243,10 @@ class Simulation:
         self._next = next(self._numbered(), None)
         while self.now_s < self._stop_s:
             self._add_arrived()
-            if self._skips and self._skip():
-                continue
             self._fill()
             if self._in_flight:
+                if self._skips:
+                    self._go_round()
                 self._complete()
             elif self._next is not None:
                 self.now_s = max(self.now_s, self._arrival_s())
@@ -273,54 +306,87 @@ class Simulation:
             self._work_lost_s += lost_s
         return batch
 
-    def _skip(self) -> bool:
-        """Step over batches that can be foreseen: decodes alone, until a request is about to end or one arrives.
-
-        Returns:
-            Whether time has passed.
-        """
-        scheduler, pipeline = self.scheduler, self.pipeline
-        if not scheduler.is_steady or not pipeline.is_plain or _has_learned(scheduler):
-            return False
-        lives = list(self._live.values())
-        most = min(live.num_left for live in lives) - 1
-        if most < 1 or any(live.last_token_s != self.now_s for live in lives):
-            return False
+    def _go_round(self) -> None:
+        """Step over batches that can be foreseen: decodes alone, until a request is about to end or one arrives."""
+        if not (self.scheduler.is_steady and self.pipeline.is_plain):
+            return
+        rounds = [self._round(batch, passage) for batch, passage in self._in_flight]
+        if any(r is None for r in rounds):
+            return
+        going = deque(r for r in rounds if r is not None)
         until_s = self._stop_s if self._next is None else min(self._stop_s, self._arrival_s())
-        positions = [scheduler.num_computed_tokens(slot) for slot in self._live]
-        block_size, num_blocks = scheduler.memory.block_size, scheduler.memory.num_used
-        all_blocks = scheduler.memory.num_blocks
-        new_blocks = Counter(-position % block_size for position in positions)
-        count, total, longest = len(positions), sum(positions), max(positions)
-        seconds = pipeline.stages[0].steady_decodes(count)
-        max_gap_s, step = 0.0, 0
-        while step < most and self.now_s < until_s:
-            step_s = seconds((total + step * count) / count, longest + step)
-            before_s, self.now_s = self.now_s, self.now_s + step_s
-            pipeline.busy_s[0][0] += step_s
-            gap_s = self.now_s - before_s
-            max_gap_s = max(max_gap_s, gap_s)
-            self.gaps.add(gap_s, count)
-            num_blocks += new_blocks[step % block_size]
-            self.series.add((self.now_s, count, scheduler.num_waiting, num_blocks / all_blocks))
-            step += 1
-        if not step:
-            return False
-        scheduler.skip(step)
-        pipeline.pass_time(self.now_s)
-        for live in lives:
-            live.num_left -= step
-            live.last_token_s = self.now_s
-            self.requests.num_tokens[live.row] += step
-            self.requests.max_gap_s[live.row] = max(self.requests.max_gap_s[live.row], max_gap_s)
-        self._num_batches += step
-        self._num_skipped += step
-        return True
+        num_batches, num_blocks = 0, self.scheduler.memory.num_used
+        while (oldest := going[0]).num_left > 1 and max(self.now_s, oldest.passage.end_s) < until_s:
+            going.rotate(-1)
+            num_blocks = self._send_again(oldest, num_blocks)
+            num_batches += 1
+        if not num_batches:
+            return
+        self._num_batches += num_batches
+        self._num_skipped += num_batches
+        self.scheduler.go_round(num_batches, [r.prediction for r in going])
+        self._in_flight = deque(zip(self.scheduler.in_flight, [r.passage for r in going], strict=True))
+        for r in going:
+            self._note_tokens(r)
+
+    def _round(self, batch: Batch, passage: Passage) -> _Round | None:
+        """A batch that goes round; None if its requests got their last tokens at different times."""
+        lives = [self._live[row.slot] for row in batch.rows]
+        if any(live.last_token_s != lives[0].last_token_s for live in lives):
+            return None
+        positions = [row.position for row in batch.rows]
+        block_size = self.scheduler.memory.block_size
+        return _Round(
+            lives=lives,
+            num_left=min(live.num_left for live in lives),
+            total_kv=sum(positions),
+            max_kv=max(positions),
+            last_token_s=lives[0].last_token_s,
+            passage=passage,
+            prediction=self.scheduler.prediction_of(batch),
+            new_blocks=Counter(-position % block_size for position in positions),
+        )
+
+    def _send_again(self, going: _Round, num_blocks: int) -> int:
+        """The oldest batch in flight is done, and goes in again; blocks in use after it."""
+        scheduler, memory = self.scheduler, self.scheduler.memory
+        self.now_s = max(self.now_s, going.passage.end_s)
+        gap_s = self.now_s - going.last_token_s
+        count = len(going.lives)
+        self.gaps.add(gap_s, count)
+        going.max_gap_s = max(going.max_gap_s, gap_s)
+        going.last_token_s = self.now_s
+        self.series.add((self.now_s, scheduler.num_running, scheduler.num_waiting, num_blocks / memory.num_blocks))
+        going.num_left -= 1
+        going.num_tokens += 1
+        going.total_kv += count
+        going.max_kv += 1
+        mean_kv = going.total_kv / count
+        if going.prediction is not None and scheduler.predictor is not None:
+            predictor, was = scheduler.predictor, going.prediction
+            predictor.observe(was.kind, was.seconds, going.passage.busy_s, factor=was.factor)
+            raw_s, factor = predictor.steady_decodes(count)(mean_kv, going.max_kv), predictor.factor("decode")
+            going.prediction = replace(was, seconds=max(raw_s * factor, MIN_SECONDS), factor=factor)
+        going.passage = self.pipeline.send_decodes(count, mean_kv, going.max_kv, self.now_s)
+        if self._driver_waits:
+            self.now_s = max(self.now_s, going.passage.first_end_s)
+        return num_blocks + going.new_blocks[going.num_tokens % memory.block_size]
+
+    def _note_tokens(self, going: _Round) -> None:
+        """What the requests of a batch got while it went round."""
+        for live in going.lives:
+            live.num_left -= going.num_tokens
+            live.last_token_s = going.last_token_s
+            self.requests.num_tokens[live.row] += going.num_tokens
+            self.requests.max_gap_s[live.row] = max(self.requests.max_gap_s[live.row], going.max_gap_s)
 
     def _complete(self) -> None:
         batch, passage = self._in_flight.popleft()
         self.now_s = max(self.now_s, passage.end_s)
-        results = [(row.slot, 1, self._take_token(self._live[row.slot])) for row in batch.rows if row.samples]
+        gaps: dict[float, int] = {}
+        results = [(row.slot, 1, self._take_token(self._live[row.slot], gaps)) for row in batch.rows if row.samples]
+        for gap_s, count in gaps.items():
+            self.gaps.add(gap_s, count)
         closed = self.scheduler.complete(batch.batch_id, self.now_s, results, passage.busy_s)
         for slot in closed:
             del self._live[slot]
@@ -332,8 +398,8 @@ class Simulation:
         share = memory.num_used / (memory.num_blocks * memory.num_groups)
         self.series.add((self.now_s, self.scheduler.num_running, self.scheduler.num_waiting, share))
 
-    def _take_token(self, live: _Live) -> bool:
-        """A request gets a token; whether it ends with it."""
+    def _take_token(self, live: _Live, gaps: dict[float, int]) -> bool:
+        """A request gets a token, and its wait is counted in ``gaps``; whether it ends with it."""
         requests, row, now_s = self.requests, live.row, self.now_s
         requests.num_tokens[row] += 1
         live.num_left -= 1
@@ -341,7 +407,7 @@ class Simulation:
             requests.first_token_s[row] = now_s
         else:
             gap_s = now_s - live.last_token_s
-            self.gaps.add(gap_s)
+            gaps[gap_s] = gaps.get(gap_s, 0) + 1
             if gap_s > requests.max_gap_s[row]:
                 requests.max_gap_s[row] = gap_s
         live.last_token_s = now_s
@@ -365,9 +431,3 @@ class Simulation:
             work_lost_s=self._work_lost_s,
             is_stopped=bool(self._live) or self._next is not None,
         )
-
-
-def _has_learned(scheduler: Scheduler) -> bool:
-    """Whether the scheduler predicts other than at first."""
-    predictor = scheduler.predictor
-    return predictor is not None and any(log for log, _ in predictor.correction.learned.values())
