@@ -381,8 +381,14 @@ class Engine:
             pending = self.runner.submit(batch)
             self._ledger.scheduled(batch, start)
             if self.timeline is not None:
-                self.timeline.record(batch, start, self.now(), lambda slot: self._by_slot[slot].request_id)
+                self.timeline.record(batch, start, self.now(), self._id_of)
+                chunks = [row.slot for row in batch.rows if not row.is_decode]
+                self.timeline.count_slack(start, {self._id_of(s): self.scheduler.slack_s(s, start) for s in chunks})
             self._in_flight.append((batch, self.scheduler.last_prediction, pending))
+
+    def _id_of(self, slot: int) -> str:
+        """Who has a slot."""
+        return self._by_slot[slot].request_id
 
     def _schedule(self, now: float) -> Batch | None:
         """The next batch; counts those that gave way to it."""

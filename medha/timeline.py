@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import platform
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import pairwise, product
@@ -169,6 +170,12 @@ class Timeline:
         budget = {"budget": budget_s * 1e3, "left": (budget_s - busy_s) * 1e3}
         self._events.append(counter_event("step time (ms)", time_s, times))
         self._events.append(counter_event("step budget (ms)", time_s, budget))
+
+    def count_slack(self, time_s: float, slack_s: Mapping[str, float]) -> None:
+        """Add to the counters for how many seconds requests could still wait and have their first token in time."""
+        finite = {request_id: seconds for request_id, seconds in slack_s.items() if math.isfinite(seconds)}
+        if finite:
+            self._events.append(counter_event("slack (s)", time_s, finite))
 
     def gather_from(self, gather: Callable[[], Sequence[RankRecords]], *, zero_s: float) -> None:
         """Show the lanes of several ranks.

@@ -225,3 +225,17 @@ def test_groups_have_lanes_of_their_own(tmp_path: Path) -> None:
         ("0-1-0", 0), ("0-1-0", 1), ("2-3-0", 2), ("2-3-0", 3),
     ]  # fmt: skip
     assert {e["args"]["merge_wait_s"] for e in events if e["ph"] == "X"} == {0.25}
+
+
+def test_counters_of_time_budget_and_slack(tmp_path: Path) -> None:
+    timeline = record()
+    timeline.count_step(1.5, 0.4, 0.5, budget_s=0.45)
+    timeline.count_slack(1.0, {"a": 2.5, "no deadline": float("inf"), "late": -0.5})
+    timeline.count_slack(1.0, {"no deadline": float("inf")})
+    timeline.write(tmp_path / "a.json")
+    counters = {event["name"]: event for event in read(tmp_path / "a.json")["traceEvents"] if event["ph"] == "C"}
+    assert {name: (event["ts"], event["args"]) for name, event in counters.items()} == {
+        "step time (ms)": (1.5e6, {"predicted": 400.0, "busy": 500.0}),
+        "step budget (ms)": (1.5e6, {"budget": 450.0, "left": pytest.approx(-50.0)}),
+        "slack (s)": (1e6, {"a": 2.5, "late": -0.5}),
+    }
