@@ -328,7 +328,13 @@ def test_engine_options_in_both_spellings(
 
 
 def test_every_engine_option_is_tested() -> None:
-    assert {option.replace("-", "_") for option, _, _ in OPTIONS} >= set(_ENGINE) - {"num_kv_blocks"}
+    flags = {"num_kv_blocks", "overcommit"}
+    assert {option.replace("-", "_") for option, _, _ in OPTIONS} >= set(_ENGINE) - flags
+
+
+def test_overcommit_is_a_flag(configured: Callable[..., EngineConfig]) -> None:
+    assert configured("--overcommit").scheduler.overcommit
+    assert not configured().scheduler.overcommit
 
 
 @pytest.mark.parametrize(("alias", "name"), [pair for pair in OPTION_ALIASES.items() if pair[1] in _ENGINE])
