@@ -14,6 +14,7 @@ from medha.command import end_process, make_app, run_app
 from medha.environment import environment
 from medha.generate import generate
 from medha.replay import replay
+from medha.sim.cli import simulate
 from medha.verify import verify
 from medha.workload.cli import app as trace_app
 
@@ -21,6 +22,7 @@ app = make_app(help="Serve long-context LLMs without convoys.")
 app.command("generate")(generate)
 app.command("profile")(profile)
 app.command("replay")(replay)
+app.command("simulate")(simulate)
 app.command("verify")(verify)
 app.add_typer(bench_app, name="bench")
 app.add_typer(trace_app, name="trace")

@@ -17,6 +17,7 @@ import torch
 
 from medha.batch import Batch, Extent, Row
 from medha.engine import BatchRunner
+from medha.kv_cache import KVCache
 from medha.request import SamplingParams
 from medha.runner import Runner
 
@@ -63,9 +64,14 @@ def step_of(batch: Batch) -> Step:
 
 
 def fill(runner: Runner, num_tokens: int) -> None:
-    """Put random numbers into the first tokens of a rank's pools, in place; pages never written would cost less."""
-    generator = torch.Generator().manual_seed(runner.group)
-    for pool in (*runner.cache.k, *runner.cache.v):
+    """Put random numbers into the first tokens of a rank's pools, in place."""
+    fill_pools(runner.cache, num_tokens, seed=runner.group)
+
+
+def fill_pools(cache: KVCache, num_tokens: int, *, seed: int) -> None:
+    """Put random numbers into the first tokens of some pools, in place; pages never written would cost less."""
+    generator = torch.Generator(cache.k[0].device).manual_seed(seed)
+    for pool in (*cache.k, *cache.v):
         for head in range(pool.shape[1]):  # heads lie outermost
             pool[:num_tokens, head].normal_(generator=generator)
 

@@ -94,10 +94,12 @@ class Stream:
     Attributes:
         served: in the order of the requests.
         prediction: count, mean absolute and mean signed error of predicted batch seconds, as shares, since the start.
+        overhead_s: seconds of a step beyond what it computed, the median; None with several ranks.
     """
 
     served: tuple[Served, ...]
     prediction: Mapping[str, float]
+    overhead_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,8 @@ class Job:
         """Serve requests as they arrive, for at most ``limit_s`` seconds; raises as :meth:`ask`."""
         answer = self.ask("serve", requests=[asdict(request) for request in requests], seed=seed, limit_s=limit_s)
         served = {one["request_id"]: Served(**one) for one in answer["served"]}
-        return Stream(tuple(served[request.request_id] for request in requests), answer["prediction"])
+        by_request = tuple(served[request.request_id] for request in requests)
+        return Stream(by_request, answer["prediction"], answer["overhead_s"])
 
     def ask(self, work: str, **arguments: Any) -> dict[str, Any]:
         """Have a piece of work done; see :mod:`medha.bench.ranks` for which there are.

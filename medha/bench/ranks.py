@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from medha.batch import Batch
 from medha.bench.held import Held, Meter, hold, run_steps
 from medha.bench.job import Ask, LastWords, Served
 from medha.build import Role, build_role
@@ -27,6 +29,7 @@ from medha.driver import Arrival, drive
 from medha.engine import Engine
 from medha.request import SLO, RequestOutput, SamplingParams
 from medha.runner import Runner
+from medha.sched.packer import Prediction
 from medha.timeline import RankRecords, encode_records
 
 
@@ -106,11 +109,42 @@ def _serve(role: Role, *, requests: Sequence[Mapping[str, Any]], seed: int, limi
     generator = torch.Generator().manual_seed(seed)
     arrivals = [_arrival(Ask(**request), generator, role.limits.vocab_size) for request in requests]
     start_s = engine.now()
-    outputs = drive(engine, arrivals, should_stop=lambda: engine.now() - start_s > limit_s)
+    overheads = _Overheads(engine)
+    outputs = drive(
+        engine, arrivals, should_stop=lambda: engine.now() - start_s > limit_s, on_step=overheads.step_ended
+    )
     served = [asdict(_served(output, start_s)) for output in outputs if output.finished]
+    engine.on_step = None
     predictor = engine.scheduler.predictor
     errors = {} if predictor is None else asdict(predictor.correction.errors.figures())
-    return {"served": served, "prediction": errors}
+    overhead_s = overheads.median_s if isinstance(engine.runner, Runner) else None
+    return {"served": served, "prediction": errors, "overhead_s": overhead_s}
+
+
+class _Overheads:
+    """Seconds of an engine's steps beyond what they computed, where one follows another; for one rank alone."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._since_s: float | None = None
+        self._busy_s = 0.0
+        self._seconds: list[float] = []
+        engine.on_step = self._computed
+
+    def _computed(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
+        self._busy_s = busy_s
+
+    def step_ended(self) -> None:
+        """Told after each step."""
+        now_s = self._engine.now()
+        if self._since_s is not None:
+            self._seconds.append(now_s - self._since_s - self._busy_s)
+        self._since_s = now_s if self._engine.has_unfinished else None  # otherwise it may wait for an arrival
+
+    @property
+    def median_s(self) -> float:
+        """Of all steps so far; 0 without any."""
+        return statistics.median(self._seconds or [0.0])
 
 
 def _arrival(request: Ask, generator: torch.Generator, vocab_size: int) -> Arrival:

@@ -9,6 +9,9 @@ Departures from the paper, and why:
 - Algorithm 2 read literally lets every request yield a share of the budget, also the short ones it is yielded to. Here
   only a long prefill yields, and only while a short one waits.
 - It yields a share of the whole budget, decodes included; here of what the decodes leave.
+- A request that is passed over now has its first token in time only if it is in the next batch, and a batch and its way
+  through the pipeline take up to ``(depth + 1)`` budgets. So policies are asked for the order at the time so far ahead:
+  slack is what is left then. Else LARS holds a short request until it is late by just as much.
 - What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group,
@@ -108,6 +111,7 @@ class MedhaPacker:
     _refused: list[int] = field(default_factory=list)
     _owed_s: list[float] = field(default_factory=list)
     _groups: list[_GroupTime] = field(default_factory=list)
+    _ahead_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._ranking = load_policy(self.config.policy)
@@ -119,7 +123,8 @@ class MedhaPacker:
         self._groups = [self._group_time(queue, draft, group) for group in range(draft.memory.num_groups)]
         if queue.num_prefills:
             factor = self.predictor.factor("mixed" if draft.rows else "prefill")
-            rho = _Slack(self.config, queue, factor=factor, now_s=now_s)
+            self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
+            rho = _Slack(self.config, queue, factor=factor, now_s=now_s + self._ahead_s)
             for state in favoured:
                 self._give(state, draft, rho, may_exceed=True)
             self._serve_guarded(queue, draft, rho)
@@ -187,7 +192,7 @@ class MedhaPacker:
             columns = queue.columns(rho.factor)  # rows move when a prompt is scheduled whole
             some = columns if rows is None else columns.take(rows)
             slots = queue.slots if rows is None else queue.slots[rows]
-            first = order(self._ranking, some, slots=slots, now_s=draft.now_s, first=_FIRST)
+            first = order(self._ranking, some, slots=slots, now_s=draft.now_s + self._ahead_s, first=_FIRST)
             states = [queue.state_of_row(row) for row in (first if rows is None else rows[first]).tolist()]
             if self._serve(states, draft, rho, may_exceed=True) or len(slots) <= _FIRST:
                 return

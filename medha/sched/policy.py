@@ -3,6 +3,7 @@
 A policy is a function of read-only columns (one row a waiting or partly read request) and the time. Keys are computed
 anew at each step, so no order is ever stale: keys of different requests change at different rates. What becomes of the
 order (chunks, budgets, space sharing) is the packer's; who is served against the order is :mod:`medha.sched.guard`'s.
+The time that a policy is given is when whoever is passed over now could have a first token: some batches ahead.
 
 Source: arXiv:2409.17264, v5 section 4.1 (FCFS, EDF, LRS, LARS) and v4 eq. 7 (ILRS). Under overload by short requests
 LARS, too, starves a long one: the slack of a late short request falls faster, relative to its work.

@@ -10,26 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from medha.batch import Batch
-from medha.sched.coefficients import Coefficients
 from medha.sched.memory import KVMemory
-from medha.sched.predictor import MIN_SECONDS, Work
-
-
-class StageCost(Protocol):
-    """What one stage takes, in seconds: a :class:`medha.sched.predictor.Predictor`, or the like."""
-
-    coefficients: Coefficients
-
-    def predict(self, rows: Sequence[Work]) -> float:
-        """Seconds of a batch."""
-        ...
-
-    def steady_decodes(self, count: int) -> Callable[[float, int], float]:
-        """Seconds of batches of so many decodes, by their mean and longest KV length."""
-        ...
+from medha.sched.predictor import MIN_SECONDS, Predictor, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +63,7 @@ class Pipeline:
         bubble_s: by group and stage, seconds without work while another stage of the group had some.
     """
 
-    stages: Sequence[StageCost]
+    stages: Sequence[Predictor]
     num_groups: int = 1
     noise: Callable[[], float] | None = None
     on_segment: Callable[[Segment], None] | None = None

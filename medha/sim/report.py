@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from medha.sched.predictor import Predictor
 from medha.sched.prefill_time import PrefillTimes, budgeted_chunk
-from medha.sim.replica import Replica
+from medha.sim.replica import Replica, slowest_of
 from medha.sim.simulator import Gaps, Outcome
 
 Floats = NDArray[np.float64]
@@ -38,7 +38,7 @@ PERCENTILES = (50, 90, 99)
 BUCKETS = (1, 1_024, 8_192, 32_768, 131_072, 524_288, 2_097_152)
 """Prompt tokens at which a bucket of lengths begins; it ends before the next."""
 
-GROWTH, DRAIN = 0.25, 0.1
+DRAIN = 0.1
 """See :class:`Saturation`."""
 _NUM_SAMPLES = 201
 
@@ -102,22 +102,22 @@ class Saturation:
 
     The queue is who has arrived and has no first token. A run is over-saturated where both hold:
 
-    - the queue grows through the second half of the arrivals: its straight line (least squares) rises by at least one
-      request and by more than 25 % of the mean queue of that half;
+    - the queue grows through the second half of the time of arrivals: its straight line (least squares) rises by more
+      than the square root of the number that arrive then, which is the chance of a Poisson stream;
     - those in the queue at the last arrival need more than 10 % of the time of arrivals until the last of them has its
       first token, or never get there.
 
     Attributes:
         is_over: both hold.
         growth: requests by which the line rises; None where all arrive at once.
-        mean_queue: over the second half of the arrivals.
+        num_late: arrivals of the second half.
         drain_s: seconds from the last arrival; None is never.
         arrivals_s: from the first arrival to the last.
     """
 
     is_over: bool
     growth: float | None
-    mean_queue: float | None
+    num_late: int
     drain_s: float | None
     arrivals_s: float
 
@@ -227,14 +227,22 @@ class Times:
         trace, requests = outcome.trace, outcome.requests
         end_s = outcome.duration_s + (trace.arrival_s[0] if len(trace) else 0.0)
         rows = slice(0, int(np.searchsorted(trace.arrival_s, end_s, side="right")))
-        columns = [getattr(requests, name)[rows] for name in ("first_scheduled_s", "first_token_s", "finish_s")]
+        first_token_s, finish_s = requests.first_token_s[rows], requests.finish_s[rows]
         arrival_s, num_tokens = trace.arrival_s[rows], requests.num_tokens[rows]
-        in_time = columns[1] - arrival_s <= requests.deadline_s[rows]
+        in_time = ~np.isnan(finish_s) & (first_token_s - arrival_s <= requests.deadline_s[rows])
         if trace.tpot_slo_s is not None:
-            tpot_s = (columns[2] - columns[1]) / np.maximum(num_tokens - 1, 1)
+            tpot_s = (finish_s - first_token_s) / np.maximum(num_tokens - 1, 1)
             in_time &= np.isnan(trace.tpot_slo_s[rows]) | (tpot_s <= trace.tpot_slo_s[rows])
-        in_time &= ~np.isnan(columns[2])
-        return cls(arrival_s, *columns, trace.prompt_tokens[rows], num_tokens, in_time, requests.is_refused[rows])
+        return cls(
+            arrival_s,
+            requests.first_scheduled_s[rows],
+            first_token_s,
+            finish_s,
+            trace.prompt_tokens[rows],
+            num_tokens,
+            in_time,
+            requests.is_refused[rows],
+        )
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -315,14 +323,14 @@ def alone_seconds(replica: Replica, prompt_tokens: NDArray[np.int64]) -> Floats:
     """Predicted TTFT of prompts on the idle replica, float64 of their shape.
 
     The seconds of the slowest stage (:class:`medha.sched.prefill_time.PrefillTimes`), and those of the last chunk in
-    the others, in chunks that fill ``t_target_s`` or ``quantum_s``, whatever the scheduler.
+    the others, on one KV-parallel group, in chunks that fill ``t_target_s`` or ``quantum_s``, whatever the scheduler.
 
     Args:
         replica: hardware, model, layout, budgets.
         prompt_tokens: lengths, one dimension.
     """
     config, stages = replica.scheduler, replica.stages()
-    slowest = max(stages, key=lambda stage: stage.predict(replica.typical))
+    slowest = slowest_of(stages)
     budget_s = config.t_target_s or config.quantum_s
     most = min(config.max_batch_tokens, slowest.max_tokens)
     size = {"granularity": config.chunk_granularity, "min_tokens": min(config.min_chunk, most)}
@@ -402,7 +410,7 @@ def _gap_statistics(gaps: Gaps) -> dict[str, float | None]:
     return {
         "mean_itl_ms": 1e3 * mean_s,
         "median_itl_ms": 1e3 * gaps.quantile_s(0.5),
-        "std_itl_ms": 1e3 * gaps.std_s,
+        "std_itl_ms": 1e3 * gaps.std_s(),
         "p99_itl_ms": 1e3 * gaps.quantile_s(0.99),
     }
 
@@ -420,20 +428,20 @@ def _buckets(times: Times) -> tuple[Bucket, ...]:
 
 def _saturation(times: Times, end_s: float) -> Saturation:
     if not len(times) or times.arrival_s[0] == times.arrival_s[-1]:
-        return Saturation(False, None, None, None, 0.0)
+        return Saturation(False, None, 0, None, 0.0)
     first_s, last_s = float(times.arrival_s[0]), float(times.arrival_s[-1])
     arrivals_s = last_s - first_s
     at_s = np.linspace(first_s + arrivals_s / 2, last_s, _NUM_SAMPLES)
     queue = _sampled(*times.queue(), at_s).astype(np.float64)
-    mean, slope = float(queue.mean()), float(np.polynomial.polynomial.polyfit(at_s - at_s[0], queue, 1)[1])
-    growth = slope * arrivals_s / 2
+    growth = float(np.polynomial.polynomial.polyfit(at_s - at_s[0], queue, 1)[1]) * arrivals_s / 2
+    num_late = int((times.arrival_s >= at_s[0]).sum())
     first_tokens_s = times.first_token_s[~times.is_refused]
     drain_s = float(np.max(first_tokens_s, initial=last_s)) - last_s  # NaN where one never came
     drain = None if math.isnan(drain_s) else drain_s
     lasts_s = end_s - last_s if drain is None else drain
-    is_growing = growth >= 1 and growth > GROWTH * mean
+    is_growing = growth > math.sqrt(num_late)
     return Saturation(
-        is_growing and (drain is None or lasts_s > DRAIN * arrivals_s), growth, mean, drain, arrivals_s
+        is_growing and (drain is None or lasts_s > DRAIN * arrivals_s), growth, num_late, drain, arrivals_s
     )
 
 
@@ -459,9 +467,7 @@ def _series(times: Times, outcome: Outcome, first_s: float, end_s: float) -> dic
     }
 
 
-def _counted(
-    from_s: Floats, to_s: Floats, counts: NDArray[np.bool_]
-) -> tuple[Floats, NDArray[np.int64]]:
+def _counted(from_s: Floats, to_s: Floats, counts: NDArray[np.bool_]) -> tuple[Floats, NDArray[np.int64]]:
     """Times at which the number of requests between two events changes, and that number from each of them on."""
     begins_s, ends_s = from_s[counts], to_s[counts]
     ends_s = ends_s[~np.isnan(ends_s)]

@@ -102,6 +102,17 @@ def test_mixed_batches_come_back() -> None:
     assert mixed.prefill_factor == pytest.approx(0.9, rel=0.1)
 
 
+def test_decodes_beside_a_chunk_have_two_lines_where_one_does_not_explain_them() -> None:
+    lengths = [64, 256, 512, 1024, 2048, 4096, 8192, 16384]
+    sizes = [(c, n, kv) for c in (1e-5, 1e-4, 5e-4) for n in (1, 16, 64, 128) for kv in lengths]
+    chunk_s, batch, kv = np.array(sizes, dtype=np.float64).T
+    work_s = chunk_s + batch * np.where(kv <= 1024, 4e-9 * kv, 12e-9 * kv - 8192e-9)
+    mixed = fit_mixed(chunk_s, batch, kv, np.maximum(work_s, 1e-6 + 1e-8 * kv))
+    assert mixed.decodes.short_kv == 1024
+    assert mixed.decodes.short_b_s[2:] == pytest.approx([64 * 4e-9, 128 * 4e-9], rel=0.05)
+    assert mixed.decodes.b_s[2:] == pytest.approx([64 * 12e-9, 128 * 12e-9], rel=0.15)  # no offset is negative
+
+
 def test_a_curve_is_the_median_and_never_falls() -> None:
     curve = fit_curve([4, 1, 2, 2, 2, 3], [5.0, 1.0, 3.0, 90.0, 2.0, 2.0])
     assert curve.x == (1.0, 2.0, 3.0, 4.0)

@@ -303,7 +303,8 @@ class Compared:
         return self.drive.packer.prediction
 
     def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
-        expected = self.drive.in_order(queue, now_s)
+        ahead_s = (self.drive.packer.depth + 1) * self.drive.packer._budget_s(queue, draft, 0)
+        expected = self.drive.in_order(queue, now_s + ahead_s)
         running = set(queue.running)
         self.drive.packer.fill(queue, draft, now_s)
         self.drive.compare(expected, running, queue, draft)
