@@ -14,14 +14,18 @@ from medha.command import end_process, make_app, run_app
 from medha.environment import environment
 from medha.generate import generate
 from medha.replay import replay
+from medha.reproduce.cli import reproduce
 from medha.sim.cli import simulate
+from medha.sim.plan_cli import plan
 from medha.verify import verify
 from medha.workload.cli import app as trace_app
 
 app = make_app(help="Serve long-context LLMs without convoys.")
 app.command("generate")(generate)
+app.command("plan")(plan)
 app.command("profile")(profile)
 app.command("replay")(replay)
+app.command("reproduce")(reproduce)
 app.command("simulate")(simulate)
 app.command("verify")(verify)
 app.add_typer(bench_app, name="bench")

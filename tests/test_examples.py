@@ -57,7 +57,16 @@ def test_batch_file() -> None:
     assert all(row["error"] is None for row in answers.values())
 
 
+def test_simulate_policy() -> None:
+    lines = run(sys.executable, EXAMPLES / "simulate_policy.py").splitlines()
+    shape = r"(.*): TTFT P50 and P99 of short prompts (.*) and (.*) s, of long prompts .* and .* s; \d+% in time"
+    found = [match.groups() for line in lines if (match := re.fullmatch(shape, line))]
+    assert [name for name, *_ in found] == ["LARS", "old and short first"]
+    assert all(0 < float(p50) < float(p99) for _, p50, p99 in found)
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
 def test_examples_are_short_and_tested(path: Path) -> None:
-    assert path.name in {"quickstart.py", "drive_the_engine.py", "requests.jsonl", "batch_file.sh"}
+    names = {"quickstart.py", "drive_the_engine.py", "requests.jsonl", "batch_file.sh", "simulate_policy.py"}
+    assert path.name in names
     assert len(path.read_text().splitlines()) < 100

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from medha.bench import verbs
+from medha.bench.arguments import parse_lengths as _lengths
+from medha.bench.arguments import parse_overrides as _overrides
 from medha.command import make_app
 from medha.errors import ConfigError
 
@@ -18,6 +21,10 @@ _OVERRIDES = "Fields of the random Llama's config.json as JSON, for example '{\"
 @app.callback()
 def bench() -> None:
     """Measure on this machine."""
+
+
+for _verb in (verbs.latency, verbs.throughput, verbs.serve, verbs.attention, verbs.decode, verbs.prefill):
+    app.command()(_verb)
 
 
 @app.command()
@@ -179,20 +186,78 @@ def accuracy(
     return run_and_print(options, output_json)
 
 
-def _overrides(text: str | None) -> dict[str, Any] | None:
-    """Fields of ``config.json`` given as JSON."""
-    from medha.models.hf_config import parse_hf_overrides
+@app.command()
+def scheduler(
+    num_waiting: Annotated[str, typer.Option(help="Requests that wait, comma separated; each is measured.")] = (
+        "1000,10000,100000"
+    ),
+    policy: Annotated[list[str] | None, typer.Option(help="May be repeated; lars by default.")] = None,
+    num_running: Annotated[int, typer.Option(min=1, help="Requests that decode.")] = 256,
+    num_prefills: Annotated[int, typer.Option(min=2, help="Places for prefills under way beside them.")] = 16,
+    num_kv_blocks: Annotated[
+        int | None, typer.Option(min=1, help="KV blocks of 256 tokens.", show_default="enough for everybody")
+    ] = None,
+    num_iters_warmup: Annotated[int, typer.Option(min=0)] = 50,
+    num_iters: Annotated[int, typer.Option(min=1, help="Counted decisions.")] = 500,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths, arrivals, objectives and classes.")] = 0,
+    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> int:
+    """Time of one scheduling decision as the queue grows; no model runs."""
+    from medha.bench.decisions import DecisionOptions, run_and_print
 
-    return None if text is None else parse_hf_overrides(text)
+    options = DecisionOptions(
+        waiting=_lengths("num_waiting", num_waiting),
+        policies=tuple(policy or ["lars"]),
+        num_decoding=num_running,
+        num_prefilling=num_prefills,
+        num_decisions=num_iters,
+        warmup=num_iters_warmup,
+        num_blocks=num_kv_blocks,
+        seed=seed,
+    )
+    return run_and_print(options, output_json)
 
 
-def _lengths(name: str, text: str) -> tuple[int, ...]:
-    """``2048,16384`` as integers.
+@app.command()
+def fidelity(
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Folder with kernel tables in profile/ and a measured run of vLLM in vllm_run/."),
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="The engine of this machine instead; within 3 minutes.")] = False,
+    model: Annotated[str | None, typer.Option(help="Name or path; by default as the run says.")] = None,
+    host_s: Annotated[float, typer.Option("--host-s", help="Seconds of a step on the host, for --run.")] = 1e-3,
+    num_kv_tokens: Annotated[
+        int | None, typer.Option(help="KV pool of the run; by default as it says, or all requests at once.")
+    ] = None,
+    all_reduce_alpha_s: Annotated[
+        float | None, typer.Option("--all-reduce-alpha-s", help="Latency, with tensor parallelism.")
+    ] = None,
+    all_reduce_bytes_per_s: Annotated[
+        float | None, typer.Option("--all-reduce-bytes-per-s", help="Bandwidth, with tensor parallelism.")
+    ] = None,
+    load: Annotated[
+        float, typer.Option(help="Part of the simulated capacity that the stream takes, for --live.")
+    ] = 0.6,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths, prompts and weights, for --live.")] = 0,
+    hf_overrides: Annotated[str | None, typer.Option(help=_OVERRIDES, show_default=False)] = None,
+    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> int:
+    """Simulated against measured request times: a run of vLLM from its kernel tables, or this machine's engine."""
+    from medha.bench import fidelity, fidelity_live
 
-    Raises:
-        ConfigError: not a list of positive integers.
-    """
-    parts = text.replace("_", "").split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{name}={text!r}; accepted: positive integers, comma separated")
-    return tuple(int(part) for part in parts)
+    if (run is not None) == live:
+        raise ConfigError(f"run={run}, live={live}; accepted: one of --run DIR and --live")
+    if live:
+        options = fidelity_live.LiveOptions(load=load, seed=seed, shape=_overrides(hf_overrides))
+        return fidelity_live.run_and_print(options, output_json)
+    assert run is not None, "checked above"
+    run_options = fidelity.FidelityOptions(
+        run=run,
+        model=model,
+        host_s=host_s,
+        num_kv_tokens=num_kv_tokens,
+        all_reduce_alpha_s=all_reduce_alpha_s,
+        all_reduce_bytes_per_s=all_reduce_bytes_per_s,
+    )
+    return fidelity.run_and_print(run_options, output_json)

@@ -94,8 +94,8 @@ class Pipeline:
         for groups in _together(batch, self.num_groups):
             seconds = self._seconds(batch, memory, groups)
             ready_s = now_s
-            done_s = [self._free_s[group][-1] for group in groups]  # when the batches before have left
             entered_s = max(now_s, *(self._free_s[group][0] for group in groups))
+            begins_s = [max(entered_s, self._free_s[group][-1]) for group in groups]  # see send_decodes
             for stage, stage_s in enumerate(seconds):
                 start_s = max(ready_s, *(self._free_s[group][stage] for group in groups))
                 ready_s = start_s + stage_s
@@ -108,9 +108,9 @@ class Pipeline:
                         self.on_segment(Segment(*place, start_s, ready_s, batch.num_tokens, batch.num_decodes))
                 if stage == 0 and 0 in groups:
                     first_end_s = ready_s
-            for group, before_s in zip(groups, done_s, strict=True):
-                more_s = ready_s - max(entered_s, before_s)  # some stage is at work until a batch has left the last one
-                self.bubble_s[group] = [b + more_s - s for b, s in zip(self.bubble_s[group], seconds, strict=True)]
+            for group, from_s in zip(groups, begins_s, strict=True):
+                for stage, stage_s in enumerate(seconds):  # one of them works until the batch has left the last one
+                    self.bubble_s[group][stage] += ready_s - from_s - stage_s
             end_s = max(end_s, ready_s)
         return Passage(first_end_s, end_s, slowest_s)
 
@@ -125,12 +125,15 @@ class Pipeline:
         seconds = {kind: max(value, MIN_SECONDS) for kind, value in raw_s.items()}
         free_s, busy_s = self._free_s[0], self.busy_s[0]
         ready_s, first_end_s = now_s, now_s
+        begins_s = max(now_s, free_s[0], free_s[-1])  # of the time that no batch before accounts for
         for stage, kind in enumerate(self._kinds):
             ready_s = max(ready_s, free_s[stage]) + seconds[kind]
             free_s[stage] = ready_s
             busy_s[stage] += seconds[kind]
             if stage == 0:
                 first_end_s = ready_s
+        for stage, kind in enumerate(self._kinds):
+            self.bubble_s[0][stage] += ready_s - begins_s - seconds[kind]
         return Passage(first_end_s, ready_s, max(seconds.values()))
 
     def _seconds(self, batch: Batch, memory: KVMemory, groups: Sequence[int]) -> list[float]:

@@ -13,12 +13,13 @@ from medha.sched.scheduler import Scheduler
 from medha.sim.hardware import Sheet, kv_pool_tokens, stage_coefficients
 from medha.sim.pipeline import Pipeline, Segment
 
-_TYPICAL = (Work(512, 8192, False, None, True),)
+_TYPICAL_CHUNK, _TYPICAL_KV = 512, 8192
 
 
 def slowest_of(stages: Sequence[Predictor]) -> Predictor:
     """The stage that computes longest on a chunk behind a context."""
-    return max(stages, key=lambda predictor: predictor.predict(_TYPICAL))
+    chunk = min(_TYPICAL_CHUNK, *(stage.max_tokens for stage in stages))
+    return max(stages, key=lambda stage: stage.predict([Work(chunk, _TYPICAL_KV, False, None, True)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +97,10 @@ class Replica:
 
     @property
     def max_predicted_tokens(self) -> int:
-        """Query tokens of the largest batch: schedulers that cut no prompt take whole ones, several at once."""
+        """Query tokens of the largest chunk: schedulers that cut no prompt take whole ones."""
         config = self.scheduler
         if config.scheduler in ("static", "orca"):
-            return self.max_model_len * (config.max_num_seqs if config.scheduler == "static" else 2)
+            return max(self.max_model_len, config.max_batch_tokens)
         return config.max_batch_tokens
 
     def build(

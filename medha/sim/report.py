@@ -20,15 +20,15 @@ Definitions:
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medha.sched.predictor import Predictor
-from medha.sched.prefill_time import PrefillTimes, budgeted_chunk
+from medha.sched.prefill_time import budgeted_chunk
 from medha.sim.replica import Replica, slowest_of
 from medha.sim.simulator import Gaps, Outcome
 
@@ -306,7 +306,7 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
         kv_mean=kv_mean,
         kv_max=kv_max,
         stages=tuple(
-            Stage(group, stage, busy_s / span_s, max(bubble_s, 0.0) / span_s)
+            Stage(group, stage, busy_s / span_s, max(bubble_s, 0.0) / span_s if len(columns[0]) > 1 else 0.0)
             for group, columns in enumerate(zip(outcome.stage_busy_s, outcome.stage_bubble_s, strict=True))
             for stage, (busy_s, bubble_s) in enumerate(zip(*columns, strict=True))
         ),
@@ -322,34 +322,45 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
 def alone_seconds(replica: Replica, prompt_tokens: NDArray[np.int64]) -> Floats:
     """Predicted TTFT of prompts on the idle replica, float64 of their shape.
 
-    The seconds of the slowest stage (:class:`medha.sched.prefill_time.PrefillTimes`), and those of the last chunk in
-    the others, on one KV-parallel group, in chunks that fill ``t_target_s`` or ``quantum_s``, whatever the scheduler.
+    On one KV-parallel group, in chunks that fill ``t_target_s`` or ``quantum_s`` in the slowest stage, whatever the
+    scheduler: chunk i + 1 is in a stage while chunk i is in the next.
 
     Args:
         replica: hardware, model, layout, budgets.
         prompt_tokens: lengths, one dimension.
     """
-    config, stages = replica.scheduler, replica.stages()
-    slowest = slowest_of(stages)
-    budget_s = config.t_target_s or config.quantum_s
-    most = min(config.max_batch_tokens, slowest.max_tokens)
+    config = replace(replica.scheduler, scheduler="medha")
+    stages = replace(replica, scheduler=config).stages()
+    slowest, most = slowest_of(stages), config.max_batch_tokens
     size = {"granularity": config.chunk_granularity, "min_tokens": min(config.min_chunk, most)}
-    rule = budgeted_chunk(slowest, budget_s, most, **size)
+    rule = budgeted_chunk(slowest, config.t_target_s or config.quantum_s, most, **size)
     lengths, rows = np.unique(prompt_tokens, return_inverse=True)
-    longest = int(lengths[-1]) if len(lengths) else 1
-    starts = [0]
-    while (end := starts[-1] + rule(starts[-1])) < longest:
-        starts.append(end)
-    others = [stage for stage in stages if stage is not slowest]
-    filling_s = [_last_chunk_s(int(length), starts, others) for length in lengths]
-    totals_s = PrefillTimes(slowest, rule, max_tokens=longest).total_s(lengths)
-    return np.asarray((totals_s + np.array(filling_s))[rows], dtype=np.float64)
+    alone_s: list[float] = []
+    free_s, start, chunk = [0.0] * len(stages), 0, rule(0)
+    for length in lengths.tolist():
+        while start + chunk < length:
+            free_s = _through(stages, free_s, chunk, start, samples=False)
+            start, chunk = start + chunk, rule(start + chunk)
+        alone_s.append(_through(stages, free_s, length - start, start, samples=True)[-1])
+    return np.array(alone_s, dtype=np.float64)[rows]
 
 
-def _last_chunk_s(num_prompt: int, starts: list[int], stages: list[Predictor]) -> float:
-    """Seconds of the last chunk of a prompt in some stages."""
-    start = starts[bisect_left(starts, num_prompt) - 1]
-    return sum(stage.tick().with_chunk(num_prompt - start, start, samples=True) for stage in stages)
+def _through(
+    stages: Sequence[Predictor], free_s: Sequence[float], q_len: int, kv_before: int, *, samples: bool
+) -> list[float]:
+    """When each stage is done with a chunk that comes next.
+
+    Args:
+        stages: what they cost.
+        free_s: when each is done with the chunk before; seconds.
+        q_len, kv_before: tokens of the chunk, and cached before it.
+        samples: it ends its prompt.
+    """
+    done_s: list[float] = []
+    for stage, stage_free_s in zip(stages, free_s, strict=True):
+        ready_s = max(done_s[-1], stage_free_s) if done_s else stage_free_s
+        done_s.append(ready_s + stage.tick().with_chunk(q_len, kv_before, samples=samples))
+    return done_s
 
 
 def percentile(values: Floats, percent: float) -> float | None:
@@ -455,12 +466,12 @@ def _kv_use(outcome: Outcome, first_s: float, end_s: float) -> tuple[float, floa
 
 
 def _series(times: Times, outcome: Outcome, first_s: float, end_s: float) -> dict[str, list[float]]:
-    """At equal steps of the span: seconds from the first arrival, requests, share of KV blocks."""
+    """At equal steps of the span: seconds of the virtual clock, requests, share of KV blocks."""
     at_s = np.linspace(first_s, end_s, _NUM_SAMPLES)
     samples = outcome.series.rows or [(first_s, 0, 0, 0.0)]
     kv_s, *_, shares = zip(*samples, strict=True)
     return {
-        "time_s": (at_s - first_s).tolist(),
+        "time_s": at_s.tolist(),
         "waiting": _sampled(*times.waiting(), at_s).tolist(),
         "active": _sampled(*times.active(), at_s).tolist(),
         "kv_cache_usage": _sampled(np.array(kv_s), np.array(shares), at_s).tolist(),

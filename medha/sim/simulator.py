@@ -249,7 +249,7 @@ class Simulation:
                     self._go_round()
                 self._complete()
             elif self._next is not None:
-                self.now_s = max(self.now_s, self._arrival_s())
+                self.now_s = min(max(self.now_s, self._arrival_s()), self._stop_s)
             elif self._live:
                 raise RuntimeError(f"the scheduler runs none of {len(self._live)} unfinished requests")
             else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 TINY = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -11,3 +13,6 @@ TINY = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 1024,
 }
+
+ON_TINY = ["--hf-overrides", json.dumps(TINY), "--num-threads", "1"]
+"""Flags that run it, on one thread."""

@@ -61,8 +61,8 @@ def test_a_folder_or_its_config(tmp_path: Path) -> None:
 
 def test_an_unknown_name_names_the_nearest(tmp_path: Path) -> None:
     message = (
-        "model 'llama-3-80b' is not known; accepted: llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, or the path of a "
-        "config.json; did you mean llama-3-8b?"
+        "model 'llama-3-80b' is not known; accepted: llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, or the "
+        "path of a config.json; did you mean llama-3-8b?"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         find_model("llama-3-80b")

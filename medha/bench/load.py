@@ -1,0 +1,228 @@
+"""Puts a load on a live engine and notes what became of each request: arrivals in time, and a stream of probes.
+
+:func:`medha.driver.drive` serves a list of arrivals. Here probes keep coming until the load is done, a number of
+requests at once may be the limit, and the time of every token is kept: when it is on the host, so that what a device
+had to do for it is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from medha.driver import Arrival, unserved
+from medha.engine import Engine
+from medha.errors import EngineDeadError, MedhaError
+from medha.request import SLO, RequestOutput, SamplingParams
+
+_MAX_SLEEP_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request. Times in seconds.
+
+    Attributes:
+        input_len, output_len: tokens of the prompt, and tokens produced.
+        start_s: arrival, after the start of the load.
+        queue_s: arrival to its first chunk; None where there was none.
+        ttft_s: arrival to the first token; None where there was none.
+        itl_s: gaps between successive tokens.
+        e2el_s: arrival to the end.
+        num_chunks: batches in which its prompt was read.
+        text: what was generated; empty without a tokenizer.
+        error: why it has not completed; empty where it has.
+        slo: its objectives.
+    """
+
+    request_id: str
+    input_len: int
+    output_len: int
+    start_s: float
+    queue_s: float | None
+    ttft_s: float | None
+    itl_s: tuple[float, ...]
+    e2el_s: float
+    num_chunks: int = 0
+    text: str = ""
+    error: str = ""
+    slo: SLO = field(default_factory=SLO)
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether it has come to its end."""
+        return not self.error
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time between tokens after the first; None with fewer than two."""
+        return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
+
+    @property
+    def end_s(self) -> float:
+        """Its end, after the start of the load."""
+        return self.start_s + self.e2el_s
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A load that is done.
+
+    Attributes:
+        outcomes: of the load, in the order of its arrivals.
+        probes: of the probes, in the order in which they came.
+        duration_s: from the start to the end of the load's last request.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    probes: tuple[Outcome, ...]
+    duration_s: float
+
+
+def fixed_output(num_tokens: int) -> SamplingParams:
+    """Greedy, exactly so many tokens, each reported as it comes."""
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, output_kind="delta")
+
+
+def serve_load(
+    engine: Engine,
+    arrivals: Sequence[Arrival],
+    *,
+    probes: Iterable[Arrival] = (),
+    max_concurrency: int | None = None,
+    on_end: Callable[[], None] = lambda: None,
+) -> Served:
+    """Serve arrivals to the end of the last one.
+
+    Args:
+        engine: idle. The parameters of all requests are of :func:`fixed_output`, and their prompts are
+            token ids.
+        arrivals: the load, in order of ``arrival_s``.
+        probes: may go on for ever; those after the end of the load are not sent. Ids differ from the load's.
+        max_concurrency: requests of the load at once; who comes while there are so many arrives when one of them ends.
+        on_end: called as each request of the load ends.
+
+    Raises:
+        EngineDeadError: a step failed.
+    """
+    assert not engine.has_unfinished, "the load has the engine to itself"
+    return _Load(engine, arrivals, iter(probes), max_concurrency, on_end).serve()
+
+
+class _Load:
+    """The state of :func:`serve_load`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        arrivals: Sequence[Arrival],
+        probes: Iterator[Arrival],
+        max_concurrency: int | None,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._ids = [arrival.request_id for arrival in arrivals]
+        self._own = frozenset(self._ids)
+        self._upcoming = deque(arrivals)
+        self._probes = probes
+        self._next_probe = next(probes, None)
+        self._max_concurrency = max_concurrency or len(arrivals)
+        self._on_end = on_end
+        self._input_lens: dict[str, int] = {}
+        self._num_running = 0
+        self._times: dict[str, list[float]] = {}
+        self._texts: dict[str, list[str]] = {}
+        self._done: dict[str, Outcome] = {}
+        self._held_back = False
+        self._start_s = engine.now()
+
+    def serve(self) -> Served:
+        engine = self._engine
+        while self._upcoming or self._num_running or engine.has_unfinished:
+            self._send_due()
+            if engine.has_unfinished:
+                outputs = engine.step()
+                now_s = engine.now()
+                for output in outputs:
+                    self._take(output, now_s)
+            elif self._upcoming:
+                self._sleep()
+        outcomes = tuple(self._done.pop(name) for name in self._ids)
+        duration_s = max((one.end_s for one in outcomes), default=0.0)
+        return Served(outcomes, tuple(self._done.values()), duration_s)
+
+    def _send_due(self) -> None:
+        """Queue what has arrived."""
+        now_s = self._engine.now() - self._start_s
+        while self._upcoming and self._upcoming[0].arrival_s <= now_s:
+            if self._num_running >= self._max_concurrency:
+                self._held_back = True
+                break
+            arrival = self._upcoming.popleft()
+            self._send(replace(arrival, arrival_s=now_s) if self._held_back else arrival)
+            self._held_back = False
+        while self._next_probe is not None and (self._upcoming or self._num_running):
+            if self._next_probe.arrival_s > now_s:
+                break
+            self._send(self._next_probe)
+            self._next_probe = next(self._probes, None)
+
+    def _send(self, arrival: Arrival) -> None:
+        name, at_s = arrival.request_id, self._start_s + arrival.arrival_s
+        self._num_running += name in self._own
+        self._input_lens[name] = len(arrival.prompt)
+        self._times[name], self._texts[name] = [], []
+        try:
+            self._engine.add_request(
+                name, arrival.prompt, arrival.params, slo=arrival.slo, priority=arrival.priority, arrival_s=at_s
+            )
+        except EngineDeadError:
+            raise
+        except MedhaError as error:
+            now_s = self._engine.now()
+            self._take(unserved(arrival, self._start_s, error=error, now=now_s), now_s)
+
+    def _take(self, output: RequestOutput, now_s: float) -> None:
+        """Note the tokens of an output, and the end of its request."""
+        piece, name = output.outputs[0], output.request_id
+        self._times[name] += [now_s] * len(piece.token_ids)
+        self._texts[name].append(piece.text or "")
+        if not output.finished:
+            return
+        self._done[name] = self._outcome(output)
+        if name in self._own:
+            self._num_running -= 1
+            self._on_end()
+
+    def _outcome(self, output: RequestOutput) -> Outcome:
+        metrics, name = output.metrics, output.request_id
+        assert metrics.finished is not None, "it has ended"
+        times = self._times.pop(name)
+        if times and metrics.first_token is not None:  # both ends by the engine's own clock reading
+            times[0], times[-1] = metrics.first_token, metrics.finished if len(times) > 1 else metrics.first_token
+        error = "" if output.error is None else f"{type(output.error).__name__}: {output.error}"
+        reason = output.outputs[0].finish_reason
+        if not error and reason not in ("length", "stop"):
+            error = f"ended by {reason}"
+        return Outcome(
+            request_id=name,
+            input_len=self._input_lens.pop(name),
+            output_len=len(times),
+            start_s=metrics.arrival - self._start_s,
+            queue_s=metrics.queue_time,
+            ttft_s=metrics.ttft,
+            itl_s=tuple(later - sooner for sooner, later in pairwise(times)),
+            e2el_s=metrics.finished - metrics.arrival,
+            num_chunks=metrics.num_chunks,
+            text="".join(self._texts.pop(name)),
+            error=error,
+            slo=SLO(metrics.ttft_slo_s, metrics.tpot_slo_s),
+        )
+
+    def _sleep(self) -> None:
+        """Until the next arrival, or a while."""
+        due = [arrival.arrival_s for arrival in (self._upcoming[0], self._next_probe) if arrival is not None]
+        time.sleep(min(_MAX_SLEEP_S, max(0.0, min(due) - (self._engine.now() - self._start_s))))

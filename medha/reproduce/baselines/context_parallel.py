@@ -1,0 +1,129 @@
+"""Prefill by context parallelism: the prompt is split over ranks, and blocks of keys and values go around a ring.
+
+Source: Ring Attention (Liu et al., arXiv:2310.01889) and Striped Attention (Brandon et al., arXiv:2311.09431), what v4
+section 3.3 and v5 section 3.3 compare stream pipeline parallelism with. In every layer each rank works on its share of
+the tokens, and in each of ``cp`` steps on one block of keys, while the next block arrives:
+
+    layer = linear(n / cp) + sum over steps of (attention of a block + what of its transfer is not hidden + step_s)
+
+With ``ring`` a rank holds neighbouring tokens, so that some ranks meet whole blocks where others have nothing to do,
+and all wait for the slowest. With ``striped`` tokens are dealt out in turn, and every block is causal.
+
+``step_s`` is what a step costs beside arithmetic and bytes (launches, merge, synchronising with neighbours). It is set
+by one column of Table 1 of the Tetris paper: at 4,096 tokens on an A100 the table leaves 0.25, 0.52, 0.73 and 0.68 ms a
+step at 2, 4, 8 and 16 ranks, the median is 0.6 ms. Held to the whole table (34 cells, 4K to 256K, 1 to 16 ranks), the
+link between nodes at the same share of its published rate as the H100's: median 11 %, 31 cells within 15 %, worst 26 %
+too much (32K on 16 ranks). The sheet alone is 6 to 15 % above the table's single rank, and that is most of it:
+speed-ups over one rank are 4 % off in the median, at worst 23 %.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from medha.config import ModelConfig, ParallelConfig
+from medha.errors import ConfigError
+from medha.sched.predictor import Predictor, Work
+from medha.sim.hardware import LinkRates, Sheet, chunk_slope_s, first_chunk_s, stage_coefficients
+
+KINDS = ("ring", "striped")
+STEP_S = 0.6e-3
+_PIECE = 16384
+_DTYPE_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """A layout: ``cp`` ranks in a ring, each of them ``tp`` accelerators.
+
+    Attributes:
+        sheet: the accelerators.
+        model: what runs on them.
+        cp: ranks in the ring.
+        tp: accelerators of a rank.
+        kind: ``ring`` or ``striped``.
+        link: from a rank to the next, for each accelerator; None is what the sheet says of a ring that lies in a node,
+            or spans nodes.
+        step_s: seconds of a step beside arithmetic and bytes.
+    """
+
+    sheet: Sheet
+    model: ModelConfig
+    cp: int
+    tp: int = 1
+    kind: str = "striped"
+    link: LinkRates | None = None
+    step_s: float = STEP_S
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind={self.kind!r}; accepted: {', '.join(KINDS)}")
+        if not isinstance(self.cp, int) or self.cp < 1:
+            raise ConfigError(f"cp={self.cp!r}; accepted: a whole number of at least 1")
+
+    @property
+    def num_gpus(self) -> int:
+        """Accelerators in all."""
+        return self.cp * self.tp
+
+
+def block_bytes(layout: ContextParallel, tokens: float) -> float:
+    """Bytes of one layer's keys and values of a block, on one accelerator."""
+    kv_heads = max(1, layout.model.num_kv_heads // layout.tp)
+    return 2 * kv_heads * layout.model.head_dim * _DTYPE_BYTES * tokens
+
+
+def prefill_s(layout: ContextParallel, tokens: int) -> float:
+    """Seconds to the first token of a prompt that has the ring to itself."""
+    own = tokens / layout.cp
+    attention_s, exposed_s = attention_parts_s(layout, own)
+    overhead_s = layout.model.num_layers * (layout.cp - 1) * layout.step_s
+    return _linear_s(layout, own) + layout.model.num_layers * (attention_s + exposed_s) + overhead_s
+
+
+def attention_parts_s(layout: ContextParallel, own: float) -> tuple[float, float]:
+    """Of one layer: seconds of attention on the slowest rank, and of transfers that are not hidden behind it.
+
+    Args:
+        layout: the ring.
+        own: tokens of a rank.
+    """
+    model, tp = layout.model, layout.tp
+    heads, kv_heads = model.num_heads / tp, max(1.0, model.num_kv_heads / tp)
+    causal_s = float(first_chunk_s(layout.sheet, own, heads=heads, head_dim=model.head_dim))
+    whole_s = own * float(chunk_slope_s(layout.sheet, own, heads=heads, kv_heads=kv_heads, head_dim=model.head_dim))
+    later_s = causal_s if layout.kind == "striped" else whole_s
+    if layout.cp == 1:
+        return causal_s, 0.0
+    link = layout.link or _link(layout)
+    send_s = link.alpha_s + block_bytes(layout, own) / link.bytes_per_s
+    hidden_in = [causal_s, *([later_s] * (layout.cp - 2))]  # the last block sends nothing on
+    exposed_s = sum(max(0.0, send_s - block_s) for block_s in hidden_in)
+    return causal_s + (layout.cp - 1) * later_s, exposed_s
+
+
+def _link(layout: ContextParallel) -> LinkRates:
+    """The slowest hop of the ring, on which all wait."""
+    return layout.sheet.node_send if layout.num_gpus > layout.sheet.gpus_per_node else layout.sheet.send
+
+
+def _linear_s(layout: ContextParallel, own: float) -> float:
+    """Seconds of all layers without attention, in pieces of the largest size that the coefficients are made for."""
+    whole = stage_coefficients(layout.sheet, layout.model, ParallelConfig(tp=layout.tp), 0)
+    no_attention = replace(
+        whole,
+        chunks=replace(whole.chunks, a_s=(0.0,) * len(whole.chunks.a_s), first_s=(0.0,) * len(whole.chunks.first_s)),
+        host_s=0.0,
+    )
+    predictor = Predictor(no_attention, max_tokens=_PIECE)
+    pieces, rest = divmod(round(own), _PIECE)
+    seconds = pieces * predictor.predict([Work(_PIECE, 0, False)])
+    if rest:
+        seconds += predictor.predict([Work(rest, 0, False)])
+    head_s = predictor.predict([Work(1, 0, False, None, True)]) - predictor.predict([Work(1, 0, False)])
+    return layout.sheet.host_s + seconds + head_s
+
+
+def hidden_tokens(flops_per_s: float, bytes_per_s: float, *, query_heads_per_kv_head: float = 1.0) -> float:
+    """Tokens of a rank from which a transfer is hidden: ``4 c^2 d h_q / flops_per_s >= 4 c d h_kv / bytes_per_s``."""
+    return flops_per_s / bytes_per_s / query_heads_per_kv_head

@@ -1,0 +1,54 @@
+"""All figures by name, and those that are still to come with what their claims wait for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from medha.errors import ConfigError
+from medha.reproduce.figures import adaptive, chunks, example, kvp, lengths, requirements, stages, utilization, versus
+from medha.reproduce.result import FigureSpec
+
+_ALL = (
+    requirements.FIGURE,
+    *chunks.FIGURES,
+    adaptive.FIGURE,
+    *stages.FIGURES,
+    versus.FIGURE,
+    *kvp.FIGURES,
+    *utilization.FIGURES,
+    example.FIGURE,
+    lengths.FIGURE,
+)
+FIGURES: dict[str, FigureSpec] = {figure.name: figure for figure in _ALL}
+
+_LOAD = "needs the workload of v5 section 6 played under load"
+PENDING: dict[str, str] = {
+    "capacity": f"{_LOAD} against a model of LoongServe",
+    "decode-under-load": f"{_LOAD} against a model of LoongServe and Sarathi",
+    "2d-3d": f"{_LOAD}, SPP 8 against SPP 4 with KVP 2",
+    "schedulers": f"{_LOAD} by policy",
+    "pools": f"{_LOAD} against a model of LoongServe with a reserved pool",
+    "disaggregation": "needs models of DistServe and SplitWise",
+}
+
+
+def find_figures(names: Sequence[str]) -> list[FigureSpec]:
+    """Figures by name, each once, in the order of the registry; none, or ``all``, is all.
+
+    Raises:
+        ConfigError: a name is not known, or its figure is still to come.
+    """
+    wanted = set(names)
+    for name in names:
+        if name in PENDING:
+            raise ConfigError(
+                f"figure {name!r} is not there yet: it {PENDING[name]}; accepted: all, {', '.join(FIGURES)}"
+            )
+        if name != "all" and name not in FIGURES:
+            near = difflib.get_close_matches(name, ["all", *FIGURES], n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"figure {name!r} is not known; accepted: all, {', '.join(FIGURES)}{hint}")
+    if not wanted or "all" in wanted:
+        return list(FIGURES.values())
+    return [figure for name, figure in FIGURES.items() if name in wanted]

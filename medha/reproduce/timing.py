@@ -1,0 +1,193 @@
+"""Seconds of one request alone, from the sheets of :mod:`medha.sim`.
+
+Two ways, held to each other by a test: :func:`simulate` plays the request through the scheduler and the simulated
+pipeline; :func:`chunk_seconds` and :func:`pipeline_ends` do the same for chunks of one size with arrays, as a chunk is
+affine in the tokens cached before it. The second is what makes sweeps over 32-token chunks of 4M prompts cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
+from medha.errors import ConfigError
+from medha.sched.predictor import Predictor, Work
+from medha.sim.hardware import Floats, Sheet, kv_pool_tokens, load_sheet, stage_coefficients
+from medha.sim.known_models import KNOWN_MODELS
+from medha.sim.pipeline import Segment
+from medha.sim.replica import Replica
+from medha.sim.simulator import Simulation
+from medha.workload.trace import Trace
+
+M = 1 << 20
+"""What the figures call 1M tokens."""
+CHUNK = 4096
+"""Tokens of a chunk where a claim names none: v4 section 3.3 gives 4K for its prefills."""
+MODELS = {"Llama-3 8B": KNOWN_MODELS["llama-3-8b"], "Llama-3 70B": KNOWN_MODELS["llama-3-70b"]}
+BLOCK = 256
+_NEAR, _FAR = 1 << 10, 1 << 22
+
+
+def h100() -> Sheet:
+    """The sheet of the H100: derived from that of the A100 by published ratios, not measured."""
+    return load_sheet("h100-80g")
+
+
+def a100() -> Sheet:
+    """The sheet of the A100, fitted to public kernel tables."""
+    return load_sheet("a100-80g")
+
+
+def stage_predictors(
+    sheet: Sheet, model: ModelConfig, parallel: ParallelConfig, *, max_tokens: int = 16384
+) -> list[Predictor]:
+    """What each stage of a group costs, first stage first."""
+    return [
+        Predictor(stage_coefficients(sheet, model, parallel, stage), max_tokens=max_tokens)
+        for stage in range(parallel.spp)
+    ]
+
+
+def fits(sheet: Sheet, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> bool:
+    """Whether the keys and values of one request fit on all groups together, in 90 % of the memory."""
+    try:
+        return kv_pool_tokens(sheet, model, parallel, max_batch_tokens=CHUNK) * parallel.kvp >= tokens
+    except ConfigError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One request that had the replica to itself.
+
+    Attributes:
+        ttft_s, tpot_s: seconds; 0 for the TPOT of a single token.
+        num_batches: in all.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    num_batches: int
+
+
+def simulate(
+    sheet: Sheet,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    prompt_tokens: int,
+    *,
+    output_tokens: int = 1,
+    chunk: int = CHUNK,
+    on_segment: Callable[[Segment], None] | None = None,
+) -> Alone:
+    """Play one request in chunks of one size through scheduler and pipeline.
+
+    The KV pool is as large as the request needs, so that the time of what does not fit can be asked as well.
+    """
+    share = -(-(prompt_tokens + output_tokens - 1) // (BLOCK * parallel.kvp)) * BLOCK
+    config = SchedulerConfig(
+        scheduler="medha" if parallel.kvp > 1 else "sarathi",
+        chunk_size=chunk,
+        max_batch_tokens=chunk,
+        t_target_s=3600.0,
+        max_kv_per_group=share if parallel.kvp > 1 else None,
+    )
+    longest = prompt_tokens + output_tokens + 1
+    replica = Replica(sheet, model, parallel, config, max_model_len=longest, num_blocks=share // BLOCK + 2)
+    scheduler, pipeline = replica.build(on_segment=on_segment)
+    trace = Trace(np.zeros(1), np.array([prompt_tokens]), np.array([output_tokens]))
+    outcome = Simulation(scheduler, pipeline, trace).run()
+    requests = outcome.requests
+    ttft_s = float(requests.first_token_s[0])
+    after_s = float(requests.finish_s[0]) - ttft_s
+    return Alone(ttft_s, after_s / max(output_tokens - 1, 1), outcome.num_batches)
+
+
+def chunk_seconds(
+    predictors: Sequence[Predictor],
+    prompt_tokens: int,
+    chunk: int,
+    *,
+    kvp: int = 1,
+    decodes: Sequence[Work] = (),
+) -> Floats:
+    """Seconds of each chunk of a prompt on each stage.
+
+    A request on several groups fills one after the other, each with an even share, as the engine does; the fullest
+    group sets the time, and the merges are in it.
+
+    Args:
+        predictors: of the stages.
+        prompt_tokens: a multiple of the chunk.
+        chunk: tokens.
+        kvp: groups.
+        decodes: rows that go along with every chunk.
+
+    Returns:
+        Float64 of shape [stages, chunks].
+
+    Raises:
+        ValueError: the prompt is no multiple of the chunk.
+    """
+    if prompt_tokens % chunk:
+        raise ValueError(f"prompt_tokens={prompt_tokens}; accepted: a multiple of the chunk of {chunk}")
+    starts = np.arange(0, prompt_tokens, chunk, dtype=np.float64)
+    share = -(-prompt_tokens // kvp)
+    widths = ((starts + chunk - 1) // share).astype(int) + 1
+    on_group = np.where(widths > 1, share, starts)
+    known: list[tuple[Predictor, Floats]] = []
+    rows = []
+    for predictor in predictors:
+        same = next((found for other, found in known if _cost_alike(predictor, other)), None)
+        if same is None:
+            same = _on_stage(predictor, chunk, widths, on_group, decodes)
+            known.append((predictor, same))
+        rows.append(same)
+    seconds = np.stack(rows)
+    last = Work(chunk, int(on_group[-1]), False, _run(int(widths[-1])), True)
+    seconds[-1, -1] = predictors[-1].predict([*decodes, last])
+    return seconds
+
+
+def _cost_alike(one: Predictor, other: Predictor) -> bool:
+    a, b = one.coefficients, other.coefficients
+    return (a.linear, a.chunks, a.head, a.tp, a.spp) == (b.linear, b.chunks, b.head, b.tp, b.spp)
+
+
+def _run(width: int) -> tuple[int, int] | None:
+    return (0, width - 1) if width > 1 else None
+
+
+def _on_stage(predictor: Predictor, chunk: int, widths: Floats, kv: Floats, decodes: Sequence[Work]) -> Floats:
+    seconds = np.empty(len(kv))
+    for width in np.unique(widths):
+        run = _run(int(width))
+        first, near, far = (predictor.predict([*decodes, Work(chunk, at, False, run)]) for at in (0, _NEAR, _FAR))
+        slope = (far - near) / (_FAR - _NEAR)
+        line = near + (kv - _NEAR) * slope
+        mine = widths == width
+        seconds[mine] = np.where(kv == 0, first, line)[mine]
+    return seconds
+
+
+def pipeline_ends(seconds: Floats) -> Floats:
+    """When each batch leaves the last stage, where batches follow each other without a gap.
+
+    Args:
+        seconds: shape [stages, batches].
+    """
+    ready = np.zeros(seconds.shape[1])
+    for stage in seconds:
+        done = np.cumsum(stage)
+        before = done - stage
+        ready = done + np.maximum.accumulate(ready - before)
+    return np.asarray(ready, dtype=np.float64)
+
+
+def decode_s(predictors: Sequence[Predictor], kv_tokens: int, *, kvp: int = 1) -> float:
+    """Seconds of one decode of one request through all stages, its keys evenly on the groups."""
+    work = Work(1, -(-kv_tokens // kvp), True, _run(kvp), True)
+    return sum(predictor.predict([work]) for predictor in predictors)

@@ -1,0 +1,278 @@
+"""The plots of ``medha simulate``, one PNG each: where a convoy is a slope, and what a higher rate costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medha.errors import ConfigError
+from medha.sim.pipeline import Segment
+from medha.sim.report import Times
+from medha.sim.study import WINDOW, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which differ also for those who see few.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_SHORT, _LONG = "#0072B2", "#D55E00"
+_KINDS = {"chunks": "#0072B2", "chunks and decodes": "#E69F00", "decodes": "#009E73"}
+_LINES = ("-", "--", ":", "-.")
+_MAX_PANELS = 9
+_MAX_RATES = 3
+_MAX_STAGE_PANELS = 4
+
+
+def check_plots(folder: Path) -> None:
+    """Find out before a run that its plots cannot be drawn or written; makes the folder.
+
+    Raises:
+        ConfigError: matplotlib is missing, or there can be no such folder.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'medha[plot]'") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"plot={folder}: {error.strerror}; accepted: a folder that can be written") from error
+
+
+def draw(runs: Sequence[Run], folder: Path, long_threshold: int) -> list[Path]:
+    """Draw all plots.
+
+    Args:
+        runs: at least one.
+        folder: where the files go; exists.
+        long_threshold: prompt tokens from which a request counts as long.
+
+    Returns:
+        The files, in order.
+    """
+    plots: dict[str, Callable[[], Figure]] = {
+        "ttft_cdf": lambda: _cdf(runs),
+        "ttft_over_time": lambda: _over_time(runs, long_threshold),
+        "requests_over_time": lambda: _requests(runs),
+        "ttft_tpot": lambda: _by_rate(runs),
+        "stages": lambda: _stages(runs),
+    }
+    paths = []
+    for name, make in plots.items():
+        path = folder / f"{name}.png"
+        make().savefig(path, dpi=130, metadata={"Software": None})
+        paths.append(path)
+    return paths
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A colour a system, a line a rate, and the label of each run."""
+    names = list(dict.fromkeys(run.report.system.name for run in runs))
+    rates = list(dict.fromkeys(run.report.system.qps for run in runs))
+    return [
+        {
+            "color": _COLORS[names.index(run.report.system.name) % len(_COLORS)],
+            "linestyle": _LINES[rates.index(run.report.system.qps) % len(_LINES)],
+            "label": run.report.system.label if len(rates) > 1 else run.report.system.name,
+        }
+        for run in runs
+    ]
+
+
+def _finish(axes: Axes, **settings: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set(**settings)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            low, high = axis.get_view_interval()
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,), numticks=15))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+            axis.set_minor_formatter(NullFormatter())
+
+
+def _legend(figure: Figure, axes: Axes, ncols: int) -> None:
+    """Above all panels."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=ncols, frameon=False)
+
+
+def _cdf(runs: Sequence[Run]) -> Figure:
+    figure = _figure(7.5, 4.5)
+    axes = figure.subplots()
+    for run, style in zip(runs, _styles(runs), strict=True):
+        times = Times.of(run.outcome)
+        ttft_s = np.sort(times.ttft_s[~np.isnan(times.ttft_s)])
+        axes.step(ttft_s, np.arange(1, len(ttft_s) + 1) / max(len(times), 1), where="post", **style)
+    _finish(axes, xscale="log", xlabel="TTFT (s)", ylabel="share of requests", ylim=(0, 1.01))
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def _over_time(runs: Sequence[Run], long_threshold: int) -> Figure:
+    shown = runs[:_MAX_PANELS]
+    columns = min(len({run.report.system.qps for run in shown}), 3)
+    columns = columns if columns > 1 else min(len(shown), 3)  # the rates of a system beside each other
+    rows = -(-len(shown) // columns)
+    figure = _figure(max(4.2 * columns, 6), 2.9 * rows + 0.6)
+    grid = figure.subplots(rows, columns, sharex="col", sharey=True, squeeze=False).ravel()
+    for axes, run in zip(grid, shown, strict=False):
+        times = Times.of(run.outcome)
+        is_long = times.prompt_tokens >= long_threshold
+        size = 14 if len(times) < 2000 else 4
+        _dots(axes, times, ~is_long, color=_SHORT, s=size, label=f"prompt below {long_threshold:,} tokens")
+        label = f"prompt of {long_threshold:,} tokens or more"
+        _dots(axes, times, is_long, color=_LONG, s=2 * size, marker="s", label=label)
+        _finish(axes, yscale="log")
+        axes.set_title(run.report.system.label, fontsize="medium")
+    for axes in grid[len(shown) :]:
+        axes.set_visible(False)
+    figure.supxlabel("arrival (s)", fontsize="medium")
+    figure.supylabel("TTFT (s)", fontsize="medium")
+    _legend(figure, grid[0], 2)
+    return figure
+
+
+def _dots(axes: Axes, times: Times, chosen: NDArray[np.bool_], **style: Any) -> None:
+    axes.scatter(times.arrival_s[chosen], times.ttft_s[chosen], linewidths=0, alpha=0.75, **style)
+
+
+def _requests(runs: Sequence[Run]) -> Figure:
+    """A column a rate."""
+    from matplotlib.ticker import MaxNLocator
+
+    rates = list(dict.fromkeys(run.report.system.qps for run in runs))[:_MAX_RATES]
+    names = list(dict.fromkeys(run.report.system.name for run in runs))
+    figure = _figure(max(5.0 * len(rates), 8), 5.2)
+    grid = figure.subplots(2, len(rates), sharex="col", sharey="row", squeeze=False)
+    for column, rate in enumerate(rates):
+        for run in runs:
+            if run.report.system.qps == rate:
+                series, index = run.report.series, names.index(run.report.system.name)
+                style = {"color": _COLORS[index % len(_COLORS)], "label": names[index], "linewidth": 1.3}
+                grid[0, column].step(series["time_s"], series["active"], where="post", **style)
+                grid[1, column].step(series["time_s"], series["waiting"], where="post", **style)
+        _finish(grid[0, column])
+        grid[0, column].set_title("" if rate is None else f"{rate:g} requests/s", fontsize="medium")
+        _finish(grid[1, column], xlabel="time (s)", xlim=(0, None))
+    for row, name in zip(grid, ("active", "waiting"), strict=True):  # the limit last, as the columns share it
+        row[0].set(ylabel=f"{name} requests", ylim=(0, None))
+        row[0].yaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    _legend(figure, grid[0, 0], len(names))
+    return figure
+
+
+def _by_rate(runs: Sequence[Run]) -> Figure:
+    """P50 and P99 of TTFT and TPOT: over the rate where there are several, else by system."""
+    rates = {run.report.serving["request_rate"] for run in runs}
+    figure = _figure(10, 4.2)
+    panels = figure.subplots(1, 2)
+    for axes, name, unit_ms in ((panels[0], "ttft", 1e3), (panels[1], "tpot", 1.0)):
+        unit = "s" if unit_ms > 1 else "ms"
+        if len(rates) > 1:
+            _lines_over_rate(axes, runs, name, unit_ms)
+            most = 1.05 * max(rate for rate in rates if rate is not None)
+            _finish(axes, xlabel="requests a second", ylabel=f"{name.upper()} ({unit})", yscale="log", xlim=(0, most))
+        else:
+            _bars(axes, runs, name, unit_ms)
+            _finish(axes, ylabel=f"{name.upper()} ({unit})", yscale="log" if name == "ttft" else "linear")
+            axes.grid(visible=False, axis="x")
+            axes.set_axisbelow(True)
+    _legend(figure, panels[0], len({run.report.system.name for run in runs}) if len(rates) > 1 else 2)
+    return figure
+
+
+def _lines_over_rate(axes: Axes, runs: Sequence[Run], name: str, unit_ms: float) -> None:
+    names = list(dict.fromkeys(run.report.system.name for run in runs))
+    for (index, system), (figure, line, marker) in product(
+        enumerate(names), (("median", "-", "o"), ("p99", "--", "^"))
+    ):
+        own = [run.report.serving for run in runs if run.report.system.name == system]
+        found = [(one["request_rate"], one[f"{figure}_{name}_ms"]) for one in own]
+        points = sorted((rate, ms / unit_ms) for rate, ms in found if rate is not None and ms is not None)
+        axes.plot(
+            [rate for rate, _ in points],
+            [value for _, value in points],
+            color=_COLORS[index % len(_COLORS)],
+            linestyle=line,
+            marker=marker,
+            markersize=4.5,
+            label=f"{system} {'P50' if figure == 'median' else 'P99'}",
+        )
+
+
+def _bars(axes: Axes, runs: Sequence[Run], name: str, unit_ms: float) -> None:
+    for offset, figure, color in ((-0.2, "median", _COLORS[5]), (0.2, "p99", _COLORS[0])):
+        heights = [(run.report.serving[f"{figure}_{name}_ms"] or 0.0) / unit_ms for run in runs]
+        bars = axes.bar(
+            np.arange(len(runs)) + offset, heights, 0.38, color=color, label="P50" if figure == "median" else "P99"
+        )
+        axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=2)
+    axes.set_xticks(range(len(runs)), [run.report.system.name for run in runs])
+    axes.margins(y=0.12)
+
+
+def _stages(runs: Sequence[Run]) -> Figure:
+    """What each stage computes when, from the arrival of the longest prompt on."""
+    from matplotlib.patches import Patch
+
+    shown = runs[:_MAX_STAGE_PANELS]
+    num_lanes = len(shown[0].report.stages)
+    figure = _figure(11, 1.2 + len(shown) * (0.7 + 0.38 * num_lanes))
+    panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+    for axes, run in zip(panels, shown, strict=True):
+        lanes = {(stage.group, stage.stage): lane for lane, stage in enumerate(run.report.stages)}
+        for kind, color in enumerate(_KINDS.values()):
+            some = [s for s in _window(run) if _kind(s.num_tokens, s.num_decodes) == kind]
+            axes.barh(
+                [lanes[s.group, s.stage] for s in some],
+                [s.end_s - s.start_s for s in some],
+                left=[s.start_s for s in some],
+                height=0.78,
+                color=color,
+                edgecolor="white",
+                linewidth=0.4,
+            )
+        axes.set_yticks(
+            list(lanes.values()), [_lane(*place, num_groups=1 + max(g for g, _ in lanes)) for place in lanes]
+        )
+        axes.invert_yaxis()
+        axes.set_title(run.report.system.label, fontsize="medium")
+        axes.margins(x=0.005)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    panels[-1].set_xlabel("time (s)")
+    patches = [Patch(color=color, label=name) for name, color in _KINDS.items()]
+    figure.legend(handles=patches, loc="outside upper center", ncols=3, frameon=False)
+    return figure
+
+
+def _window(run: Run) -> list[Segment]:
+    """Batches on the stages from when the longest prompt arrived."""
+    trace = run.outcome.trace
+    start_s = trace.arrival_s[trace.prompt_tokens.argmax()]
+    first = next((i for i, segment in enumerate(run.segments) if segment.start_s >= start_s), len(run.segments))
+    return run.segments[first : first + WINDOW * len(run.report.stages)]
+
+
+def _kind(num_tokens: int, num_decodes: int) -> int:
+    """0 for chunks alone, 1 for chunks and decodes, 2 for decodes alone."""
+    return 2 if num_tokens == num_decodes else 1 if num_decodes else 0
+
+
+def _lane(group: int, stage: int, *, num_groups: int) -> str:
+    return f"group {group}, stage {stage}" if num_groups > 1 else f"stage {stage}"

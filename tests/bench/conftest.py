@@ -1,0 +1,14 @@
+"""What the tests of benchmarks share."""
+
+from __future__ import annotations
+
+import pytest
+
+from medha.bench import rates
+
+
+@pytest.fixture
+def _small_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small products and a small buffer, so that measuring the machine takes no time."""
+    monkeypatch.setattr(rates, "_CPU_PRODUCTS", ((192, 192, 192), (256, 256, 256)))
+    monkeypatch.setattr(rates, "_CPU_BUFFER_BYTES", 8 << 20)

@@ -1,0 +1,70 @@
+"""``medha bench decode`` at a toy size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from medha.bench.cli import app
+from medha.bench.decode import DecodeOptions
+from medha.bench.local import Subject, layer_parameters, shape_of, step_parameters
+from medha.command import run_app
+from tests.bench.shapes import ON_TINY, TINY
+
+SMALL = [*ON_TINY, "--num-iters", "2", "--num-iters-warmup", "1"]
+LAYER = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 32
+"""Parameters of a layer: queries and output, keys and values, the MLP, two norms."""
+
+
+@pytest.mark.usefixtures("_small_rates")
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, size: int) -> None:
+    path = tmp_path / "decode.json"
+    grid = ["--batch-size", "3,1", "--context", "10,300", "--dtype", dtype, "--output-json", str(path)]
+    assert run_app(app, "bench", ["decode", *SMALL, *grid]) == 0
+    report = json.loads(path.read_text())
+    assert report["timed"].startswith("a step of the runner") and report["dtype"] == dtype
+    rate = report["memory_read"]["per_s"]
+    assert report["memory_read"]["timing"]["runs"] == 2
+    cells = report["results"]
+    assert [(c["context"], c["batch_size"]) for c in cells] == [(10, 1), (10, 3), (300, 1), (300, 3)]
+    for cell in cells:
+        assert cell["weight_bytes"] == (2 * LAYER + 32 + 64 * 32) * size
+        assert cell["kv_bytes"] == cell["batch_size"] * (cell["context"] + 1) * 2 * 2 * 16 * size
+        seconds = cell["timing"]["median_s"]
+        assert cell["bytes_per_s"] == pytest.approx((cell["weight_bytes"] + cell["kv_bytes"]) / seconds)
+        assert cell["mbu"] == pytest.approx(cell["bytes_per_s"] / rate)
+        assert 0 < cell["mbu"] < 2
+        assert cell["tokens_per_s"] == pytest.approx(cell["batch_size"] / seconds)
+    text = capsys.readouterr().out
+    assert "MBU" in text and "a step of the runner" in text
+
+
+def test_what_a_step_reads() -> None:
+    model = shape_of(Subject(hf_overrides=TINY), longest=64)
+    assert layer_parameters(model) == 2 * LAYER
+    assert step_parameters(model) == 2 * LAYER + 32 + 64 * 32
+    tied = shape_of(Subject(hf_overrides=TINY | {"tie_word_embeddings": True}), longest=64)
+    assert step_parameters(tied) == step_parameters(model)  # the embedding is the head
+
+
+def test_no_two_requests_share_a_block() -> None:
+    options = DecodeOptions(batch_sizes=(4, 2), contexts=(256, 255))
+    assert options.cells == [(2, 255), (4, 255), (2, 256), (4, 256)]
+    assert options.num_blocks == 8  # the new token of 256 takes a second block
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "x"], "batch_size='x'; accepted"),
+        (["--context", "0"], "context='0'; accepted"),
+        (["--output-json", "absent/decode.json"], "absent/decode.json cannot be written"),
+        (["--load-format", "auto"], "load_format='auto' without a model"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "bench", ["decode", *SMALL, *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,70 @@
+"""A load on a live engine: what becomes of its requests and of probes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from medha.bench.load import fixed_output, serve_load
+from medha.bench.local import Local, Subject, loaded
+from medha.driver import Arrival
+from tests.bench.shapes import TINY
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Local]:
+    with loaded(Subject(hf_overrides=TINY, engine={"num_threads": 1}), longest=64) as found:
+        yield found
+
+
+def arrival(name: str, arrival_s: float = 0.0, *, tokens: int = 3, prompt: int = 8) -> Arrival:
+    return Arrival(name, [1] * prompt, fixed_output(tokens), arrival_s=arrival_s)
+
+
+def test_every_token_has_its_time(local: Local) -> None:
+    num_ended = 0
+
+    def note() -> None:
+        nonlocal num_ended
+        num_ended += 1
+
+    served = serve_load(local.engine, [arrival("a"), arrival("b", 0.01, tokens=1)], on_end=note)
+    a, b = served.outcomes
+    assert (a.request_id, a.input_len, a.output_len, len(a.itl_s), a.is_completed) == ("a", 8, 3, 2, True)
+    assert (b.request_id, b.output_len, b.itl_s, b.tpot_s, b.start_s) == ("b", 1, (), None, pytest.approx(0.01))
+    for one in served.outcomes:
+        assert one.ttft_s is not None and one.queue_s is not None and 0 <= one.queue_s <= one.ttft_s
+        assert one.e2el_s == pytest.approx(one.ttft_s + sum(one.itl_s))
+        assert all(gap > 0 for gap in one.itl_s)
+    assert served.duration_s == max(a.end_s, b.end_s)
+    assert num_ended == 2 and served.probes == () and not local.engine.has_unfinished
+
+
+def test_probes_end_with_the_load(local: Local) -> None:
+    probes = (arrival(f"probe-{i}", i * 1e-4, tokens=1) for i in count())
+    served = serve_load(local.engine, [arrival("a", tokens=8), arrival("b", 0.02, tokens=8)], probes=probes)
+    assert [one.request_id for one in served.outcomes] == ["a", "b"]
+    assert 0 < len(served.probes) < 100_000
+    assert all(one.start_s <= served.duration_s and one.is_completed for one in served.probes)
+    assert not local.engine.has_unfinished
+
+
+def test_who_is_held_back_arrives_when_there_is_room(local: Local) -> None:
+    served = serve_load(local.engine, [arrival(name) for name in "abc"], max_concurrency=1)
+    for before, after in zip(served.outcomes, served.outcomes[1:], strict=False):
+        assert after.start_s >= before.end_s
+
+
+def test_a_refused_request_has_an_error_and_the_others_go_on(local: Local) -> None:
+    served = serve_load(local.engine, [arrival("long", prompt=100), arrival("a")], max_concurrency=1)
+    long, a = served.outcomes
+    assert not long.is_completed and long.error.startswith("ContextLengthError: ") and long.ttft_s is None
+    assert (long.input_len, long.output_len) == (100, 0)
+    assert a.is_completed
+
+
+def test_nothing_to_do(local: Local) -> None:
+    served = serve_load(local.engine, [])
+    assert (served.outcomes, served.duration_s) == ((), 0.0)

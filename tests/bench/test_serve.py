@@ -1,0 +1,242 @@
+"""``medha bench serve`` at a toy size, and its figures on requests made up."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from medha.bench.cli import app
+from medha.bench.load import Outcome, Served
+from medha.bench.serve import ServeOptions, probe_stream
+from medha.bench.serve_figures import (
+    METRICS,
+    Goodput,
+    by_length,
+    latency_fields,
+    meets,
+    most_at_once,
+    most_tokens_a_second,
+    parse_metrics,
+    parse_percentiles,
+    serving_figures,
+)
+from medha.bench.workloads import Workload
+from medha.command import run_app
+from medha.errors import ConfigError
+from medha.request import SLO
+from medha.workload.trace import Trace
+from medha.workload.writing import write_trace
+from tests.bench.shapes import ON_TINY
+
+VLLM_KEYS = {
+    "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency",
+    "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
+    "request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s",
+    "max_concurrent_requests", "probe_completed", "probe_failed", "probe_median_e2el_ms", "probe_p99_e2el_ms",
+    "probe_max_e2el_ms",
+} | {f"{figure}_{metric}_ms" for figure in ("mean", "median", "std", "p99") for metric in METRICS}  # fmt: skip
+DETAILED = {
+    "input_lens", "output_lens", "start_times", "ttfts", "itls", "latencies", "queue_times", "generated_texts",
+    "errors",
+}  # fmt: skip
+
+
+def serve(path: Path, *arguments: str) -> dict[str, Any]:
+    """Run it, with four tokens for each request; returns the report."""
+    given = ["--output-len", "4", "--save-detailed", "--output-json", str(path)]
+    assert run_app(app, "bench", ["serve", *ON_TINY, *given, *arguments]) == 0
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
+    load = ["--num-prompts", "6", "--input-len", "20", "--request-rate", "40", "--probe-request-rate", "60"]
+    aims = ["--goodput", "ttft:60000", "tpot:60000", "--metric-percentiles", "50,99,99.9"]
+    report = serve(tmp_path / "serve.json", *load, *aims)
+    assert set(report) >= VLLM_KEYS | DETAILED | {"slo_attainment", "ttft_by_length", "prediction_error"}
+    assert (report["backend"], report["num_prompts"], report["request_rate"]) == ("medha", 6, 40.0)
+    assert (report["completed"], report["failed"]) == (6, 0)
+    assert (report["total_input_tokens"], report["total_output_tokens"]) == (120, 24)
+    assert report["total_input_tokens"] == sum(report["input_lens"])
+    assert report["total_output_tokens"] == sum(report["output_lens"])
+    assert report["request_throughput"] == pytest.approx(6 / report["duration"])
+    assert report["total_token_throughput"] == pytest.approx(144 / report["duration"])
+    assert report["slo_attainment"] == 1.0
+    assert report["request_goodput"] == report["request_throughput"]
+    assert 0 < report["max_output_tokens_per_s"] <= 24 and 1 <= report["max_concurrent_requests"] <= 6
+    assert report["p50_ttft_ms"] == pytest.approx(report["median_ttft_ms"])
+    assert report["p99_e2el_ms"] <= report["p99.9_e2el_ms"]
+    for start, ttft, itls, latency, queue in zip(
+        *(report[name] for name in ("start_times", "ttfts", "itls", "latencies", "queue_times")), strict=True
+    ):
+        assert start >= 0 and 0 <= queue <= ttft and len(itls) == 3
+        assert latency == pytest.approx(ttft + sum(itls))
+    assert report["probe_failed"] == 0
+    if report["probe_completed"]:  # on a slow machine the load may be over before any comes
+        assert 0 < report["probe_median_e2el_ms"] <= report["probe_p99_e2el_ms"] <= report["probe_max_e2el_ms"]
+    (line,) = report["ttft_by_length"]
+    assert (line["bucket"], line["num_requests"], line["completed"]) == ("1-256", 6, 6)
+    kinds = report["prediction_error"]
+    assert kinds["all"]["count"] == sum(kinds[kind]["count"] for kind in ("decode", "mixed", "prefill")) > 0
+    printed = capsys.readouterr()
+    assert "Time to First Token" in printed.out and "SLO attainment" in printed.out
+    assert "6/6" in printed.err and "6/6" not in printed.out
+
+
+def test_a_trace_with_its_own_objectives_and_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    own = np.array([1e-9, np.nan, np.nan])
+    write_trace(path, Trace(np.array([5.0, 5.0, 5.1]), np.array([300, 10, 10]), np.array([2, 3, 1]), ttft_slo_s=own))
+    load = ["--trace", str(path), "--max-concurrency", "1", "--percentile-metrics", "ttft"]
+    report = serve(tmp_path / "serve.json", *load, "--goodput", "e2el:60000", "--scheduler", "orca")
+    assert report["input_lens"] == [300, 10, 10] and report["output_lens"] == [2, 3, 1]
+    assert report["start_times"][0] == 0.0  # the first request is there at once
+    assert report["max_concurrent_requests"] == report["max_concurrency"] == 1
+    assert report["slo_attainment"] == pytest.approx(2 / 3)  # the first cannot meet its own
+    assert "mean_ttft_ms" in report and "mean_tpot_ms" not in report
+    assert [(line["bucket"], line["num_requests"]) for line in report["ttft_by_length"]] == [
+        ("1-256", 2),
+        ("256-1K", 1),
+    ]
+    assert report["probe_completed"] == report["probe_failed"] == 0 and report["probe_max_e2el_ms"] is None
+
+
+def test_requests_that_fail_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "serve.json"
+    given = ["--num-prompts", "3", "--input-len", "40", "--goodput", "ttft:0.000001", "--admission", "refuse"]
+    arguments = ["serve", *ON_TINY, *given, "--num-warmups", "0", "--save-detailed", "--output-json", str(path)]
+    assert run_app(app, "bench", arguments) == 3
+    report = json.loads(path.read_text())
+    assert (report["completed"], report["failed"], report["request_rate"]) == (0, 3, "inf")
+    assert report["mean_ttft_ms"] is None and report["slo_attainment"] == 0.0
+    assert all("DeadlineError" in error for error in report["errors"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--request-rate", "0"], "request_rate=0; accepted: requests a second above 0, or inf"),
+        (["--request-rate", "-1"], "request_rate=-1; accepted"),
+        (["--request-rate", "nan"], "request_rate=nan; accepted"),
+        (["--request-rate", "1", "--burstiness", "0"], "burstiness=0.0; accepted"),
+        (["--probe-request-rate", "inf"], "probe_request_rate=inf; accepted"),
+        (["--metric-percentiles", "50,p99"], "metric_percentiles='p99'; accepted"),
+        (["--metric-percentiles", "100"], "metric_percentiles='100'; accepted"),
+        (["--percentile-metrics", "ttft,ttfb"], "percentile_metrics='ttfb'; accepted: ttft, tpot, itl, e2el"),
+        (["--goodput", "ttfb:3"], "goodput='ttfb:3'; accepted"),
+        (["--goodput", "ttft:0"], "goodput='ttft:0'; accepted"),
+        (["--goodput", "ttft:1", "ttft:2"], "goodput='ttft:2'; accepted"),
+        (["--output-json", "absent/serve.json"], "absent/serve.json cannot be written"),
+        (["--tp", "2"], "--tp"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "bench", ["serve", *ON_TINY, *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def outcome(name: str, start_s: float, ttft_s: float | None, itl_s: tuple[float, ...], **other: Any) -> Outcome:
+    e2el_s = (ttft_s or 0.0) + sum(itl_s)
+    one = Outcome(name, 10, 1 + len(itl_s), start_s, 0.0, ttft_s, itl_s, e2el_s)
+    return replace(one, **other)
+
+
+OUTCOMES = (
+    outcome("a", 0.0, 1.0, (0.5, 0.5)),  # to 2.0
+    outcome("b", 1.0, 2.0, ()),  # to 3.0
+    outcome("c", 3.5, 0.25, (0.25,), input_len=5000),  # to 4.0
+    outcome("d", 0.5, None, (), output_len=0, error="DeadlineError: late"),
+)
+
+
+def test_fields() -> None:
+    served = Served(OUTCOMES, (OUTCOMES[1], OUTCOMES[3]), 4.0)
+    goodput = Goodput(ttft_s=1.0, tpot_s=0.4)
+    found = serving_figures(served, goodput=Goodput(), metrics=tuple(METRICS), percentiles=(99.0,))
+    assert (found["completed"], found["failed"]) == (3, 1)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (5020, 6)
+    assert (found["request_throughput"], found["output_throughput"]) == (0.75, 1.5)
+    assert found["request_goodput"] is None and found["slo_attainment"] is None
+    assert found["median_ttft_ms"] == 1000.0
+    assert found["mean_tpot_ms"] == pytest.approx(375.0)  # "b" has none
+    assert found["median_itl_ms"] == 500.0
+    assert (found["max_concurrent_requests"], found["max_output_tokens_per_s"]) == (2, 2.0)
+    assert (found["probe_completed"], found["probe_failed"], found["probe_max_e2el_ms"]) == (1, 1, 2000.0)
+    aimed = Served(tuple(replace(one, slo=goodput.slo) for one in OUTCOMES), (), 4.0)
+    found = serving_figures(aimed, goodput=goodput, metrics=("ttft",), percentiles=(99.0,))
+    assert (found["slo_attainment"], found["request_goodput"]) == (0.25, 0.25)  # "c" alone; the failed one counts
+
+
+def test_objectives() -> None:
+    one = outcome("a", 0.0, 1.0, (0.5,))
+    assert meets(one, Goodput())
+    assert meets(replace(one, slo=SLO(1.0, 0.5)), Goodput(e2el_s=1.5))
+    assert not meets(replace(one, slo=SLO(ttft_s=0.9)), Goodput())
+    assert not meets(replace(one, slo=SLO(tpot_s=0.4)), Goodput())
+    assert not meets(one, Goodput(e2el_s=1.4))
+    assert not meets(replace(one, error="x"), Goodput())
+    assert meets(outcome("b", 0.0, 1.0, (), slo=SLO(tpot_s=0.1)), Goodput())  # one token has no TPOT
+
+
+def test_nothing_has_no_figures() -> None:
+    assert set(latency_fields("ttft", [], (99.0,)).values()) == {None}
+    assert (most_at_once([]), most_tokens_a_second([])) == (0, 0.0)
+    empty = serving_figures(Served((), (), 0.0), goodput=Goodput(), metrics=(), percentiles=())
+    assert empty["request_throughput"] is None and empty["ttft_by_length"] == []
+
+
+def test_an_end_makes_room_for_an_arrival_of_the_same_time() -> None:
+    assert most_at_once([outcome("a", 0.0, 1.0, ()), outcome("b", 1.0, 1.0, ())]) == 1
+
+
+def test_buckets_hold_all_requests() -> None:
+    lens = (1, 255, 256, 1023, 1024, 5000, 2_000_000)
+    found = by_length([replace(OUTCOMES[0], input_len=length) for length in lens], Goodput(), (99.0,))
+    assert [(line["bucket"], line["num_requests"]) for line in found] == [
+        ("1-256", 2),
+        ("256-1K", 2),
+        ("1K-4K", 1),
+        ("4K-16K", 1),
+        ("1M-", 1),
+    ]
+
+
+def test_parsing() -> None:
+    assert Goodput.parse(["ttft:100", "tpot:50,e2el:900.5"]) == Goodput(0.1, 0.05, 0.9005)
+    assert Goodput.parse([]) == Goodput()
+    assert parse_metrics("e2el, ttft") == ("ttft", "e2el")
+    assert parse_percentiles("99.9,50,50") == (50.0, 99.9)
+
+
+def test_probes_go_on_with_the_seed() -> None:
+    options = ServeOptions(probe_request_rate=4.0, probe_input_len=3)
+    first, again = (list(islice(probe_stream(options, 64), 400)) for _ in range(2))
+    times = [probe.arrival_s for probe in first]
+    assert times == [probe.arrival_s for probe in again] == sorted(times)
+    assert times[-1] == pytest.approx(100.0, rel=0.2)
+    assert len({probe.request_id for probe in first}) == 400
+    assert list(probe_stream(ServeOptions(), 64)) == []
+
+
+def test_workloads(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n2.0,20,2\n4.0,30,3\n6.0,40,4\n")
+    assert Workload(path).trace().arrival_s.tolist() == [0.0, 2.0, 4.0]
+    assert Workload(path, request_rate=2.0).trace().arrival_s.tolist() == [0.0, 0.5, 1.0]
+    assert Workload(path, request_rate=math.inf, num_prompts=2).trace().arrival_s.tolist() == [0.0, 0.0]
+    drawn = Workload(input_len=7, output_len=2, num_prompts=500, request_rate=10.0, burstiness=2.0).trace()
+    assert drawn.qps == pytest.approx(10.0, rel=0.2)
+    assert set(drawn.prompt_tokens.tolist()) == {7}
+    with pytest.raises(ConfigError, match="request_rate=0"):
+        Workload(request_rate=0.0)

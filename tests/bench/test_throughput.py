@@ -1,0 +1,69 @@
+"""``medha bench throughput`` at a toy size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from medha.bench.cli import app
+from medha.bench.throughput import Throughput
+from medha.command import run_app
+from tests.bench.shapes import ON_TINY
+
+QUICK = ["--num-iters", "2", "--num-iters-warmup", "0"]
+
+
+def run(*arguments: str) -> int:
+    return run_app(app, "bench", ["throughput", *ON_TINY, *QUICK, *arguments])
+
+
+def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "throughput.json"
+    lengths = ["--num-prompts", "5", "--input-len", "12", "--output-len", "3"]
+    assert run(*lengths, "--scheduler", "sarathi", "--chunk-size", "8", "--output-json", str(path)) == 0
+    report = json.loads(path.read_text())
+    assert (report["num_requests"], report["total_num_tokens"]) == (5, 75)
+    assert (report["total_input_tokens"], report["total_output_tokens"]) == (60, 15)
+    assert len(report["elapsed_times"]) == report["timing"]["runs"] == 2
+    elapsed_s = report["elapsed_time"]
+    assert report["requests_per_second"] == pytest.approx(5 / elapsed_s)
+    assert report["tokens_per_second"] == pytest.approx(75 / elapsed_s)
+    assert report["output_tokens_per_second"] == pytest.approx(15 / elapsed_s)
+    assert report["engine"]["scheduler"]["scheduler"] == "sarathi"
+    assert "5 requests at once" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", ["trace", "distribution"])
+def test_lengths_of_a_trace_or_a_distribution(tmp_path: Path, source: str) -> None:
+    path, trace = tmp_path / "throughput.json", tmp_path / "trace.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,20,2\n1000.0,30,3\n2000.0,40,4\n")
+    given = ["--dataset-path", str(trace)] if source == "trace" else ["--lengths", "uniform:20-40,2-4"]
+    assert run(*given, "--num-prompts", "2", "--output-json", str(path)) == 0
+    report = json.loads(path.read_text())
+    assert report["num_requests"] == report["options"]["workload"]["num_prompts"] == 2
+    assert 40 <= report["total_input_tokens"] <= 80
+    if source == "trace":  # its arrivals do not count
+        assert (report["total_num_tokens"], report["elapsed_time"] < 100) == (55, True)
+
+
+def test_the_run_with_the_median_time() -> None:
+    fields = Throughput(4, 40, 20, (1.0, 4.0, 2.0)).report()
+    assert (fields["elapsed_time"], fields["requests_per_second"], fields["tokens_per_second"]) == (2.0, 2.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "nothing"], "lengths='nothing'; accepted"),
+        (["--dataset-path", "absent.csv"], "absent.csv"),
+        (["--dataset-path", "absent.csv", "--lengths", "fixed:1,1"], "a trace and lengths='fixed:1,1' are both given"),
+        (["--num-prompts", "0"], "num-prompts"),
+        (["--output-json", "absent/throughput.json"], "absent/throughput.json cannot be written"),
+        (["--num-prompts", "2", "--num-kv-blocks", "1", "--input-len", "600"], "has failed"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

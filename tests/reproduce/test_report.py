@@ -1,0 +1,90 @@
+"""``medha reproduce`` end to end: files, table, the same text twice, bad names."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from medha.cli import app
+from medha.command import run_app
+from medha.reproduce.claims import load_claims
+from medha.reproduce.registry import FIGURES
+from medha.reproduce.report import draw, report, run_figure, write_all
+from medha.reproduce.result import FigureResult, FigureSpec, Options
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+NAMES = ("intensity", "kvp-decode")
+
+
+def test_two_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for folder in ("a", "b"):
+        assert run_app(app, "medha", ["reproduce", *NAMES, "--out", str(tmp_path / folder), "--quick"]) == 0
+        texts.append((tmp_path / folder / "REPORT.md").read_text())
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == str(tmp_path / "b" / "REPORT.md")
+    assert "intensity: 3 reproduced, 0 partly, 0 not" in err
+    assert texts[0] == texts[1]
+    claims = [claim for claim in load_claims() if claim.figure in NAMES]
+    table = [line for line in texts[0].splitlines() if line.startswith("| ")]
+    assert len(table) == 2 + len(claims) and all(line.count("|") == 9 for line in table)
+    assert "Some figures, quick, seed 0" in texts[0] and "Still to come" not in texts[0]
+    for name in NAMES:
+        tree = json.loads((tmp_path / "a" / f"{name}.json").read_text())
+        assert tree["figure"] == name and tree["numbers"]
+        assert {row["id"] for row in tree["claims"]} == {claim.id for claim in claims if claim.figure == name}
+        assert (tmp_path / "a" / f"{name}.png").exists() == HAS_MATPLOTLIB
+    assert ("matplotlib is not installed" in texts[0]) != HAS_MATPLOTLIB
+
+
+def test_seed_changes_what_is_drawn_and_nothing_else() -> None:
+    claims, figure = load_claims(), FIGURES["lengths"]
+    one, same, other = (run_figure(figure, claims, Options(quick=True, seed=seed))[0].numbers for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_the_whole_report_lists_what_is_not_answered() -> None:
+    claims = load_claims()
+    text = report(list(FIGURES.values()), claims, [], Options(), drawn=True)
+    for heading in ("## Still to come: ", "## Not answered here: "):
+        assert heading in text
+    for claim in claims:
+        assert (claim.says in text) == (claim.figure not in FIGURES), claim.id
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "figure 'nothing' is not known; accepted: all, requirements,"),
+        (["mfuu"], "did you mean mfu?"),
+        (["intensity", "schedulers"], "figure 'schedulers' is not there yet: it needs"),
+        (["--seed", "-1"], "--seed"),
+    ],
+)
+def test_bad_usage(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "medha", ["reproduce", *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run_app(app, "medha", ["reproduce", "intensity", "--out", str(tmp_path / "file")]) == 2
+    assert "cannot be written to" in capsys.readouterr().err
+
+
+def test_a_figure_must_answer_its_claims(tmp_path: Path) -> None:
+    silent = FigureSpec("intensity", "silent", lambda options: FigureResult({}), lambda numbers, figure: None)
+    with pytest.raises(RuntimeError, match=r"intensity and claims.toml differ in gqa-ratio, linear-memory-bound"):
+        write_all([silent], load_claims(), Options(), tmp_path)
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+@pytest.mark.parametrize("figure", FIGURES.values(), ids=list(FIGURES))
+def test_each_figure_is_drawn(figure: FigureSpec, tmp_path: Path) -> None:
+    numbers = json.loads(json.dumps(figure.run(Options(quick=True)).numbers))  # what the JSON file holds suffices
+    assert draw(figure, numbers, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

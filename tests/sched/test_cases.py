@@ -1,0 +1,179 @@
+"""Hard cases on the virtual clock: streams that could starve somebody, a full pool for an hour, chunks in flight at the
+end of a request, deadlines that have passed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from medha.batch import Batch
+from medha.config import SchedulerConfig
+from medha.request import SLO
+from medha.sched.policy import BUILT_IN
+from medha.sched.scheduler import RequestHead, Scheduler
+
+from .virtual import Drive, Job, make_predictor
+
+DEFAULT = SchedulerConfig()
+BLOCK_SIZE = 16
+
+
+def make_scheduler(config: SchedulerConfig = DEFAULT, *, num_blocks: int = 1 << 16) -> Scheduler:
+    predictor = make_predictor(max_tokens=config.max_batch_tokens)
+    return Scheduler(config, num_blocks=num_blocks, block_size=BLOCK_SIZE, predictor=predictor)
+
+
+def play(scheduler: Scheduler, jobs: Sequence[Job]) -> Drive:
+    """To the end; every batch takes as long as predicted."""
+
+    def seconds(batch: Batch) -> float:
+        assert scheduler.last_prediction is not None
+        return scheduler.last_prediction.seconds
+
+    drive = Drive(scheduler, jobs, seconds)
+    drive.run()
+    return drive
+
+
+def alone_s(num_tokens: int) -> float:
+    """Seconds of a prefill that runs alone."""
+    drive = play(make_scheduler(), [Job(0.0, num_tokens)])
+    return drive.first_token_s[0]
+
+
+# -- B22: streams ------------------------------------------------------------------------------------------------
+
+LONG, SHORT = DEFAULT.long_threshold, 1000
+
+
+@pytest.mark.parametrize("load", [0.7, 1.0, 1.5])
+def test_a_long_request_ends_within_its_bound_while_a_stream_of_short_ones_goes_on(load: float) -> None:
+    """The guard's bound with the default configuration: from its deadline on at the latest its share for the late."""
+    long_s, short_s = alone_s(LONG), alone_s(SHORT)
+    deadline_s = DEFAULT.deadline_factor * long_s
+    assert deadline_s > max(DEFAULT.patience_s, DEFAULT.deadline_floor_s)
+    bound_s = deadline_s + long_s / DEFAULT.late_share
+    stream = [Job(at_s, SHORT, 2) for at_s in np.arange(0.0, bound_s + 10.0, short_s / load).tolist()]
+    drive = play(make_scheduler(), [Job(0.0, LONG, 2), *stream])
+    assert drive.first_token_s[0] < bound_s < stream[-1].arrival_s
+    if load < 1:  # nobody waits much longer than the queue of the short ones alone would make it
+        waits_s = [drive.first_token_s[i] - job.arrival_s for i, job in enumerate(stream, 1)]
+        assert max(waits_s) < 10 * short_s
+
+
+@pytest.mark.parametrize("load", [0.7, 1.5])
+def test_short_requests_wait_seconds_while_a_stream_of_long_ones_goes_on(load: float) -> None:
+    """Even where the long ones are more than can be served, and queue up without end."""
+    long_s, short_s = alone_s(LONG), alone_s(SHORT)
+    stream = [Job(i * long_s / load, LONG, 2) for i in range(8)]
+    shorts = [Job(at_s, SHORT, 2) for at_s in np.linspace(1.0, stream[-1].arrival_s, 8).tolist()]
+    drive = play(make_scheduler(), stream + shorts)
+    waits_s = [drive.first_token_s[i] - job.arrival_s for i, job in enumerate(shorts, len(stream))]
+    deadline_s = max(DEFAULT.deadline_floor_s, DEFAULT.deadline_factor * short_s)
+    assert max(waits_s) < deadline_s < long_s
+
+
+# -- D9: a full pool ---------------------------------------------------------------------------------------------
+
+NUM_BLOCKS = 64
+HOUR_S = 3600.0
+STEP_S = 2.0
+
+
+class FullPool(Drive):
+    """Notes how full the pool is while requests wait, held and claimed, and who gave way.
+
+    What every batch may take and what it may not is checked by :class:`Drive`: a block that two hold, one that is freed
+    too early, a deadlock.
+    """
+
+    def __init__(self, scheduler: Scheduler, jobs: Sequence[Job]) -> None:
+        super().__init__(scheduler, jobs, lambda batch: STEP_S, busy=lambda real_s: 0.0)  # which teaches nothing
+        self.held: list[int] = []
+        self.claimed: list[int] = []
+        self.num_displaced = 0
+
+    def on_schedule(self, batch: Batch | None) -> None:
+        self.num_displaced += len(self.scheduler.displaced)
+        if batch is not None and self.scheduler.num_waiting:
+            self.held.append(self.scheduler.memory.num_used)
+            heads = [self.live[row.slot].head for row in batch.rows]
+            self.claimed.append(sum(-(-head.num_kv_tokens // BLOCK_SIZE) for head in heads))
+
+
+@pytest.mark.parametrize("overcommit", [False, True])
+def test_a_full_pool_for_an_hour_corrupts_and_stalls_nothing(overcommit: bool) -> None:
+    random = np.random.default_rng(9)
+    jobs = [
+        Job(at_s, int(random.integers(20, 200)), int(random.integers(20, 200)))
+        for at_s in np.arange(0.0, HOUR_S, 20.0 * STEP_S).tolist()
+    ]
+    scheduler = make_scheduler(SchedulerConfig(overcommit=overcommit), num_blocks=NUM_BLOCKS)
+    drive = FullPool(scheduler, jobs)
+    drive.run()
+    assert drive.now_s > HOUR_S
+    assert len(drive.finish_s) == len(jobs)
+    assert len(drive.held) > 0.9 * HOUR_S / STEP_S  # somebody waits for memory nearly all the time
+    if overcommit:
+        assert np.mean(drive.held) > 0.8 * NUM_BLOCKS and max(drive.held) == NUM_BLOCKS
+        assert drive.num_displaced > 20
+    else:
+        assert np.mean(drive.claimed) > 0.9 * NUM_BLOCKS
+        assert drive.num_displaced == 0
+    ends_s = np.sort(list(drive.finish_s.values()))
+    assert np.diff(ends_s, prepend=0.0).max() < 300 * STEP_S  # the longest output, and some
+
+
+# -- B18: cancelled with chunks in three stages ------------------------------------------------------------------
+
+
+def test_blocks_of_a_cancelled_request_are_nobodys_until_its_last_chunk_is_out_of_the_pipeline() -> None:
+    """Three stages, four batches in flight: three of them hold a chunk of the request that is cancelled."""
+    config = SchedulerConfig("sarathi", depth=4, chunk_size=16, max_batch_tokens=16)
+    scheduler = Scheduler(config, num_blocks=4, block_size=BLOCK_SIZE)
+    scheduler.add(RequestHead(0, 64, 1, 0.0))
+    batches = [scheduler.schedule(0.0) for _ in range(3)]
+    assert all(batch is not None for batch in batches)
+    held = {extent.first for batch in batches if batch for extent in batch.extents}
+    assert len(held) == 3
+    assert scheduler.cancel(0) == ()
+    scheduler.add(RequestHead(1, 64, 1, 0.0))
+    for batch_id in range(3):
+        new = scheduler.schedule(0.0)  # the fourth block is free; no other is handed out
+        for extent in new.extents if new else ():
+            assert not held & set(range(extent.first, extent.first + extent.count))
+            assert new is not None and 0 not in new.frees
+        closed = scheduler.complete(batch_id, 0.0, [], 0.0)
+        assert closed == ((0,) if batch_id == 2 else ())
+    after = scheduler.schedule(0.0)
+    assert after is not None and after.frees == (0,)
+    assert scheduler.cancel(0) == ()  # it is gone
+
+
+# -- B20: deadlines that have passed, and no work ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_requests_whose_deadline_has_passed_are_served(policy: str) -> None:
+    """Late before they come, by a little and by years; beside others, no one's key is NaN and all end."""
+    scheduler = make_scheduler(SchedulerConfig(policy=policy))
+    late = [SLO(ttft_s=1e-9), SLO(ttft_s=0.5, tpot_s=1e-9), None]
+    with np.errstate(divide="raise", invalid="raise"):
+        for slot, slo in enumerate([*late, SLO(ttft_s=1e9)]):
+            scheduler.add(RequestHead(slot, 1 + 50 * slot, 1, -1e8 if slot < 3 else 0.0, slo))
+        served = set()
+        while (batch := scheduler.schedule(1.0)) is not None:
+            served |= {row.slot for row in batch.rows if row.samples}
+            scheduler.complete(batch.batch_id, 1.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.1)
+    assert served == {0, 1, 2, 3}
+
+
+def test_slack_of_a_request_that_is_late_is_below_0() -> None:
+    scheduler = make_scheduler()
+    assert scheduler.add(RequestHead(0, 100, 1, -10.0, SLO(ttft_s=0.5))) == 0.5
+    assert -10.5 < scheduler.slack_s(0, 0.0) < -9.5
+    assert scheduler.add(RequestHead(1, 100, 1, 0.0, is_relegated=True)) == math.inf
+    assert scheduler.slack_s(1, 1e9) == math.inf

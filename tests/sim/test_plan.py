@@ -1,0 +1,157 @@
+"""``medha plan``: layouts that do not fit, the best of obvious cases, and bad input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from medha.cli import app
+from medha.command import run_app
+from medha.config import SchedulerConfig
+from medha.errors import ConfigError
+from medha.sim.hardware import load_sheet
+from medha.sim.known_models import find_model
+from medha.sim.plan import Candidate, Goal, Layout, Planner, Reason, grouped
+from medha.workload.synth import synthesize
+
+SHEET = load_sheet("a100-80g")
+MODEL = find_model("llama-3-8b")
+
+
+def planner(goal: Goal, **options: object) -> Planner:
+    return Planner(**{"sheet": SHEET, "model": MODEL, "goal": goal, **options})  # type: ignore[arg-type]
+
+
+def test_layouts_use_every_accelerator_and_keep_tp_in_a_node() -> None:
+    layouts = planner(Goal(32, 1000, 1.0, 1.0)).layouts()
+    assert all(x.replicas * x.tp * x.spp * x.kvp == 32 and x.tp <= 8 for x in layouts)
+    assert len(set(layouts)) == len(layouts) == 52  # of 56 products of 2**5 four have tp of 16 or 32
+    assert layouts[0] == Layout(32, 1, 1, 1) and Layout(1, 8, 2, 2) in layouts
+    assert len(planner(Goal(6, 1000, 1.0, 1.0)).layouts()) == 16
+
+
+def test_what_does_not_fit_is_named_with_numbers() -> None:
+    model = find_model("llama-3-70b")
+    found = planner(Goal(2, 4000, 10.0, 1.0), model=model).candidate(Layout(2, 1, 1, 1))
+    assert found.ttft_s is None
+    (reason,) = found.reasons
+    assert reason.kind == "does not fit the memory" and "141.1 GB for weights" in reason.text
+    small = replace(SHEET, memory_bytes=20 * 10**9)
+    found = planner(Goal(1, 100_000, 10.0, 1.0), sheet=small).candidate(Layout(1, 1, 1, 1))
+    (reason,) = found.reasons
+    assert reason.kind == "context does not fit"
+    assert reason.text == (
+        f"context and output are 100,033 tokens, and the KV pool of a replica holds {found.num_kv_tokens:,}"
+    )
+    found = planner(Goal(64, 100, 10.0, 1.0)).candidate(Layout(1, 1, 64, 1))
+    assert [reason.kind for reason in found.reasons] == ["does not split the model"]
+
+
+def test_more_accelerators_a_replica_where_one_is_too_slow() -> None:
+    goal = Goal(4, 30_000, 2.0, 0.1)
+    found = planner(goal).plan()
+    best = found[0]
+    assert not best.reasons and best.layout.replicas == 2 and best.ttft_s is not None and best.ttft_s <= 2.0
+    alone = next(one for one in found if one.layout == Layout(4, 1, 1, 1))
+    assert [reason.kind for reason in alone.reasons] == ["TTFT above 2 s"]
+    assert alone.ttft_s is not None and alone.ttft_s > 1.5 * best.ttft_s
+    kinds = dict(grouped(found))
+    assert alone in kinds["TTFT above 2 s"]
+
+
+def test_as_many_replicas_as_possible_where_all_are_fast_enough() -> None:
+    found = planner(Goal(4, 1000, 5.0, 1.0)).plan()
+    assert found[0].layout == Layout(4, 1, 1, 1)
+    assert [one.layout.replicas for one in found if not one.reasons] == sorted(
+        (one.layout.replicas for one in found if not one.reasons), reverse=True
+    )
+    assert found[0].headroom is not None and 0.9 < found[0].headroom < 1
+    assert found[0].tpot_beside_s is not None and found[0].tpot_s is not None
+    assert found[0].tpot_beside_s > found[0].tpot_s
+
+
+def test_far_too_late_is_given_up() -> None:
+    (found,) = planner(Goal(1, 200_000, 1.0, 0.05)).plan()
+    assert found.ttft_s is None
+    assert found.reasons[0].text == "TTFT not met, objective 1 s; given up after 5.3 s"
+
+
+def test_capacity_grows_with_the_replicas() -> None:
+    def requests(qps: float) -> object:
+        return synthesize("fixed:1000,20", qps=qps, duration_s=20.0)
+
+    def capacity(num_gpus: int) -> float:
+        goal = Goal(num_gpus, 1000, 1.0, 0.05, duration_s=20.0)
+        found = planner(goal, workload=requests, longest=1020).candidate(Layout(num_gpus, 1, 1, 1))
+        assert found.capacity_qps is not None
+        return found.capacity_qps
+
+    one, two = capacity(1), capacity(2)
+    assert 3 < one < 20  # a prefill of 1,000 tokens takes some 70 ms
+    assert two == pytest.approx(2 * one, rel=0.25)
+    goal = Goal(1, 1000, 1.0, 0.05, duration_s=20.0, qps=100.0)
+    found = planner(goal, workload=requests, longest=1020).candidate(Layout(1, 1, 1, 1))
+    (reason,) = found.reasons
+    assert reason.kind == "capacity below 100 requests/s" and reason.excess == pytest.approx(100 / one, rel=0.2)
+
+
+def test_ranks() -> None:
+    layout, bad = Layout(1, 1, 1, 1), Reason("late", "late", 2.0)
+    worse = replace(bad, excess=3.0)
+    few, many = Candidate(layout, ttft_s=1.0, capacity_qps=1.0), Candidate(layout, ttft_s=2.0, capacity_qps=2.0)
+    late, later = (replace(few, reasons=(reason,)) for reason in (bad, worse))
+    assert sorted([later, few, late, many], key=lambda one: one.rank) == [many, few, late, later]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "0"], "gpus=0; accepted: 1 to 4096"),
+        (["--context", "9000"], "context=9000; accepted: at most max_model_len=8192 (the positions that llama-3-8b"),
+        (["--context", "9000", "--max-model-len", "8500"], "context=9000; accepted: at most max_model_len=8500"),
+        (["--context", "0"], "context=0; accepted: at least 1 token"),
+        (["--ttft-s", "0"], "ttft_s=0.0; accepted: a finite number above 0"),
+        (["--tpot-s", "nan"], "tpot_s=nan; accepted: a finite number above 0"),
+        (["--model", "llama-3-80b"], "model 'llama-3-80b' is not known"),
+        (["--hardware", "h10"], "sheet 'h10' is not known"),
+        (["--workload", "nothing"], "lengths='nothing'"),
+        (["--qps", "3"], "qps=3 without a workload"),
+        (["--gpu-memory-utilization", "2"], "utilization=2.0"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--gpus", "1", "--context", "1000", "--ttft-s", "1", "--tpot-s", "1", *arguments]
+    assert run_app(app, "medha", given) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    given = ["plan", "--gpus", "2", "--context", "4000", "--ttft-s", "1", "--tpot-s", "0.05", "--hardware", "a100-80g"]
+    assert run_app(app, "medha", [*given, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "llama-3-8b on 2 x a100-80g (measured), 4 layouts" in out and "2 x tp1 spp1 kvp1" in out
+    report = json.loads(path.read_text())
+    assert (report["format"], report["version"], report["options"]["context"]) == ("medha-plan", 1, 4000)
+    assert [one["meets"] for one in report["layouts"]] == [True] * 4
+    assert run_app(app, "medha", [*given[:5], "--ttft-s", "0.001", *given[7:], "--json", str(path)]) == 1
+    assert "no layout meets everything" in capsys.readouterr().out
+    assert {one["meets"] for one in json.loads(path.read_text())["layouts"]} == {False}
+
+
+def test_a_trace_file_as_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["arrived_at,num_prefill_tokens,num_decode_tokens"] + [f"{i * 0.5},{500 + i % 7},10" for i in range(100)]
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join(lines) + "\n")
+    given = ["plan", "--gpus", "1", "--context", "1000", "--ttft-s", "1", "--tpot-s", "0.05", "--duration", "10"]
+    assert run_app(app, "medha", [*given, "--workload", str(path), "--qps", "2"]) == 0
+    assert "requests/s" in capsys.readouterr().out
+
+
+def test_goal_is_checked() -> None:
+    with pytest.raises(ConfigError, match=r"^duration_s=-1; accepted: a finite number above 0$"):
+        Goal(1, 1, 1.0, 1.0, -1)
+    assert SchedulerConfig().max_batch_tokens == planner(Goal(1, 1, 1.0, 1.0)).scheduler.max_batch_tokens

@@ -1,0 +1,200 @@
+"""What a report makes of an outcome: by hand where it can be, and the tables."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from medha.config import ParallelConfig, SchedulerConfig
+from medha.sim.hardware import load_sheet
+from medha.sim.known_models import find_model
+from medha.sim.replica import Replica
+from medha.sim.report import Report, System, Times, alone_seconds, percentile, report
+from medha.sim.simulator import Gaps, Outcome, Requests, Series, Simulation
+from medha.sim.tables import print_reports
+from medha.workload.synth import synthesize
+from medha.workload.trace import Trace
+
+NAN = math.nan
+REPLICA = Replica(load_sheet("h100-80g"), find_model("llama-3-8b"), ParallelConfig(tp=8), max_model_len=1 << 17)
+SYSTEM = System("lars", REPLICA, 2.0)
+
+
+def outcome() -> Outcome:
+    """Five requests: two in time, one too slow in its tokens, one without an end, one that never fits."""
+    trace = Trace(
+        np.array([10.0, 11.0, 12.0, 13.0, 14.0]),
+        np.array([100, 2_000, 100, 100, 9_000]),
+        np.array([3, 1, 5, 4, 10]),
+        tpot_slo_s=np.array([0.5, NAN, 0.5, NAN, NAN]),
+    )
+    requests = Requests(
+        first_scheduled_s=np.array([10.0, 11.5, 12.0, 19.0, NAN]),
+        first_token_s=np.array([10.5, 12.0, 12.5, 20.0, NAN]),
+        finish_s=np.array([11.5, 12.0, 18.5, NAN, NAN]),
+        deadline_s=np.array([1.0, math.inf, 1.0, 1.0, NAN]),
+        max_gap_s=np.zeros(5),
+        num_tokens=np.array([3, 1, 5, 2, 0]),
+        num_preemptions=np.array([0, 0, 2, 0, 0]),
+        is_refused=np.array([False, False, False, False, True]),
+    )
+    gaps = Gaps()
+    gaps.add(0.5, 2)
+    gaps.add(1.5, 4)
+    series = Series([(10.0, 1, 0, 0.25), (15.0, 1, 0, 0.75)])
+    return Outcome(
+        trace=trace,
+        requests=requests,
+        duration_s=10.0,
+        series=series,
+        gaps=gaps,
+        stage_busy_s=[[5.0, 4.0]],
+        stage_bubble_s=[[1.0, 2.0]],
+        num_batches=20,
+        num_skipped=5,
+        work_lost_s=0.25,
+        is_stopped=True,
+    )
+
+
+def made(alone_s: float = 0.25) -> Report:
+    return report(SYSTEM, outcome(), np.full(5, alone_s))
+
+
+def test_the_fields_of_a_serving_benchmark() -> None:
+    serving = made().serving
+    assert (serving["completed"], serving["failed"], serving["duration"], serving["request_rate"]) == (3, 1, 10.0, 2.0)
+    assert (serving["total_input_tokens"], serving["total_output_tokens"]) == (2_200, 9)
+    assert serving["request_throughput"] == pytest.approx(0.3)
+    assert serving["request_goodput"] == pytest.approx(0.2)
+    assert serving["output_throughput"] == pytest.approx(0.9)
+    assert serving["total_token_throughput"] == pytest.approx(220.9)
+    assert serving["max_concurrent_requests"] == 2
+    ttft_ms = [500.0, 1000.0, 500.0]
+    assert serving["mean_ttft_ms"] == pytest.approx(np.mean(ttft_ms))
+    assert serving["median_ttft_ms"] == pytest.approx(500.0)
+    assert serving["std_ttft_ms"] == pytest.approx(np.std(ttft_ms))
+    assert serving["p99_ttft_ms"] == pytest.approx(np.percentile(ttft_ms, 99))
+    assert serving["mean_tpot_ms"] == pytest.approx((500 + 1500) / 2)  # one token has no TPOT
+    assert serving["mean_e2el_ms"] == pytest.approx((1500 + 1000 + 6500) / 3)
+    assert serving["mean_itl_ms"] == pytest.approx((2 * 500 + 4 * 1500) / 6)
+    assert serving["p99_itl_ms"] == pytest.approx(1500, rel=0.012)
+    assert serving["std_itl_ms"] == pytest.approx(np.std([500] * 2 + [1500] * 4), rel=0.02)
+
+
+def test_unfinished_and_refused_requests_are_missed() -> None:
+    one = made()
+    assert (one.num_arrived, one.num_unfinished, one.is_complete) == (5, 1, False)
+    assert one.slo_attainment == pytest.approx(2 / 5)
+    assert Times.of(outcome()).is_in_time.tolist() == [True, True, False, False, False]
+    assert (one.num_preemptions, one.work_lost_s) == (2, 0.25)
+
+
+def test_who_has_not_arrived_by_the_end_does_not_count() -> None:
+    early = outcome()
+    early.duration_s = 2.5
+    times = Times.of(early)
+    assert len(times) == 3
+    assert report(SYSTEM, early, np.ones(5)).num_arrived == 3
+
+
+def test_buckets_and_slowdown() -> None:
+    one = made()
+    assert [bucket.name for bucket in one.buckets] == ["1 to 1,023", "1K to 8K", "8K to 32K"]
+    short, middle, long = one.buckets
+    assert (short.num_requests, short.ttft_s, short.slo_attainment) == (3, (0.5, 7.0, 7.0), pytest.approx(1 / 3))
+    assert middle.ttft_s == (1.0, 1.0, 1.0)
+    assert (long.ttft_s, long.slo_attainment) == ((None, None, None), 0.0)  # refused: nothing to wait for
+    assert one.slowdown == (2.0, 28.0)
+
+
+def test_counts_over_time() -> None:
+    one = made()
+    assert one.waiting.max == 1
+    assert one.waiting.mean == pytest.approx((0.5 + 6.0) / 10)
+    assert one.active.max == 1  # the next begins as one ends
+    assert one.active.mean == pytest.approx((1.5 + 0.5 + 6.5 + 1.0) / 10)
+    assert (one.kv_mean, one.kv_max) == (pytest.approx((0.25 * 5 + 0.75 * 5) / 10), 0.75)
+    assert [(stage.occupancy, stage.bubble) for stage in one.stages] == [(0.5, 0.1), (0.4, 0.2)]
+    assert one.series["time_s"][0] == 10.0 and one.series["time_s"][-1] == 20.0
+    assert max(one.series["active"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [([], 50, None), ([3.0, 1.0, 2.0], 50, 2.0), ([1.0, NAN], 50, 1.0), ([1.0, NAN], 99, None), ([5.0], 99, 5.0)],
+)
+def test_percentiles_count_what_never_came(values: list[float], percent: float, expected: float | None) -> None:
+    assert percentile(np.array(values), percent) == expected
+
+
+def test_the_json_is_plain() -> None:
+    text = json.dumps(made().to_json(), allow_nan=False)
+    assert json.loads(text)["by_prompt_tokens"][2]["ttft_s"] == [None, None, None]
+    assert "wall" not in text
+
+
+def test_nothing_arrived() -> None:
+    empty = synthesize("fixed:5,5", qps=1.0, num_requests=1)[:0]
+    found = Simulation(*REPLICA.build(), empty).run()
+    one = report(SYSTEM, found, alone_seconds(REPLICA, empty.prompt_tokens))
+    json.dumps(one.to_json(), allow_nan=False)
+    assert (one.num_arrived, one.slo_attainment, one.slowdown, one.saturation.is_over) == (0, 1.0, (None, None), False)
+    print_reports(Console(file=io.StringIO()), [one])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of runs
+
+
+@pytest.mark.parametrize(("tp", "spp"), [(8, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize("num_prompt", [1, 700, 5_000, 60_000, 120_000])
+def test_alone_is_what_a_request_alone_takes(tp: int, spp: int, num_prompt: int) -> None:
+    replica = replace(REPLICA, parallel=ParallelConfig(tp=tp, spp=spp))
+    trace = Trace(np.zeros(1), np.array([num_prompt]), np.ones(1, np.int64))
+    found = Simulation(*replica.build(), trace).run()
+    (alone_s,) = alone_seconds(replica, trace.prompt_tokens)
+    assert found.requests.first_token_s[0] == pytest.approx(alone_s, rel=0.01)
+
+
+def test_alone_is_the_same_for_all_schedulers() -> None:
+    prompts = np.array([100, 50_000])
+    others = [replace(REPLICA, scheduler=SchedulerConfig(name)) for name in ("sarathi", "orca", "static")]
+    for other in others:
+        assert alone_seconds(other, prompts).tolist() == alone_seconds(REPLICA, prompts).tolist()
+
+
+@pytest.mark.parametrize(("load", "is_over"), [(0.5, False), (2.0, True)])
+def test_over_saturation(load: float, is_over: bool) -> None:
+    replica = replace(REPLICA, scheduler=SchedulerConfig("sarathi", max_num_seqs=1))
+    (alone_s,) = alone_seconds(replica, np.array([512]))
+    trace = synthesize("fixed:512,1", qps=load / alone_s, num_requests=400)
+    saturation = report(SYSTEM, Simulation(*replica.build(), trace).run(), np.full(400, alone_s)).saturation
+    assert saturation.is_over == is_over
+    assert saturation.growth is not None and saturation.drain_s is not None
+    if is_over:  # half of what arrives is served, and the other half as long after the last arrival
+        assert saturation.growth == pytest.approx(saturation.num_late / 2, rel=0.2)
+        assert saturation.drain_s == pytest.approx(saturation.arrivals_s, rel=0.2)
+
+
+def test_arrivals_at_once_are_no_over_saturation() -> None:
+    trace = synthesize("fixed:512,1", arrivals="at-once", num_requests=50)
+    found = report(SYSTEM, Simulation(*REPLICA.build(), trace).run(), np.ones(50))
+    assert (found.saturation.is_over, found.saturation.growth) == (False, None)
+
+
+def test_tables_name_everything() -> None:
+    text = io.StringIO()
+    print_reports(Console(file=text, width=80), [made(), replace(made(), system=System("sarathi", REPLICA, 4.0))])
+    shown = text.getvalue()
+    for part in ("lars", "sarathi", "slowdown", "40.0%", "2.00/28.0", "never/never/never", "8K to 32K", "busy"):
+        assert part in shown, part
+    assert "lars, 2 requests/s: stopped at 10 s with 1 unfinished; 1 refused" in shown
+    assert "2 preempted, 0.25 s computed again" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines() if line.startswith(" "))

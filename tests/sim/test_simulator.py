@@ -1,0 +1,337 @@
+"""The simulator: rules that hold for any load, closed forms, and that nothing but the arguments counts."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import medha
+from medha.batch import Batch
+from medha.config import ParallelConfig, SchedulerConfig
+from medha.errors import ConfigError
+from medha.sched.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention
+from medha.sched.memory import KVMemory
+from medha.sched.predictor import Predictor, Work
+from medha.sched.scheduler import Scheduler
+from medha.sim.hardware import load_sheet
+from medha.sim.known_models import find_model
+from medha.sim.pipeline import Passage, Pipeline, Segment
+from medha.sim.replica import Replica
+from medha.sim.simulator import Outcome, Requests, Simulation
+from medha.workload.synth import arrival_times, generators, synthesize
+from medha.workload.trace import Trace
+from tests.sched.costs import KEY
+
+SHEET, MODEL = load_sheet("a100-80g"), find_model("llama-3-8b")
+SYSTEMS = ("lars", "fcfs", "sarathi", "vllm", "orca", "static", "token-budget")
+
+
+def scheduler_config(system: str, **options: object) -> SchedulerConfig:
+    """A policy of the medha scheduler, or another scheduler."""
+    if system in ("lars", "fcfs"):
+        return SchedulerConfig(policy=system, **options)  # type: ignore[arg-type]
+    return SchedulerConfig(system, **options)  # type: ignore[arg-type]
+
+
+def one_replica(system: str = "sarathi", *, spp: int = 1, kvp: int = 1, **options: object) -> Replica:
+    config = scheduler_config(system, **options)
+    return Replica(SHEET, MODEL, ParallelConfig(spp=spp, kvp=kvp), config, max_model_len=1 << 15)
+
+
+def run(replica: Replica, trace: Trace, *, skips: bool = True, stop_s: float | None = None) -> Outcome:
+    return Simulation(*replica.build(), trace, skips=skips, stop_s=stop_s).run()
+
+
+def columns(requests: Requests) -> dict[str, list[float]]:
+    """All columns of an outcome, as they compare bit by bit; NaN is None."""
+    found = {field.name: getattr(requests, field.name).tolist() for field in fields(requests)}
+    return {name: [None if value != value else value for value in values] for name, values in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules of any load
+
+
+class Watched(Pipeline):
+    """Notes every batch that is sent, and when."""
+
+    sent: list[tuple[Batch, float, Passage]]
+
+    def send(self, batch: Batch, memory: KVMemory, now_s: float) -> Passage:
+        passage = super().send(batch, memory, now_s)
+        self.sent.append((batch, now_s, passage))
+        return passage
+
+
+@st.composite
+def traces(draw: st.DrawFn, *, max_output: int = 12) -> Trace:
+    """Up to eight requests, some at the same time, some long."""
+    count = draw(st.integers(1, 8))
+    times = sorted(draw(st.lists(st.sampled_from((0.0, 0.05)) | st.floats(0, 3), min_size=count, max_size=count)))
+    prompts = draw(st.lists(st.integers(1, 900) | st.integers(1, 9000), min_size=count, max_size=count))
+    outputs = draw(st.lists(st.integers(1, max_output), min_size=count, max_size=count))
+    slo_s = draw(st.lists(st.just(math.nan) | st.floats(0.01, 5.0), min_size=count, max_size=count))
+    priority = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    return Trace(
+        np.array(times),
+        np.array(prompts),
+        np.array(outputs),
+        ttft_slo_s=np.array(slo_s),
+        priority=np.array(priority, np.int8),
+    )
+
+
+@st.composite
+def replicas(draw: st.DrawFn) -> Replica:
+    """One to three stages, one or two groups, memory for all or hardly for one, given away once or twice."""
+    system = draw(st.sampled_from(SYSTEMS))
+    kvp = draw(st.sampled_from((1, 1, 2)))
+    replica = one_replica(
+        system,
+        spp=draw(st.integers(1, 3)),
+        kvp=kvp,
+        max_num_seqs=draw(st.sampled_from((1, 3, 256))),
+        max_batch_tokens=draw(st.sampled_from((256, 2048))),
+        overcommit=draw(st.booleans()) if kvp == 1 else False,
+    )
+    return replace(replica, num_blocks=draw(st.sampled_from((16, 40, 400))), max_model_len=10_000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(replicas(), traces())
+def test_rules_of_any_load(replica: Replica, trace: Trace) -> None:
+    segments: list[Segment] = []
+    scheduler, pipeline = replica.build(on_segment=segments.append)
+    watched = Watched(pipeline.stages, pipeline.num_groups, on_segment=segments.append)
+    watched.sent = []
+    outcome = Simulation(scheduler, watched, trace).run()
+    requests = outcome.requests
+    check_nothing_is_lost(outcome, scheduler)
+    check_causality(outcome, watched)
+    check_stages(segments, replica.parallel.spp)
+    served = ~requests.is_refused
+    work = int((trace.prompt_tokens + trace.output_tokens - 1)[served].sum())
+    computed = sum(batch.num_tokens for batch, *_ in watched.sent)
+    assert computed == work if not requests.num_preemptions.sum() else computed > work
+    assert (outcome.work_lost_s > 0) == bool(requests.num_preemptions.sum())
+    assert outcome.num_batches == len(watched.sent)
+
+
+def check_nothing_is_lost(outcome: Outcome, scheduler: Scheduler) -> None:
+    """Each request is refused, because it never fits, or has all its tokens; nothing is left behind."""
+    trace, requests = outcome.trace, outcome.requests
+    claims = trace.prompt_tokens + trace.output_tokens - 1
+    assert (requests.is_refused == (claims > scheduler.memory.max_request_tokens)).all()
+    assert (requests.num_tokens == np.where(requests.is_refused, 0, trace.output_tokens)).all()
+    assert (np.isnan(requests.finish_s) == requests.is_refused).all()
+    assert not outcome.is_stopped
+    assert (scheduler.num_waiting, scheduler.num_running, scheduler.in_flight) == (0, 0, ())
+    assert scheduler.memory.num_used == 0
+
+
+def check_causality(outcome: Outcome, pipeline: Watched) -> None:
+    """First chunk after arrival, first token after as much work as the prompt is, end after that."""
+    trace, requests = outcome.trace, outcome.requests
+    served = ~requests.is_refused
+    first_s, token_s = requests.first_scheduled_s[served], requests.first_token_s[served]
+    most = pipeline.stages[0].max_tokens
+    least_s = sum(stage.predict([Work(1, 0, False)]) for stage in pipeline.stages)
+    chunks = -(-trace.prompt_tokens[served] // most)
+    slack = 1e-9
+    assert (first_s >= trace.arrival_s[served]).all()
+    assert (token_s - first_s >= least_s + (chunks - 1) * least_s / len(pipeline.stages) - slack).all()
+    assert (requests.finish_s[served] >= token_s).all()
+    single = trace.output_tokens[served] == 1
+    assert ((requests.finish_s[served] == token_s) == single).all()
+    gaps = trace.output_tokens[served] - 1
+    assert (requests.finish_s[served] - token_s >= gaps * least_s * 0.999 - slack).all()
+    ends = [passage.end_s for *_, passage in pipeline.sent]
+    assert set(token_s) <= set(np.maximum.accumulate(ends))
+
+
+def check_stages(segments: list[Segment], spp: int) -> None:
+    """A stage runs one batch at a time, in one order, and after the stage before."""
+    lanes, passages = defaultdict(list), defaultdict(list)
+    for segment in segments:
+        assert segment.end_s > segment.start_s
+        lanes[segment.group, segment.stage].append(segment)
+        passages[segment.group, segment.batch_id].append(segment)
+    for lane in lanes.values():
+        for before, after in pairwise(lane):
+            assert after.batch_id > before.batch_id
+            assert after.start_s >= before.end_s
+    for passage in passages.values():
+        assert [segment.stage for segment in passage] == list(range(spp))
+        for before, after in pairwise(passage):
+            assert after.start_s >= before.end_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(replicas(), traces(max_output=300))
+def test_stepping_over_changes_nothing_and_repeating_neither(replica: Replica, trace: Trace) -> None:
+    with_skips, without, again = (run(replica, trace, skips=skips) for skips in (True, False, True))
+    assert without.num_skipped == 0
+    assert columns(with_skips.requests) == columns(without.requests) == columns(again.requests)
+    assert with_skips.num_batches == without.num_batches
+    assert with_skips.duration_s == without.duration_s
+    assert with_skips.gaps.counts == without.gaps.counts
+    np.testing.assert_allclose(with_skips.stage_busy_s, without.stage_busy_s, rtol=1e-9)
+    np.testing.assert_allclose(with_skips.stage_bubble_s, without.stage_bubble_s, rtol=1e-6, atol=1e-9)
+
+
+def test_steady_decoding_is_stepped_over() -> None:
+    trace = synthesize("fixed:600,300", num_requests=10, qps=2.0)
+    outcome = run(one_replica("lars"), trace)
+    assert outcome.num_skipped > 0.5 * outcome.num_batches
+
+
+def test_with_overcommitted_memory_somebody_gives_way_and_nobody_is_lost() -> None:
+    config = scheduler_config("lars", overcommit=True)
+    replica = replace(one_replica("lars"), scheduler=config, num_blocks=9, max_model_len=2048)
+    outcome = run(replica, synthesize("fixed:700,300", arrivals="at-once", num_requests=6))
+    assert outcome.requests.num_preemptions.sum() > 0
+    assert outcome.work_lost_s > 0
+    assert (outcome.requests.num_tokens == 300).all()
+
+
+def test_stopping() -> None:
+    trace = synthesize("fixed:600,50", num_requests=100, qps=20.0)
+    outcome = run(one_replica("lars"), trace, stop_s=2.0)
+    whole = run(one_replica("lars"), trace)
+    assert outcome.is_stopped and not whole.is_stopped
+    ended = outcome.requests.finish_s < 2.0
+    assert 0 < ended.sum() < 100
+    assert (outcome.requests.finish_s[ended] == whole.requests.finish_s[ended]).all()
+    assert np.isnan(outcome.requests.first_token_s[trace.arrival_s > 2.1]).all()
+
+
+def test_the_hash_seed_is_nothing(tmp_path: Path) -> None:
+    written = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"{seed}.json"
+        command = [sys.executable, "-m", "medha.cli", "simulate", "--spp", "2", "--workload", "sharegpt4-8k"]
+        command += ["--policy", "lars,edf", "--qps", "4", "--num-requests", "30", "--json", str(path)]
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(medha.__file__).parents[1])}
+        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+        written.append(path.read_bytes())
+    assert written[0] == written[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Closed forms
+
+
+@pytest.mark.parametrize("chunk_size", [256, 512])
+def test_one_request_alone_takes_the_sum_of_its_predictions(chunk_size: int) -> None:
+    replica = one_replica("sarathi", chunk_size=chunk_size)
+    trace = Trace(np.array([1.5]), np.array([5000]), np.array([40]))
+    outcome = run(replica, trace)
+    (stage,) = replica.stages()
+    starts = range(0, 5000, chunk_size)
+    chunks = [Work(min(chunk_size, 5000 - kv), kv, False, None, kv + chunk_size >= 5000) for kv in starts]
+    prefill_s = sum(stage.predict([chunk]) for chunk in chunks)
+    decodes_s = sum(stage.predict([Work(1, 5000 + i, True, None, True)]) for i in range(39))
+    assert outcome.requests.first_token_s[0] == pytest.approx(1.5 + prefill_s, rel=1e-9)
+    assert outcome.requests.finish_s[0] == pytest.approx(1.5 + prefill_s + decodes_s, rel=1e-9)
+    assert outcome.stage_busy_s == [[pytest.approx(prefill_s + decodes_s)]]
+
+
+def lindley_mean_wait_s(gaps_s: np.ndarray, service_s: float) -> float:
+    """Mean wait of a queue with one server and equal services: W' = max(0, W + S - gap), unrolled."""
+    steps = np.concatenate([[0.0], np.cumsum(service_s - gaps_s[1:])])
+    return float((steps - np.minimum.accumulate(steps)).mean())
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_one_server_of_equal_services_waits_as_the_formula_says(load: float) -> None:
+    replica = one_replica("sarathi", max_num_seqs=1)
+    (stage,) = replica.stages()
+    service_s = stage.predict([Work(512, 0, False, None, True)])
+    expected_s = load * service_s / (2 * (1 - load))  # Pollaczek and Khinchine, M/D/1
+    trace = synthesize("fixed:512,1", qps=load / service_s, num_requests=8000)
+    outcome = run(replica, trace)
+    wait_s = outcome.requests.first_scheduled_s - trace.arrival_s
+    gaps_s = np.diff(trace.arrival_s, prepend=0.0)
+    assert wait_s.mean() == pytest.approx(lindley_mean_wait_s(gaps_s, service_s), rel=1e-6)
+    # The same queue over as many arrivals as it takes to tell the formula to 1 %.
+    many_s = arrival_times("poisson", generators(1)[0], qps=load / service_s, num_requests=3_000_000)
+    assert lindley_mean_wait_s(np.diff(many_s, prepend=0.0), service_s) == pytest.approx(expected_s, rel=0.01)
+    assert wait_s.mean() == pytest.approx(expected_s, rel=0.15)
+
+
+def equal_stage(seconds: float) -> Predictor:
+    """Any batch takes the same."""
+    nothing = (0.0, 0.0)
+    return Predictor(
+        Coefficients(
+            key=KEY,
+            linear=Curve((1.0, 4096.0), (seconds, seconds)),
+            chunks=ChunkAttention((1.0, 4096.0), nothing, nothing, nothing, tile=1),
+            decodes=DecodeAttention((1.0, 64.0), nothing, nothing),
+            host_s=0.0,
+        ),
+        max_tokens=4096,
+    )
+
+
+@pytest.mark.parametrize(("spp", "num_chunks"), [(1, 5), (2, 1), (3, 7), (4, 64)])
+def test_a_perfect_pipeline_takes_one_step_a_chunk_and_one_a_further_stage(spp: int, num_chunks: int) -> None:
+    step_s = 0.01
+    config = SchedulerConfig("sarathi", chunk_size=128, depth=spp + 1)
+    scheduler = Scheduler(config, num_blocks=100, block_size=256)
+    pipeline = Pipeline([equal_stage(step_s)] * spp)
+    trace = Trace(np.zeros(1), np.array([128 * num_chunks - 5]), np.ones(1, np.int64))
+    outcome = Simulation(scheduler, pipeline, trace).run()
+    steps = num_chunks + spp - 1
+    assert outcome.requests.first_token_s[0] == pytest.approx(steps * step_s, rel=1e-9)
+    np.testing.assert_allclose(outcome.stage_busy_s, [[num_chunks * step_s] * spp])
+    np.testing.assert_allclose(outcome.stage_bubble_s, [[(spp - 1) * step_s] * spp], atol=1e-12)
+
+
+def test_a_decode_alone_leaves_the_other_stages_empty() -> None:
+    scheduler = Scheduler(SchedulerConfig("sarathi", depth=4), num_blocks=100, block_size=256)
+    pipeline = Pipeline([equal_stage(0.01)] * 3)
+    trace = Trace(np.array([0.0, 9.0]), np.array([100, 100]), np.array([11, 1]))
+    outcome = Simulation(scheduler, pipeline, trace).run()
+    assert outcome.requests.finish_s.tolist() == pytest.approx([0.33, 9.03])
+    np.testing.assert_allclose(outcome.stage_busy_s, [[0.12] * 3])
+    np.testing.assert_allclose(outcome.stage_bubble_s, [[0.24] * 3])  # the idle time between the two is none
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What does not fit
+
+
+def test_a_model_that_does_not_fit_says_how_much_is_missing() -> None:
+    replica = Replica(SHEET, find_model("llama-3-70b"))
+    with pytest.raises(ConfigError, match=r"needs 141\.1 GB for weights .* GB are there .* more tp or spp"):
+        replica.build()
+
+
+def test_a_layout_that_does_not_split_the_model() -> None:
+    with pytest.raises(ConfigError, match=r"^tp=3; accepted: a divisor of 32 query heads"):
+        Replica(SHEET, MODEL, ParallelConfig(tp=3)).build()
+
+
+def test_scheduler_and_pipeline_must_agree() -> None:
+    scheduler, _ = one_replica().build()
+    _, pipeline = one_replica(kvp=2).build()
+    trace = Trace(np.zeros(1), np.ones(1, np.int64), np.ones(1, np.int64))
+    with pytest.raises(ConfigError, match=r"^the scheduler has 1 groups and the pipeline 2$"):
+        Simulation(scheduler, pipeline, trace)
+
+
+def test_an_empty_trace_is_over_at_once() -> None:
+    outcome = run(one_replica(), synthesize("fixed:5,5", qps=1.0, num_requests=1)[:0])
+    assert (outcome.num_batches, outcome.duration_s, outcome.is_stopped) == (0, 0.0, False)

@@ -1,0 +1,296 @@
+"""Scheduling options and objectives that are wrong, from Python and from the command line; and hard but right ones."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import medha.build
+from medha import LLM, SLO
+from medha.batch import Batch
+from medha.build import build_engine
+from medha.cli import app
+from medha.command import run_app
+from medha.config import EngineConfig, SchedulerConfig
+from medha.engine import Engine, ModelLimits
+from medha.errors import ConfigError, ValidationError
+from medha.request import SamplingParams
+from medha.runner import Pending, StepResult
+from medha.sampling import Sampled
+from medha.sched.scheduler import Scheduler
+from tests.sched.virtual import make_predictor
+from tests.serving import GREEDY, Model, make_byte_model, write_byte_model
+
+# -- options -----------------------------------------------------------------------------------------------------
+
+SHARE = "; accepted: a number from 0 to below 1"
+SECONDS = "; accepted: a finite number above 0"
+POLICIES = "; accepted: edf, fcfs, ilrs, lars, lrs, sjf, srpt, priority, priority:NAME or package.module:name"
+BAD_OPTIONS: list[tuple[str, str, str]] = [
+    ("rho_max", "1", f"rho_max=1.0{SHARE}"),
+    ("rho_max", "-0.1", f"rho_max=-0.1{SHARE}"),
+    ("rho_max", "nan", f"rho_max=nan{SHARE}"),
+    ("late_share", "1", f"late_share=1.0{SHARE}"),
+    ("t_target_s", "0", f"t_target_s=0.0{SECONDS}"),
+    ("t_target_s", "-1", f"t_target_s=-1.0{SECONDS}"),
+    ("t_target_s", "nan", f"t_target_s=nan{SECONDS}"),
+    ("t_target_s", "inf", f"t_target_s=inf{SECONDS}"),
+    ("quantum_s", "0", f"quantum_s=0.0{SECONDS}"),
+    ("patience_s", "nan", "patience_s=nan; accepted: a number above 0"),
+    ("scheduler", "sarathy", "scheduler='sarathy'; accepted: medha, static, orca, sarathi, vllm, token-budget"),
+    ("scheduler", "lars", "scheduler='lars'; accepted: medha, static"),
+]
+BAD_POLICIES: list[tuple[str, str]] = [
+    ("larz", f"policy='larz'{POLICIES}; did you mean lars?"),
+    ("", f"policy=''{POLICIES}"),
+    ("no_such_module:first", "policy='no_such_module:first': cannot import 'no_such_module': ModuleNotFoundError"),
+    ("math:no_such_function", "policy='math:no_such_function': math has no function 'no_such_function'"),
+]
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """``medha generate`` as typed, in this process: exit code, stdout and stderr."""
+    logger = logging.getLogger("medha")
+    handlers, level = logger.handlers[:], logger.level
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        options = ["--device", "cpu", "--num-kv-blocks", "16", "--block-size", "16", "--log-level", "error"]
+        code = run_app(app, "medha", ["generate", *map(str, arguments), *options])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    yield run
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_model(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_after() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("name", "text", "message"), BAD_OPTIONS)
+def test_a_bad_option_is_named_from_python_and_from_the_command_line(
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch,
+    name: str, text: str, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
+    value = text if name == "scheduler" else float(text)
+    with pytest.raises(ConfigError) as caught:
+        LLM(folder, **{name: value})
+    assert str(caught.value).startswith(message)
+    code, out, error = command(folder, "--prompt", "x", f"--{name.replace('_', '-')}={text}")
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith(f"error: ConfigError: {message}")
+
+
+@pytest.mark.parametrize(("policy", "message"), BAD_POLICIES)
+def test_an_unknown_policy_is_named_before_the_weights_are_read(
+    folder: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(medha.build, "_build_runner", lambda *_, **__: pytest.fail("the weights are read"))
+    with pytest.raises(ConfigError) as caught:
+        LLM(folder, policy=policy, num_kv_blocks=4)
+    assert str(caught.value).startswith(message)
+    code, out, error = command(folder, "--prompt", "x", f"--policy={policy}")
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith(f"error: ConfigError: {message}")
+
+
+# -- objectives --------------------------------------------------------------------------------------------------
+
+BAD_OBJECTIVES: list[tuple[str, str, str]] = [
+    (field, text, f"slo.{field}={shown}; accepted: a finite number above 0")
+    for field in ("ttft_s", "tpot_s")
+    for text, shown in [
+        ("NaN", "nan"), ("0", "0"), ("-1", "-1"), ("-0.0", "-0.0"), ("Infinity", "inf"), ('"1"', "'1'"),
+        ("true", "True"), ("1e999", "inf"),
+    ]
+]  # fmt: skip
+
+
+def test_a_bad_objective_in_a_file_is_an_error_line_and_the_others_run(
+    folder: Path, tmp_path: Path, command: Command
+) -> None:
+    lines = [
+        f'{{"id": "{i}", "prompt": "x", "slo": {{"{f}": {text}}}}}' for i, (f, text, _) in enumerate(BAD_OBJECTIVES)
+    ]
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("\n".join([*lines, '{"id": "good", "prompt": "x", "slo": {"ttft_s": 60}}\n']))
+    code, out, _ = command(folder, "--requests", requests, "--max-tokens", "2", "--json")
+    rows = {row["id"]: row for row in map(json.loads, out.splitlines())}
+    assert code == 3
+    assert rows.pop("good")["finish_reason"] == "length"
+    assert len(rows) == len(BAD_OBJECTIVES)
+    for i, (_, _, message) in enumerate(BAD_OBJECTIVES):
+        assert rows[str(i)]["finish_reason"] == "error"
+        assert message in str(rows[str(i)]["error"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0, -1])
+def test_a_bad_objective_in_python_reaches_no_engine(value: float) -> None:
+    for field in ("ttft_s", "tpot_s"):
+        with pytest.raises(ValidationError, match=rf"^slo\.{field}={value}; accepted: a finite number above 0$"):
+            SLO(**{field: value})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_byte_model(tmp_path_factory.mktemp("model"))
+
+
+def test_a_deadline_in_the_past_is_served_and_counts_as_missed(model: Model) -> None:
+    """B20: the answer is that of a request in time; its objective is missed, and that of another is met."""
+    engine = model.engine(with_tokenizer=False)
+    engine.add_request("late", [1, 2, 3], GREEDY, slo=SLO(ttft_s=1e-6), arrival_s=engine.now() - 3600.0)
+    engine.add_request("in time", [1, 2, 3], GREEDY, slo=SLO(ttft_s=3600.0))
+    engine.add_request("no objective", [1, 2, 3], GREEDY)
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+    tokens = [output.outputs[0].token_ids for output in outputs.values()]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert {name: output.metrics.met_slo for name, output in outputs.items()} == {
+        "late": False,
+        "in time": True,
+        "no objective": None,
+    }
+    assert outputs["late"].metrics.ttft is not None and outputs["late"].metrics.ttft > 3600.0
+
+
+# -- profiles ----------------------------------------------------------------------------------------------------
+
+
+def config(folder: Path, **options: Any) -> EngineConfig:
+    fields = {"num_threads": 1, "num_kv_blocks": 16, "block_size": 16, "device": "cpu"}
+    return EngineConfig.from_flat(str(folder), **fields, **options)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model", "another 2x64", "model is 'another 2x64', running "),
+        ("machine", "Abacus 9", "machine is 'Abacus 9', running "),
+        ("layout", "tp8 spp1 kvp1", "layout is 'tp8 spp1 kvp1', running 'tp1 spp1 kvp1'"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused_from_python_and_from_the_command_line(
+    folder: Path, tmp_path: Path, command: Command, field: str, value: str, message: str
+) -> None:
+    predictor = build_engine(config(folder)).scheduler.predictor
+    assert predictor is not None
+    own, other = tmp_path / "own.json", tmp_path / "other.json"
+    own.write_text(predictor.coefficients.to_json())
+    tree = json.loads(own.read_text())
+    tree["key"][field] = value
+    other.write_text(json.dumps(tree))
+    build_engine(config(folder, profile=str(own)))
+    with pytest.raises(ConfigError, match=f"^profile {other} was measured for something else: {message}"):
+        build_engine(config(folder, profile=str(other)))
+    code, out, error = command(folder, "--prompt", "x", "--num-threads", "1", "--profile", other)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith(f"error: ConfigError: profile {other} was measured for something else: {message}")
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"format": "medha-coefficients"}', '{"format": "x"}'])
+def test_a_profile_that_is_none_is_refused(folder: Path, tmp_path: Path, command: Command, text: str | None) -> None:
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=str(path)):
+        build_engine(config(folder, profile=str(path)))
+    code, out, error = command(folder, "--prompt", "x", "--profile", path)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert str(path) in error
+
+
+# -- B21: ten thousand at once -----------------------------------------------------------------------------------
+
+NUM_REQUESTS = 10_000
+
+
+@dataclass
+class VirtualRunner:
+    """Samples token 7 for every row that samples; a batch takes what its tokens take, on a clock of its own."""
+
+    now_s: float = 0.0
+    num_open: int = 0
+
+    def open(self, slot: int, *_: Any, **__: Any) -> None:
+        self.num_open += 1
+
+    def close(self, slot: int) -> None:
+        self.num_open -= 1
+
+    def submit(self, batch: Batch) -> Pending:
+        busy_s = 0.01 + 1e-5 * batch.num_tokens
+        self.now_s += busy_s
+        rows = tuple(row for row in batch.rows if row.samples)
+        return Pending(StepResult(rows, [Sampled(7, finite=True)] * len(rows), busy_s))
+
+    def reset(self) -> None:
+        pytest.fail("nothing was interrupted")
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve_all(engine: Engine, prompts: Sequence[list[int]]) -> tuple[int, int]:
+    """Everything at once, to the end: how many were served whole, and the most memory meanwhile."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, output_kind="final_only")
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    assert engine.num_unfinished == len(prompts)
+    num_served, most = 0, 0
+    while engine.has_unfinished:
+        num_served += sum(output.outputs[0].token_ids == [7] * 4 for output in engine.step())
+        most = max(most, resident_bytes())
+    return num_served, most
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_ten_thousand_at_once_are_all_served_in_flat_memory() -> None:
+    runner = VirtualRunner()
+    scheduler = Scheduler(SchedulerConfig(), num_blocks=1024, block_size=16, predictor=make_predictor())
+    engine = Engine(runner, scheduler, ModelLimits(256, 4096), clock=runner.clock)
+    prompts = [[i % 256] * (5 + i % 50) for i in range(NUM_REQUESTS)]
+    before = resident_bytes()
+    num_served, first = serve_all(engine, prompts)
+    assert num_served == NUM_REQUESTS
+    gc.collect()
+    num_served, second = serve_all(engine, prompts[:1000])
+    assert num_served == 1000
+    assert first - before < 200 * 2**20  # 20 KB a request
+    assert second - first < 20 * 2**20  # nothing is kept of those that were served
+    assert (runner.num_open, scheduler.num_running, scheduler.num_waiting, scheduler.memory.num_used) == (0, 0, 0, 0)
