@@ -288,6 +288,8 @@ def _load(options: LiveOptions, found: LiveFidelity) -> list[str]:
         f"{options.output_lens[0]} to {options.output_lens[1]} output tokens each; seed {options.seed}",
         f"scheduler medha, policy lars, t_target_s {options.t_target_s:g}; load {options.load:g}; steps cost what a "
         f"profile measured now says and {found.overhead_s * 1e3:.2f} ms of the engine's own, measured in the warm-up",
+        f"steps computed for {found.stream.busy_ratio or math.nan:.2f} of the time that the profile says: what the "
+        "machine has drifted since is in every error below",
     ]
 
 
@@ -312,6 +314,7 @@ def report(options: LiveOptions, found: LiveFidelity) -> dict[str, Any]:
         "options": asdict(options),
         "load_average": found.load_average,
         "overhead_s": found.overhead_s,
+        "busy_ratio": found.stream.busy_ratio,
         "prediction": dict(found.stream.prediction),
         "figures": [{**asdict(figure), "error": figure.error} for figure in found.figures],
         "requests": [

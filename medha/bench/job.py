@@ -95,11 +95,13 @@ class Stream:
         served: in the order of the requests.
         prediction: count, mean absolute and mean signed error of predicted batch seconds, as shares, since the start.
         overhead_s: seconds of a step beyond what it computed, the median; None with several ranks.
+        busy_ratio: computed seconds relative to uncorrected predictions; None where nothing is predicted.
     """
 
     served: tuple[Served, ...]
     prediction: Mapping[str, float]
     overhead_s: float | None = None
+    busy_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ class Job:
         answer = self.ask("serve", requests=[asdict(request) for request in requests], seed=seed, limit_s=limit_s)
         served = {one["request_id"]: Served(**one) for one in answer["served"]}
         by_request = tuple(served[request.request_id] for request in requests)
-        return Stream(by_request, answer["prediction"], answer["overhead_s"])
+        return Stream(by_request, answer["prediction"], answer["overhead_s"], answer["busy_ratio"])
 
     def ask(self, work: str, **arguments: Any) -> dict[str, Any]:
         """Have a piece of work done; see :mod:`medha.bench.ranks` for which there are.

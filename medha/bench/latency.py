@@ -156,10 +156,10 @@ def run_and_print(options: LatencyOptions, output_json: Path | None) -> int:
 
 def _table(local: Local, options: LatencyOptions, results: Sequence[LengthLatency]) -> Table:
     table = Table(title=f"one request of {options.output_len} output tokens: {title_of(local.subject, local.model)}")
-    for name in ("prompt", "TTFT ms", "min-max", "TPOT ms", "min-max", "E2EL ms", "min-max"):
+    for name in ("prompt", "TTFT ms", "min-max", "E2EL ms", "min-max", "TPOT ms"):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        timings = [Timing.of(seconds) if seconds else None for seconds in (result.ttfts, result.tpots, result.e2els)]
-        cells = [cell for timing in timings for cell in (("-", "-") if timing is None else timing.cells_ms())]
-        table.add_row(f"{result.input_len:,}", *cells)
+        ttft, e2el = (Timing.of(seconds).cells_ms() for seconds in (result.ttfts, result.e2els))
+        tpot = Timing.of(result.tpots).cells_ms()[0] if result.tpots else "-"
+        table.add_row(f"{result.input_len:,}", *ttft, *e2el, tpot)
     return table

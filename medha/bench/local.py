@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -122,7 +123,7 @@ class Local:
         return report_head(self.subject, self.model, benchmark, options, load_before) | {
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
-            "engine": {name: value for name, value in asdict(self.config).items() if name != "model"},
+            "engine": _plain({name: value for name, value in asdict(self.config).items() if name != "model"}),
         }
 
     def footer(self, runs: str) -> str:
@@ -219,6 +220,13 @@ def footer(dtype: str, device: torch.device, runs: str) -> str:
 def terms(*names: str) -> str:
     """What some of the terms mean, for below a table."""
     return "; ".join(f"{name}: {DEFINITIONS[name]}" for name in names)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a configuration as JSON has it: no infinity."""
+    if isinstance(value, dict):
+        return {name: _plain(inside) for name, inside in value.items()}
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def _count(model: ModelConfig, is_counted: Callable[[str], bool]) -> int:

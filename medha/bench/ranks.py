@@ -118,21 +118,27 @@ def _serve(role: Role, *, requests: Sequence[Mapping[str, Any]], seed: int, limi
     predictor = engine.scheduler.predictor
     errors = {} if predictor is None else asdict(predictor.correction.errors.figures())
     overhead_s = overheads.median_s if isinstance(engine.runner, Runner) else None
-    return {"served": served, "prediction": errors, "overhead_s": overhead_s}
+    return {"served": served, "prediction": errors, "overhead_s": overhead_s, "busy_ratio": overheads.busy_ratio}
 
 
 class _Overheads:
-    """Seconds of an engine's steps beyond what they computed, where one follows another; for one rank alone."""
+    """Seconds of an engine's steps beyond what they computed, where one follows another; for one rank alone.
+
+    Beside them, how the computed seconds compare with what coefficients said of them, without their correction.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._since_s: float | None = None
-        self._busy_s = 0.0
+        self._busy_s = self._predicted_s = self._of_predicted_s = 0.0
         self._seconds: list[float] = []
         engine.on_step = self._computed
 
     def _computed(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
         self._busy_s = busy_s
+        if prediction is not None:
+            self._predicted_s += prediction.seconds / prediction.factor
+            self._of_predicted_s += busy_s
 
     def step_ended(self) -> None:
         """Told after each step."""
@@ -145,6 +151,11 @@ class _Overheads:
     def median_s(self) -> float:
         """Of all steps so far; 0 without any."""
         return statistics.median(self._seconds or [0.0])
+
+    @property
+    def busy_ratio(self) -> float | None:
+        """Seconds of all predicted steps relative to their uncorrected predictions; None without any."""
+        return self._of_predicted_s / self._predicted_s if self._predicted_s else None
 
 
 def _arrival(request: Ask, generator: torch.Generator, vocab_size: int) -> Arrival:

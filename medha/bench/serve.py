@@ -64,7 +64,7 @@ class ServeOptions:
     workload: Workload = field(default_factory=Workload)
     max_concurrency: int | None = None
     goodput: Goodput = field(default_factory=Goodput)
-    metrics: tuple[str, ...] = tuple(METRICS)
+    metrics: tuple[str, ...] = METRICS
     percentiles: tuple[float, ...] = (99.0,)
     probe_request_rate: float = 0.0
     probe_input_len: int = 16
@@ -207,7 +207,7 @@ def _latencies(local: Local, options: ServeOptions, report: dict[str, Any]) -> T
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for metric in options.metrics:
-        table.add_row(METRICS[metric], *(cell(report, f"{name}_{metric}_ms") for name in names))
+        table.add_row(metric.upper(), *(cell(report, f"{name}_{metric}_ms") for name in names))
     return table
 
 
@@ -245,10 +245,10 @@ def _rate(report: dict[str, Any]) -> str:
 
 def _buckets(options: ServeOptions, lines: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="TTFT by prompt length, milliseconds")
-    for name in ("prompt tokens", "requests", "completed"):
+    for name in ("prompt", "requests", "completed"):
         table.add_column(name, justify="right", no_wrap=True)
     names = ["mean", "median", *map(percentile_name, options.percentiles)]
-    for name in (*names, "attainment"):
+    for name in (*names, "in SLO"):
         table.add_column(name, justify="right", no_wrap=True)
     for line in lines:
         share = line["slo_attainment"]

@@ -19,12 +19,7 @@ from medha.bench.load import Outcome, Served
 from medha.errors import ConfigError
 from medha.request import SLO
 
-METRICS = {
-    "ttft": "Time to First Token",
-    "tpot": "Time per Output Token (excl. 1st token)",
-    "itl": "Inter-token Latency",
-    "e2el": "End-to-end Latency",
-}
+METRICS = ("ttft", "tpot", "itl", "e2el")
 """vLLM's names of what percentiles are taken of."""
 
 OBJECTIVES = ("ttft", "tpot", "e2el")

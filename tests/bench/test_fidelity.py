@@ -313,5 +313,6 @@ def test_a_toy_run_on_the_engine() -> None:
     assert stages == ["profiling", "warming up", "serving"]
     assert all(one.has_finished for one in found.stream.served) and len(found.stream.served) == 5
     assert not found.outcome.is_stopped and found.overhead_s > 0
+    assert found.stream.busy_ratio is not None and found.stream.busy_ratio > 0
     written = json.loads(json.dumps(report(TOY, found), default=str))
     assert len(written["requests"]) == 5 and len(written["figures"]) == 12

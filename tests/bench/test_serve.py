@@ -87,7 +87,7 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     kinds = report["prediction_error"]
     assert kinds["all"]["count"] == sum(kinds[kind]["count"] for kind in ("decode", "mixed", "prefill")) > 0
     printed = capsys.readouterr()
-    assert "Time to First Token" in printed.out and "SLO attainment" in printed.out
+    assert "TTFT" in printed.out and "SLO attainment" in printed.out
     assert "6/6" in printed.err and "6/6" not in printed.out
 
 
@@ -163,7 +163,7 @@ OUTCOMES = (
 def test_fields() -> None:
     served = Served(OUTCOMES, (OUTCOMES[1], OUTCOMES[3]), 4.0)
     goodput = Goodput(ttft_s=1.0, tpot_s=0.4)
-    found = serving_figures(served, goodput=Goodput(), metrics=tuple(METRICS), percentiles=(99.0,))
+    found = serving_figures(served, goodput=Goodput(), metrics=METRICS, percentiles=(99.0,))
     assert (found["completed"], found["failed"]) == (3, 1)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (5020, 6)
     assert (found["request_throughput"], found["output_throughput"]) == (0.75, 1.5)
