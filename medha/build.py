@@ -191,7 +191,7 @@ def _build(
         predictor=predictor,
         max_prompt_tokens=limits.max_model_len,
     )
-    _log_start(model_config, limits, scheduler, device=device, dtype=dtype)
+    _log_start(model_config, limits, scheduler, device=device, dtype=dtype, profile=config.profile)
     if ranks is None:
         return Role(
             limits, tokenizer, runner, Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
@@ -309,7 +309,13 @@ def _build_runner(
 
 
 def _log_start(
-    model: ModelConfig, limits: ModelLimits, scheduler: Scheduler, *, device: torch.device, dtype: torch.dtype
+    model: ModelConfig,
+    limits: ModelLimits,
+    scheduler: Scheduler,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    profile: str | None,
 ) -> None:
     memory = scheduler.memory
     groups = ""
@@ -317,9 +323,10 @@ def _log_start(
         groups = f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group} tokens of a request on one"
     logger.info(
         "%s on %s in %s, context %d, KV pool %d blocks of %d tokens%s, longest request that fits %d tokens; "
-        "sampling defaults %s, end-of-sequence ids %s",
+        "sampling defaults %s, end-of-sequence ids %s, step times %s",
         model.architecture, device, dtype, limits.max_model_len, memory.num_blocks, memory.block_size, groups,
         memory.max_request_tokens, dict(limits.sampling_defaults), list(limits.eos_token_ids),
+        f"from profile {profile}" if profile else "from a rough sheet of the machine, as no profile was given",
     )  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def throughput(
 def serve(
     context: typer.Context,
     more_goodput: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY:MS]...", help="Further values of --goodput.", show_default=False)
+        list[str] | None, typer.Argument(metavar="KEY:MS", help="Further values of --goodput.", show_default=False)
     ] = None,
     num_prompts: NumPrompts = None,
     input_len: InputLen = 1024,

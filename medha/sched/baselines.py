@@ -176,7 +176,7 @@ def _by_class_and_deadline(queue: Queue) -> list[State]:
     """Requests with prompt tokens left, by class, then time of the deadline, then arrival and slot."""
     columns = queue.columns(1.0)
     by = (columns.priority, columns.arrival_s + columns.deadline_s, columns.arrival_s, queue.slots)
-    return [queue.state_of_row(row) for row in sort_rows(by).tolist()]
+    return queue.states_of_rows(sort_rows(by))
 
 
 def _give_aligned(state: State, draft: Draft, budgets: list[int]) -> int:

@@ -97,11 +97,11 @@ class BlockPool:
         if not self._free:
             self._break_promise(holding)
             return
-        adjacent = [run for run in self._free if holding.extents and run[0] == holding.next]
-        fitting = [run for run in self._free if _length(run) >= want]
+        adjacent = [run for run in self._free if run[0] == holding.next] if holding.extents else []
         if adjacent:
             first, end = adjacent[0]
         else:
+            fitting = [run for run in self._free if run[1] - run[0] >= want]
             first, end = min(fitting, key=_length) if fitting else max(self._free, key=_length)
         self._free.remove((first, end))
         holding.next, holding.end = first, min(end, first + want)

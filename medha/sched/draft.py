@@ -7,7 +7,6 @@ memory is overcommitted (:mod:`medha.sched.displace`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -17,7 +16,7 @@ from medha.config import SchedulerConfig
 from medha.sched.balancer import choose_group, pending_work, prefill_work
 from medha.sched.displace import by_loss, fewest, lost_s, of_lower_class, oldest
 from medha.sched.memory import KVMemory
-from medha.sched.predictor import Work
+from medha.sched.predictor import Decodes, Work
 from medha.sched.queue import Queue, State
 
 SizeFn = Callable[[int, int, int], int]
@@ -81,10 +80,16 @@ class Draft:
         self._frees = frees
         self._queue = queue
         self._depth = depth
+        self._decodes: Decodes | None = None  # all of the batch, where they were sent together
+        self._refused: dict[int | None, int] = {}  # least claim, by blocks of the first chunk; None: all
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
-        for state in self.due_decodes():
+        due = self.due_decodes()
+        if self.memory.num_groups == 1 and not self.memory.overcommit:
+            self._send_decodes(due)
+            return
+        for state in due:
             self.add_decode(state)
 
     def due_decodes(self) -> list[State]:
@@ -94,7 +99,7 @@ class Draft:
             decoding = sorted(decoding, key=lambda state: (state.head.arrival_s, state.slot))
         if self.memory.num_groups == 1:
             share = min(-(-len(decoding) // self._depth), self.tokens_left[0])
-            return [state for state in decoding if state.can_decode][:share]
+            return [s for s in decoding if s.num_prefill_tokens <= s.num_scheduled_tokens < s.num_known_tokens][:share]
         placed = [(state, *self.memory.place(state.slot, state.num_scheduled_tokens)) for state in decoding]
         num_decoding = [0] * self.memory.num_groups
         for _, first, count in placed:
@@ -142,6 +147,23 @@ class Draft:
         """As :meth:`add_chunk`, but only the end of a shard cuts the prompt: the batch's tokens may be exceeded."""
         return self._add(state, size, lambda state, first, count: state.num_left)
 
+    def most_tokens(self, state: State) -> int:
+        """Tokens that the next chunk of a request may have on the one group that there is, memory aside."""
+        return self._most(state, 0, 1)
+
+    def was_refused(self, state: State, tokens: int) -> bool:
+        """Whether a new request with a first chunk of so many tokens finds no memory, as another found none.
+
+        Who claims no less, and takes as much or brings its whole prompt, is refused as well until something enters the
+        batch. Says False where nothing is known, and with several groups or overcommitted memory.
+        """
+        if not self._refused or state.has_started or len(self._queue.running) >= self.config.max_num_seqs:
+            return False
+        if self.by_class and state.num_displaced:
+            return False
+        least = self._refused.get(self._first_blocks(state, tokens))
+        return least is not None and self._claim_blocks(state) >= least
+
     def make_room(self, state: State) -> bool:
         """Let requests of lower classes give way to a prefill that was refused memory or a place; whether some did."""
         candidates = of_lower_class(self._queue, state)
@@ -163,10 +185,13 @@ class Draft:
         self.rows.sort(key=lambda row: not row.is_decode)
         self.chunked = {row.slot: index for index, row in enumerate(self.rows) if not row.is_decode}
 
-    def works(self, group: int) -> tuple[list[Work], list[Work]]:
+    def works(self, group: int) -> tuple[Sequence[Work] | Decodes, list[Work]]:
         """Decodes and chunks that a group has by now, as the predictor wants them."""
+        if self._decodes is not None:
+            chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in self.rows if not row.is_decode]
+            return self._decodes, chunks
         decodes: list[Work] = []
-        chunks: list[Work] = []
+        chunks = []
         for row in self.rows:
             if row.group <= group < row.group + row.num_groups:
                 if row.num_groups == 1:
@@ -203,7 +228,7 @@ class Draft:
     def _join(self, state: State, index: int) -> None:
         """Make one row of a request's former chunk and the one that was just put behind it."""
         before, after = self.rows[index], self.rows.pop()
-        self.rows[index] = dataclasses.replace(before, q_len=before.q_len + after.q_len, samples=after.samples)
+        self.rows[index] = before._replace(q_len=before.q_len + after.q_len, samples=after.samples)
         self.chunked[state.slot] = index
         state.num_in_flight -= 1
 
@@ -230,11 +255,25 @@ class Draft:
         if chosen is None:
             if open_firsts:
                 self.no_memory.append(state.slot)
+                self._note_refused(state, sizes[firsts[0]])
             return 0
         self._queue.start(state)
         self.memory.start(state.slot, chosen, num_tokens)
         self._send(state, self._chunk_row(state, sizes[chosen], chosen, 1))
         return sizes[chosen]
+
+    def _note_refused(self, state: State, tokens: int) -> None:
+        """Keep what :meth:`was_refused` goes by."""
+        if self.memory.num_groups == 1 and not self.memory.overcommit:
+            blocks, claim = self._first_blocks(state, tokens), self._claim_blocks(state)
+            self._refused[blocks] = min(claim, self._refused.get(blocks, claim))
+
+    def _first_blocks(self, state: State, tokens: int) -> int | None:
+        """Blocks of a first chunk; None where it is the whole prompt, with which all of the claim is set aside."""
+        return None if tokens == state.num_left else -(-tokens // self.memory.block_size)
+
+    def _claim_blocks(self, state: State) -> int:
+        return -(-state.head.num_kv_tokens // self.memory.block_size)
 
     def _least_kv(self, state: State) -> int:
         """Tokens that must be free for a first chunk: with overcommit all that was lost, and a hundredth of the pool,
@@ -275,6 +314,7 @@ class Draft:
 
     def _displace(self, victims: Sequence[State]) -> None:
         """Take everything back from requests; they wait again."""
+        self._refused.clear()
         for state in victims:
             self.displaced.append((state.slot, lost_s(self._queue, state)))
             if self.memory.release(state.slot):
@@ -305,8 +345,28 @@ class Draft:
         position = state.num_scheduled_tokens
         return Row(state.slot, position, q_len, False, q_len == state.num_left, first, count)
 
+    def _send_decodes(self, states: Sequence[State]) -> None:
+        """As :meth:`add_decode` of each: on the one group that there is, where none can be refused.
+
+        A decode is within the last block of its request unless that is full, so memory is asked for a block's first.
+        """
+        if not states:
+            return
+        block_size, new = self.memory.block_size, tuple.__new__  # half the time of Row(...), and there are hundreds
+        self.rows = rows = [new(Row, (s.head.slot, s.num_scheduled_tokens, 1, True, True, 0, 1)) for s in states]
+        positions = [row.position for row in rows]
+        for state, position in zip(states, positions, strict=True):
+            state.num_scheduled_tokens = position + 1
+            state.num_in_flight += 1
+        for row in rows:
+            if not row.position % block_size:
+                self.extents += self.memory.take(row)
+        self.tokens_left[0] -= len(rows)
+        self._decodes = Decodes(len(rows), len(rows), sum(positions), max(positions))
+
     def _send(self, state: State, row: Row) -> None:
         """Put a row into the batch, count it as scheduled and allocate the blocks it fills."""
+        self._refused.clear()
         self.rows.append(row)
         self.extents += self.memory.take(row)
         self._queue.sent(state, row, self.now_s)

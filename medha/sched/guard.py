@@ -25,7 +25,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.sched.policy import Columns, Floats, Ints, sort_rows
+from medha.sched.policy import Columns, Floats, Ints, candidates, sort_rows
 
 
 def is_guarded(
@@ -62,7 +62,7 @@ def guarded_rows(
         slots: their ids, in the same order.
         first: how many rows are wanted; None is all.
     """
-    rows = np.flatnonzero(guarded)
+    rows = np.flatnonzero(guarded) if first is None else candidates(columns.arrival_s, first, among=guarded)
     return rows[sort_rows((columns.arrival_s[rows], slots[rows]), first=first)]
 
 

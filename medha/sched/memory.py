@@ -250,10 +250,11 @@ class KVMemory:
         return -(-(row.kv_len - start) // self.block_size) - account.held[index]
 
     def _count(self, account: _Account, sign: int) -> None:
-        for group, rest in account.rest():
-            self._open[group] += sign * rest
+        for group, (claim, held) in enumerate(zip(account.claim, account.held, strict=True), account.first):
+            rest = sign * (claim - held)
+            self._open[group] += rest
             if account.is_set_aside:
-                self._set_aside[group] += sign * rest
+                self._set_aside[group] += rest
 
     # -- the banker's test -------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ Departures from the paper, and why:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,7 +33,7 @@ from medha.sched.correction import Kind
 from medha.sched.draft import Draft
 from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
 from medha.sched.policy import SHORTEST_S, Ranking, load_policy, order
-from medha.sched.predictor import Predictor, Tick, Work
+from medha.sched.predictor import Decodes, Predictor, Tick, Work
 from medha.sched.queue import Queue, State
 
 # Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it
@@ -41,6 +41,8 @@ from medha.sched.queue import Queue, State
 _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
+# What is beyond a limit by this much is so however the sum is rounded.
+_SURELY = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class _GroupTime:
         decodes_s: what the decodes take.
         long_slot: the long prefill in it, if any.
         is_joined: a chunk in it was made longer, and is in ``tick`` as two.
+        fitting: a whole prompt of so many tokens is known to fit on top within ``fitting_limit_s``.
     """
 
     tick: Tick
@@ -79,6 +82,8 @@ class _GroupTime:
     decodes_s: float
     long_slot: int | None = None
     is_joined: bool = False
+    fitting: int = 0
+    fitting_limit_s: float = 0.0
 
     @property
     def prefill_s(self) -> float:
@@ -170,9 +175,9 @@ class MedhaPacker:
         for group, limit in zip(self._groups, limits, strict=True):
             group.limit_s = group.decodes_s + limit
         is_whole = all(g.limit_s >= g.budget_s for g in self._groups)
-        may_be_long = is_whole or int((columns.num_prompt_tokens >= self.config.long_threshold).sum()) < 2
+        may_be_long = is_whole or np.count_nonzero(columns.num_prompt_tokens >= self.config.long_threshold) < 2
         rows = guarded_rows(columns, queue.guarded, slots=queue.slots, first=_FIRST)
-        for state in [queue.state_of_row(row) for row in rows.tolist()]:
+        for state in queue.states_of_rows(rows):
             if self._is_long(state) and not may_be_long:
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
             if not self._give(state, draft, rho, may_exceed=False) and state.slot not in draft.no_memory:
@@ -193,7 +198,7 @@ class MedhaPacker:
             some = columns if rows is None else columns.take(rows)
             slots = queue.slots if rows is None else queue.slots[rows]
             first = order(self._ranking, some, slots=slots, now_s=draft.now_s + self._ahead_s, first=_FIRST)
-            states = [queue.state_of_row(row) for row in (first if rows is None else rows[first]).tolist()]
+            states = queue.states_of_rows(first if rows is None else rows[first])
             if self._serve(states, draft, rho, may_exceed=True) or len(slots) <= _FIRST:
                 return
             tried.update(state.slot for state in states)
@@ -225,18 +230,27 @@ class MedhaPacker:
 
     def _serve(self, states: Iterable[State], draft: Draft, rho: _Slack, *, may_exceed: bool) -> bool:
         """Give chunks to requests in turn; whether no group can take more."""
+        has_room = self._has_room(draft, may_exceed=may_exceed)
+        is_cramped = self._is_cramped(draft, may_exceed=may_exceed)
         for state in states:
-            if not self._has_room(draft, may_exceed=may_exceed):
+            if not has_room:
                 return True
             if state.ended or not state.prefilling:
                 continue
-            self._give(state, draft, rho, may_exceed=may_exceed)
-        return not self._has_room(draft, may_exceed=may_exceed)
+            if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in draft.chunked:
+                continue
+            if self._give(state, draft, rho, may_exceed=may_exceed):
+                has_room = self._has_room(draft, may_exceed=may_exceed)
+                is_cramped = self._is_cramped(draft, may_exceed=may_exceed)
+        return not has_room
 
     # -- one request -------------------------------------------------------------------------------------------------
 
     def _give(self, state: State, draft: Draft, rho: _Slack, *, may_exceed: bool) -> bool:
         """Try to put a chunk of a request into the batch."""
+        if self._is_refused(state, draft):
+            draft.no_memory.append(state.slot)
+            return False
         is_long = self._is_long(state)
         share = rho.yielded(state) if is_long else 0.0
         has_chunk = state.slot in draft.chunked
@@ -271,9 +285,32 @@ class MedhaPacker:
             group.tick.add(
                 q_len, kv, run=row.run if row.is_shared else None, samples=row.samples and index == row.group
             )
+            group.fitting = 0
             group.is_joined |= has_chunk
             if is_long:
                 group.long_slot = state.slot
+        return True
+
+    def _is_refused(self, state: State, draft: Draft) -> bool:
+        """Whether a request finds no memory as others before it in this batch; spares the test for each of many."""
+        if not draft.no_memory or len(self._groups) > 1 or state.has_started or self._is_long(state):
+            return False
+        group, most = self._groups[0], draft.most_tokens(state)
+        if most < state.num_left or not self._surely_fits(group, most):
+            tokens = self._fitting(state, draft, 0, 1, most, 0.0) if most > 0 else 0
+            if tokens < most and tokens < self.config.min_chunk:
+                return False
+            most = tokens
+        return most > 0 and draft.was_refused(state, most)
+
+    def _surely_fits(self, group: _GroupTime, tokens: int) -> bool:
+        """Whether a whole prompt of so many tokens fits a group, however the sum is rounded; shorter ones then do."""
+        if tokens > group.fitting or group.limit_s != group.fitting_limit_s:
+            if tokens > self.predictor.max_tokens:
+                return False
+            if group.tick.with_chunk(tokens, 0, samples=True) * _SURELY > group.limit_s:
+                return False
+            group.fitting, group.fitting_limit_s = tokens, group.limit_s
         return True
 
     def _grow(self, state: State, draft: Draft) -> None:
@@ -332,6 +369,20 @@ class MedhaPacker:
                 return True
         return False
 
+    def _is_cramped(self, draft: Draft, *, may_exceed: bool) -> bool:
+        """Whether what is left takes no efficient chunk, so that only the end of a prompt, or of a chunk, can enter.
+
+        Spares a try for each of many requests. Says False where it is not sure: with several groups, and where the
+        tokens left, or the chunk size, are what makes chunks small.
+        """
+        least = self.config.min_chunk
+        if len(self._groups) > 1 or draft.tokens_left[0] < least or (may_exceed and not draft.has_chunk[0]):
+            return False
+        if self.config.chunk_size is not None and self.config.chunk_size < least:
+            return False
+        group = self._groups[0]
+        return least <= self.predictor.max_tokens and group.tick.with_chunk(least, 0) > group.limit_s * _SURELY
+
     # -- time --------------------------------------------------------------------------------------------------------
 
     def _group_time(self, queue: Queue, draft: Draft, group: int) -> _GroupTime:
@@ -339,7 +390,7 @@ class MedhaPacker:
         budget_s = self._budget_s(queue, draft, group)
         return _GroupTime(tick, budget_s, budget_s, tick.seconds)
 
-    def _tick(self, decodes: list[Work], chunks: list[Work]) -> Tick:
+    def _tick(self, decodes: Sequence[Work] | Decodes, chunks: list[Work]) -> Tick:
         tick = self.predictor.tick(decodes)
         for chunk in chunks:
             tick.add(chunk.q_len, chunk.kv_before, run=chunk.run, samples=chunk.samples)

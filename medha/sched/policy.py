@@ -14,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -31,6 +33,9 @@ Ints: TypeAlias = NDArray[np.int64]
 SHORTEST_S = 1e-9
 # An error names at most so many requests.
 MAX_NAMED = 5
+_FLOAT, _INT = np.dtype(np.float64), np.dtype(np.int64)
+# Of more values than the first number, so many are sampled to find the smallest.
+_SAMPLED, _SAMPLE = 2048, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +67,12 @@ class Columns:
     priority: Ints
 
     def __post_init__(self) -> None:
+        shape = (len(self),)
         for name in COLUMN_NAMES:
             column = getattr(self, name)
-            dtype = np.float64 if name.endswith("_s") else np.int64
-            if column.dtype != dtype or column.shape != (len(self),):
-                raise ValueError(
-                    f"column {name} is {_kind(column)}; accepted: {dtype.__name__} of shape ({len(self)},)"
-                )
+            dtype = _FLOAT if name.endswith("_s") else _INT
+            if column.dtype != dtype or column.shape != shape:
+                raise ValueError(f"column {name} is {_kind(column)}; accepted: {dtype} of shape {shape}")
             view = column.view()
             view.flags.writeable = False
             object.__setattr__(self, name, view)
@@ -97,7 +101,10 @@ Policy: TypeAlias = Callable[[Columns, float], Floats]
 
 def slack(columns: Columns, now_s: float) -> Floats:
     """Seconds that each request can still wait and be in time: deadline less now less work left (v5 section 4.1)."""
-    return columns.arrival_s + columns.deadline_s - now_s - columns.work_left_s
+    slack_s = columns.arrival_s + columns.deadline_s
+    slack_s -= now_s
+    slack_s -= columns.work_left_s
+    return slack_s
 
 
 def relative_slack(columns: Columns, now_s: float) -> Floats:
@@ -105,8 +112,10 @@ def relative_slack(columns: Columns, now_s: float) -> Floats:
 
     Below 0 for a request that cannot be in time. A work of 0 counts as one of 1 ns.
     """
+    key = slack(columns, now_s)
     with np.errstate(over="ignore"):  # a huge deadline over a tiny work is inf, which is a key
-        return slack(columns, now_s) / np.maximum(columns.work_total_s, SHORTEST_S)
+        key /= np.maximum(columns.work_total_s, SHORTEST_S)
+    return key
 
 
 def fcfs(columns: Columns, now_s: float) -> Floats:
@@ -216,8 +225,30 @@ def sort_rows(by: Sequence[Floats | Ints], *, first: int | None = None) -> NDArr
     """
     if first is None:
         return _sort_all(by)
-    rows = _head(np.arange(by[0].size), by, first)
+    rows = _head(candidates(by[0], first), by, first)
     return rows[_sort_all([column[rows] for column in by])]
+
+
+def candidates(values: Floats | Ints, count: int, *, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
+    """Rows, in order, among which are the ``count`` smallest of ``values`` with all their ties; no value is NaN.
+
+    Of many values a sample says below which the smallest are. A bound that is too low shows, and then all are returned.
+
+    Args:
+        values: one a row.
+        count: how many are wanted.
+        among: which rows count; None is all.
+    """
+    if values.size > _SAMPLED:
+        step = values.size // _SAMPLE
+        sample = values[::step] if among is None else values[::step][among[::step]]
+        place = 2 * count // step + 8
+        if place < sample.size:
+            is_near = values <= np.partition(sample, place)[place]
+            rows = np.flatnonzero(is_near if among is None else is_near & among)
+            if rows.size >= count:
+                return rows
+    return np.arange(values.size) if among is None else np.flatnonzero(among)
 
 
 def _head(rows: NDArray[np.intp], by: Sequence[Floats | Ints], count: int) -> NDArray[np.intp]:
@@ -327,7 +358,8 @@ def _load_class_first(inner_spec: str) -> Ranking:
 
 def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy:
     try:
-        module = importlib.import_module(module_name)
+        with _current_folder_searched():
+            module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"policy={spec!r}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
     policy: Policy | None = getattr(module, function_name, None)
@@ -337,6 +369,23 @@ def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"policy={spec!r}: {module_name} has no function {function_name!r}{hint}")
     return policy
+
+
+@contextmanager
+def _current_folder_searched() -> Iterator[None]:
+    """Search the current folder too, after everything else: ``python -m`` has it on its path, an installed command not.
+
+    Not where Python was told to leave it out (``-P``, ``PYTHONSAFEPATH``).
+    """
+    here = ""  # Python's own name for it on the path
+    if sys.flags.safe_path or here in sys.path:
+        yield
+        return
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 def _function_name(policy: Policy) -> str:

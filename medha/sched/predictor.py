@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from medha.sched.coefficients import Coefficients
@@ -46,6 +47,34 @@ class Work(NamedTuple):
     samples: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """The decodes of a batch as a group sees them, summed up.
+
+    Attributes:
+        count: how many, at least 1.
+        num_tokens: query tokens of all.
+        total_kv, max_kv: tokens cached before them, of all and of the longest.
+        runs: of each that is spread over several groups, with its query tokens.
+    """
+
+    count: int
+    num_tokens: int
+    total_kv: int
+    max_kv: int
+    runs: tuple[tuple[Run, int], ...] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[Work]) -> Decodes:
+        """Sum up at least one decode."""
+        q_lens, kvs, _, runs, _ = zip(*rows, strict=True)
+        spread = tuple((run, q_len) for run, q_len in zip(runs, q_lens, strict=True) if run is not None)
+        return cls(len(rows), sum(q_lens), sum(kvs), max(kvs), spread)
+
+    def __len__(self) -> int:
+        return self.count
+
+
 class Predictor:
     """Predicts one stage, and corrects itself.
 
@@ -67,8 +96,10 @@ class Predictor:
         self._decode_lines: dict[int, DecodeLine] = {}
         self._steady: dict[int, Callable[[float, int], float]] = {}
 
-    def tick(self, decodes: Sequence[Work] = ()) -> Tick:
+    def tick(self, decodes: Sequence[Work] | Decodes = ()) -> Tick:
         """A batch of these decodes, to which chunks can be added."""
+        if not isinstance(decodes, Decodes):
+            return Tick(self, Decodes.of(decodes) if decodes else None)
         return Tick(self, decodes)
 
     def predict(self, rows: Sequence[Work]) -> float:
@@ -136,7 +167,7 @@ class Tick:
 
     Args:
         predictor: whose coefficients.
-        decodes: the batch's decodes.
+        decodes: the batch's decodes; None for none.
     """
 
     __slots__ = (
@@ -159,20 +190,21 @@ class Tick:
         "seconds",
     )
 
-    def __init__(self, predictor: Predictor, decodes: Sequence[Work]) -> None:
+    def __init__(self, predictor: Predictor, decodes: Decodes | None) -> None:
         coefficients = predictor.coefficients
         self._line, self._tiles, self._head = predictor._line, predictor._tiles, predictor._head
         self._kvp = coefficients.kvp
         self._decode_factor = predictor.factor("decode")
-        self._chunk_factor = predictor.factor("mixed" if decodes else "prefill")
-        self._num_decodes, self._num_chunks, self._num_samples = len(decodes), 0, len(decodes)
+        self._chunk_factor = predictor.factor("prefill" if decodes is None else "mixed")
+        self._num_decodes = self._num_samples = 0 if decodes is None else decodes.count
+        self._num_chunks = 0
         self.num_tokens = 0
         self._runs: set[Run] = set()
         self._chunks_s = 0.0
         self._fixed_s = _fixed_s(coefficients)
         self._alpha, self._beside_s, self._floor_s = 1.0, 0.0, 0.0
         self.seconds = 0.0
-        if decodes:
+        if decodes is not None:
             self._count_decodes(predictor, decodes)
 
     @property
@@ -243,11 +275,10 @@ class Tick:
             parts = self._of_chunk(kv_before, run, False)
         return min(self._solve(raw_s, max_tokens, *parts), max_tokens - 1) // granularity * granularity
 
-    def _count_decodes(self, predictor: Predictor, decodes: Sequence[Work]) -> None:
+    def _count_decodes(self, predictor: Predictor, decodes: Decodes) -> None:
         """Charge the decodes: their attention alone, beside a chunk, and the least that any mixed batch takes."""
-        q_lens, kvs, _, runs, _ = zip(*decodes, strict=True)
-        count, max_kv = len(kvs), max(kvs)
-        mean_kv = sum(kvs) / count
+        count, max_kv = decodes.count, decodes.max_kv
+        mean_kv = decodes.total_kv / count
         alone_s = predictor._decodes_alone_s(count, mean_kv, max_kv)
         self._beside_s = self._floor_s = alone_s
         if (mixed := predictor.coefficients.mixed) is not None:
@@ -256,12 +287,11 @@ class Tick:
             self._floor_s = max(alone_s, mixed.straggler_a_s + mixed.straggler_b_s * max_kv)
         if self._head is not None:
             self._fixed_s += self._head.at(count)
-        for q_len, run in zip(q_lens, runs, strict=True):
-            if run is not None:
-                *_, merge_s, fixed_s = self._of_chunk(0, run, False)
-                self._fixed_s += fixed_s + merge_s / self._tiles.tile * q_len
-                self._runs.add(run)
-        self.num_tokens = sum(q_lens)
+        for run, q_len in decodes.runs:
+            *_, merge_s, fixed_s = self._of_chunk(0, run, False)
+            self._fixed_s += fixed_s + merge_s / self._tiles.tile * q_len
+            self._runs.add(run)
+        self.num_tokens = decodes.num_tokens
         raw_s = self._fixed_s + self._line.at(self.num_tokens) + alone_s
         self.seconds = max(raw_s * self._decode_factor, MIN_SECONDS)
 

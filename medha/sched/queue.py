@@ -7,10 +7,11 @@ milliseconds: a request is a row, added at the end, and the last row takes the p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from medha.batch import Row
 from medha.request import SLO
@@ -95,8 +96,9 @@ class State:
         return not self.prefilling and self.num_scheduled_tokens < self.num_known_tokens
 
 
-_FLOATS = ("arrival_s", "deadline_s", "work_total_s", "work_left_s", "last_chunk_s")
-_INTS = ("num_prompt_tokens", "num_computed_tokens", "priority", "slot")
+# The columns: rows of two arrays, so that a request moves as two slices.
+_ARRIVAL, _DEADLINE, _TOTAL, _LEFT, _LAST_CHUNK = range(5)  # seconds
+_PROMPT, _COMPUTED, _PRIORITY, _SLOT = range(4)
 
 
 class Queue:
@@ -111,6 +113,7 @@ class Queue:
         running: started and not closed, in the order of their first chunks.
         decoding: of those, the ones whose prompt is scheduled whole.
         waiting: not started, in order of arrival; who gave way comes first.
+        ending: slots of started requests that have ended and are not forgotten, as something of them is in flight.
         num_prefills: rows of the columns.
     """
 
@@ -120,11 +123,12 @@ class Queue:
         self.running: dict[int, State] = {}
         self.decoding: dict[int, State] = {}
         self.waiting: dict[int, State] = {}
+        self.ending: set[int] = set()
         self.num_prefills = 0
         self._states: list[State] = []  # by row
         self._row_of: dict[int, int] = {}
-        self._floats: dict[str, Floats] = {name: np.empty(64, np.float64) for name in _FLOATS}
-        self._ints: dict[str, Ints] = {name: np.empty(64, np.int64) for name in _INTS}
+        self._floats = np.empty((5, 64), np.float64)
+        self._ints = np.empty((4, 64), np.int64)
         self._guarded = np.zeros(64, np.bool_)
         self._started = np.zeros(64, np.bool_)
 
@@ -135,32 +139,33 @@ class Queue:
 
     def columns(self, factor: float) -> Columns:
         """Views of the columns for a policy; ``factor`` corrects the predicted seconds."""
-        floats = {name: column[: self.num_prefills] for name, column in self._floats.items()}
-        ints = {name: column[: self.num_prefills] for name, column in self._ints.items()}
+        count = self.num_prefills
+        arrival_s, deadline_s, total_s, left_s, _ = self._floats[:, :count]
+        num_prompt_tokens, num_computed_tokens, priority, _ = self._ints[:, :count]
         return Columns(
-            arrival_s=floats["arrival_s"],
-            deadline_s=floats["deadline_s"],
-            work_total_s=floats["work_total_s"] * factor,
-            work_left_s=floats["work_left_s"] * factor,
-            num_prompt_tokens=ints["num_prompt_tokens"],
-            num_computed_tokens=ints["num_computed_tokens"],
-            priority=ints["priority"],
+            arrival_s=arrival_s,
+            deadline_s=deadline_s,
+            work_total_s=total_s * factor,
+            work_left_s=left_s * factor,
+            num_prompt_tokens=num_prompt_tokens,
+            num_computed_tokens=num_computed_tokens,
+            priority=priority,
         )
 
     @property
     def slots(self) -> Ints:
         """Slot of each row of the columns."""
-        return self._ints["slot"][: self.num_prefills]
+        return self._ints[_SLOT, : self.num_prefills]
 
     @property
     def last_chunk_s(self) -> Floats:
         """When each row last had a chunk in a batch; its arrival before the first."""
-        return self._floats["last_chunk_s"][: self.num_prefills]
+        return self._floats[_LAST_CHUNK, : self.num_prefills]
 
     @property
     def num_prompt_tokens(self) -> Ints:
         """Length of each row's prefill."""
-        return self._ints["num_prompt_tokens"][: self.num_prefills]
+        return self._ints[_PROMPT, : self.num_prefills]
 
     @property
     def started(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -172,14 +177,15 @@ class Queue:
         """Which rows the guard looks after; written by the packer."""
         return self._guarded[: self.num_prefills]
 
-    def state_of_row(self, row: int) -> State:
-        """The request of a row of the columns."""
-        return self._states[row]
+    def states_of_rows(self, rows: NDArray[np.intp]) -> list[State]:
+        """The requests of some rows of the columns."""
+        states = self._states
+        return [states[row] for row in rows.tolist()]
 
     def work_s(self, state: State, factor: float) -> tuple[float, float]:
         """Predicted seconds of a prefill: of the whole and of what is left; its prompt is not scheduled whole."""
         row = self._row_of[state.slot]
-        return self._floats["work_total_s"][row] * factor, self._floats["work_left_s"][row] * factor
+        return self._floats[_TOTAL, row] * factor, self._floats[_LEFT, row] * factor
 
     def prefill(self, slot: int) -> State | None:
         """The request of a slot while tokens of its prefill are left to schedule."""
@@ -191,13 +197,13 @@ class Queue:
         rows = np.flatnonzero(~self.started)
         if not rows.size:
             return []
-        classes, arrival_s = self._ints["priority"][rows], self._floats["arrival_s"][rows]
+        classes, arrival_s = self._ints[_PRIORITY, rows], self._floats[_ARRIVAL, rows]
         highest = np.flatnonzero(classes == classes.min())
         return [self._states[rows[highest[arrival_s[highest].argmin()]]]]
 
     def has_prefill_above(self, priority: int) -> bool:
         """Whether a prefill of a higher class than this waits or is under way."""
-        return bool((self._ints["priority"][: self.num_prefills] < priority).any())
+        return bool((self._ints[_PRIORITY, : self.num_prefills] < priority).any())
 
     def prefills(self) -> Iterator[State]:
         """Started requests with prompt tokens left, in the order in which they started."""
@@ -244,22 +250,24 @@ class Queue:
             self.decoding[state.slot] = state
             return
         index = self._row_of[state.slot]
-        self._floats["last_chunk_s"][index] = now_s
-        self._floats["work_left_s"][index] = self._left_s(row.kv_len, state.num_prefill_tokens)
+        self._floats[_LAST_CHUNK, index] = now_s
+        self._floats[_LEFT, index] = self._left_s(row.kv_len, state.num_prefill_tokens)
 
-    def computed(self, row: Row) -> State:
-        """A row's batch is done in every stage."""
-        state = self.running[row.slot]
-        state.num_in_flight -= 1
-        state.num_computed_tokens += row.q_len
-        index = self._row_of.get(row.slot)
-        if index is not None:
-            self._ints["num_computed_tokens"][index] = state.num_computed_tokens
-        return state
+    def computed(self, rows: Iterable[Row]) -> None:
+        """The rows of a batch are done in every stage."""
+        running, row_of = self.running, self._row_of
+        for row in rows:
+            state = running[row.slot]
+            state.num_in_flight -= 1
+            state.num_computed_tokens += row.q_len
+            if not row.is_decode and (index := row_of.get(row.slot)) is not None:
+                self._ints[_COMPUTED, index] = state.num_computed_tokens
 
     def end(self, state: State) -> None:
         """Nothing more of a request is to be scheduled."""
         state.ended = True
+        if state.has_started:
+            self.ending.add(state.slot)
         if state.slot in self._row_of:
             self._remove(state.slot)
         self.decoding.pop(state.slot, None)
@@ -269,6 +277,7 @@ class Queue:
         self.waiting.pop(slot, None)
         self.running.pop(slot, None)
         self.decoding.pop(slot, None)
+        self.ending.discard(slot)
 
     # -- work --------------------------------------------------------------------------------------------------------
 
@@ -296,19 +305,16 @@ class Queue:
         if row == len(self._guarded):
             self._grow()
         head = state.head
-        floats = (head.arrival_s, state.deadline_s, total_s, total_s, last_chunk_s)
-        for name, seconds in zip(_FLOATS, floats, strict=True):
-            self._floats[name][row] = seconds
-        for name, number in zip(_INTS, (state.num_prefill_tokens, 0, head.priority, state.slot), strict=True):
-            self._ints[name][row] = number
+        self._floats[:, row] = head.arrival_s, state.deadline_s, total_s, total_s, last_chunk_s
+        self._ints[:, row] = state.num_prefill_tokens, 0, head.priority, state.slot
         self._guarded[row] = self._started[row] = False
         self._states.append(state)
         self._row_of[state.slot] = row
         self.num_prefills += 1
 
     def _grow(self) -> None:
-        self._floats = {name: np.concatenate([column, column]) for name, column in self._floats.items()}
-        self._ints = {name: np.concatenate([column, column]) for name, column in self._ints.items()}
+        self._floats = np.concatenate([self._floats, self._floats], axis=1)
+        self._ints = np.concatenate([self._ints, self._ints], axis=1)
         self._guarded = np.concatenate([self._guarded, self._guarded])
         self._started = np.concatenate([self._started, self._started])
 
@@ -318,10 +324,8 @@ class Queue:
         last = self.num_prefills - 1
         moved = self._states.pop()
         if row != last:
-            for seconds in self._floats.values():
-                seconds[row] = seconds[last]
-            for numbers in self._ints.values():
-                numbers[row] = numbers[last]
+            self._floats[:, row] = self._floats[:, last]
+            self._ints[:, row] = self._ints[:, last]
             self._guarded[row] = self._guarded[last]
             self._started[row] = self._started[last]
             self._states[row] = moved

@@ -246,14 +246,14 @@ class Scheduler:
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
         if self._learner is not None:
             self._learner.completed(batch, busy_s)
-        for row in batch.rows:
-            self._queue.computed(row)
+        self._queue.computed(batch.rows)
         for slot, num_new_tokens, finished in results:
             state = self._queue.running[slot]
             state.num_known_tokens += num_new_tokens
             if finished:
                 self._queue.end(state)
-        return self._close_ended(row.slot for row in batch.rows)
+        ending = self._queue.ending
+        return self._close_ended(row.slot for row in batch.rows if row.slot in ending) if ending else ()
 
     @property
     def is_steady(self) -> bool:

@@ -199,7 +199,7 @@ def tampered(rank: int, arguments: list[str]) -> None:
 
     def take_other(self: Follower, message: Any) -> None:
         if message.batch is not None and message.batch.batch_id == 5:
-            row = dataclasses.replace(message.batch.rows[0], position=message.batch.rows[0].position + 1)
+            row = message.batch.rows[0]._replace(position=message.batch.rows[0].position + 1)
             message = dataclasses.replace(message, batch=dataclasses.replace(message.batch, rows=(row,)))
         take(self, message)
 
