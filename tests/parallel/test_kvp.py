@@ -141,7 +141,7 @@ def merge_batches(num_groups: int, batches: list[tuple[list[Shards], str]], muta
 def _merge_batch(
     batch_id: int, shards: list[Shards], dtype: torch.dtype, rank: int, merges: dict[tuple[int, int], Merge]
 ) -> list[Array]:
-    batch = Batch(batch_id, tuple(replace(s.row, slot=slot) for slot, s in enumerate(shards))).part_of(rank)
+    batch = Batch(batch_id, tuple(s.row._replace(slot=slot) for slot, s in enumerate(shards))).part_of(rank)
     parts = [shards[row.slot].partial(rank, row.slot, dtype) for row in batch.rows]
     if not parts:
         return []
@@ -261,10 +261,10 @@ ROW = Row(3, 100, 2, False, False, 0, 3)
 @pytest.mark.parametrize(
     "other",
     [
-        Batch(7, (replace(ROW, position=101),)),
-        Batch(7, (replace(ROW, slot=4),)),
-        Batch(7, (replace(ROW, samples=True),)),
-        Batch(7, (replace(ROW, q_len=1), replace(ROW, slot=4, q_len=1))),
+        Batch(7, (ROW._replace(position=101),)),
+        Batch(7, (ROW._replace(slot=4),)),
+        Batch(7, (ROW._replace(samples=True),)),
+        Batch(7, (ROW._replace(q_len=1), ROW._replace(slot=4, q_len=1))),
         Batch(8, (ROW,)),
     ],
     ids=["position", "slot", "samples", "rows", "batch"],
@@ -288,7 +288,7 @@ def test_other_rows_on_one_rank_are_a_divergence(workers: WorkerPool, other: Bat
 
 
 def test_same_rows_are_no_divergence(workers: WorkerPool) -> None:
-    same = Batch(7, (replace(ROW, num_groups=2),))
+    same = Batch(7, (ROW._replace(num_groups=2),))
     assert workers.run(merge_different_rows, 2, 2, {0: same, 1: same}) == ["", ""]
 
 
