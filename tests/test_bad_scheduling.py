@@ -6,6 +6,8 @@ import gc
 import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,6 +230,47 @@ def test_a_profile_that_is_none_is_refused(folder: Path, tmp_path: Path, command
     code, out, error = command(folder, "--prompt", "x", "--profile", path)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert str(path) in error
+
+
+def test_the_log_says_at_start_where_step_times_come_from(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="medha"):
+        predictor = build_engine(config(folder)).scheduler.predictor
+        assert predictor is not None
+        path = tmp_path / "own.json"
+        path.write_text(predictor.coefficients.to_json())
+        build_engine(config(folder, profile=str(path)))
+    without, given = (record.getMessage() for record in caplog.records if record.levelno == logging.INFO)
+    assert without.endswith("step times from a rough sheet of the machine, as no profile was given")
+    assert given.endswith(f"step times from profile {path}")
+
+
+# -- policies of one's own ---------------------------------------------------------------------------------------
+
+OWN = "def newest_first(columns, now_s):\n    return -columns.arrival_s\n"
+START = "import sys; from medha.sched.policy import load_policy; path = list(sys.path)\n"
+LOAD = "print(load_policy('my_own_policy:newest_first').name, sys.path == path)"
+
+
+@pytest.mark.parametrize(("flags", "is_found"), [(["-P"], False), ([], True)])
+def test_a_policy_in_the_current_folder_is_found_as_python_m_finds_it(
+    tmp_path: Path, flags: list[str], is_found: bool
+) -> None:
+    """An installed command has its own folder first on the path, and not the current one; so has this script."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "here" / "my_own_policy.py").write_text(OWN)
+    script = tmp_path / "bin" / "script.py"
+    script.write_text(START + LOAD)
+    environment = {**os.environ, "PYTHONPATH": str(Path(medha.build.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, *flags, str(script)], cwd=tmp_path / "here", env=environment, capture_output=True, text=True
+    )
+    if is_found:
+        assert (done.returncode, done.stdout) == (0, "my_own_policy:newest_first True\n"), done.stderr
+    else:
+        assert "cannot import 'my_own_policy': ModuleNotFoundError" in done.stderr
 
 
 # -- B21: ten thousand at once -----------------------------------------------------------------------------------

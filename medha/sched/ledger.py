@@ -31,7 +31,7 @@ from medha.sched.predictor import Predictor, Work
 from medha.sched.queue import RequestHead
 from medha.sched.scheduler import Scheduler
 
-_CHUNKS_KEPT = 1 << 16
+_CHUNKS_KEPT = 1 << 13
 _TICKS_KEPT = 256
 _MAX_WAITS = 64
 _MAX_SAMPLES = 12
@@ -109,7 +109,7 @@ class Ledger:
     Args:
         scheduler: whose events follow, from its first on.
 
-    Memory: an account for each slot ever used at once, the last 65,536 chunks, and at most twice as many names as both.
+    Memory: an account for each slot ever used at once, the last 8,192 chunks, and at most twice as many names as both.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
