@@ -131,7 +131,7 @@ def test_predicted_and_real_step_times_are_on_show(model: Path, profile: Path, t
     }
     timeline.write(tmp_path / "a.json")
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
-    counters = [event for event in events if event["ph"] == "C"]
+    counters = [event for event in events if event["ph"] == "C" and event["name"].startswith("step")]
     assert [event["name"] for event in counters] == ["step time (ms)", "step budget (ms)"] * len(seen)
     for (_, prediction, busy_s), times, budget in zip(seen, counters[::2], counters[1::2], strict=True):
         assert prediction is not None

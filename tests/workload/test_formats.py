@@ -151,6 +151,7 @@ def test_azure_times(tmp_path: Path) -> None:
 
 
 def test_azure_times_count_from_the_earliest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="medha")  # a command line run before may have raised it
     path = write(tmp_path / "a.csv", AZURE + "2023-11-16 18:15:47,1,1\n2023-11-16 18:15:46,2,2\n")
     reading = read_trace(path)
     assert (reading.trace.arrival_s.tolist(), reading.trace.prompt_tokens.tolist()) == ([0.0, 1.0], [2, 1])
@@ -219,6 +220,7 @@ def sharegpt(pairs: list[tuple[str, str]], **dump: Any) -> str:
 
 
 def test_sharegpt_counts_or_estimates_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="medha")  # a command line run before may have raised it
     path = write(tmp_path / "a.json", sharegpt(TURNS, indent=1))
     reading = read_trace(path)
     assert (reading.format, reading.has_arrivals, reading.num_dropped) == ("sharegpt", False, 2)
