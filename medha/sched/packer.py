@@ -191,15 +191,17 @@ class MedhaPacker:
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
         tried: set[int] = set()
         for _ in range(_ROUNDS if draft.rows else _MAX_ROUNDS):
-            rows = self._candidates(queue, draft, tried)
-            if not queue.num_prefills or (rows is not None and not rows.size):
-                return
-            columns = queue.columns(rho.factor)  # rows move when a prompt is scheduled whole
-            some = columns if rows is None else columns.take(rows)
-            slots = queue.slots if rows is None else queue.slots[rows]
-            first = order(self._ranking, some, slots=slots, now_s=draft.now_s + self._ahead_s, first=_FIRST)
-            states = queue.states_of_rows(first if rows is None else rows[first])
-            if self._serve(states, draft, rho, may_exceed=True) or len(slots) <= _FIRST:
+            may_enter = self._candidates(queue, draft, tried)
+            rows = order(
+                self._ranking,
+                queue.columns(rho.factor),  # anew, as rows move when a prompt is scheduled whole
+                slots=queue.slots,
+                now_s=draft.now_s + self._ahead_s,
+                first=_FIRST,
+                among=may_enter,
+            )
+            states = queue.states_of_rows(rows)
+            if not states or self._serve(states, draft, rho, may_exceed=True) or len(states) < _FIRST:
                 return
             tried.update(state.slot for state in states)
 
@@ -212,8 +214,8 @@ class MedhaPacker:
                 return
             self._give(state, draft, rho, may_exceed=False)
 
-    def _candidates(self, queue: Queue, draft: Draft, tried: set[int]) -> NDArray[np.intp] | None:
-        """Rows that may enter the batch; None is all.
+    def _candidates(self, queue: Queue, draft: Draft, tried: set[int]) -> NDArray[np.bool_] | None:
+        """Which rows may enter the batch; None is all.
 
         No new ones where all places are taken, no long ones where each group has one, none a second time.
         """
@@ -224,9 +226,9 @@ class MedhaPacker:
             is_short = queue.num_prompt_tokens < self.config.long_threshold
             may_enter = is_short if may_enter is None else may_enter & is_short
         if tried:
-            is_new = ~np.isin(queue.slots, np.fromiter(tried, np.int64, len(tried)))
-            may_enter = is_new if may_enter is None else may_enter & is_new
-        return None if may_enter is None else np.flatnonzero(may_enter)
+            may_enter = np.ones(queue.num_prefills, np.bool_) if may_enter is None else may_enter.copy()
+            may_enter[queue.rows_of(tried)] = False
+        return may_enter
 
     def _serve(self, states: Iterable[State], draft: Draft, rho: _Slack, *, may_exceed: bool) -> bool:
         """Give chunks to requests in turn; whether no group can take more."""

@@ -80,10 +80,6 @@ class Columns:
     def __len__(self) -> int:
         return self.arrival_s.size
 
-    def take(self, rows: NDArray[np.intp]) -> Columns:
-        """Copies of the given rows."""
-        return Columns(*(getattr(self, name)[rows] for name in COLUMN_NAMES))
-
     def rows(self, start: int, stop: int) -> Columns:
         """The requests ``start`` to ``stop - 1``."""
         return Columns(*(getattr(self, name)[start:stop] for name in COLUMN_NAMES))
@@ -184,7 +180,13 @@ class Ranking:
 
 
 def order(
-    ranking: Ranking, columns: Columns, *, slots: Ints, now_s: float, first: int | None = None
+    ranking: Ranking,
+    columns: Columns,
+    *,
+    slots: Ints,
+    now_s: float,
+    first: int | None = None,
+    among: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.intp]:
     """Rows of ``columns`` by key (before it the class, if the ranking says so), ties by arrival, then slot.
 
@@ -194,6 +196,7 @@ def order(
         slots: their ids, in the same order.
         now_s: time, seconds of the scheduler's clock.
         first: how many rows are wanted; None is all. A few of many are found without sorting all.
+        among: which rows count; None is all. The policy is asked about all of them.
 
     Returns:
         Row numbers, the first to be served first.
@@ -213,19 +216,23 @@ def order(
     if is_nan.any():
         raise _policy_error(ranking.name, "the key is NaN", slots[is_nan])
     by = (keys, columns.arrival_s, slots)
-    return sort_rows((columns.priority, *by) if ranking.by_class else by, first=first)
+    return sort_rows((columns.priority, *by) if ranking.by_class else by, first=first, among=among)
 
 
-def sort_rows(by: Sequence[Floats | Ints], *, first: int | None = None) -> NDArray[np.intp]:
+def sort_rows(
+    by: Sequence[Floats | Ints], *, first: int | None = None, among: NDArray[np.bool_] | None = None
+) -> NDArray[np.intp]:
     """Row numbers in ascending order of ``by``, the most significant column first; no value is NaN.
 
     Args:
         by: columns of equal length.
         first: how many rows are wanted; None is all.
+        among: which rows count; None is all.
     """
-    if first is None:
+    if first is None and among is None:
         return _sort_all(by)
-    rows = _head(candidates(by[0], first), by, first)
+    first = by[0].size if first is None else first
+    rows = _head(candidates(by[0], first, among=among), by, first)
     return rows[_sort_all([column[rows] for column in by])]
 
 

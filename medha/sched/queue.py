@@ -177,6 +177,10 @@ class Queue:
         """Which rows the guard looks after; written by the packer."""
         return self._guarded[: self.num_prefills]
 
+    def rows_of(self, slots: Iterable[int]) -> list[int]:
+        """The rows of the columns of those that have one."""
+        return [self._row_of[slot] for slot in slots if slot in self._row_of]
+
     def states_of_rows(self, rows: NDArray[np.intp]) -> list[State]:
         """The requests of some rows of the columns."""
         states = self._states

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,7 +156,7 @@ class _Live:
     row: int
     num_left: int
     last_token_s: float = math.nan
-    ended: bool = False
+    max_gap_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -366,7 +366,7 @@ class Simulation:
             predictor, was = scheduler.predictor, going.prediction
             predictor.observe(was.kind, was.seconds, going.passage.busy_s, factor=was.factor)
             raw_s, factor = predictor.steady_decodes(count)(mean_kv, going.max_kv), predictor.factor("decode")
-            going.prediction = replace(was, seconds=max(raw_s * factor, MIN_SECONDS), factor=factor)
+            going.prediction = Prediction(was.kind, max(raw_s * factor, MIN_SECONDS), factor, was.budget_s)
         going.passage = self.pipeline.send_decodes(count, mean_kv, going.max_kv, self.now_s)
         if self._driver_waits:
             self.now_s = max(self.now_s, going.passage.first_end_s)
@@ -377,8 +377,7 @@ class Simulation:
         for live in going.lives:
             live.num_left -= going.num_tokens
             live.last_token_s = going.last_token_s
-            self.requests.num_tokens[live.row] += going.num_tokens
-            self.requests.max_gap_s[live.row] = max(self.requests.max_gap_s[live.row], going.max_gap_s)
+            live.max_gap_s = max(live.max_gap_s, going.max_gap_s)
 
     def _complete(self) -> None:
         batch, passage = self._in_flight.popleft()
@@ -389,7 +388,7 @@ class Simulation:
             self.gaps.add(gap_s, count)
         closed = self.scheduler.complete(batch.batch_id, self.now_s, results, passage.busy_s)
         for slot in closed:
-            del self._live[slot]
+            self._note(self._live.pop(slot))
             self._free_slots.append(slot)
         if closed:
             self._num_closed += len(closed)
@@ -400,23 +399,30 @@ class Simulation:
 
     def _take_token(self, live: _Live, gaps: dict[float, int]) -> bool:
         """A request gets a token, and its wait is counted in ``gaps``; whether it ends with it."""
-        requests, row, now_s = self.requests, live.row, self.now_s
-        requests.num_tokens[row] += 1
+        now_s, last_s = self.now_s, live.last_token_s
         live.num_left -= 1
-        if math.isnan(live.last_token_s):
-            requests.first_token_s[row] = now_s
+        if last_s != last_s:  # NaN: it is the first
+            self.requests.first_token_s[live.row] = now_s
         else:
-            gap_s = now_s - live.last_token_s
+            gap_s = now_s - last_s
             gaps[gap_s] = gaps.get(gap_s, 0) + 1
-            if gap_s > requests.max_gap_s[row]:
-                requests.max_gap_s[row] = gap_s
+            if gap_s > live.max_gap_s:
+                live.max_gap_s = gap_s
         live.last_token_s = now_s
-        if not live.num_left:
-            requests.finish_s[row] = now_s
-        return not live.num_left
+        if live.num_left:
+            return False
+        self.requests.finish_s[live.row] = now_s
+        return True
+
+    def _note(self, live: _Live) -> None:
+        """Enter what was kept of a request apart from the columns."""
+        self.requests.num_tokens[live.row] = self.trace.output_tokens[live.row] - live.num_left
+        self.requests.max_gap_s[live.row] = live.max_gap_s
 
     def outcome(self) -> Outcome:
         """What has become of the requests so far."""
+        for live in self._live.values():
+            self._note(live)
         first_s = float(self.trace.arrival_s[0]) if len(self.trace) else 0.0
         return Outcome(
             trace=self.trace,
