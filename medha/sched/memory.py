@@ -101,6 +101,8 @@ class KVMemory:
 
     def claim(self, num_tokens: int) -> list[int]:
         """Blocks that ``num_tokens`` take on each group of a run."""
+        if num_tokens <= self.max_kv_per_group:
+            return [-(-num_tokens // self.block_size)]
         shards = [self.max_kv_per_group] * (num_tokens // self.max_kv_per_group)
         if num_tokens % self.max_kv_per_group:
             shards.append(num_tokens % self.max_kv_per_group)
@@ -217,15 +219,18 @@ class KVMemory:
         if row.num_groups > len(account.starts):
             account.starts.append(row.position)
             account.end = None
-        self._count(account, -1)
-        index = row.num_groups - 1
         extents = []
         if needed > 0:
+            index, group = row.num_groups - 1, row.holder
             rest = account.claim[index] - account.held[index]
-            extents = self.pools[row.holder].allocate(row.slot, needed, claim=rest)
+            extents = self.pools[group].allocate(row.slot, needed, claim=rest)
             account.held[index] += needed
-        account.is_set_aside |= row.samples
-        self._count(account, +1)
+            self._open[group] -= needed
+            self._set_aside[group] -= needed * account.is_set_aside
+        if row.samples and not account.is_set_aside:
+            account.is_set_aside = True
+            for group, blocks in account.rest():
+                self._set_aside[group] += blocks
         return extents
 
     def release(self, slot: int) -> bool:
@@ -273,6 +278,10 @@ class KVMemory:
         What decodes may still take must be free, all at once. Their blocks then come back, and the prefills, one after
         the other in some order, must each find free what they may still take. With overcommit: whether they are free.
         """
+        if len(self.pools) == 1 and not gone and not self.overcommit:
+            new = taker.claim[0] - taker.held[0] if is_new else 0
+            if self._open[0] + new <= self.pools[0].num_free:
+                return True  # enough for everybody at once, as below
         free = [pool.num_free for pool in self.pools]
         wanted, promised = list(self._open), list(self._set_aside)
         for account in (self._accounts[slot] for slot in gone):

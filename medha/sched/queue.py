@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,7 @@ class State:
     has work to schedule while fewer are scheduled than known, be it prefill or decode.
 
     Attributes:
+        slot: its handle.
         num_prefill_tokens: tokens of its prefill: its prompt, and after it gave way the tokens it had by then.
         deadline_s: seconds from arrival to when its first token is due; inf is none.
         has_started: it is bound to a group and may hold memory.
@@ -74,11 +75,10 @@ class State:
     has_started: bool = False
     ended: bool = False
     num_displaced: int = 0
+    slot: int = field(init=False)
 
-    @property
-    def slot(self) -> int:
-        """Its handle."""
-        return self.head.slot
+    def __post_init__(self) -> None:
+        self.slot = self.head.slot
 
     @property
     def prefilling(self) -> bool:
@@ -131,6 +131,7 @@ class Queue:
         self._ints = np.empty((4, 64), np.int64)
         self._guarded = np.zeros(64, np.bool_)
         self._started = np.zeros(64, np.bool_)
+        self._columns: tuple[float, Columns] | None = None  # those handed out last, until a row changes
 
     def __contains__(self, slot: int) -> bool:
         return slot in self.waiting or slot in self.running
@@ -139,10 +140,12 @@ class Queue:
 
     def columns(self, factor: float) -> Columns:
         """Views of the columns for a policy; ``factor`` corrects the predicted seconds."""
+        if self._columns is not None and self._columns[0] == factor:
+            return self._columns[1]
         count = self.num_prefills
         arrival_s, deadline_s, total_s, left_s, _ = self._floats[:, :count]
         num_prompt_tokens, num_computed_tokens, priority, _ = self._ints[:, :count]
-        return Columns(
+        columns = Columns(
             arrival_s=arrival_s,
             deadline_s=deadline_s,
             work_total_s=total_s * factor,
@@ -151,6 +154,8 @@ class Queue:
             num_computed_tokens=num_computed_tokens,
             priority=priority,
         )
+        self._columns = factor, columns
+        return columns
 
     @property
     def slots(self) -> Ints:
@@ -256,6 +261,7 @@ class Queue:
         index = self._row_of[state.slot]
         self._floats[_LAST_CHUNK, index] = now_s
         self._floats[_LEFT, index] = self._left_s(row.kv_len, state.num_prefill_tokens)
+        self._columns = None
 
     def computed(self, rows: Iterable[Row]) -> None:
         """The rows of a batch are done in every stage."""
@@ -315,6 +321,7 @@ class Queue:
         self._states.append(state)
         self._row_of[state.slot] = row
         self.num_prefills += 1
+        self._columns = None
 
     def _grow(self) -> None:
         self._floats = np.concatenate([self._floats, self._floats], axis=1)
@@ -335,3 +342,4 @@ class Queue:
             self._states[row] = moved
             self._row_of[moved.slot] = row
         self.num_prefills = last
+        self._columns = None
