@@ -2,9 +2,11 @@
 
 One process serves a stream of short requests and some long ones with the paper's scheduler. Before, what steps cost is
 measured as ``medha profile --quick`` does; the engine predicts with that profile and so does the simulator, which gets
-the same arrivals, lengths and settings. A profile holds what a step computes; what the engine takes beside, to schedule
-and to hand out tokens, is measured in the warm-up and added to each simulated step. How fast requests arrive follows
-from a simulation of all of them at once: they come within that time divided by the load.
+the same arrivals, lengths and settings. A profile measures steps by themselves, one after the other. So the same
+requests are served once before, at other times, in a rehearsal: the factors by which the engine learns there to correct
+its predictions are those of the simulator, and what the engine takes beside a step, to schedule and to hand out tokens,
+is measured there and added to each simulated step. Nothing is taken from the run that is compared. How fast requests
+arrive follows from a simulation of all of them at once: they come within that time divided by the load.
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ LIVE_LLAMA: dict[str, Any] = SMALL_LLAMA | {
 AIM = 0.10
 """Largest absolute error aimed at of a percentile over all requests."""
 _BLOCK_SIZE = 256
-_STAGES = 3
+_STAGES = 4
 _NUM_WARM = 8
+_REHEARSAL = 1 << 20
 _PERCENTILES = (50, 90)
 
 
@@ -122,7 +125,8 @@ class LiveFidelity:
         stream: what became of them on the engine.
         outcome: in the simulator.
         figures: over all requests, then over the long ones.
-        overhead_s: of the engine at each step, measured in the warm-up.
+        overhead_s: of the engine at each step, measured in the rehearsal.
+        factors: of each kind of step, learned in the rehearsal.
         load_average: of the machine before and after.
     """
 
@@ -131,6 +135,7 @@ class LiveFidelity:
     outcome: Outcome
     figures: tuple[LiveFigure, ...]
     overhead_s: float
+    factors: Mapping[str, float]
     load_average: tuple[float, float]
 
 
@@ -139,7 +144,7 @@ def live_fidelity(options: LiveOptions, *, on_stage: Callable[[str], None] = lam
 
     Args:
         options: the load.
-        on_stage: told what begins: ``profiling``, ``warming up`` and ``serving``.
+        on_stage: told what begins: ``profiling``, ``warming up``, ``rehearsing`` and ``serving``.
 
     Raises:
         RankFailedError: a process of the engine ended.
@@ -155,16 +160,22 @@ def live_fidelity(options: LiveOptions, *, on_stage: Callable[[str], None] = lam
         mix = make_mix(options)
         on_stage("warming up")
         with Job(folder, ParallelConfig(), engine) as job:
-            warm = job.serve(warm_up(mix), seed=options.seed, limit_s=1e4)
-            assert warm.overhead_s is not None, "one rank"
-            coefficients = replace(coefficients, host_s=coefficients.host_s + max(warm.overhead_s, 0.0))
-            at_once = simulate(config, coefficients, mix)
-            requests = spread(mix, at_once.duration_s / options.load, seed=options.seed)
+            job.serve(warm_up(mix), seed=options.seed, limit_s=1e4)
+            on_stage("rehearsing")
+            span_s = simulate(config, coefficients, mix).duration_s / options.load
+            other = spread(mix, span_s, seed=options.seed + _REHEARSAL)
+            rehearsal = job.serve(other, seed=options.seed + _REHEARSAL, limit_s=1e4)
+            assert rehearsal.overhead_s is not None, "one rank"
+            coefficients = replace(coefficients, host_s=coefficients.host_s + max(rehearsal.overhead_s, 0.0))
+            learned = rehearsal.learned
+            span_s = simulate(config, coefficients, mix, learned).duration_s / options.load
+            requests = spread(mix, span_s, seed=options.seed)
             on_stage("serving")
             stream = job.serve(requests, seed=options.seed, limit_s=1e4)
-        outcome = simulate(config, coefficients, requests)
+        outcome = simulate(config, coefficients, requests, learned)
     figures = compare(requests, stream, outcome)
-    return LiveFidelity(requests, stream, outcome, figures, warm.overhead_s, (load, os.getloadavg()[0]))
+    factors = {kind: math.exp(log) for kind, (log, _) in learned.items()}
+    return LiveFidelity(requests, stream, outcome, figures, rehearsal.overhead_s, factors, (load, os.getloadavg()[0]))
 
 
 def make_mix(options: LiveOptions) -> tuple[Ask, ...]:
@@ -185,18 +196,27 @@ def spread(mix: Sequence[Ask], span_s: float, *, seed: int) -> tuple[Ask, ...]:
     return tuple(replace(request, arrival_s=at_s) for request, at_s in zip(mix, arrivals, strict=True))
 
 
-def simulate(config: EngineConfig, coefficients: Coefficients, requests: Sequence[Ask]) -> Outcome:
+def simulate(
+    config: EngineConfig,
+    coefficients: Coefficients,
+    requests: Sequence[Ask],
+    learned: Mapping[str, tuple[float, int]] | None = None,
+) -> Outcome:
     """The requests in the simulator, one rank on the CPU.
 
     Args:
         config: of the engine; it says how many KV blocks there are.
         coefficients: what its steps cost.
         requests: in order of arrival.
+        learned: how that is corrected; None is not at all.
     """
     longest, num_blocks = config.max_model_len, config.cache.num_blocks
     assert longest is not None and num_blocks is not None, "a live run gives both"
     block_size = config.cache.block_size
-    predictor = Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens)
+    predictor, real = (Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens) for _ in range(2))
+    if learned:
+        predictor.correction.restore(learned)
+        real.correction.restore(learned)
     pool = {"num_blocks": num_blocks, "block_size": block_size}
     scheduler = Scheduler(
         complete_config(config.scheduler, predictor, config.parallel, longest=longest, **pool),
@@ -210,7 +230,7 @@ def simulate(config: EngineConfig, coefficients: Coefficients, requests: Sequenc
         np.array([request.num_output_tokens for request in requests]),
         np.array([request.request_id for request in requests]),
     )
-    return Simulation(scheduler, Pipeline([predictor.uncorrected()]), trace, driver_waits=True).run()
+    return Simulation(scheduler, Pipeline([real]), trace, driver_waits=True).run()
 
 
 def compare(requests: Sequence[Ask], stream: Stream, outcome: Outcome) -> tuple[LiveFigure, ...]:
@@ -272,7 +292,7 @@ def run_and_print(options: LiveOptions, output_json: Path | None) -> int:
     worst = max(abs(figure.error) for figure in found.figures if figure.name.endswith("all"))
     verdict = "met" if worst <= AIM else "missed"
     console.print(f"largest error over all requests: {worst:.1%}, aim {AIM:.0%}: {verdict}", highlight=False)
-    console.print(f"{machine_line()}; one run, after one of {len(warm_up(found.requests))} requests", soft_wrap=True)
+    console.print(f"{machine_line()}; one run, after a rehearsal of as many requests", soft_wrap=True)
     write_report(output_json, report(options, found))
     return 0
 
@@ -287,10 +307,14 @@ def _load(options: LiveOptions, found: LiveFidelity) -> list[str]:
         f"{options.num_long} of {options.long_lens[0]:,} to {options.long_lens[1]:,} within {span_s:.1f} s (Poisson), "
         f"{options.output_lens[0]} to {options.output_lens[1]} output tokens each; seed {options.seed}",
         f"scheduler medha, policy lars, t_target_s {options.t_target_s:g}; load {options.load:g}; steps cost what a "
-        f"profile measured now says and {found.overhead_s * 1e3:.2f} ms of the engine's own, measured in the warm-up",
-        f"steps computed for {found.stream.busy_ratio or math.nan:.2f} of the time that the profile says: what the "
-        "machine has drifted since is in every error below",
+        f"profile measured now says times what a rehearsal taught ({_named(found.factors)}), and "
+        f"{found.overhead_s * 1e3:.2f} ms of the engine's own",
+        f"steps computed for {found.stream.busy_ratio or math.nan:.2f} of the time that the profile says",
     ]
+
+
+def _named(factors: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {factor:.2f}" for kind, factor in factors.items())
 
 
 def _table(found: LiveFidelity) -> Table:
@@ -314,6 +338,7 @@ def report(options: LiveOptions, found: LiveFidelity) -> dict[str, Any]:
         "options": asdict(options),
         "load_average": found.load_average,
         "overhead_s": found.overhead_s,
+        "factors": dict(found.factors),
         "busy_ratio": found.stream.busy_ratio,
         "prediction": dict(found.stream.prediction),
         "figures": [{**asdict(figure), "error": figure.error} for figure in found.figures],

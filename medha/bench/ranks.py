@@ -117,8 +117,15 @@ def _serve(role: Role, *, requests: Sequence[Mapping[str, Any]], seed: int, limi
     engine.on_step = None
     predictor = engine.scheduler.predictor
     errors = {} if predictor is None else asdict(predictor.correction.errors.figures())
+    learned = {} if predictor is None else predictor.correction.learned
     overhead_s = overheads.median_s if isinstance(engine.runner, Runner) else None
-    return {"served": served, "prediction": errors, "overhead_s": overhead_s, "busy_ratio": overheads.busy_ratio}
+    return {
+        "served": served,
+        "prediction": errors,
+        "overhead_s": overhead_s,
+        "busy_ratio": overheads.busy_ratio,
+        "learned": learned,
+    }
 
 
 class _Overheads:

@@ -78,8 +78,11 @@ class Correction:
 
     def factor(self, kind: Kind) -> float:
         """What predictions of a kind are multiplied by."""
-        source = kind if self._seen[kind] else max(KINDS, key=self._seen.__getitem__)
-        return math.exp(self._log[source])
+        return math.exp(self._log[self._source(kind)])
+
+    def _source(self, kind: Kind) -> Kind:
+        """The kind whose factor a kind has."""
+        return kind if self._seen[kind] else max(KINDS, key=self._seen.__getitem__)
 
     @property
     def learned(self) -> dict[str, tuple[float, int]]:
@@ -104,8 +107,9 @@ class Correction:
         Returns:
             False if the observation was ignored (and counted).
         """
-        within = self.factor(kind) if factor is None else factor
-        if not all(math.isfinite(value) and value > 0 for value in (predicted_s, busy_s, within)):
+        start = self._log[self._source(kind)]
+        within = math.exp(start) if factor is None else factor
+        if not (0 < predicted_s < math.inf and 0 < busy_s < math.inf and 0 < within < math.inf):
             self.num_ignored += 1
             return False
         target = math.log(busy_s) - math.log(predicted_s) + math.log(within)
@@ -113,7 +117,6 @@ class Correction:
             self.num_ignored += 1
             return False
         self.errors.add(kind, predicted_s, busy_s)
-        start = math.log(self.factor(kind))
         surprise = min(max(target - start, -_MAX_SURPRISE), _MAX_SURPRISE)
         self._seen[kind] += 1
         self._log[kind] = start + max(_GAIN, 1.0 / self._seen[kind]) * surprise

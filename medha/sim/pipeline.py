@@ -122,7 +122,7 @@ class Pipeline:
     def send_decodes(self, count: int, mean_kv: float, max_kv: int, now_s: float) -> Passage:
         """As :meth:`send`, to the bit, for decodes of which only this is known; where it :attr:`is_plain`."""
         raw_s = {kind: self.stages[kind].steady_decodes(count)(mean_kv, max_kv) for kind in self._distinct}
-        seconds = {kind: max(value, MIN_SECONDS) for kind, value in raw_s.items()}
+        seconds = {kind: max(raw * self.stages[kind].factor("decode"), MIN_SECONDS) for kind, raw in raw_s.items()}
         free_s, busy_s = self._free_s[0], self.busy_s[0]
         ready_s, first_end_s = now_s, now_s
         begins_s = max(now_s, free_s[0], free_s[-1])  # of the time that no batch before accounts for
