@@ -151,6 +151,10 @@ class SchedulerConfig:
             with, at least an even share of the longest request, and at most the pool.
         overcommit: let requests take whatever KV memory is free instead of only what keeps everybody's end possible;
             where a running one then finds none, another gives way and is computed again later.
+        stream: chunks of one prompt follow each other into the pipeline before the one before has left it: stream
+            pipeline parallelism. False is pipelined micro-batches as in Sarathi-Serve and vLLM: a prompt's next chunk
+            waits until the one before has left the last stage, and other requests fill the stages meanwhile. Predicted
+            prefill times, and with them deadlines and slack, are those of a stream in either case.
         admission: what becomes of a request whose own TTFT objective could not be met even if it ran next: ``all``
             serves it as any other, ``refuse`` does not take it, ``relegate`` serves it without a deadline, which a
             policy that goes by deadlines puts last. Only ``medha`` predicts, so with another scheduler it is ``all``.
@@ -174,6 +178,7 @@ class SchedulerConfig:
     deadline_floor_s: float = 1.0
     deadline_factor: float = 5.0
     overcommit: bool = False
+    stream: bool = True
     admission: str = "all"
 
     def __post_init__(self) -> None:
@@ -200,8 +205,9 @@ class SchedulerConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
                 raise ConfigError(f"{name}={value!r}; accepted: a number from 0 to below 1")
-        if not isinstance(self.overcommit, bool):
-            raise ConfigError(f"overcommit={self.overcommit!r}; accepted: True or False")
+        for name in ("overcommit", "stream"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}; accepted: True or False")
         _check_positive_int("depth", self.depth, 1024, optional=True)
         _check_positive_int("max_kv_per_group", self.max_kv_per_group, 2**31 - 1, optional=True)
 

@@ -57,7 +57,7 @@ _ENGINE = (
     "tokenizer", "revision", "dtype", "device", "attention_backend", "load_format", "seed", "max_model_len",
     "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens", "chunk_size",
     "num_threads", "scheduler", "policy", "t_target_s", "quantum_s", "rho_max", "long_threshold", "late_share",
-    "patience_s", "admission", "overcommit", "profile", "tp", "spp", "kvp", "max_kv_per_group", "tp_forward",
+    "patience_s", "admission", "overcommit", "stream", "profile", "tp", "spp", "kvp", "max_kv_per_group", "tp_forward",
     "dist_timeout",
 )  # fmt: skip
 
@@ -145,6 +145,13 @@ def generate(
             "--overcommit", help="Take KV memory that others may come to need; some are computed again."
         ),
     ] = _DEFAULT.scheduler.overcommit,
+    stream: Annotated[
+        bool,
+        _scheduling_option(
+            "--stream/--no-stream",
+            help="Whether a prompt's next chunk enters the pipeline before the one before has left it.",
+        ),
+    ] = _DEFAULT.scheduler.stream,
     profile: Annotated[
         str | None, _scheduling_option(help="File that medha profile wrote.", show_default=False)
     ] = _DEFAULT.profile,

@@ -130,7 +130,7 @@ def test_unknown_option_lists_the_known_ones() -> None:
         "deadline_factor, deadline_floor_s, depth, device, dist_timeout, dtype, gpu_memory_utilization, hf_overrides, "
         "kv_memory, kvp, late_share, load_format, long_threshold, max_batch_tokens, max_kv_per_group, max_model_len, "
         "max_num_seqs, min_chunk, num_kv_blocks, num_threads, overcommit, patience_s, policy, profile, quantum_s, "
-        "revision, rho_max, rope_scaling, scheduler, seed, spp, t_target_s, tokenizer, tp, tp_forward"
+        "revision, rho_max, rope_scaling, scheduler, seed, spp, stream, t_target_s, tokenizer, tp, tp_forward"
     )
 
 
@@ -151,6 +151,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "scheduler": (None, "", "Medha", "fcfs", 1),
     "admission": (None, "", "Refuse", "some", True),
     "overcommit": (None, 0, 1, "yes", NAN),
+    "stream": (None, 0, 1, "yes", NAN),
     "t_target_s": NO_SECONDS,
     "quantum_s": (*NO_SECONDS, None),
     "deadline_floor_s": (*NO_SECONDS, None),
@@ -192,6 +193,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "scheduler": ("medha", "static", "orca", "sarathi", "vllm", "token-budget"),
     "admission": ("all", "refuse", "relegate"),
     "overcommit": (True, False),
+    "stream": (True, False),
     "t_target_s": (0.02, 1, None),
     "quantum_s": (0.02, 1),
     "deadline_floor_s": (1e-9, 1),

@@ -328,13 +328,18 @@ def test_engine_options_in_both_spellings(
 
 
 def test_every_engine_option_is_tested() -> None:
-    flags = {"num_kv_blocks", "overcommit"}
+    flags = {"num_kv_blocks", "overcommit", "stream"}
     assert {option.replace("-", "_") for option, _, _ in OPTIONS} >= set(_ENGINE) - flags
 
 
 def test_overcommit_is_a_flag(configured: Callable[..., EngineConfig]) -> None:
     assert configured("--overcommit").scheduler.overcommit
     assert not configured().scheduler.overcommit
+
+
+def test_stream_is_a_flag_of_two_names(configured: Callable[..., EngineConfig]) -> None:
+    assert configured().scheduler.stream and configured("--stream").scheduler.stream
+    assert not configured("--no-stream").scheduler.stream
 
 
 @pytest.mark.parametrize(("alias", "name"), [pair for pair in OPTION_ALIASES.items() if pair[1] in _ENGINE])

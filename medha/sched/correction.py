@@ -108,6 +108,11 @@ class Correction:
             False if the observation was ignored (and counted).
         """
         start = self._log[self._source(kind)]
+        if predicted_s == busy_s and factor == 1.0 and start == 0.0 and 0 < busy_s < math.inf:
+            self.errors.add(kind, predicted_s, busy_s)  # nothing to learn, as at every step of most simulations
+            self._seen[kind] += 1
+            self._log[kind] = 0.0
+            return True
         within = math.exp(start) if factor is None else factor
         if not (0 < predicted_s < math.inf and 0 < busy_s < math.inf and 0 < within < math.inf):
             self.num_ignored += 1

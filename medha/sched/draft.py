@@ -85,11 +85,10 @@ class Draft:
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
-        due = self.due_decodes()
         if self.memory.num_groups == 1 and not self.memory.overcommit:
-            self._send_decodes(due)
+            self._send_due()
             return
-        for state in due:
+        for state in self.due_decodes():
             self.add_decode(state)
 
     def due_decodes(self) -> list[State]:
@@ -99,7 +98,7 @@ class Draft:
             decoding = sorted(decoding, key=lambda state: (state.head.arrival_s, state.slot))
         if self.memory.num_groups == 1:
             share = min(-(-len(decoding) // self._depth), self.tokens_left[0])
-            return [s for s in decoding if s.num_prefill_tokens <= s.num_scheduled_tokens < s.num_known_tokens][:share]
+            return [state for state in decoding if state.can_decode][:share]
         placed = [(state, *self.memory.place(state.slot, state.num_scheduled_tokens)) for state in decoding]
         num_decoding = [0] * self.memory.num_groups
         for _, first, count in placed:
@@ -146,6 +145,10 @@ class Draft:
     def add_prompt(self, state: State, size: SizeFn) -> int:
         """As :meth:`add_chunk`, but only the end of a shard cuts the prompt: the batch's tokens may be exceeded."""
         return self._add(state, size, lambda state, first, count: state.num_left)
+
+    def is_held(self, state: State) -> bool:
+        """Whether a prefill gets no chunk as one of a batch before is in flight: pipelined micro-batches."""
+        return not self.config.stream and state.num_in_flight > (state.slot in self.chunked)
 
     def most_tokens(self, state: State) -> int:
         """Tokens that the next chunk of a request may have on the one group that there is, memory aside."""
@@ -204,6 +207,8 @@ class Draft:
         return decodes, chunks
 
     def _add(self, state: State, size: SizeFn, bound: _Bound) -> int:
+        if self.is_held(state):
+            return 0
         return self._continue(state, size, bound) if state.has_started else self._start(state, size, bound)
 
     def _continue(self, state: State, size: SizeFn, bound: _Bound) -> int:
@@ -345,24 +350,31 @@ class Draft:
         position = state.num_scheduled_tokens
         return Row(state.slot, position, q_len, False, q_len == state.num_left, first, count)
 
-    def _send_decodes(self, states: Sequence[State]) -> None:
-        """As :meth:`add_decode` of each: on the one group that there is, where none can be refused.
+    def _send_due(self) -> None:
+        """As :meth:`add_decode` of each of :meth:`due_decodes`: on the one group that there is, where none is refused.
 
         A decode is within the last block of its request unless that is full, so memory is asked for a block's first.
         """
-        if not states:
-            return
+        decoding = self._queue.decoding
+        share = min(-(-len(decoding) // self._depth), self.tokens_left[0])
         block_size, new = self.memory.block_size, tuple.__new__  # half the time of Row(...), and there are hundreds
-        self.rows = rows = [new(Row, (s.head.slot, s.num_scheduled_tokens, 1, True, True, 0, 1)) for s in states]
-        positions = [row.position for row in rows]
-        for state, position in zip(states, positions, strict=True):
+        rows, positions = self.rows, []
+        for slot, state in decoding.items() if share else ():
+            position = state.num_scheduled_tokens
+            if not state.num_prefill_tokens <= position < state.num_known_tokens:
+                continue
+            row = new(Row, (slot, position, 1, True, True, 0, 1))
+            rows.append(row)
+            positions.append(position)
             state.num_scheduled_tokens = position + 1
             state.num_in_flight += 1
-        for row in rows:
-            if not row.position % block_size:
+            if not position % block_size:
                 self.extents += self.memory.take(row)
-        self.tokens_left[0] -= len(rows)
-        self._decodes = Decodes(len(rows), len(rows), sum(positions), max(positions))
+            if len(rows) == share:
+                break
+        if rows:
+            self.tokens_left[0] -= len(rows)
+            self._decodes = Decodes(len(rows), len(rows), sum(positions), max(positions))
 
     def _send(self, state: State, row: Row) -> None:
         """Put a row into the batch, count it as scheduled and allocate the blocks it fills."""

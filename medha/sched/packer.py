@@ -178,6 +178,8 @@ class MedhaPacker:
         may_be_long = is_whole or np.count_nonzero(columns.num_prompt_tokens >= self.config.long_threshold) < 2
         rows = guarded_rows(columns, queue.guarded, slots=queue.slots, first=_FIRST)
         for state in queue.states_of_rows(rows):
+            if draft.is_held(state):
+                continue
             if self._is_long(state) and not may_be_long:
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
             if not self._give(state, draft, rho, may_exceed=False) and state.slot not in draft.no_memory:
@@ -250,6 +252,8 @@ class MedhaPacker:
 
     def _give(self, state: State, draft: Draft, rho: _Slack, *, may_exceed: bool) -> bool:
         """Try to put a chunk of a request into the batch."""
+        if draft.is_held(state):
+            return False
         if self._is_refused(state, draft):
             draft.no_memory.append(state.slot)
             return False

@@ -297,7 +297,9 @@ class Scheduler:
     def _after(self, row: Row, rounds: int) -> Row:
         """The row of a decode so many tokens later; its state follows."""
         state = self._queue.running[row.slot]
-        self.memory.take(Row(row.slot, state.num_scheduled_tokens, rounds, True, True))
+        position, block_size = state.num_scheduled_tokens, self.memory.block_size
+        if (position - 1) // block_size != (position - 1 + rounds) // block_size:
+            self.memory.take(Row(row.slot, position, rounds, True, True))
         state.num_scheduled_tokens += rounds
         state.num_computed_tokens += rounds
         state.num_known_tokens += rounds

@@ -129,6 +129,14 @@ def simulate(
     patience_s: Annotated[
         float, _panel("Scheduling", help="Seconds after which a prefill counts as passed over.")
     ] = _DEFAULT.patience_s,
+    stream: Annotated[
+        bool,
+        _panel(
+            "Scheduling",
+            "--stream/--no-stream",
+            help="Whether a prompt's next chunk enters the pipeline before the one before has left it.",
+        ),
+    ] = _DEFAULT.stream,
     stop_s: Annotated[float | None, _panel("Run", help="Virtual seconds at which to stop.", shows="the end")] = None,
     no_skip: Annotated[
         bool, _panel("Run", "--no-skip", help="Step over nothing; slower, with the same outcome.")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from medha.batch import Batch
 from medha.sched.memory import KVMemory
-from medha.sched.predictor import MIN_SECONDS, Predictor, Work
+from medha.sched.predictor import MIN_SECONDS, Decodes, Predictor, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,11 @@ class Pipeline:
 
     def send_decodes(self, count: int, mean_kv: float, max_kv: int, now_s: float) -> Passage:
         """As :meth:`send`, to the bit, for decodes of which only this is known; where it :attr:`is_plain`."""
-        raw_s = {kind: self.stages[kind].steady_decodes(count)(mean_kv, max_kv) for kind in self._distinct}
-        seconds = {kind: max(raw * self.stages[kind].factor("decode"), MIN_SECONDS) for kind, raw in raw_s.items()}
+        seconds = {}
+        for kind in self._distinct:
+            predictor = self.stages[kind]
+            raw_s = predictor.steady_decodes(count)(mean_kv, max_kv)
+            seconds[kind] = max(raw_s * predictor.factor("decode"), MIN_SECONDS)
         free_s, busy_s = self._free_s[0], self.busy_s[0]
         ready_s, first_end_s = now_s, now_s
         begins_s = max(now_s, free_s[0], free_s[-1])  # of the time that no batch before accounts for
@@ -138,18 +141,33 @@ class Pipeline:
 
     def _seconds(self, batch: Batch, memory: KVMemory, groups: Sequence[int]) -> list[float]:
         """Seconds of each stage: the slowest of the groups that go together."""
-        works = [works_of(batch, memory, group) for group in groups]
-        known: dict[int, float] = {}
-        for kind in self._kinds:
-            if kind not in known:
-                known[kind] = max(self.stages[kind].predict(rows) for rows in works)
+        works = [parts_of(batch, memory, group) for group in groups]
+        known = {kind: max(_predicted_s(self.stages[kind], *parts) for parts in works) for kind in self._distinct}
         return [known[kind] * (1.0 if self.noise is None else self.noise()) for kind in self._kinds]
 
 
+def _predicted_s(stage: Predictor, decodes: Decodes | Sequence[Work], chunks: Sequence[Work]) -> float:
+    tick = stage.tick(decodes)
+    for chunk in chunks:
+        tick.add(chunk.q_len, chunk.kv_before, run=chunk.run, samples=chunk.samples)
+    return tick.seconds
+
+
+def parts_of(batch: Batch, memory: KVMemory, group: int) -> tuple[Decodes | Sequence[Work], Sequence[Work]]:
+    """The decodes and the chunks of a batch as a group sees them, right after it was scheduled."""
+    if memory.num_groups > 1:
+        works = works_of(batch, memory, group)
+        return [work for work in works if work.is_decode], [work for work in works if not work.is_decode]
+    count = batch.num_decodes
+    chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in batch.rows[count:]]
+    if not count:
+        return (), chunks
+    positions = [row.position for row in batch.rows[:count]]
+    return Decodes(count, count, sum(positions), max(positions)), chunks
+
+
 def works_of(batch: Batch, memory: KVMemory, group: int) -> list[Work]:
-    """The rows of a batch as a group sees them, right after it was scheduled."""
-    if memory.num_groups == 1:
-        return [Work(row.q_len, row.position, row.is_decode, None, row.samples) for row in batch.rows]
+    """The rows of a batch as a group of several sees them, right after it was scheduled."""
     return [
         Work(
             row.q_len,

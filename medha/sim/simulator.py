@@ -8,9 +8,10 @@ and when a request ends is read off the trace. The scheduler is the very object 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,8 @@ from medha.workload.trace import NORMAL, Row, Trace
 
 _MAX_SAMPLES = 4096
 _GAP_BINS_PER_DECADE = 100
-_LEAST_GAP_S = 1e-6
+_FIRST_GAP_BIN = -6 * _GAP_BINS_PER_DECADE
+_GAP_EDGES = [10.0 ** ((size + 0.5) / _GAP_BINS_PER_DECADE) for size in range(_FIRST_GAP_BIN, 6 * _GAP_BINS_PER_DECADE)]
 
 
 @dataclass(slots=True)
@@ -75,13 +77,13 @@ class Series:
     _every: int = 1
     _skipped: int = 0
 
-    def add(self, row: tuple[float, int, int, float]) -> None:
+    def add(self, now_s: float, num_running: int, num_waiting: int, share: float) -> None:
         """Take a sample, or not."""
         self._skipped += 1
         if self._skipped < self._every:
             return
         self._skipped = 0
-        self.rows.append(row)
+        self.rows.append((now_s, num_running, num_waiting, share))
         if len(self.rows) >= _MAX_SAMPLES:
             self.rows = self.rows[::2]
             self._every *= 2
@@ -97,7 +99,7 @@ class Gaps:
 
     def add(self, gap_s: float, count: int = 1) -> None:
         """Count some gaps of one size."""
-        size = round(math.log10(max(gap_s, _LEAST_GAP_S)) * _GAP_BINS_PER_DECADE)
+        size = bisect_right(_GAP_EDGES, gap_s) + _FIRST_GAP_BIN
         self.counts[size] = self.counts.get(size, 0) + count
         self.total_s += gap_s * count
         self.count += count
@@ -166,7 +168,10 @@ class _Round:
     Attributes:
         num_left: tokens until one of its requests ends, at least 1.
         total_kv, max_kv: of its rows, cached tokens in all and at most.
-        passage, prediction: of it as it is in flight.
+        last_token_s: of all its requests; NaN before the first round.
+        passage: of it as it is in flight.
+        prediction: of it when it was first sent.
+        predicted_s, factor: the same as it is in flight.
         new_blocks: how many rows take a block when it is scheduled again, by the number of times modulo the block size.
         num_tokens: how often it was scheduled again.
     """
@@ -175,12 +180,18 @@ class _Round:
     num_left: int
     total_kv: int
     max_kv: int
-    last_token_s: float
     passage: Passage
     prediction: Prediction | None
+    predicted_s: float
+    factor: float
     new_blocks: Counter[int]
+    last_token_s: float = math.nan
     num_tokens: int = 0
     max_gap_s: float = 0.0
+
+    def prediction_now(self) -> Prediction | None:
+        """Of it as it is in flight."""
+        return self.prediction and replace(self.prediction, seconds=self.predicted_s, factor=self.factor)
 
 
 class Simulation:
@@ -308,69 +319,82 @@ class Simulation:
 
     def _go_round(self) -> None:
         """Step over batches that can be foreseen: decodes alone, until a request is about to end or one arrives."""
-        if not (self.scheduler.is_steady and self.pipeline.is_plain):
+        if not (self.pipeline.is_plain and self.scheduler.is_steady):
             return
-        rounds = [self._round(batch, passage) for batch, passage in self._in_flight]
-        if any(r is None for r in rounds):
-            return
-        going = deque(r for r in rounds if r is not None)
         until_s = self._stop_s if self._next is None else min(self._stop_s, self._arrival_s())
-        num_batches, num_blocks = 0, self.scheduler.memory.num_used
-        while (oldest := going[0]).num_left > 1 and max(self.now_s, oldest.passage.end_s) < until_s:
-            going.rotate(-1)
-            num_blocks = self._send_again(oldest, num_blocks)
-            num_batches += 1
-        if not num_batches:
+        oldest, passage = self._in_flight[0]
+        if max(self.now_s, passage.end_s) >= until_s or min(self._live[r.slot].num_left for r in oldest.rows) == 1:
             return
+        going = deque(self._round(batch, passage) for batch, passage in self._in_flight)
+        num_batches, num_blocks = 0, self.scheduler.memory.num_used
+        while (first := going[0]).num_left > 1 and max(self.now_s, first.passage.end_s) < until_s:
+            going.rotate(-1)
+            num_blocks = self._send_again(first, num_blocks)
+            num_batches += 1
         self._num_batches += num_batches
         self._num_skipped += num_batches
-        self.scheduler.go_round(num_batches, [r.prediction for r in going])
+        self.scheduler.go_round(num_batches, [r.prediction_now() for r in going])
         self._in_flight = deque(zip(self.scheduler.in_flight, [r.passage for r in going], strict=True))
         for r in going:
             self._note_tokens(r)
 
-    def _round(self, batch: Batch, passage: Passage) -> _Round | None:
-        """A batch that goes round; None if its requests got their last tokens at different times."""
+    def _round(self, batch: Batch, passage: Passage) -> _Round:
+        """A batch that goes round."""
         lives = [self._live[row.slot] for row in batch.rows]
-        if any(live.last_token_s != lives[0].last_token_s for live in lives):
-            return None
         positions = [row.position for row in batch.rows]
         block_size = self.scheduler.memory.block_size
+        prediction = self.scheduler.prediction_of(batch)
         return _Round(
             lives=lives,
-            num_left=min(live.num_left for live in lives),
+            num_left=min([live.num_left for live in lives]),
             total_kv=sum(positions),
             max_kv=max(positions),
-            last_token_s=lives[0].last_token_s,
             passage=passage,
-            prediction=self.scheduler.prediction_of(batch),
-            new_blocks=Counter(-position % block_size for position in positions),
+            prediction=prediction,
+            predicted_s=prediction.seconds if prediction else 0.0,
+            factor=prediction.factor if prediction else 1.0,
+            new_blocks=Counter([-position % block_size for position in positions]),
         )
 
     def _send_again(self, going: _Round, num_blocks: int) -> int:
         """The oldest batch in flight is done, and goes in again; blocks in use after it."""
-        scheduler, memory = self.scheduler, self.scheduler.memory
-        self.now_s = max(self.now_s, going.passage.end_s)
-        gap_s = self.now_s - going.last_token_s
-        count = len(going.lives)
-        self.gaps.add(gap_s, count)
-        going.max_gap_s = max(going.max_gap_s, gap_s)
-        going.last_token_s = self.now_s
-        self.series.add((self.now_s, scheduler.num_running, scheduler.num_waiting, num_blocks / memory.num_blocks))
+        scheduler, memory, count = self.scheduler, self.scheduler.memory, len(going.lives)
+        self.now_s = now_s = max(self.now_s, going.passage.end_s)
+        if going.num_tokens:
+            gap_s = now_s - going.last_token_s
+            self.gaps.add(gap_s, count)
+            if gap_s > going.max_gap_s:
+                going.max_gap_s = gap_s
+        else:
+            self._first_gaps(going)
+        going.last_token_s = now_s
+        self.series.add(now_s, scheduler.num_running, scheduler.num_waiting, num_blocks / memory.num_blocks)
         going.num_left -= 1
         going.num_tokens += 1
         going.total_kv += count
         going.max_kv += 1
         mean_kv = going.total_kv / count
-        if going.prediction is not None and scheduler.predictor is not None:
-            predictor, was = scheduler.predictor, going.prediction
-            predictor.observe(was.kind, was.seconds, going.passage.busy_s, factor=was.factor)
-            raw_s, factor = predictor.steady_decodes(count)(mean_kv, going.max_kv), predictor.factor("decode")
-            going.prediction = Prediction(was.kind, max(raw_s * factor, MIN_SECONDS), factor, was.budget_s)
-        going.passage = self.pipeline.send_decodes(count, mean_kv, going.max_kv, self.now_s)
+        if going.prediction is not None and (predictor := scheduler.predictor) is not None:
+            kind = going.prediction.kind
+            predictor.observe(kind, going.predicted_s, going.passage.busy_s, factor=going.factor)
+            going.factor = predictor.factor("decode")
+            raw_s = predictor.steady_decodes(count)(mean_kv, going.max_kv)
+            going.predicted_s = max(raw_s * going.factor, MIN_SECONDS)
+        going.passage = self.pipeline.send_decodes(count, mean_kv, going.max_kv, now_s)
         if self._driver_waits:
-            self.now_s = max(self.now_s, going.passage.first_end_s)
+            self.now_s = max(now_s, going.passage.first_end_s)
         return num_blocks + going.new_blocks[going.num_tokens % memory.block_size]
+
+    def _first_gaps(self, going: _Round) -> None:
+        """Waits of requests that may have had their last tokens at different times."""
+        gaps: dict[float, int] = {}
+        for live in going.lives:
+            gap_s = self.now_s - live.last_token_s
+            gaps[gap_s] = gaps.get(gap_s, 0) + 1
+            if gap_s > live.max_gap_s:
+                live.max_gap_s = gap_s
+        for gap_s, count in gaps.items():
+            self.gaps.add(gap_s, count)
 
     def _note_tokens(self, going: _Round) -> None:
         """What the requests of a batch got while it went round."""
@@ -381,9 +405,25 @@ class Simulation:
 
     def _complete(self) -> None:
         batch, passage = self._in_flight.popleft()
-        self.now_s = max(self.now_s, passage.end_s)
+        self.now_s = now_s = max(self.now_s, passage.end_s)
         gaps: dict[float, int] = {}
-        results = [(row.slot, 1, self._take_token(self._live[row.slot], gaps)) for row in batch.rows if row.samples]
+        results = []
+        for row in batch.rows:
+            if not row.samples:
+                continue
+            live = self._live[row.slot]
+            live.num_left -= 1
+            if live.last_token_s != live.last_token_s:  # NaN: it is the first
+                self.requests.first_token_s[live.row] = now_s
+            else:
+                gap_s = now_s - live.last_token_s
+                gaps[gap_s] = gaps.get(gap_s, 0) + 1
+                if gap_s > live.max_gap_s:
+                    live.max_gap_s = gap_s
+            live.last_token_s = now_s
+            if not live.num_left:
+                self.requests.finish_s[live.row] = now_s
+            results.append((row.slot, 1, not live.num_left))
         for gap_s, count in gaps.items():
             self.gaps.add(gap_s, count)
         closed = self.scheduler.complete(batch.batch_id, self.now_s, results, passage.busy_s)
@@ -395,24 +435,7 @@ class Simulation:
             self._on_progress(self._num_closed)
         memory = self.scheduler.memory
         share = memory.num_used / (memory.num_blocks * memory.num_groups)
-        self.series.add((self.now_s, self.scheduler.num_running, self.scheduler.num_waiting, share))
-
-    def _take_token(self, live: _Live, gaps: dict[float, int]) -> bool:
-        """A request gets a token, and its wait is counted in ``gaps``; whether it ends with it."""
-        now_s, last_s = self.now_s, live.last_token_s
-        live.num_left -= 1
-        if last_s != last_s:  # NaN: it is the first
-            self.requests.first_token_s[live.row] = now_s
-        else:
-            gap_s = now_s - last_s
-            gaps[gap_s] = gaps.get(gap_s, 0) + 1
-            if gap_s > live.max_gap_s:
-                live.max_gap_s = gap_s
-        live.last_token_s = now_s
-        if live.num_left:
-            return False
-        self.requests.finish_s[live.row] = now_s
-        return True
+        self.series.add(self.now_s, self.scheduler.num_running, self.scheduler.num_waiting, share)
 
     def _note(self, live: _Live) -> None:
         """Enter what was kept of a request apart from the columns."""

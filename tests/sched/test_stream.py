@@ -1,0 +1,177 @@
+"""Stream pipeline parallelism against pipelined micro-batches (``stream=False``): closed forms, and any load."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.batch import Batch
+from medha.config import SCHEDULERS, ParallelConfig, SchedulerConfig
+from medha.sched.predictor import Work
+from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sim.hardware import load_sheet
+from medha.sim.known_models import find_model
+from medha.sim.pipeline import Segment
+from medha.sim.replica import Replica
+from medha.sim.simulator import Outcome, Simulation
+from medha.workload.trace import Trace
+
+from .virtual import Drive, Job, jobs, make_predictor
+
+CHUNK, NUM_CHUNKS = 512, 6
+PREDICTOR = make_predictor()
+CHUNKED = ("medha", "sarathi", "vllm")
+
+
+def two_stages(scheduler: str, *, stream: bool) -> Replica:
+    """Llama-3 8B on two A100s; batches are bounded by tokens alone."""
+    config = SchedulerConfig(
+        scheduler, chunk_size=CHUNK, max_batch_tokens=CHUNK, t_target_s=60.0, late_share=0.0, stream=stream
+    )
+    return Replica(
+        load_sheet("a100-80g"), find_model("llama-3-8b"), ParallelConfig(spp=2), config, max_model_len=1 << 15
+    )
+
+
+def play(replica: Replica, num_prompts: int) -> tuple[Outcome, list[Segment]]:
+    """Prompts of some chunks that all arrive at 0 and ask for one token."""
+    segments: list[Segment] = []
+    scheduler, pipeline = replica.build(on_segment=segments.append)
+    assert scheduler.depth == 3
+    lengths = np.full(num_prompts, NUM_CHUNKS * CHUNK)
+    trace = Trace(np.zeros(num_prompts), lengths, np.ones(num_prompts, np.int64))
+    return Simulation(scheduler, pipeline, trace).run(), segments
+
+
+def stage_seconds(replica: Replica) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Of each chunk of a prompt on each stage, as predicted: [stages, chunks]."""
+    return np.array(
+        [
+            [stage.predict([Work(CHUNK, i * CHUNK, False, None, i == NUM_CHUNKS - 1)]) for i in range(NUM_CHUNKS)]
+            for stage in replica.stages()
+        ]
+    )
+
+
+@pytest.mark.parametrize("scheduler", CHUNKED)
+def test_a_prompt_alone_gains_from_the_stream_and_not_from_micro_batches(scheduler: str) -> None:
+    replica = two_stages(scheduler, stream=False)
+    seconds = stage_seconds(replica)
+    ready_s = done_s = 0.0
+    for first_s, second_s in seconds.T:
+        ready_s += first_s
+        done_s = max(ready_s, done_s) + second_s
+    waiting, _ = play(replica, 1)
+    streaming, _ = play(two_stages(scheduler, stream=True), 1)
+    assert waiting.requests.first_token_s[0] == pytest.approx(seconds.sum(), rel=1e-12)
+    assert streaming.requests.first_token_s[0] == pytest.approx(done_s, rel=1e-12)
+    assert seconds.sum() > 1.5 * done_s
+
+
+@pytest.mark.parametrize("scheduler", CHUNKED)
+def test_two_prompts_take_turns_and_fill_both_stages(scheduler: str) -> None:
+    replica = two_stages(scheduler, stream=False)
+    outcome, segments = play(replica, 2)
+    for stage, stage_s in enumerate(stage_seconds(replica).sum(axis=1)):
+        mine = [segment for segment in segments if segment.stage == stage]
+        assert len(mine) == 2 * NUM_CHUNKS
+        assert outcome.stage_busy_s[0][stage] == pytest.approx(2 * stage_s, rel=1e-9)
+        gaps_s = [after.start_s - before.end_s for before, after in pairwise(mine)]
+        assert sum(gaps_s) < 0.1 * outcome.duration_s  # the stages differ by the head alone
+    streaming, _ = play(two_stages(scheduler, stream=True), 2)
+    assert outcome.duration_s == pytest.approx(streaming.duration_s, rel=0.05)
+
+
+def test_a_chunk_is_held_until_the_one_before_is_complete() -> None:
+    config = SchedulerConfig("sarathi", chunk_size=4, max_batch_tokens=8, depth=3, stream=False)
+    scheduler = Scheduler(config, num_blocks=16, block_size=4)
+    scheduler.add(RequestHead(0, 10, 1, 0.0))
+    first = scheduler.schedule(0.0)
+    assert first is not None and [row[:3] for row in first.rows] == [(0, 0, 4)]
+    assert scheduler.schedule(0.0) is None
+    scheduler.add(RequestHead(1, 6, 1, 0.0))
+    second = scheduler.schedule(0.0)
+    assert second is not None and [row[:3] for row in second.rows] == [(1, 0, 4)]
+    scheduler.complete(first.batch_id, 1.0, [], 1.0)
+    third = scheduler.schedule(1.0)
+    assert third is not None and [row[:3] for row in third.rows] == [(0, 4, 4)]
+    assert scheduler.schedule(1.0) is None
+
+
+class Watched(Drive):
+    """Asserts that no prompt has chunks in two batches in flight."""
+
+    def on_schedule(self, batch: Batch | None) -> None:
+        rows = [row.slot for sent in self.scheduler.in_flight for row in sent.rows if not row.is_decode]
+        assert len(rows) == len(set(rows))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[SchedulerConfig, int, int, list[Job]]:
+    """A configuration, groups, blocks of each, and a load."""
+    load = draw(st.lists(jobs(max_prompt=2500), min_size=1, max_size=6))
+    num_groups = draw(st.integers(1, 3))
+    share = -(-max(job.num_kv_tokens for job in load) // (64 * num_groups))
+    config = SchedulerConfig(
+        draw(st.sampled_from(SCHEDULERS)),
+        max_num_seqs=draw(st.integers(1, 8)),
+        max_batch_tokens=draw(st.sampled_from([100, 512, 2048])),
+        chunk_size=draw(st.sampled_from([64, 512])),
+        depth=draw(st.integers(2, 4)),
+        t_target_s=draw(st.sampled_from([None, 0.02, 1.0])),
+        late_share=draw(st.sampled_from([0.0, 0.1, 0.5])),
+        patience_s=0.5,
+        max_kv_per_group=share * 64,
+        overcommit=draw(st.sampled_from([False, False, True])) and num_groups == 1,
+        stream=False,
+    )
+    return config, num_groups, share * draw(st.sampled_from([1, 2, 8])), load
+
+
+@settings(max_examples=120, deadline=None)
+@given(worlds())
+def test_under_any_load_nobody_stalls_and_chunks_wait(world: tuple[SchedulerConfig, int, int, list[Job]]) -> None:
+    config, num_groups, num_blocks, load = world
+    scheduler = Scheduler(
+        config,
+        num_blocks=num_blocks,
+        block_size=64,
+        num_groups=num_groups,
+        predictor=PREDICTOR if num_groups == 1 else make_predictor(kvp=num_groups),
+        max_prompt_tokens=1 << 13,
+    )
+    Watched(scheduler, load, lambda batch: 1e-3 * batch.num_tokens).run()
+
+
+def test_with_one_batch_in_flight_nothing_changes() -> None:
+    load = [Job(0.1 * i, 300 + 170 * i, 4) for i in range(8)]
+    logs = defaultdict(list)
+    for scheduler in SCHEDULERS:
+        for stream in (True, False):
+            config = SchedulerConfig(scheduler, max_batch_tokens=256, chunk_size=128, depth=1, stream=stream)
+            plays = Drive(
+                Scheduler(config, num_blocks=64, block_size=64, predictor=make_predictor()), load, lambda batch: 0.1
+            )
+            logs[scheduler].append(plays.run())
+    assert all(one == other for one, other in logs.values())
+
+
+def test_who_came_first_is_not_starved_by_those_that_fill_in() -> None:
+    """A long prompt beside a steady flow of short ones gets a chunk each time its last one is through."""
+    config = SchedulerConfig("sarathi", chunk_size=64, max_batch_tokens=64, depth=3, stream=False)
+    load = [Job(0.0, 640), *(Job(0.01 * i, 64) for i in range(60))]
+    chunks: Counter[int] = Counter()
+
+    class Counted(Drive):
+        def on_schedule(self, batch: Batch | None) -> None:
+            chunks.update(row.slot for row in (batch.rows if batch else ()) if self.live[row.slot].job == 0)
+
+    drive = Counted(Scheduler(config, num_blocks=64, block_size=64), load, lambda batch: 0.01)
+    drive.run()
+    assert chunks.total() == 10
+    assert drive.finish_s[0] <= 10 * 3 * 0.01 + 1e-9  # a turn of the pipeline each
