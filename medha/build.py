@@ -18,12 +18,14 @@ from pathlib import Path
 
 import torch
 
-from medha.attention.interface import AttentionBackend
+from medha.attention.choose import choose_backend
+from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape
 from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.distributed import Caller, DrivingRunner, Follower, failures_named, give_up
 from medha.engine import Engine, ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
+from medha.graphs import CudaGraphs, graph_sizes
 from medha.kv_cache import KVCache
 from medha.models.decoder import Decoder, build_decoder, fill_random_
 from medha.models.generation_config import load_generation_config
@@ -101,6 +103,19 @@ class Role:
             self.caller.close()
         if self.follower is not None:
             self.follower.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """Who looks on while an engine is built.
+
+    Attributes:
+        loaded: called with the bytes of each parameter as it is loaded.
+        captured: called with how many CUDA graphs are captured and how many there will be.
+    """
+
+    loaded: Callable[[int], None] | None = None
+    captured: Callable[[int, int], None] = lambda done, total: None
 
 
 def build_engine(

@@ -155,6 +155,9 @@ class SchedulerConfig:
             pipeline parallelism. False is pipelined micro-batches as in Sarathi-Serve and vLLM: a prompt's next chunk
             waits until the one before has left the last stage, and other requests fill the stages meanwhile. Predicted
             prefill times, and with them deadlines and slack, are those of a stream in either case.
+        decode_lag: 1 lets a request's next token be scheduled while the one before is computed, so that the host prepares
+            a batch while the device runs another; what turns out to come after a request's end is dropped. It needs one
+            rank, and ``depth`` is then 2. 0 waits for each token. None is 1 on CUDA with one rank, else 0.
         admission: what becomes of a request whose own TTFT objective could not be met even if it ran next: ``all``
             serves it as any other, ``refuse`` does not take it, ``relegate`` serves it without a deadline, which a
             policy that goes by deadlines puts last. Only ``medha`` predicts, so with another scheduler it is ``all``.
@@ -179,6 +182,7 @@ class SchedulerConfig:
     deadline_factor: float = 5.0
     overcommit: bool = False
     stream: bool = True
+    decode_lag: int | None = None
     admission: str = "all"
 
     def __post_init__(self) -> None:
@@ -209,6 +213,10 @@ class SchedulerConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; accepted: True or False")
         _check_positive_int("depth", self.depth, 1024, optional=True)
+        if self.decode_lag is not None and (isinstance(self.decode_lag, bool) or self.decode_lag not in (0, 1)):
+            raise ConfigError(f"decode_lag={self.decode_lag!r}; accepted: 0, 1 or None")
+        if self.decode_lag == 1 and self.depth not in (None, 2):
+            raise ConfigError(f"depth={self.depth!r} with decode_lag=1; accepted: 2")
         _check_positive_int("max_kv_per_group", self.max_kv_per_group, 2**31 - 1, optional=True)
 
 
@@ -271,7 +279,10 @@ class EngineConfig:
         revision: hub revision.
         dtype: ``auto`` (the checkpoint's), or one of ``float32``, ``bfloat16``, ``float16``.
         device: ``auto`` (CUDA when there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-        attention_backend: ``auto`` or ``torch``.
+        attention_backend: ``torch``, ``flashinfer``, or ``auto``: FlashInfer on CUDA where it is installed and has kernels
+            for the model's heads, else torch.
+        cuda_graphs: run batches of decodes alone from CUDA graphs, on CUDA with FlashInfer and without tensor
+            parallelism; False (vLLM's ``enforce_eager``) never does.
         max_model_len: longest prompt plus output in tokens; by default what the model claims.
         rope_scaling: replaces the model's RoPE scaling: a type name, or a mapping as in ``rope_parameters``.
         hf_overrides: merged over ``config.json``.
@@ -288,6 +299,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
+    cuda_graphs: bool = True
     max_model_len: int | None = None
     rope_scaling: str | dict[str, Any] | None = None
     hf_overrides: dict[str, Any] | None = None
@@ -304,6 +316,8 @@ class EngineConfig:
             raise ConfigError(f"model={self.model!r}; accepted: a folder or a hub id")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        if not isinstance(self.cuda_graphs, bool):
+            raise ConfigError(f"cuda_graphs={self.cuda_graphs!r}; accepted: True or False")
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _check_positive_int("max_model_len", self.max_model_len, 2**31 - 1, optional=True)
         _check_positive_int("num_threads", self.num_threads, 4096, optional=True)
@@ -317,6 +331,11 @@ class EngineConfig:
             raise ConfigError(f"rope_scaling={self.rope_scaling!r}; accepted: a type name or a mapping")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise ConfigError(f"hf_overrides={self.hf_overrides!r}; accepted: a mapping")
+        if self.scheduler.decode_lag == 1 and self.parallel.world_size > 1:
+            raise ConfigError(
+                f"decode_lag=1 with {self.parallel.world_size} ranks: the others get a token from the first one; "
+                "accepted: 0 or None"
+            )
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r}; accepted: auto, cpu, cuda, cuda:N")
 
@@ -324,7 +343,8 @@ class EngineConfig:
     def from_flat(cls, model: str, **options: Any) -> EngineConfig:
         """Build the tree from flat keyword arguments, the names that :class:`medha.LLM` takes.
 
-        vLLM's names are accepted as aliases (``max_num_batched_tokens``, ``num_gpu_blocks_override``, ...).
+        vLLM's names are accepted as aliases (``max_num_batched_tokens``, ``num_gpu_blocks_override``, ...), and its
+        ``enforce_eager`` as the opposite of ``cuda_graphs``.
 
         Raises:
             ConfigError: an unknown name (the message proposes the nearest), a name given twice, or a bad value.
@@ -332,6 +352,8 @@ class EngineConfig:
         sections: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "parallel": {}, "": {}}
         seen: set[str] = set()
         for name, value in options.items():
+            if name == "enforce_eager" and isinstance(value, bool):
+                name, value = "cuda_graphs", not value
             canonical = OPTION_ALIASES.get(name, name)
             if canonical not in _OPTION_SECTIONS:
                 near = difflib.get_close_matches(name, [*_OPTION_SECTIONS, *OPTION_ALIASES], n=1)
@@ -351,7 +373,7 @@ class EngineConfig:
         )
 
 
-ATTENTION_BACKENDS = ("auto", "torch")
+ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
 
 # Other names by which users of vLLM and SGLang know an option.
 OPTION_ALIASES = {

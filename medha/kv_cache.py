@@ -41,12 +41,14 @@ class KVCache:
         num_blocks, block_size: size of each pool.
         num_kv_heads, head_dim: shape of a token's keys.
         dtype, device: of the pools. On the CPU, pages are committed by the system as they are first written.
+        has_scratch: whether one more block lies behind the pool, which no table names: what rows that only fill a batch
+            up read and write.
 
     Raises:
         ConfigError: the memory cannot be had.
 
     Attributes:
-        k, v: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer.
+        k, v: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer, with the scratch block behind.
     """
 
     def __init__(
@@ -59,10 +61,11 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        has_scratch: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        tokens = num_blocks * block_size
+        tokens = (num_blocks + has_scratch) * block_size
 
         def pool() -> torch.Tensor:
             if device.type == "cpu":
@@ -78,6 +81,11 @@ class KVCache:
                 f"a KV pool of {num_blocks} blocks takes {num_blocks * block_size * token_bytes} bytes, and the system "
                 f"does not give them ({error}); accepted: fewer, with num_kv_blocks or kv_memory"
             ) from error
+
+    @property
+    def scratch_token(self) -> int:
+        """First pool token of the scratch block, where there is one."""
+        return self.num_blocks * self.block_size
 
     @property
     def block_bytes(self) -> int:

@@ -6,27 +6,38 @@ writes the new keys and values, attends, and samples the rows that end at the la
 
 With KV parallelism the runner is handed the part of a batch that concerns its group. Rows that lie on several groups
 are attended to over this group's shard and merged with the others', while the other rows are computed.
+
+With ``decode_lag`` a batch is only started: its tokens are drawn where the logits lie and noted there, the next batch
+can read them from there, and the host reads them when they are asked for. Until then nothing waits for the device.
+
+What a step's kernels need to know is copied to the device at once (:mod:`medha.staging`). Batches of decodes alone run
+from a captured graph where there is one (:mod:`medha.graphs`).
+
+Legend: T tokens of a batch, D model dimension, V vocabulary, S rows to sample, N query heads, K KV heads, H head
+dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.attention.interface import AttentionBackend, Segment
+from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape, Segment
 from medha.batch import Batch, Row
+from medha.graphs import DecodeGraphs, Decodes, GraphMaker
 from medha.kv_cache import BlockTables, KVCache, WritePlan
 from medha.models.decoder import Decoder, LayerAttendFn
 from medha.models.rope import cos_sin, inverse_frequencies
 from medha.parallel.kvp import Merge, shared_rows
 from medha.parallel.spp import StagePipe
 from medha.request import SamplingParams
-from medha.sampling import Sampled, SlotSampling, sample
+from medha.sampling import Drawing, Sampled, SlotSampling, draw, sample
+from medha.staging import Stageable, Staging, mark
 from medha.timeline import Recorder
 
 
@@ -38,11 +49,14 @@ class StepResult:
         rows: the rows that sampled, in batch order.
         sampled: their tokens.
         busy_s: seconds of compute, waits excluded.
+        host_wait_s: seconds that the host was held up by this compute; None where that is not known, as with several
+            ranks.
     """
 
     rows: tuple[Row, ...]
     sampled: list[Sampled]
     busy_s: float
+    host_wait_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,68 @@ class Pending:
     def result(self) -> StepResult:
         """The result of the batch."""
         return self.done
+
+
+class Started:
+    """A batch that the device may still be computing.
+
+    Args:
+        runner: of the rank that has the whole model.
+        rows: those that sample.
+        drawing: their tokens.
+        marks: before and after the compute, where a device runs behind the host.
+        host_s: seconds that the host took for it; all of the compute where the device does not run behind.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        rows: tuple[Row, ...],
+        drawing: Drawing | None,
+        marks: tuple[torch.cuda.Event | None, torch.cuda.Event | None],
+        host_s: float,
+    ) -> None:
+        self._runner = runner
+        self._rows = rows
+        self._drawing = drawing
+        self._marks = marks
+        self._host_s = host_s
+
+    def result(self) -> StepResult:
+        """The result of the batch; waits for the device. To be called once."""
+        start, end = self._marks
+        busy_s = host_wait_s = self._host_s
+        if start is not None and end is not None:
+            asked_s = time.perf_counter()
+            end.synchronize()
+            host_wait_s = time.perf_counter() - asked_s
+            busy_s = start.elapsed_time(end) / 1e3  # milliseconds
+        sampled = [] if self._drawing is None else self._drawing.read()
+        result = StepResult(self._rows, sampled, busy_s, host_wait_s)
+        self._runner.take_tokens(result)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """What the layers held here made of a batch.
+
+    Attributes:
+        rows: logits [S, V] of the rows that sample, float32, where the head is and some do; else hidden states [T, D].
+        slots: of the rows that sample, int64 [S] on the device.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """Where a batch's new keys and values go, before it is on the device; the fields of :class:`WritePlan`."""
+
+    singles: npt.NDArray[np.int64]
+    spans: tuple[tuple[int, int, int], ...]
+    sources: npt.NDArray[np.int64] | None
 
 
 class Runner:
@@ -68,9 +144,11 @@ class Runner:
         samples: whether this rank draws tokens; it must hold the head.
         group: this rank's KV-parallel group.
         merges: by (first, last) group, for the runs of groups that this rank's belongs to.
+        decode_lag: 1 if a batch may be handed in before the one before it is read; the whole model is then here.
 
     Attributes:
-        recorder: what this rank ran when.
+        recorder: what this rank ran when; where the device runs behind the host, when it was launched.
+        graphs: of decodes, once they are captured.
     """
 
     def __init__(
@@ -84,7 +162,9 @@ class Runner:
         samples: bool = True,
         group: int = 0,
         merges: Mapping[tuple[int, int], Merge] | None = None,
+        decode_lag: int = 0,
     ) -> None:
+        assert decode_lag == 0 or pipe is None, "the tokens of other ranks are not here in time"
         self.model = model
         self.cache = cache
         self.backend = backend
@@ -101,6 +181,31 @@ class Runner:
         self._prompts: dict[int, torch.Tensor] = {}
         self._sampling: dict[int, SlotSampling] = {}
         self._drawn: dict[int, list[int]] = {}
+        self.graphs: DecodeGraphs | None = None
+        # The last token of each slot, on the device: what the next decode reads before the host knows it.
+        self._last_tokens = torch.zeros(64, dtype=torch.int64, device=device) if decode_lag else None
+
+    def capture(self, maker: GraphMaker, sizes: Sequence[int], on_captured: Callable[[int, int], None]) -> None:
+        """Capture graphs of decodes; see :meth:`medha.graphs.DecodeGraphs.capture`.
+
+        Args:
+            maker: captures.
+            sizes: batch sizes.
+            on_captured: called with how many sizes are done and how many there are.
+        """
+        assert isinstance(self.backend, GraphBackend), f"a graph cannot hold the attention of {self.backend.name}"
+        config, pool = self.model.config, self.cache.k[0]
+        num_heads = config.num_heads * pool.shape[1] // config.num_kv_heads
+        self.graphs = DecodeGraphs(
+            self.model,
+            self.cache,
+            self.backend,
+            LayerShape(num_heads, pool.shape[1], config.head_dim, pool.dtype),
+            inv_freq=self._inv_freq,
+            attention_factor=self._attention_factor,
+            most_decodes=max(sizes),
+        )
+        self.graphs.capture(maker, sizes, on_captured)
 
     def open(
         self,
@@ -145,8 +250,11 @@ class Runner:
         """The sampling state of a request."""
         return self._sampling[slot]
 
-    def submit(self, batch: Batch) -> Pending:
-        """Run a batch as sent; on one rank its result is there when this returns."""
+    def submit(self, batch: Batch) -> Pending | Started:
+        """Run a batch as sent, on the one rank that there is; its result is there when this returns, or may be waited
+        for where there is a decode lag."""
+        if self._last_tokens is not None:
+            return self._start(batch, self._last_tokens)
         result = self.run(batch, self.input_ids(batch))
         assert result is not None, "a rank with the whole model samples"
         self.take_tokens(result)
@@ -167,31 +275,42 @@ class Runner:
         self.tables.apply(batch)
         if not batch.rows:
             return None
-        x_TD = self._forward(batch, input_ids)
+        out = self._forward(batch, None if input_ids is None else input_ids.numpy()).rows
         if not self.model.has_head:
             assert self.pipe is not None, "a stage without the head passes its hidden states on"
             self.recorder.end(batch)
             with self.recorder.waiting("send"):
                 self.pipe.reserve()
-            self.pipe.send(batch, x_TD)
+            self.pipe.send(batch, out)
             return None
-        sampled = self._sample(batch, x_TD)
+        rows = sampling_rows(batch, self.group)
+        sampled = sample(out, *self._draws(rows)) if rows and self.samples else []
         record = self.recorder.end(batch)
         if not self.samples:
             return None
-        return StepResult(sampling_rows(batch, self.group), sampled, record.end_s - entered - record.hidden_wait_s)
+        busy_s = record.end_s - entered - record.hidden_wait_s
+        return StepResult(rows, sampled, busy_s, busy_s)
 
-    def _sample(self, batch: Batch, x_TD: torch.Tensor) -> list[Sampled]:
-        """The tokens that this rank draws; every rank of the last stage of the leading group takes part."""
+    @torch.inference_mode()
+    def _start(self, batch: Batch, last_tokens: torch.Tensor) -> Started:
+        """Start a batch whose decodes read the tokens of the batch before from the device."""
+        entered = self.recorder.begin()
+        before = mark(self.device, timing=True)
+        self.tables.apply(batch)
+        last_tokens = self._last_tokens = _with_room(last_tokens, max(row.slot for row in batch.rows))
         rows = sampling_rows(batch, self.group)
-        if not rows:
-            return []
-        logits_SV = self.model.logits(x_TD[last_tokens(batch, self.group)])
-        if not self.samples:
-            return []
+        forward = self._forward(batch, self._prompt_ids(batch), last_tokens=last_tokens)
+        drawing = None
+        if rows:
+            drawing = draw(forward.rows, *self._draws(rows))
+            last_tokens[forward.slots] = drawing.tokens
+        record = self.recorder.end(batch)
+        return Started(self, rows, drawing, (before, mark(self.device, timing=True)), record.end_s - entered)
+
+    def _draws(self, rows: Sequence[Row]) -> tuple[list[SlotSampling], list[int]]:
+        """Of each row that samples: its request's parameters, and the index of the token to draw."""
         slots = [self._sampling[row.slot] for row in rows]
-        indices = [row.kv_len - slot.num_prompt_tokens for row, slot in zip(rows, slots, strict=True)]
-        return sample(logits_SV, slots, indices)
+        return slots, [row.kv_len - slot.num_prompt_tokens for row, slot in zip(rows, slots, strict=True)]
 
     def take_tokens(self, result: StepResult) -> None:
         """Note the tokens drawn, as input of the next decodes; where prompts are kept."""
@@ -201,7 +320,16 @@ class Runner:
     def input_ids(self, batch: Batch) -> torch.Tensor:
         """The tokens of a batch's rows in order, int32 on the CPU, where prompts are kept."""
         decodes = [self._drawn[row.slot][-1] for row in batch.rows if row.is_decode]
-        parts = [torch.tensor(decodes, dtype=torch.int32)]
+        return self._ids(batch, torch.tensor(decodes, dtype=torch.int32))
+
+    def _prompt_ids(self, batch: Batch) -> npt.NDArray[np.int32]:
+        """As :meth:`input_ids`, with 0 for the decodes, whose tokens lie on the device."""
+        ids: npt.NDArray[np.int32] = self._ids(batch, torch.zeros(batch.num_decodes, dtype=torch.int32)).numpy()
+        return ids
+
+    def _ids(self, batch: Batch, decodes: torch.Tensor) -> torch.Tensor:
+        """The tokens of a batch, those of its decodes being given."""
+        parts = [decodes]
         for row in batch.rows:
             if not row.is_decode:
                 prompt = self._prompts[row.slot]
@@ -212,27 +340,87 @@ class Runner:
                     parts.append(torch.tensor(drawn, dtype=torch.int32))
         return torch.cat(parts)
 
-    def _forward(self, batch: Batch, input_ids: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states [T, D] after the layers held here."""
-        attend = self._attention(batch)
-        cos, sin = cos_sin(self._positions(batch), self._inv_freq, self._attention_factor)
-        if self.model.has_embedding:
-            assert input_ids is not None, "a stage with the embedding gets tokens"
-            x_TD = self.model.embed(input_ids.to(self.device, torch.int64))
-        else:
-            assert self.pipe is not None, "a stage without the embedding receives hidden states"
-            with self.recorder.waiting("hidden"):
-                x_TD = self.pipe.receive(batch).to(self.device)
-            self.recorder.begin()
-        return self.model(x_TD, cos, sin, attend)  # type: ignore[no-any-return]
+    def _forward(
+        self, batch: Batch, ids: npt.NDArray[np.int32] | None, *, last_tokens: torch.Tensor | None = None
+    ) -> _Forward:
+        """Run the layers held here, from a graph or one kernel after the other.
 
-    def _attention(self, batch: Batch) -> LayerAttendFn:
-        """What writes a layer's new keys and values and attends over all of them."""
+        Args:
+            batch: with rows.
+            ids: of the rows in order, on a rank that embeds them.
+            last_tokens: int64 on the device, the token of each slot, which decodes read in place of ``ids``.
+        """
+        is_fixed = batch.num_decodes == len(batch.rows) and not any(row.is_shared for row in batch.rows)
+        if self.graphs is not None and is_fixed and self.graphs.size_for(len(batch.rows)) is not None:
+            return self._replayed(self.graphs, batch, ids, last_tokens)
+        return self._eager(batch, ids, last_tokens)
+
+    def _eager(self, batch: Batch, ids: npt.NDArray[np.int32] | None, last_tokens: torch.Tensor | None) -> _Forward:
+        """:meth:`_forward`, one kernel after the other."""
+        staging = Staging(self.device)
+        positions = staging.add(self._positions(batch))
+        sampled = staging.add(np.array(last_tokens_of(batch, self.group), np.int64))
+        sampled_slots = staging.add(np.array([row.slot for row in sampling_rows(batch, self.group)], np.int64))
+        decode_slots = staging.add(np.array([row.slot for row in batch.rows if row.is_decode], np.int64))
+        tokens = None if ids is None else staging.add(ids)
+        attend = self._attention(batch, staging)
+        cos, sin = cos_sin(positions.tensor, self._inv_freq, self._attention_factor)
+        if self.model.has_embedding:
+            assert tokens is not None, "a stage with the embedding gets tokens"
+            ids_T = tokens.tensor.to(torch.int64)
+            if last_tokens is not None:
+                ids_T[: batch.num_decodes] = last_tokens[decode_slots.tensor]  # decodes come first
+            x_TD = self.model.embed(ids_T)
+        else:
+            x_TD = self._received(batch)
+        x_TD = self.model(x_TD, cos, sin, attend)
+        if self.model.has_head and len(sampled.ints):
+            x_TD = self.model.logits(x_TD[sampled.tensor])
+        return _Forward(x_TD, sampled_slots.tensor)
+
+    def _received(self, batch: Batch) -> torch.Tensor:
+        """Hidden states of the stage before, [T, D] on the device; the compute begins when they are here."""
+        assert self.pipe is not None, "a stage without the embedding receives hidden states"
+        with self.recorder.waiting("hidden"):
+            x_TD = self.pipe.receive(batch).to(self.device)
+        self.recorder.begin()
+        return x_TD
+
+    def _replayed(
+        self,
+        graphs: DecodeGraphs,
+        batch: Batch,
+        ids: npt.NDArray[np.int32] | None,
+        last_tokens: torch.Tensor | None,
+    ) -> _Forward:
+        """:meth:`_forward` of decodes alone, from a graph."""
+        located = list(zip(batch.rows, range(len(batch.rows)), strict=True))
+        decodes = Decodes(
+            segments=[self._segment(row, start) for row, start in located],
+            positions=self._positions(batch),
+            targets=self._targets(located).singles,
+            token_ids=None if ids is None else ids.astype(np.int64),
+            slots=np.array([row.slot for row in batch.rows], np.int64),
+        )
+        hidden = None if self.model.has_embedding else self._received(batch)
+        out = graphs.run(decodes, hidden_TD=hidden, last_tokens=last_tokens)
+        return _Forward(out, graphs.slots[: len(batch.rows)])
+
+    def _attention(self, batch: Batch, staging: Staging) -> LayerAttendFn:
+        """What writes a layer's new keys and values and attends over all of them; sends what is staged."""
         starts = np.cumsum([0, *(row.q_len for row in batch.rows)]).tolist()
         located = list(zip(batch.rows, starts[:-1], strict=True))
-        writes = self._write_plan(located)
+        targets = self._targets(located)
+        singles = staging.add(targets.singles)
+        sources = None if targets.sources is None else staging.add(targets.sources)
         plan = self.backend.plan([self._segment(row, start) for row, start in located if not row.is_shared])
         runs = shared_rows(batch, self.device)
+        shared_plan = self.backend.plan([self._segment(row, start) for row, start in located if row.is_shared])
+        for each in (plan, shared_plan):
+            if isinstance(each, Stageable):
+                each.stage(staging)
+        staging.send()
+        writes = WritePlan(singles.tensor, targets.spans, None if sources is None else sources.tensor)
         if not runs:
 
             def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
@@ -240,8 +428,6 @@ class Runner:
                 return self.backend.run(q_TNH, self.cache.k[layer], self.cache.v[layer], plan)[0]
 
             return attend
-
-        shared_plan = self.backend.plan([self._segment(row, start) for row, start in located if row.is_shared])
 
         def attend_together(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
             self.cache.write(layer, k_TKH, v_TKH, writes)
@@ -267,29 +453,33 @@ class Runner:
         shard = self.tables.shard(row.slot)
         return Segment(start, row.q_len, self.tables.ranges(row.slot, *shard), causal=row.holder == self.group)
 
-    def _positions(self, batch: Batch) -> torch.Tensor:
-        """Position of each token of the batch, int64 [T]."""
-        ranges = [np.arange(row.position, row.kv_len) for row in batch.rows]
-        return torch.from_numpy(np.concatenate(ranges)).to(self.device)
+    def _positions(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """Position of each token of the batch."""
+        return np.concatenate([np.arange(row.position, row.kv_len, dtype=np.int64) for row in batch.rows])
 
-    def _write_plan(self, located: list[tuple[Row, int]]) -> WritePlan:
-        """Where the new keys go, from each row and the index of its first token in the batch."""
+    def _targets(self, located: list[tuple[Row, int]]) -> _Targets:
+        """Where the new keys go, from each row and the index of its first token in the batch.
+
+        On the CPU a chunk is copied in one piece; elsewhere every token is one of the singles, so that a layer's keys
+        are one launch.
+        """
         singles: list[int] = []
         sources: list[int] = []
         spans: list[tuple[int, int, int]] = []
+        in_pieces = self.device.type == "cpu"
         for row, start in located:
             if row.holder != self.group:
                 continue
             for first, count in self.tables.ranges(row.slot, row.position, row.kv_len):
-                if row.is_decode:
-                    singles.append(first)
-                    sources.append(start)
-                else:
+                if in_pieces and not row.is_decode:
                     spans.append((start, first, count))
+                else:
+                    singles.extend(range(first, first + count))
+                    sources.extend(range(start, start + count))
                 start += count
-        index = partial(torch.tensor, dtype=torch.int64, device=self.device)
         are_first = sources == list(range(len(sources)))
-        return WritePlan(index(singles), tuple(spans), None if are_first else index(sources))
+        found = None if are_first else np.array(sources, np.int64)
+        return _Targets(np.array(singles, np.int64), tuple(spans), found)
 
 
 def sampling_rows(batch: Batch, group: int) -> tuple[Row, ...]:
@@ -297,7 +487,16 @@ def sampling_rows(batch: Batch, group: int) -> tuple[Row, ...]:
     return tuple(row for row in batch.rows if row.samples and row.group == group)
 
 
-def last_tokens(batch: Batch, group: int) -> list[int]:
+def last_tokens_of(batch: Batch, group: int) -> list[int]:
     """Index in the batch of the last token of each row after which a group draws a token."""
     ends = np.cumsum([row.q_len for row in batch.rows]).tolist()
     return [end - 1 for end, row in zip(ends, batch.rows, strict=True) if row.samples and row.group == group]
+
+
+def _with_room(last_tokens: torch.Tensor, slot: int) -> torch.Tensor:
+    """The tensor, or one of twice the length or more with the same beginning, so that a slot has its place."""
+    if slot < len(last_tokens):
+        return last_tokens
+    longer = last_tokens.new_zeros(max(slot + 1, 2 * len(last_tokens)))
+    longer[: len(last_tokens)] = last_tokens
+    return longer

@@ -84,9 +84,8 @@ def sample(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequ
     for row, (slot, index) in enumerate(zip(slots, indices, strict=True)):
         token = tokens[row]
         if finite[row]:
-            masked = index < slot.params.min_tokens and bool(slot.end_ids)
-            if masked or slot.has_penalties or not slot.params.is_greedy:
-                token = _draw(logits_SV[row], slot, index)
+            if _needs_draw(slot, index):
+                token = int(_draw(logits_SV[row], slot, index))
             if slot.has_penalties:
                 slot.output_ids.append(token)
         wanted = slot.params.logprobs
@@ -95,13 +94,64 @@ def sample(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequ
     return results
 
 
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Tokens drawn where the logits lie, on their way to the host.
+
+    Attributes:
+        tokens: int64 [S], on the device of the logits.
+    """
+
+    tokens: torch.Tensor
+    _ids_and_finite: torch.Tensor  # [2, S] on the host, once the device is done
+    _logprobs: Sequence[tuple[torch.Tensor, torch.Tensor] | None]  # of each row: values; ids, then the rank
+
+    def read(self) -> list[Sampled]:
+        """The tokens; to be called when the device has done what it had to do by the time of :func:`draw`."""
+        tokens, finite = self._ids_and_finite.tolist()
+        found = zip(tokens, finite, self._logprobs, strict=True)
+        return [Sampled(token, bool(ok), _read_logprobs(row) if row and ok else None) for token, ok, row in found]
+
+
+def draw(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> Drawing:
+    """As :func:`sample`, but the host does not wait for the device: the same tokens, read later.
+
+    Rows with penalties are waited for, as their next draw needs the tokens so far.
+    """
+    tokens_S = logits_SV.argmax(dim=-1)
+    logprobs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    for row, (slot, index) in enumerate(zip(slots, indices, strict=True)):
+        if _needs_draw(slot, index):
+            tokens_S[row] = _draw(logits_SV[row], slot, index)
+        if slot.has_penalties:
+            slot.output_ids.append(int(tokens_S[row]))
+        wanted = slot.params.logprobs
+        logprobs.append(None if wanted is None else _start_logprobs(logits_SV[row], tokens_S[row], wanted))
+    finite = torch.isfinite(logits_SV.sum(dim=-1))
+    return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite.long()])), logprobs)
+
+
+def _needs_draw(slot: SlotSampling, index: int) -> bool:
+    """Whether a token is more than the likeliest one."""
+    masked = index < slot.params.min_tokens and bool(slot.end_ids)
+    return masked or slot.has_penalties or not slot.params.is_greedy
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host that is there once the device is done; of a tensor on the host the tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 def uniform(seed: int, index: int) -> float:
     """The number in [0, 1) that decides draw ``index`` of a request: Philox keyed by the seed, at that counter."""
     key = seed % 2**64
     return float(np.random.Generator(np.random.Philox(key=key, counter=index)).random())
 
 
-def _draw(logits_V: torch.Tensor, slot: SlotSampling, index: int) -> int:
+def _draw(logits_V: torch.Tensor, slot: SlotSampling, index: int) -> torch.Tensor:
+    """The token of one row, int64 without axes, where the logits lie; penalties and ``min_tokens`` aside no wait."""
     params = slot.params
     logits_V = logits_V.clone()
     if slot.has_penalties:
@@ -109,33 +159,33 @@ def _draw(logits_V: torch.Tensor, slot: SlotSampling, index: int) -> int:
     if index < params.min_tokens and slot.end_ids:
         logits_V[list(slot.end_ids)] = -torch.inf
     if params.is_greedy:
-        return int(logits_V.argmax())
+        return logits_V.argmax()
     assert params.temperature is not None
-    probs, ids = _filtered(torch.softmax(logits_V.double() / params.temperature, dim=-1), params)
+    probs, ids, num_kept = _filtered(torch.softmax(logits_V.double() / params.temperature, dim=-1), params)
     cumulative = probs.cumsum(0)
-    target = uniform(slot.seed, index) * float(cumulative[-1])
-    choice = int(torch.searchsorted(cumulative, target, right=True))
-    choice = min(choice, len(probs) - 1)
-    return int(ids[choice]) if ids is not None else choice
+    target = uniform(slot.seed, index) * cumulative[-1:]
+    choice = torch.minimum(torch.searchsorted(cumulative, target, right=True), num_kept - 1)
+    return (choice if ids is None else ids.gather(0, choice)).squeeze(0)
 
 
-def _filtered(probs_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The probabilities that survive the filters, not renormalised, and their ids (None: all, in order)."""
+def _filtered(probs_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """The probabilities with 0 for those that the filters drop, not renormalised; their ids (None: all, in order); and
+    how many come before the first of a tail that is dropped, int64 of one element."""
     top_k, top_p, min_p = params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0
+    everything = torch.full((1,), len(probs_V), dtype=torch.int64, device=probs_V.device)
     if top_k <= 0 and top_p >= 1.0:
         if min_p > 0.0:
             probs_V = torch.where(probs_V >= min_p * probs_V.max(), probs_V, 0.0)
-        return probs_V, None
+        return probs_V, None, everything
     k = min(top_k, len(probs_V)) if top_k > 0 else len(probs_V)
     probs, ids = torch.topk(probs_V, k) if k < len(probs_V) else torch.sort(probs_V, descending=True, stable=True)
+    keep = torch.ones_like(probs, dtype=torch.bool)
     if top_p < 1.0:
-        before = probs.cumsum(0) - probs
-        keep = int((before < top_p * float(probs.sum())).sum())
-        probs, ids = probs[: max(keep, 1)], ids[: max(keep, 1)]
+        keep &= probs.cumsum(0) - probs < top_p * probs.sum()
     if min_p > 0.0:
-        keep = int((probs >= min_p * probs[0]).sum())
-        probs, ids = probs[:keep], ids[:keep]
-    return probs, ids
+        keep &= probs >= min_p * probs[:1]
+    keep[:1] = True
+    return torch.where(keep, probs, 0.0), ids, keep.sum().view(1)
 
 
 def _penalise_(logits_V: torch.Tensor, slot: SlotSampling) -> None:
@@ -155,10 +205,20 @@ def _penalise_(logits_V: torch.Tensor, slot: SlotSampling) -> None:
 
 def _logprobs(logits_V: torch.Tensor, token: int, num_top: int) -> tuple[tuple[int, float, int], ...]:
     """Of the drawn token, then of the ``num_top`` likeliest: (id, log-probability before any transform, rank)."""
+    return _read_logprobs(_start_logprobs(logits_V, torch.tensor(token, device=logits_V.device), num_top))
+
+
+def _start_logprobs(logits_V: torch.Tensor, token: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the token and the likeliest, and their ids with the token's rank last, to the host."""
     logprobs = torch.log_softmax(logits_V, dim=-1)
-    rank = int((logits_V > logits_V[token]).sum()) + 1
-    entries = [(token, float(logprobs[token]), rank)]
-    if num_top:
-        values, ids = torch.topk(logprobs, min(num_top, len(logprobs)))
-        entries += [(i, v, r) for r, (i, v) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1)]
-    return tuple(entries)
+    token = token.view(1)
+    values, ids = torch.topk(logprobs, min(num_top, len(logprobs)))
+    rank = (logits_V > logits_V.gather(0, token)).sum().view(1) + 1
+    return _to_host(torch.cat([logprobs.gather(0, token), values])), _to_host(torch.cat([token, ids, rank]))
+
+
+def _read_logprobs(started: tuple[torch.Tensor, torch.Tensor]) -> tuple[tuple[int, float, int], ...]:
+    """(id, log-probability, rank) of the drawn token, then of the likeliest."""
+    values, (*ids, rank) = started[0].tolist(), started[1].tolist()
+    ranks = [rank, *range(1, len(values))]
+    return tuple(zip(ids, values, ranks, strict=True))

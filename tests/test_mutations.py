@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -55,8 +57,8 @@ def shifted_extent(patch: pytest.MonkeyPatch) -> None:
 def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """In every chunk but the first: a shift of all positions alike would be invisible to RoPE."""
 
-    def shifted(self: Runner, batch: Batch) -> torch.Tensor:
-        later = torch.cat([torch.full((row.q_len,), int(row.position > 0)) for row in batch.rows])
+    def shifted(self: Runner, batch: Batch) -> npt.NDArray[np.int64]:
+        later = np.concatenate([np.full(row.q_len, int(row.position > 0)) for row in batch.rows])
         return positions(self, batch) + later
 
     patch.setattr(Runner, "_positions", shifted)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -40,8 +42,27 @@ class Segment:
         return sum(count for _, count in self.ranges)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a kernel is chosen and planned by: the heads of one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, q_TNH: torch.Tensor, k_PKH: torch.Tensor) -> LayerShape:
+        """The shape of a layer's queries and pool."""
+        return cls(q_TNH.shape[1], k_PKH.shape[1], q_TNH.shape[2], q_TNH.dtype)
+
+
 class AttentionBackend(Protocol):
-    """What runs attention; stateless between steps apart from its workspace."""
+    """What runs attention; stateless between steps apart from its workspace.
+
+    A plan that is also :class:`medha.staging.Stageable` has integers that the device needs; whoever makes the step's
+    one copy may take them along, and else the first run copies them.
+    """
 
     name: str
 
@@ -62,5 +83,41 @@ class AttentionBackend(Protocol):
         Returns:
             out_TNH in the dtype of q, and lse_TN: natural logarithm of the sum of exponentials, float32, -inf (with
             out 0) for an empty range. Rows of q that no segment covers are undefined.
+        """
+        ...
+
+
+class FixedAttention(Protocol):
+    """Attention of a fixed number of decodes in buffers that stay where they are, so that a CUDA graph can hold it."""
+
+    def pages(self, segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
+        """The page table of a step: to be copied to where it was said to lie, before :meth:`plan`."""
+        ...
+
+    def plan(self) -> None:
+        """Prepare a step, outside of the graph."""
+        ...
+
+    def run(self, q_BNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor) -> torch.Tensor:
+        """out_BNH over each row's keys; the part that a graph holds."""
+        ...
+
+
+@runtime_checkable
+class GraphBackend(Protocol):
+    """A backend whose decodes a CUDA graph can hold."""
+
+    block_size: int
+
+    def fixed_decodes(
+        self, shape: LayerShape, batch_size: int, indices: torch.Tensor, *, most_decodes: int
+    ) -> FixedAttention:
+        """Decodes of one batch size.
+
+        Args:
+            shape: of a layer.
+            batch_size: rows.
+            indices: int32 on the device, where the page table will lie.
+            most_decodes: the largest batch size that there will be.
         """
         ...

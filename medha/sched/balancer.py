@@ -51,7 +51,7 @@ def choose_group(
         run = pending[first : first + width]
         return max(run), sum(run)
 
-    for first in sorted(firsts, key=load):
+    for first in sorted(firsts, key=load) if len(pending) > 1 else firsts:
         if has_memory(first):
             return first
     return None

@@ -31,6 +31,7 @@ from medha.sched.predictor import Predictor, Run
 
 Floats = NDArray[np.float64]
 ChunkRule = Callable[[int], int]
+_Line = tuple[list[float], list[float]]
 
 _EXACT_CHUNKS = 128
 _EXACT_POINTS = 640
@@ -65,6 +66,8 @@ class PrefillTimes:
             starts, done = [*starts, *more], [*done, *at]
         self._lengths, self._totals = _floats(lengths), np.maximum.accumulate(_floats(totals))
         self._starts, self._done = _floats(starts), np.maximum.accumulate(_floats(done))
+        self._of_total: _Line = self._lengths.tolist(), self._totals.tolist()
+        self._of_done: _Line = self._starts.tolist(), self._done.tolist()
 
     @property
     def num_points(self) -> int:
@@ -97,6 +100,16 @@ class PrefillTimes:
         left_s = self.total_s(num_prompt) - _interpolated(num_computed, self._starts, self._done)
         tokens_left = np.asarray(num_prompt) > np.asarray(num_computed)
         return np.where(tokens_left, np.maximum(left_s, self.least_s), 0.0)
+
+    def one_total_s(self, num_prompt: int) -> float:
+        """As :meth:`total_s` of a single prompt, much faster."""
+        return _at(num_prompt, self._of_total)
+
+    def one_remaining_s(self, num_computed: int, num_prompt: int) -> float:
+        """As :meth:`remaining_s` of a single prompt, much faster."""
+        if num_prompt <= num_computed:
+            return 0.0
+        return max(_at(num_prompt, self._of_total) - _at(num_computed, self._of_done), self.least_s)
 
 
 def budgeted_chunk(
@@ -258,6 +271,15 @@ class _Steps:
 
 def _interpolated(at: ArrayLike, x: Floats, y: Floats) -> Floats:
     return np.asarray(np.interp(np.asarray(at, dtype=np.float64), x, y), dtype=np.float64)
+
+
+def _at(at: int, line: _Line) -> float:
+    """What numpy.interp says of one number, no less than the first ``x``."""
+    x, y = line
+    i = bisect_right(x, at) - 1
+    if i + 1 == len(x):
+        return y[-1]
+    return (y[i + 1] - y[i]) / (x[i + 1] - x[i]) * (at - x[i]) + y[i]
 
 
 def _floats(values: list[float]) -> Floats:

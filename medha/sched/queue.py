@@ -148,8 +148,8 @@ class Queue:
         columns = Columns(
             arrival_s=arrival_s,
             deadline_s=deadline_s,
-            work_total_s=total_s * factor,
-            work_left_s=left_s * factor,
+            work_total_s=total_s if factor == 1.0 else total_s * factor,
+            work_left_s=left_s if factor == 1.0 else left_s * factor,
             num_prompt_tokens=num_prompt_tokens,
             num_computed_tokens=num_computed_tokens,
             priority=priority,
@@ -295,12 +295,12 @@ class Queue:
         """Seconds that a prefill of so many tokens takes alone, uncorrected; without ``times`` its work."""
         if self._times is None:
             return prefill_work(0, num_tokens)
-        return float(self._times.total_s(np.array(num_tokens)))
+        return self._times.one_total_s(num_tokens)
 
     def _left_s(self, num_done: int, num_tokens: int) -> float:
         if self._times is None:
             return prefill_work(num_done, num_tokens)
-        return float(self._times.remaining_s(np.array(num_done), np.array(num_tokens)))
+        return self._times.one_remaining_s(num_done, num_tokens)
 
     def _deadline_s(self, head: RequestHead, total_s: float) -> float:
         if head.is_relegated:

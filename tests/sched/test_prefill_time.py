@@ -75,6 +75,10 @@ def test_monotone_and_never_zero_while_tokens_are_left(stage: object, budget_s: 
     left = times.remaining_s(done, np.tile(lengths, 3))
     assert np.isfinite(left).all() and (left >= times.least_s).all() and times.least_s > 0
     assert not times.remaining_s(lengths, lengths).any()
+    for done_tokens, length in [(0, 1), (0, 300), (299, 300), (17, 5_000), (70_000, 123_457), (5, 5), (0, 10**9)]:
+        assert times.one_total_s(length) == pytest.approx(float(times.total_s(length)), rel=1e-12)
+        left_s = float(times.remaining_s(done_tokens, length))
+        assert times.one_remaining_s(done_tokens, length) == pytest.approx(left_s, rel=1e-6)
 
 
 def test_less_is_left_as_a_prompt_proceeds() -> None:
