@@ -21,7 +21,7 @@ import torch
 from medha.attention.choose import choose_backend
 from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape
 from medha.attention.torch_backend import TorchBackend
-from medha.config import EngineConfig, ModelConfig, ParallelConfig
+from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from medha.distributed import Caller, DrivingRunner, Follower, failures_named, give_up
 from medha.engine import Engine, ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
@@ -105,19 +105,6 @@ class Role:
             self.follower.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Watcher:
-    """Who looks on while an engine is built.
-
-    Attributes:
-        loaded: called with the bytes of each parameter as it is loaded.
-        captured: called with how many CUDA graphs are captured and how many there will be.
-    """
-
-    loaded: Callable[[int], None] | None = None
-    captured: Callable[[int, int], None] = lambda done, total: None
-
-
 def build_engine(
     config: EngineConfig, *, timeline: Timeline | None = None, progress: Callable[[int], None] | None = None
 ) -> Engine:
@@ -128,7 +115,11 @@ def build_engine(
 
 
 def build_role(
-    config: EngineConfig, *, timeline: Timeline | None = None, progress: Callable[[int], None] | None = None
+    config: EngineConfig,
+    *,
+    timeline: Timeline | None = None,
+    progress: Callable[[int], None] | None = None,
+    captured: Callable[[int, int], None] = lambda done, total: None,
 ) -> Role:
     """Load a model, or this rank's part of it, and make what this rank runs.
 
@@ -138,6 +129,7 @@ def build_role(
         config: what to load and how to run it.
         timeline: records what runs, if given.
         progress: called with the bytes of each parameter as it is loaded.
+        captured: called with how many CUDA graphs are captured and how many there will be.
 
     Raises:
         ConfigError: something about the folder, the device, the layout or the sizes is wrong; the subclass says what.
@@ -148,14 +140,18 @@ def build_role(
     launch = read_launch()
     if launch is None:
         _check_is_alone(config.parallel)
-        return _build(config, None, timeline, progress)
+        return _build(config, None, timeline, progress, captured)
     job = meet(config.parallel, launch)
     with failures_named(job, activity="start"):
-        return _build(config, job, timeline, progress)
+        return _build(config, job, timeline, progress, captured)
 
 
 def _build(
-    config: EngineConfig, job: Job | None, timeline: Timeline | None, progress: Callable[[int], None] | None
+    config: EngineConfig,
+    job: Job | None,
+    timeline: Timeline | None,
+    progress: Callable[[int], None] | None,
+    captured: Callable[[int, int], None],
 ) -> Role:
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = _resolve(config, job)
@@ -168,6 +164,7 @@ def _build(
     check_layout(config.parallel, model_config, 1 if job is None else job.launch.world_size)
     limits, tokenizer = _load_text_side(config, folder, model_config)
     device = pick_device(config.device)
+    config = _with_decode_lag(config, device)
     dtype = TORCH_DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
     ranks = None
     if job is not None:
@@ -180,14 +177,22 @@ def _build(
         num_blocks = least(ranks, num_blocks)
     _check_max_kv_per_group(config, num_blocks)
     load_policy(config.scheduler.policy)
-    backend = pick_backend(config.attention_backend).name
-    coefficients = load_coefficients(config, model_config, backend=backend, dtype=dtype, device=device)
-    runner = _build_runner(config, part, ranks, folder, num_blocks=num_blocks, dtype=dtype, device=device, on=progress)
+    backend, why = choose_backend(
+        config.attention_backend, part.layer_shape(dtype), device, block_size=config.cache.block_size
+    )
+    if config.attention_backend not in ("auto", backend.name):
+        logger.warning("attention_backend=%r: %s; torch serves", config.attention_backend, why)
+    coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
+    runner = _build_runner(
+        config, part, ranks, folder, backend, num_blocks=num_blocks, dtype=dtype, device=device, on=progress
+    )
     if job is not None:
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
         wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
         for _, merge in sorted(runner.merges.items()):
             merge.warm(device)
+    if runner.cache.has_scratch:
+        _capture(runner, config.scheduler.max_num_seqs, captured)
     if ranks is not None and ranks.rank != 0:
         return Role(limits, tokenizer, runner, follower=Follower(runner, ranks, ControlReceiver(ranks.control_group)))
     predictor = Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens)
@@ -206,7 +211,8 @@ def _build(
         predictor=predictor,
         max_prompt_tokens=limits.max_model_len,
     )
-    _log_start(model_config, limits, scheduler, device=device, dtype=dtype, profile=config.profile)
+    attention = f"{backend.name} ({why})"
+    _log_start(model_config, limits, scheduler, device=device, dtype=dtype, profile=config.profile, attention=attention)
     if ranks is None:
         return Role(
             limits, tokenizer, runner, Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
@@ -254,6 +260,10 @@ class Part:
         layers = parallel.layers_of(stage, model.num_layers)
         return cls(model, repeated, layers, repeated.num_kv_heads // tp, tp, tp_rank)
 
+    def layer_shape(self, dtype: torch.dtype) -> LayerShape:
+        """The heads that this rank has of each layer."""
+        return LayerShape(self.model.num_heads // self.tp, self.num_kv_heads, self.model.head_dim, dtype)
+
     def index(self, name: str, parameter: torch.Tensor) -> tuple[slice, ...] | None:
         """Which slice of a checkpoint tensor this rank's parameter is; None for the whole."""
         if self.model.num_kv_heads != self.whole.num_kv_heads and re.search(r"\.[kv]_proj\.", name):
@@ -291,6 +301,7 @@ def _build_runner(
     part: Part,
     ranks: Ranks | None,
     folder: Path,
+    backend: AttentionBackend,
     *,
     num_blocks: int,
     dtype: torch.dtype,
@@ -307,10 +318,10 @@ def _build_runner(
         head_dim=part.model.head_dim,
         dtype=dtype,
         device=device,
+        has_scratch=_wants_graphs(config, backend, device),
     )
-    backend = pick_backend(config.attention_backend)
     if ranks is None:
-        return Runner(model, cache, backend, device)
+        return Runner(model, cache, backend, device, decode_lag=config.scheduler.decode_lag or 0)
     pipe = StagePipe(
         ranks.pipe_group,
         previous=ranks.neighbour(-1),
@@ -323,6 +334,31 @@ def _build_runner(
     return Runner(model, cache, backend, device, pipe=pipe, samples=ranks.is_sampler, group=ranks.group, merges=merges)
 
 
+def _with_decode_lag(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The configuration with a decode lag where it leaves that open: where a host can run ahead of a device."""
+    scheduler = config.scheduler
+    if scheduler.decode_lag is not None:
+        return config
+    is_fit = device.type == "cuda" and config.parallel.world_size == 1 and scheduler.depth in (None, 2)
+    return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, decode_lag=int(is_fit)))
+
+
+def _wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:
+    """Whether decodes are captured; not in a tensor-parallel group, whose ranks would have to agree on sizes."""
+    return (
+        config.cuda_graphs and device.type == "cuda" and config.parallel.tp == 1 and isinstance(backend, GraphBackend)
+    )
+
+
+def _capture(runner: Runner, max_num_seqs: int, captured: Callable[[int, int], None]) -> None:
+    """Capture graphs of decodes, and say which."""
+    start = time.perf_counter()
+    runner.capture(CudaGraphs(runner.device), graph_sizes(max_num_seqs), captured)
+    assert runner.graphs is not None, "they have just been captured"
+    sizes = ", ".join(map(str, runner.graphs.sizes)) or "none"
+    logger.info("CUDA graphs of %s decodes, captured in %.1f s", sizes, time.perf_counter() - start)
+
+
 def _log_start(
     model: ModelConfig,
     limits: ModelLimits,
@@ -331,16 +367,17 @@ def _log_start(
     device: torch.device,
     dtype: torch.dtype,
     profile: str | None,
+    attention: str,
 ) -> None:
     memory = scheduler.memory
     groups = ""
     if memory.num_groups > 1:
         groups = f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group} tokens of a request on one"
     logger.info(
-        "%s on %s in %s, context %d, KV pool %d blocks of %d tokens%s, longest request that fits %d tokens; "
-        "sampling defaults %s, end-of-sequence ids %s, step times %s",
-        model.architecture, device, dtype, limits.max_model_len, memory.num_blocks, memory.block_size, groups,
-        memory.max_request_tokens, dict(limits.sampling_defaults), list(limits.eos_token_ids),
+        "%s on %s in %s, attention %s, context %d, KV pool %d blocks of %d tokens%s, longest request that fits %d "
+        "tokens; sampling defaults %s, end-of-sequence ids %s, step times %s",
+        model.architecture, device, dtype, attention, limits.max_model_len, memory.num_blocks, memory.block_size,
+        groups, memory.max_request_tokens, dict(limits.sampling_defaults), list(limits.eos_token_ids),
         f"from profile {profile}" if profile else "from a rough sheet of the machine, as no profile was given",
     )  # fmt: skip
 
@@ -417,10 +454,25 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_backend(name: str) -> AttentionBackend:
-    """The attention backend called ``name``; ``auto`` is ``torch``."""
-    assert name in ("auto", "torch")
-    return TorchBackend()
+def pick_backend(
+    name: str,
+    shape: LayerShape | None = None,
+    device: torch.device | None = None,
+    *,
+    block_size: int = CacheConfig().block_size,
+) -> AttentionBackend:
+    """The attention backend called ``name``, apart from an engine; see :func:`medha.attention.choose.choose_backend`.
+
+    Without a shape and a device ``auto`` is ``torch``, which serves all.
+
+    Raises:
+        ConfigError: it cannot serve here.
+    """
+    if shape is None or device is None:
+        if name == "flashinfer":
+            raise ConfigError("attention_backend='flashinfer' where no model is known; accepted: auto, torch")
+        return TorchBackend()
+    return choose_backend(name, shape, device, block_size=block_size)[0]
 
 
 def _load_tokenizer(config: EngineConfig, folder: Path, model: ModelConfig) -> Tokenizer | None:

@@ -155,9 +155,9 @@ class SchedulerConfig:
             pipeline parallelism. False is pipelined micro-batches as in Sarathi-Serve and vLLM: a prompt's next chunk
             waits until the one before has left the last stage, and other requests fill the stages meanwhile. Predicted
             prefill times, and with them deadlines and slack, are those of a stream in either case.
-        decode_lag: 1 lets a request's next token be scheduled while the one before is computed, so that the host prepares
-            a batch while the device runs another; what turns out to come after a request's end is dropped. It needs one
-            rank, and ``depth`` is then 2. 0 waits for each token. None is 1 on CUDA with one rank, else 0.
+        decode_lag: 1 lets a request's next token be scheduled while the one before is computed, so that the host
+            prepares a batch while the device runs another; what turns out to come after a request's end is dropped. It
+            needs one rank, and ``depth`` is then 2. 0 waits for each token. None is 1 on CUDA with one rank, else 0.
         admission: what becomes of a request whose own TTFT objective could not be met even if it ran next: ``all``
             serves it as any other, ``refuse`` does not take it, ``relegate`` serves it without a deadline, which a
             policy that goes by deadlines puts last. Only ``medha`` predicts, so with another scheduler it is ``all``.
@@ -279,8 +279,8 @@ class EngineConfig:
         revision: hub revision.
         dtype: ``auto`` (the checkpoint's), or one of ``float32``, ``bfloat16``, ``float16``.
         device: ``auto`` (CUDA when there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-        attention_backend: ``torch``, ``flashinfer``, or ``auto``: FlashInfer on CUDA where it is installed and has kernels
-            for the model's heads, else torch.
+        attention_backend: ``torch``, ``flashinfer``, or ``auto``: FlashInfer on CUDA where it is installed and has
+            kernels for the model's heads, else torch.
         cuda_graphs: run batches of decodes alone from CUDA graphs, on CUDA with FlashInfer and without tensor
             parallelism; False (vLLM's ``enforce_eager``) never does.
         max_model_len: longest prompt plus output in tokens; by default what the model claims.

@@ -109,6 +109,8 @@ class Engine:
         self.on_step: Callable[[Batch, Prediction | None, float], None] | None = None
         self.num_preemptions = 0
         self.work_lost_s = 0.0
+        self._host_s = 0.0
+        self._num_host_steps = 0
         self._ledger = Ledger(scheduler)
         self._clock = clock
         self._start = clock()
@@ -132,6 +134,15 @@ class Engine:
     def num_unfinished(self) -> int:
         """Requests queued or running."""
         return len(self._live)
+
+    @property
+    def mean_host_s(self) -> float | None:
+        """Seconds a step that the host took beside the compute: scheduling, preparing, reading; None where the runner
+        does not say for how long the compute held it up.
+
+        Where a device runs behind the host they are hidden as long as they are fewer than those of a step.
+        """
+        return self._host_s / self._num_host_steps if self._num_host_steps else None
 
     def prefills(self, *, min_tokens: int = 1) -> list[tuple[str, int, int]]:
         """(request id, prompt tokens computed, prompt tokens) of admitted prompts of at least ``min_tokens``."""
@@ -345,6 +356,7 @@ class Engine:
 
     def _step(self) -> list[RequestOutput]:
         """One step; returns the outputs of requests that got a token and go on."""
+        start = self._clock()
         self._fill_pipeline()
         if not self._in_flight:
             if self._live:
@@ -368,6 +380,9 @@ class Engine:
             elif live.request.params.output_kind != "final_only":
                 going_on.append(live.output())
         self._release(self.scheduler.complete(batch.batch_id, now, results, result.busy_s))
+        if result.host_wait_s is not None:
+            self._host_s += self._clock() - start - result.host_wait_s
+            self._num_host_steps += 1
         return going_on
 
     def _fill_pipeline(self) -> None:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, TaskID
 
 from medha.command import (
     FAILED_REQUESTS,
@@ -54,11 +55,11 @@ _SAMPLING = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos", "logprobs",
 )  # fmt: skip
 _ENGINE = (
-    "tokenizer", "revision", "dtype", "device", "attention_backend", "load_format", "seed", "max_model_len",
-    "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens", "chunk_size",
-    "num_threads", "scheduler", "policy", "t_target_s", "quantum_s", "rho_max", "long_threshold", "late_share",
-    "patience_s", "admission", "overcommit", "stream", "profile", "tp", "spp", "kvp", "max_kv_per_group", "tp_forward",
-    "dist_timeout",
+    "tokenizer", "revision", "dtype", "device", "attention_backend", "cuda_graphs", "load_format", "seed",
+    "max_model_len", "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens",
+    "chunk_size", "num_threads", "scheduler", "policy", "t_target_s", "quantum_s", "rho_max", "long_threshold",
+    "late_share", "patience_s", "admission", "overcommit", "stream", "decode_lag", "profile", "tp", "spp", "kvp",
+    "max_kv_per_group", "tp_forward", "dist_timeout",
 )  # fmt: skip
 
 
@@ -84,6 +85,10 @@ def generate(
     attention_backend: Annotated[
         str, _model_option(help=f"One of {', '.join(ATTENTION_BACKENDS)}.")
     ] = _DEFAULT.attention_backend,
+    cuda_graphs: Annotated[
+        bool,
+        _model_option("--cuda-graphs/--no-cuda-graphs", help="Whether decodes run from CUDA graphs where they can."),
+    ] = _DEFAULT.cuda_graphs,
     prompt: Annotated[list[str] | None, _request_option(help="Text to complete; may be repeated.")] = None,
     prompt_file: Annotated[Path | None, _request_option(help="File whose text is one prompt.")] = None,
     requests: Annotated[Path | None, _request_option(help="JSON lines, one request each.")] = None,
@@ -152,6 +157,10 @@ def generate(
             help="Whether a prompt's next chunk enters the pipeline before the one before has left it.",
         ),
     ] = _DEFAULT.scheduler.stream,
+    decode_lag: Annotated[
+        int | None,
+        _scheduling_option(help="1 schedules a token before the last one is known; else 0.", show_default=False),
+    ] = _DEFAULT.scheduler.decode_lag,
     profile: Annotated[
         str | None, _scheduling_option(help="File that medha profile wrote.", show_default=False)
     ] = _DEFAULT.profile,
@@ -282,7 +291,8 @@ def _serve(
 
     trace = None if timeline is None else Timeline()
     logger.info("loading %s", config.model)
-    role = build_role(config, timeline=trace)
+    with _capture_bar(live=live) as captured:
+        role = build_role(config, timeline=trace, captured=captured)
     engine = role.engine
     assert engine is not None, "the first rank has the engine"
     with ExitStack() as stack:
@@ -309,10 +319,30 @@ def _serve(
                     print_explanation(whole)
                 num_failed += whole.error is not None
     role.close()
+    if engine.mean_host_s is not None:
+        logger.info("host %.2f ms a step beside the compute", 1e3 * engine.mean_host_s)
     if interrupted:
         logger.warning("interrupted; what was produced is kept")
         return 128 + interrupted[0]
     return FAILED_REQUESTS if num_failed else 0
+
+
+@contextmanager
+def _capture_bar(*, live: bool) -> Iterator[Callable[[int, int], None]]:
+    """Within, what draws a bar of CUDA graphs captured, on stderr; nothing is drawn before the first."""
+    with ExitStack() as stack:
+        bar: Progress | None = None
+        task: TaskID | None = None
+
+        def captured(done: int, total: int) -> None:
+            nonlocal bar, task
+            if bar is None:
+                bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True, disable=not live))
+                task = bar.add_task("CUDA graphs", total=total)
+            assert task is not None, "the bar has its task"
+            bar.update(task, completed=done)
+
+        yield captured
 
 
 def _follow(config: EngineConfig) -> int:

@@ -65,6 +65,7 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.has_scratch = has_scratch
         tokens = (num_blocks + has_scratch) * block_size
 
         def pool() -> torch.Tensor:

@@ -276,6 +276,7 @@ def test_the_log_says_what_was_chosen(folder: Path, caplog: pytest.LogCaptureFix
         "LlamaForCausalLM",
         "cpu",
         "float32",
+        "attention torch (flashinfer needs a CUDA device, not cpu)",
         "context 100",
         "5 blocks of 64 tokens",
         "{'temperature': 0.7}",

@@ -124,6 +124,7 @@ def convoy(
     ] = None,
     load: Annotated[float, typer.Option(help="Part of the measured capacity that the stream takes.")] = 0.75,
     t_target_s: Annotated[float, typer.Option("--t-target-s", help="Seconds that a batch may take.")] = 0.25,
+    depth: Annotated[int, typer.Option(min=1, help="Batches in flight at most, over two stages.")] = 2,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths, prompts and weights.")] = 0,
     hf_overrides: Annotated[str | None, typer.Option(help=_OVERRIDES, show_default=False)] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
@@ -140,6 +141,7 @@ def convoy(
         long_len=long_len or default.long_len,
         load=load,
         t_target_s=t_target_s,
+        depth=depth,
         seed=seed,
         shape=_overrides(hf_overrides),
     )

@@ -49,7 +49,6 @@ SMALL_LLAMA: dict[str, Any] = {
 """A model so small that two CPU threads read 32K tokens in some ten seconds; fields of its ``config.json``."""
 
 _LAYOUT = ParallelConfig(spp=2)
-_DEPTH = _LAYOUT.spp + 1
 _BLOCK_SIZE = 256
 _ALONE_RUNS = 3
 _ALONE_LENGTHS = 5
@@ -67,6 +66,9 @@ class ConvoyOptions:
         num_output_tokens: of each request.
         load: the part of the capacity that the stream takes.
         t_target_s: seconds of a batch; see :class:`medha.config.SchedulerConfig`.
+        depth: batches in flight at most, of every system. As many as there are stages by default: one more, the
+            engine's default, hides the host, which takes little of such long batches, and each one makes a new request
+            wait for one more batch.
         short_ttft_s: TTFT objective of short requests.
         is_profiled: measure first what steps cost, as ``medha profile --quick`` does, and predict with that; otherwise
             the predictor starts from the stated default and corrects itself.
@@ -80,6 +82,7 @@ class ConvoyOptions:
     num_output_tokens: int = 8
     load: float = 0.75
     t_target_s: float = 0.25
+    depth: int = _LAYOUT.spp
     short_ttft_s: float = 1.0
     seed: int = 0
     is_profiled: bool = True
@@ -98,7 +101,7 @@ class ConvoyOptions:
     @property
     def tpot_target_s(self) -> float:
         """Seconds between tokens that follow from the time of a batch: a decode returns with every batch in flight."""
-        return _DEPTH * self.t_target_s
+        return self.depth * self.t_target_s
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -258,6 +261,7 @@ def _job(folder: str, options: ConvoyOptions, engine: Mapping[str, Any]) -> Job:
         "num_kv_blocks": sum(blocks),
         "max_num_seqs": options.num_short + options.num_long,
         "long_threshold": min(8192, options.long_len),
+        "depth": options.depth,
     }
     return Job(folder, _LAYOUT, common | dict(engine))
 

@@ -62,9 +62,9 @@ def _print_load(console: Console, options: ConvoyOptions, measured: Calibration)
         "steps predicted from a profile measured now"
         if options.is_profiled
         else "steps predicted from the default sheet",
-        f"t_target_s {options.t_target_s:g}; TPOT target {options.tpot_target_s:g} s (t_target_s times the batches in "
-        f"flight); TTFT objective: short {options.short_ttft_s:g} s, long {measured.long_deadline_s:.1f} s "
-        "(derived by the scheduler in the calibration run, then given to all)",
+        f"t_target_s {options.t_target_s:g}, {options.depth} batches in flight; TPOT target "
+        f"{options.tpot_target_s:g} s (the one times the other); TTFT objective: short {options.short_ttft_s:g} s, long "
+        f"{measured.long_deadline_s:.1f} s (derived by the scheduler in the calibration run, then given to all)",
     ):
         console.print(line, soft_wrap=True)
 

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 
+from medha.attention.interface import LayerShape
 from medha.build import TORCH_DTYPES, pick_backend, pick_device
 from medha.checks.collectives import collective_rows
 from medha.checks.kernels import attention_rows, merge_rows
@@ -67,12 +69,17 @@ def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, ad
         if job is not None:
             check_same_everywhere(job, {"options": setting})
         device = pick_device(setting.device)
-        dtype, backend = TORCH_DTYPES[setting.dtype], pick_backend(setting.attention_backend)
+        dtype = TORCH_DTYPES[setting.dtype]
+        backends = {
+            each: pick_backend(setting.attention_backend, LayerShape(8, 2, 64, each), device)
+            for each in (torch.float32, dtype)
+        }
+        backend = backends[dtype]
         ranks = None if job is None else init_ranks(job, device)
         add(timed(machine_rows(crew, device)))
         folder = _write_models(setting, launch, mine, crew)
-        dtypes = list(dict.fromkeys((torch.float32, dtype)))
-        add(crew.worst("attention", attempted("attention", attention_rows(backend, device, dtypes))))
+        found = chain.from_iterable(attention_rows(one, device, [each]) for each, one in backends.items())
+        add(crew.worst("attention", attempted("attention", found)))
         num_parts = sorted({max(2, setting.parallel.kvp), 3})
         add(crew.worst("merge", attempted("merge", merge_rows(backend, device, dtype, num_parts=num_parts))))
         add(timed(collective_rows(ranks, crew, backend, device, dtype)))

@@ -49,7 +49,7 @@ class Draft:
         config: budgets.
         queue: the requests.
         memory: the KV pools.
-        depth: batches in flight at most.
+        depth: batches in flight over which decodes are dealt.
         now_s: time.
         frees: slots whose blocks the batch frees; those of requests that give way are added.
 
@@ -368,6 +368,8 @@ class Draft:
             positions.append(position)
             state.num_scheduled_tokens = position + 1
             state.num_in_flight += 1
+            if self._queue.decode_lag:
+                state.foresee()
             if not position % block_size:
                 self.extents += self.memory.take(row)
             if len(rows) == share:

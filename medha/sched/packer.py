@@ -405,18 +405,20 @@ class MedhaPacker:
     def _budget_s(self, queue: Queue, draft: Draft, group: int) -> float:
         """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the preemption quantum.
 
-        A decode returns with every batch in flight, so it may take a depth-th of the TPOT.
+        A decode returns with every batch in flight, so it may take a depth-th of the TPOT; with a decode lag it is in
+        every batch.
         """
         if self.config.t_target_s is not None:
             return self.config.t_target_s
-        tightest = self.config.quantum_s * self.depth
+        period = 1 if self.config.decode_lag else self.depth
+        tightest = self.config.quantum_s * period
         for state in queue.decoding.values():
             slo = state.head.slo
             if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
                 first, count = draft.memory.run(state.slot)
                 if first <= group < first + count:
                     tightest = slo.tpot_s
-        return tightest / self.depth
+        return tightest / period
 
     def _note(self, draft: Draft) -> None:
         """Keep the prediction of the batch."""

@@ -164,7 +164,7 @@ def complete_config(
         longest: tokens of the longest request.
         num_blocks, block_size: of each group's pool.
     """
-    depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else 1)
+    depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else 2 if config.decode_lag else 1)
     most = config.max_kv_per_group
     if most is None:
         most = pool = num_blocks * block_size

@@ -53,7 +53,8 @@ class State:
     """Progress of one request.
 
     ``num_scheduled_tokens`` moves when a chunk is sent, ``num_computed_tokens`` when its batch is complete; only the
-    second leads to decodes and frees. ``num_known_tokens`` counts the prompt and the tokens sampled so far: a request
+    second leads to decodes and frees. ``num_known_tokens`` counts the prompt and the tokens sampled so far, with a decode
+    lag also the one that is being sampled: a request
     has work to schedule while fewer are scheduled than known, be it prefill or decode.
 
     Attributes:
@@ -90,6 +91,11 @@ class State:
         """Tokens of its prefill not yet scheduled."""
         return self.num_prefill_tokens - self.num_scheduled_tokens
 
+    def foresee(self) -> None:
+        """Count the token that a row just sent will give, unless it is the last one there can be."""
+        if self.num_known_tokens < self.head.num_kv_tokens:
+            self.num_known_tokens += 1
+
     @property
     def can_decode(self) -> bool:
         """Whether its next token can be computed."""
@@ -108,6 +114,7 @@ class Queue:
         times: predicted seconds of prefills; None counts work in tokens of short context instead.
         deadline_floor_s, deadline_factor: of a request without a TTFT objective the deadline is
             ``max(floor, factor * predicted seconds alone)``; without ``times`` it has none.
+        decode_lag: whether tokens count as known as soon as what samples them is sent.
 
     Attributes:
         running: started and not closed, in the order of their first chunks.
@@ -117,8 +124,11 @@ class Queue:
         num_prefills: rows of the columns.
     """
 
-    def __init__(self, times: PrefillTimes | None, *, deadline_floor_s: float, deadline_factor: float) -> None:
+    def __init__(
+        self, times: PrefillTimes | None, *, deadline_floor_s: float, deadline_factor: float, decode_lag: bool = False
+    ) -> None:
         self._times = times
+        self.decode_lag = decode_lag
         self._floor_s, self._factor = deadline_floor_s, deadline_factor
         self.running: dict[int, State] = {}
         self.decoding: dict[int, State] = {}
@@ -252,6 +262,8 @@ class Queue:
         """A row of a request goes into a batch."""
         state.num_scheduled_tokens = row.kv_len
         state.num_in_flight += 1
+        if self.decode_lag and row.samples:
+            state.foresee()
         if row.is_decode:
             return
         if not state.prefilling:

@@ -59,7 +59,9 @@ class Scheduler:
         max_prompt_tokens: int = 10_000_000,
     ) -> None:
         self.config = config
-        self.depth = config.depth or 1
+        self.depth = config.depth or (2 if config.decode_lag else 1)
+        # In how many batches a decode comes round again: with a decode lag in every one.
+        self._period = 1 if config.decode_lag else self.depth
         self.predictor = predictor
         self.max_prompt_tokens = max_prompt_tokens
         self.memory = KVMemory(
@@ -71,9 +73,14 @@ class Scheduler:
         )
         self.packer = _packer(config, predictor, self.depth)
         self._learner = self.packer if isinstance(self.packer, LearningPacker) else None
-        self._may_go_round = num_groups == 1 and not config.overcommit and self._learner is None
+        self._may_go_round = num_groups == 1 and not (config.overcommit or config.decode_lag or self._learner)
         times = None if predictor is None else _prefill_times(config, predictor, max_prompt_tokens)
-        self._queue = Queue(times, deadline_floor_s=config.deadline_floor_s, deadline_factor=config.deadline_factor)
+        self._queue = Queue(
+            times,
+            deadline_floor_s=config.deadline_floor_s,
+            deadline_factor=config.deadline_factor,
+            decode_lag=bool(config.decode_lag),
+        )
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._frees: list[int] = []
         self._no_memory: tuple[int, ...] = ()
@@ -210,7 +217,7 @@ class Scheduler:
         self._no_memory = self._displaced = ()
         if len(self._in_flight) >= self.depth:
             return None
-        draft = Draft(self.config, self._queue, self.memory, depth=self.depth, now_s=now_s, frees=self._frees)
+        draft = Draft(self.config, self._queue, self.memory, depth=self._period, now_s=now_s, frees=self._frees)
         self.packer.fill(self._queue, draft, now_s)
         self._no_memory, self._displaced = tuple(draft.no_memory), tuple(draft.displaced)
         if not draft.rows:
@@ -249,7 +256,7 @@ class Scheduler:
         self._queue.computed(batch.rows)
         for slot, num_new_tokens, finished in results:
             state = self._queue.running[slot]
-            state.num_known_tokens += num_new_tokens
+            state.num_known_tokens += 0 if self.config.decode_lag else num_new_tokens  # foreseen when it was sent
             if finished:
                 self._queue.end(state)
         ending = self._queue.ending
