@@ -63,8 +63,9 @@ def _print_load(console: Console, options: ConvoyOptions, measured: Calibration)
         if options.is_profiled
         else "steps predicted from the default sheet",
         f"t_target_s {options.t_target_s:g}, {options.depth} batches in flight; TPOT target "
-        f"{options.tpot_target_s:g} s (the one times the other); TTFT objective: short {options.short_ttft_s:g} s, long "
-        f"{measured.long_deadline_s:.1f} s (derived by the scheduler in the calibration run, then given to all)",
+        f"{options.tpot_target_s:g} s (the one times the other)",
+        f"TTFT objective: short {options.short_ttft_s:g} s, long {measured.long_deadline_s:.1f} s (derived by the "
+        "scheduler in the calibration run, then given to all)",
     ):
         console.print(line, soft_wrap=True)
 
