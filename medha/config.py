@@ -159,8 +159,8 @@ class SchedulerConfig:
             prepares a batch while the device runs another; what turns out to come after a request's end is dropped. It
             needs one rank, and ``depth`` is then 2. 0 waits for each token. None is 1 on CUDA with one rank, else 0.
         admission: what becomes of a request whose own TTFT objective could not be met even if it ran next: ``all``
-            serves it as any other, ``refuse`` does not take it, ``relegate`` serves it without a deadline, which a
-            policy that goes by deadlines puts last. Only ``medha`` predicts, so with another scheduler it is ``all``.
+            serves it as any other, ``refuse`` does not take it, ``relegate`` serves it without a deadline, after
+            all others of its class. Only ``medha`` predicts, so with another scheduler it is ``all``.
     """
 
     scheduler: str = "medha"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import medha.runner
+from medha.attention.interface import AttentionBackend
 from medha.attention.torch_backend import TorchBackend
 from medha.config import ModelConfig, SchedulerConfig
 from medha.engine import Engine, ModelLimits
@@ -41,9 +42,11 @@ def make_engine(
     block_size: int = 64,
     max_model_len: int = 8192,
     dtype: torch.dtype = torch.float32,
+    backend: AttentionBackend | None = None,
+    has_scratch: bool = False,
     **scheduler: int,
 ) -> Engine:
-    """A fresh engine without a tokenizer around a loaded decoder."""
+    """A fresh engine without a tokenizer around a loaded decoder; ``has_scratch`` is of the KV pool."""
     config: ModelConfig = model.config
     cache = KVCache(
         num_layers=config.num_layers,
@@ -53,9 +56,10 @@ def make_engine(
         head_dim=config.head_dim,
         dtype=dtype,
         device=CPU,
+        has_scratch=has_scratch,
     )
     return Engine(
-        Runner(model, cache, TorchBackend(), CPU),
+        Runner(model, cache, backend or TorchBackend(), CPU, decode_lag=scheduler.get("decode_lag", 0)),
         Scheduler(SchedulerConfig("sarathi", **scheduler), num_blocks=num_blocks, block_size=block_size),
         ModelLimits(config.vocab_size, max_model_len),
     )

@@ -135,6 +135,7 @@ def test_schedule_never_changes_tokens(case: Case, data: st.DataObject) -> None:
     """Any order, chunking, company, depth, block size and tight pool, with other requests aborted on the way."""
     draw = data.draw
     block_size = draw(st.sampled_from([1, 16, 48, 256]), "block_size")
+    decode_lag = draw(st.sampled_from([0, 1]), "decode_lag")
     engine = make_engine(
         case.decoder,
         block_size=block_size,
@@ -142,7 +143,8 @@ def test_schedule_never_changes_tokens(case: Case, data: st.DataObject) -> None:
         chunk_size=draw(st.integers(1, 200), "chunk_size"),
         max_batch_tokens=draw(st.integers(8, 256), "max_batch_tokens"),
         max_num_seqs=draw(st.integers(1, 8), "max_num_seqs"),
-        depth=draw(st.sampled_from([1, 2, 4]), "depth"),
+        depth=2 if decode_lag else draw(st.sampled_from([1, 2, 4]), "depth"),
+        decode_lag=decode_lag,
     )
     chosen = draw(st.lists(st.sampled_from(range(len(case.prompts))), min_size=1, max_size=5), "requests")
     arrive_at = draw(st.lists(st.integers(0, 12), min_size=len(chosen), max_size=len(chosen)), "arrival steps")

@@ -6,7 +6,23 @@ import difflib
 from collections.abc import Sequence
 
 from medha.errors import ConfigError
-from medha.reproduce.figures import adaptive, chunks, example, kvp, lengths, requirements, stages, utilization, versus
+from medha.reproduce.figures import (
+    adaptive,
+    capacity,
+    chunks,
+    decode_load,
+    example,
+    knee,
+    kvp,
+    layouts,
+    lengths,
+    pools,
+    requirements,
+    schedulers,
+    stages,
+    utilization,
+    versus,
+)
 from medha.reproduce.result import FigureSpec
 
 _ALL = (
@@ -19,16 +35,16 @@ _ALL = (
     *utilization.FIGURES,
     example.FIGURE,
     lengths.FIGURE,
+    capacity.FIGURE,
+    decode_load.FIGURE,
+    schedulers.FIGURE,
+    pools.FIGURE,
+    layouts.FIGURE,
+    knee.FIGURE,
 )
 FIGURES: dict[str, FigureSpec] = {figure.name: figure for figure in _ALL}
 
-_LOAD = "needs the workload of v5 section 6 played under load"
 PENDING: dict[str, str] = {
-    "capacity": f"{_LOAD} against a model of LoongServe",
-    "decode-under-load": f"{_LOAD} against a model of LoongServe and Sarathi",
-    "2d-3d": f"{_LOAD}, SPP 8 against SPP 4 with KVP 2",
-    "schedulers": f"{_LOAD} by policy",
-    "pools": f"{_LOAD} against a model of LoongServe with a reserved pool",
     "disaggregation": "needs models of DistServe and SplitWise",
 }
 

@@ -162,7 +162,8 @@ class Replay:
 def replay(journal: Path | Iterable[str]) -> Replay:
     """Put the calls of a journal to a new scheduler of its configuration.
 
-    A policy that the journal names as ``package.module:name`` is imported.
+    A policy that the journal names as ``package.module:name`` is imported. The last line of a file is left out
+    where it lacks its end, as a killed process leaves it.
 
     Args:
         journal: the file, or its lines.
@@ -173,7 +174,7 @@ def replay(journal: Path | Iterable[str]) -> Replay:
     if isinstance(journal, Path):
         try:
             with journal.open(encoding="utf-8", errors="replace") as lines:
-                return replay(lines)
+                return replay(line for line in lines if line.endswith("\n"))
         except OSError as error:
             raise ConfigError(f"journal {journal}: {error.strerror}") from error
     entries = _entries(journal)

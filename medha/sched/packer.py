@@ -201,6 +201,7 @@ class MedhaPacker:
                 now_s=draft.now_s + self._ahead_s,
                 first=_FIRST,
                 among=may_enter,
+                last=queue.relegated,
             )
             states = queue.states_of_rows(rows)
             if not states or self._serve(states, draft, rho, may_exceed=True) or len(states) < _FIRST:

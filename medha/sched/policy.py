@@ -187,6 +187,7 @@ def order(
     now_s: float,
     first: int | None = None,
     among: NDArray[np.bool_] | None = None,
+    last: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.intp]:
     """Rows of ``columns`` by key (before it the class, if the ranking says so), ties by arrival, then slot.
 
@@ -197,6 +198,7 @@ def order(
         now_s: time, seconds of the scheduler's clock.
         first: how many rows are wanted; None is all. A few of many are found without sorting all.
         among: which rows count; None is all. The policy is asked about all of them.
+        last: rows whose key is inf whatever the policy says; None is none.
 
     Returns:
         Row numbers, the first to be served first.
@@ -215,6 +217,8 @@ def order(
     is_nan = np.isnan(keys)
     if is_nan.any():
         raise _policy_error(ranking.name, "the key is NaN", slots[is_nan])
+    if last is not None:
+        keys = np.where(last, np.inf, keys)
     by = (keys, columns.arrival_s, slots)
     return sort_rows((columns.priority, *by) if ranking.by_class else by, first=first, among=among)
 

@@ -31,7 +31,7 @@ class RequestHead:
         arrival_s: when it arrived, in seconds of the engine's clock.
         slo: its objectives, if any.
         priority: class, 0 (realtime) to 3 (low).
-        is_relegated: it has no deadline, whatever its objectives, so that it comes after all that have one.
+        is_relegated: it has no deadline, whatever its objectives, and comes after all others of its class.
     """
 
     slot: int
@@ -53,9 +53,9 @@ class State:
     """Progress of one request.
 
     ``num_scheduled_tokens`` moves when a chunk is sent, ``num_computed_tokens`` when its batch is complete; only the
-    second leads to decodes and frees. ``num_known_tokens`` counts the prompt and the tokens sampled so far, with a decode
-    lag also the one that is being sampled: a request
-    has work to schedule while fewer are scheduled than known, be it prefill or decode.
+    second leads to decodes and frees. ``num_known_tokens`` counts the prompt and the tokens sampled so far, with a
+    decode lag also those that are being sampled: a request has work to schedule while fewer are scheduled than known,
+    be it prefill or decode.
 
     Attributes:
         slot: its handle.
@@ -141,6 +141,8 @@ class Queue:
         self._ints = np.empty((4, 64), np.int64)
         self._guarded = np.zeros(64, np.bool_)
         self._started = np.zeros(64, np.bool_)
+        self._relegated = np.zeros(64, np.bool_)
+        self._num_relegated = 0
         self._columns: tuple[float, Columns] | None = None  # those handed out last, until a row changes
 
     def __contains__(self, slot: int) -> bool:
@@ -186,6 +188,11 @@ class Queue:
     def started(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which rows have begun."""
         return self._started[: self.num_prefills]
+
+    @property
+    def relegated(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+        """Which rows come after all others; None where there is none."""
+        return self._relegated[: self.num_prefills] if self._num_relegated else None
 
     @property
     def guarded(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -330,6 +337,8 @@ class Queue:
         self._floats[:, row] = head.arrival_s, state.deadline_s, total_s, total_s, last_chunk_s
         self._ints[:, row] = state.num_prefill_tokens, 0, head.priority, state.slot
         self._guarded[row] = self._started[row] = False
+        self._relegated[row] = head.is_relegated
+        self._num_relegated += head.is_relegated
         self._states.append(state)
         self._row_of[state.slot] = row
         self.num_prefills += 1
@@ -340,13 +349,16 @@ class Queue:
         self._ints = np.concatenate([self._ints, self._ints], axis=1)
         self._guarded = np.concatenate([self._guarded, self._guarded])
         self._started = np.concatenate([self._started, self._started])
+        self._relegated = np.concatenate([self._relegated, self._relegated])
 
     def _remove(self, slot: int) -> None:
         """Take a request's row out; the last row takes its place."""
         row = self._row_of.pop(slot)
         last = self.num_prefills - 1
+        self._num_relegated -= self._states[row].head.is_relegated
         moved = self._states.pop()
         if row != last:
+            self._relegated[row] = self._relegated[last]
             self._floats[:, row] = self._floats[:, last]
             self._ints[:, row] = self._ints[:, last]
             self._guarded[row] = self._guarded[last]

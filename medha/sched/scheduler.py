@@ -73,7 +73,9 @@ class Scheduler:
         )
         self.packer = _packer(config, predictor, self.depth)
         self._learner = self.packer if isinstance(self.packer, LearningPacker) else None
-        self._may_go_round = num_groups == 1 and not (config.overcommit or config.decode_lag or self._learner)
+        self._may_go_round = (
+            num_groups == 1 and not config.overcommit and not config.decode_lag and self._learner is None
+        )
         times = None if predictor is None else _prefill_times(config, predictor, max_prompt_tokens)
         self._queue = Queue(
             times,

@@ -99,7 +99,7 @@ def order_of_first_chunks(scheduler: Scheduler, *, until_s: float = 1e9) -> list
     return list(seen)
 
 
-@pytest.mark.parametrize("policy", ["lars", "ilrs", "lrs", "edf"])
+@pytest.mark.parametrize("policy", ["lars", "ilrs", "lrs", "edf", "fcfs", "sjf", "srpt", "priority"])
 def test_a_relegated_request_comes_after_all_who_can_be_in_time(policy: str) -> None:
     scheduler = make_scheduler("relegate", policy=policy, long_threshold=10_000, late_share=0)
     assert scheduler.add(replace(head(0, 4000, ttft_s=0.01), is_relegated=True)) == float("inf")

@@ -234,3 +234,13 @@ def test_any_run_of_any_scheduler_replays(data: st.DataObject) -> None:
     factor = data.draw(st.sampled_from([0.1, 1.0, 10.0, float("nan"), float("inf")]))
     Drive(journal, load, lambda batch: 1e-2 + 1e-3 * batch.num_tokens, busy=lambda real_s: real_s * factor).run()
     assert replay(file.getvalue().splitlines()).mismatch is None
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(recorded: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl"
+    path.write_text("\n".join(recorded)[:-5])
+    cut, whole = replay(path), replay(recorded)
+    assert cut.mismatch is None and cut.num_calls == whole.num_calls - 1
+    path.write_text(recorded[0][:-5])
+    with pytest.raises(ConfigError, match="journal line 1 cannot be read"):
+        replay(path)
