@@ -36,7 +36,7 @@ from medha.models.plan import TP_PLAN
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.parallel.control import ControlReceiver, ControlSender
 from medha.parallel.kvp import Merge
-from medha.parallel.launch import read_launch
+from medha.parallel.launch import Launch, read_launch
 from medha.parallel.mesh import (
     Job,
     Ranks,
@@ -163,7 +163,7 @@ def _build(
     )
     check_layout(config.parallel, model_config, 1 if job is None else job.launch.world_size)
     limits, tokenizer = _load_text_side(config, folder, model_config)
-    device = pick_device(config.device)
+    device = own_device(pick_device(config.device), None if job is None else job.launch)
     config = _with_decode_lag(config, device)
     dtype = TORCH_DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
     ranks = None
@@ -452,6 +452,28 @@ def pick_device(name: str) -> torch.device:
         there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         raise ConfigError(f"device={name!r}; accepted on this machine: {', '.join(there)}")
     return device
+
+
+def own_device(device: torch.device, launch: Launch | None) -> torch.device:
+    """This rank's device, made the current one: kernels that take no device run there.
+
+    Args:
+        device: from :func:`pick_device`; ``cuda`` without an index is a GPU of its own for each rank of a node.
+        launch: of a job of several ranks.
+
+    Raises:
+        ConfigError: the node has fewer GPUs than ranks.
+    """
+    if device.type != "cuda":
+        return device
+    index: int | None = device.index
+    if index is None:
+        index, num_gpus = 0 if launch is None else launch.local_rank, torch.cuda.device_count()
+        if index >= num_gpus:
+            raise ConfigError(f"device='cuda' for local rank {index}; accepted: as many ranks as GPUs, {num_gpus} here")
+    own = torch.device("cuda", index)
+    torch.cuda.set_device(own)
+    return own
 
 
 def pick_backend(

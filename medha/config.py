@@ -213,7 +213,7 @@ class SchedulerConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; accepted: True or False")
         _check_positive_int("depth", self.depth, 1024, optional=True)
-        if self.decode_lag is not None and (isinstance(self.decode_lag, bool) or self.decode_lag not in (0, 1)):
+        if self.decode_lag is not None and (type(self.decode_lag) is not int or self.decode_lag not in (0, 1)):
             raise ConfigError(f"decode_lag={self.decode_lag!r}; accepted: 0, 1 or None")
         if self.decode_lag == 1 and self.depth not in (None, 2):
             raise ConfigError(f"depth={self.depth!r} with decode_lag=1; accepted: 2")

@@ -87,7 +87,11 @@ def generate(
     ] = _DEFAULT.attention_backend,
     cuda_graphs: Annotated[
         bool,
-        _model_option("--cuda-graphs/--no-cuda-graphs", help="Whether decodes run from CUDA graphs where they can."),
+        _model_option(
+            "--cuda-graphs/--no-cuda-graphs",
+            " /--enforce-eager",
+            help="Whether decodes run from CUDA graphs where they can.",
+        ),
     ] = _DEFAULT.cuda_graphs,
     prompt: Annotated[list[str] | None, _request_option(help="Text to complete; may be repeated.")] = None,
     prompt_file: Annotated[Path | None, _request_option(help="File whose text is one prompt.")] = None,
@@ -320,7 +324,7 @@ def _serve(
                 num_failed += whole.error is not None
     role.close()
     if engine.mean_host_s is not None:
-        logger.info("host %.2f ms a step beside the compute", 1e3 * engine.mean_host_s)
+        logger.debug("host %.2f ms a step beside the compute", 1e3 * engine.mean_host_s)
     if interrupted:
         logger.warning("interrupted; what was produced is kept")
         return 128 + interrupted[0]

@@ -13,11 +13,15 @@ import torch
 
 import medha.build
 from medha import LLM, SamplingParams
-from medha.build import build_engine, pick_backend, pick_device
+from medha.attention.flashinfer_backend import FlashInferBackend
+from medha.attention.interface import LayerShape
+from medha.attention.torch_backend import TorchBackend
+from medha.build import _wants_graphs, _with_decode_lag, build_engine, own_device, pick_backend, pick_device
 from medha.config import EngineConfig
 from medha.engine import Engine
 from medha.errors import ConfigError
 from medha.models.needle import write_needle
+from medha.parallel.launch import Launch
 from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
 from tests.serving import ANSWER, GREEDY, question, write_byte_model
 
@@ -196,6 +200,53 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_backends() -> None:
     assert pick_backend("auto").name == pick_backend("torch").name == "torch"
+    shape, cpu = LayerShape(8, 2, 64, torch.bfloat16), torch.device("cpu")
+    assert pick_backend("auto", shape, cpu).name == pick_backend("torch", shape, cpu).name == "torch"
+    with pytest.raises(ConfigError, match=r"attention_backend='flashinfer' where no model is known; accepted"):
+        pick_backend("flashinfer")
+    with pytest.raises(ConfigError, match=r"needs a CUDA device, not cpu; accepted here: auto, torch"):
+        pick_backend("flashinfer", shape, cpu)
+
+
+def test_flashinfer_without_cuda_is_refused_before_weights_are_read(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"attention_backend='flashinfer' needs a CUDA device"):
+        build(folder, attention_backend="flashinfer", device="cpu", num_kv_blocks=2)
+
+
+def test_each_rank_of_a_node_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    ranks = [Launch(rank=8 + i, world_size=16, local_rank=i, local_world_size=8, address="host:1") for i in range(5)]
+    assert own_device(cpu, ranks[1]) == cpu and not current
+    own = [own_device(cuda, None), *(own_device(cuda, launch) for launch in ranks[:4])]
+    assert own == current == [torch.device("cuda", i) for i in (0, 0, 1, 2, 3)]
+    assert own_device(torch.device("cuda", 2), ranks[0]) == torch.device("cuda", 2)
+    with pytest.raises(ConfigError, match=r"device='cuda' for local rank 4; accepted: as many ranks as GPUs, 4 here"):
+        own_device(cuda, ranks[4])
+
+
+def test_where_a_host_can_run_ahead_there_is_a_decode_lag() -> None:
+    def lag(device: str, **options: Any) -> int | None:
+        config = EngineConfig.from_flat("m", **options)
+        return _with_decode_lag(config, torch.device(device)).scheduler.decode_lag
+
+    assert (lag("cuda"), lag("cuda", depth=2), lag("cpu")) == (1, 1, 0)
+    assert (lag("cuda", tp=2), lag("cuda", depth=1)) == (0, 0)
+    assert (lag("cuda", decode_lag=0), lag("cpu", decode_lag=1)) == (0, 1)
+
+
+def test_graphs_are_for_cuda_flashinfer_and_ranks_of_their_own() -> None:
+    flashinfer = FlashInferBackend(None, block_size=256, num_sms=132, has_fa3=True)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    config = EngineConfig.from_flat("m")
+    assert _wants_graphs(config, flashinfer, cuda)
+    assert _wants_graphs(EngineConfig.from_flat("m", kvp=2, spp=2), flashinfer, cuda)
+    assert not _wants_graphs(config, TorchBackend(), cuda)
+    assert not _wants_graphs(config, flashinfer, cpu)
+    assert not _wants_graphs(EngineConfig.from_flat("m", cuda_graphs=False), flashinfer, cuda)
+    assert not _wants_graphs(EngineConfig.from_flat("m", tp=2), flashinfer, cuda)
 
 
 def test_num_threads(good: Path) -> None:

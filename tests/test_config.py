@@ -127,10 +127,11 @@ def test_unknown_option_lists_the_known_ones() -> None:
         EngineConfig.from_flat("m", zzz=1)
     assert str(caught.value) == (
         "unknown option zzz=1; known: admission, attention_backend, block_size, chunk_granularity, chunk_size, "
-        "deadline_factor, deadline_floor_s, depth, device, dist_timeout, dtype, gpu_memory_utilization, hf_overrides, "
-        "kv_memory, kvp, late_share, load_format, long_threshold, max_batch_tokens, max_kv_per_group, max_model_len, "
-        "max_num_seqs, min_chunk, num_kv_blocks, num_threads, overcommit, patience_s, policy, profile, quantum_s, "
-        "revision, rho_max, rope_scaling, scheduler, seed, spp, stream, t_target_s, tokenizer, tp, tp_forward"
+        "cuda_graphs, deadline_factor, deadline_floor_s, decode_lag, depth, device, dist_timeout, dtype, "
+        "gpu_memory_utilization, hf_overrides, kv_memory, kvp, late_share, load_format, long_threshold, "
+        "max_batch_tokens, max_kv_per_group, max_model_len, max_num_seqs, min_chunk, num_kv_blocks, num_threads, "
+        "overcommit, patience_s, policy, profile, quantum_s, revision, rho_max, rope_scaling, scheduler, seed, spp, "
+        "stream, t_target_s, tokenizer, tp, tp_forward"
     )
 
 
@@ -173,6 +174,8 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "dtype": (None, "", "float64", "torch.float32", "FLOAT32", 32, []),
     "device": (None, "", "gpu", "cuda:", "cuda:-1", "cuda:0 ", "mps", 0, "cpu\n"),
     "attention_backend": (None, "", "flash", 1),
+    "cuda_graphs": (None, 0, 1, "yes", [True]),
+    "decode_lag": (-1, 2, 1.0, NAN, INF, "1", True, False, [1]),
     "load_format": (None, "", "pt", "Dummy", 1),
     "tokenizer": (3, True, ["a"], b"a"),
     "revision": (3, True, 1.5),
@@ -214,7 +217,9 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "seed": (0, -1, 2**31),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "device": ("auto", "cpu", "cuda", "cuda:0", "cuda:15"),
-    "attention_backend": ("auto", "torch"),
+    "attention_backend": ("auto", "torch", "flashinfer"),
+    "cuda_graphs": (True, False),
+    "decode_lag": (0, 1, None),
     "load_format": ("auto", "safetensors", "dummy"),
     "tokenizer": (None, "folder"),
     "revision": (None, "main"),

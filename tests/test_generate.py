@@ -302,6 +302,7 @@ OPTIONS: list[tuple[str, str, Any]] = [
     ("late-share", "0.2", 0.2),
     ("patience-s", "inf", math.inf),
     ("admission", "relegate", "relegate"),
+    ("decode-lag", "1", 1),
     ("profile", "profile.json", "profile.json"),
     ("rope-scaling", "yarn", "yarn"),
     ("rope-scaling", '{"rope_type": "linear", "factor": 2}', {"rope_type": "linear", "factor": 2}),
@@ -328,8 +329,14 @@ def test_engine_options_in_both_spellings(
 
 
 def test_every_engine_option_is_tested() -> None:
-    flags = {"num_kv_blocks", "overcommit", "stream"}
+    flags = {"num_kv_blocks", "overcommit", "stream", "cuda_graphs"}
     assert {option.replace("-", "_") for option, _, _ in OPTIONS} >= set(_ENGINE) - flags
+
+
+def test_cuda_graphs_are_a_flag(configured: Callable[..., EngineConfig]) -> None:
+    assert configured().cuda_graphs and configured("--cuda-graphs").cuda_graphs
+    assert not configured("--no-cuda-graphs").cuda_graphs
+    assert not configured("--enforce-eager").cuda_graphs  # as vLLM calls it
 
 
 def test_overcommit_is_a_flag(configured: Callable[..., EngineConfig]) -> None:

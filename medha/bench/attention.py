@@ -27,6 +27,7 @@ from medha.bench.handmade import fill_pools
 from medha.bench.local import Subject, footer, report_head, shape_of, title_of
 from medha.bench.rates import Rate, Yardstick, matrix_product, synchronize
 from medha.bench.report import Timing, check_writable, in_turn, progress, timed, write_report
+from medha.bench.tabulate import figures_table
 from medha.build import TORCH_DTYPES, pick_backend, pick_device
 from medha.config import ModelConfig
 from medha.errors import ConfigError
@@ -230,9 +231,8 @@ def run_and_print(options: AttentionOptions, output_json: Path | None) -> int:
 
 def _table(options: AttentionOptions, model: ModelConfig, dtype: str, cells: Sequence[Cell]) -> Table:
     heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} KV heads"
-    table = Table(title=f"attention of a chunk in {dtype}: {heads}; {title_of(options.subject, model)}")
-    for name in ("KV", "chunk", "ms", "min-max", "GFLOP/s", "share", "overhead"):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = f"attention of a chunk in {dtype}: {heads}; {title_of(options.subject, model)}"
+    table = figures_table(title, ("KV", "chunk", "ms", "min-max", "GFLOP/s", "share", "overhead"))
     for i, cell in enumerate(cells):
         row: list[Any] = [
             f"{cell.kv_len:,}",

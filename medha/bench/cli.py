@@ -29,27 +29,41 @@ for _verb in (verbs.latency, verbs.throughput, verbs.serve, verbs.attention, ver
 
 @app.command()
 def compare(
-    prompt_lens: Annotated[str, typer.Option(help="Prefill lengths in tokens, comma separated.")] = "2048,16384",
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 16,
+    prompt_lens: Annotated[
+        str, typer.Option(help="Prompts that are read, in tokens, comma separated; none leaves them out.")
+    ] = "2048,16384",
+    batch_size: Annotated[int, typer.Option(min=0, help="Requests that decode together; 0 leaves them out.")] = 16,
     decode_len: Annotated[int, typer.Option(min=2, help="Tokens that each of them decodes.")] = 32,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    num_mixed: Annotated[
+        int, typer.Option(min=0, help="Requests of different lengths, all there at once; 0 leaves them out.")
+    ] = 200,
+    mixed_lengths: Annotated[
+        str, typer.Option(help="Their prompt and output tokens: a distribution, as medha trace synth.")
+    ] = "uniform:32-1024,4-128",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or both, comma separated.")] = "float32",
     num_threads: Annotated[int, typer.Option(min=1, help="CPU threads, the same for both.")] = 2,
+    t_target_s: Annotated[float, typer.Option("--t-target-s", help="Seconds that a batch of medha's may take.")] = 1.0,
     num_iters_warmup: Annotated[int, typer.Option(min=0)] = 1,
     num_iters: Annotated[int, typer.Option(min=1, help="Counted runs; the median is reported.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths, prompts and weights.")] = 0,
     hf_overrides: Annotated[str | None, typer.Option(help=_OVERRIDES, show_default=False)] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> int:
     """The same weights and prompts through medha and through transformers at its best; ratios of medians."""
     from medha.bench.compare import CompareOptions, run_and_print
+    from medha.bench.workloads import Workload
 
     options = CompareOptions(
-        prompt_lens=_lengths("prompt_lens", prompt_lens),
+        prompt_lens=() if prompt_lens == "none" else _lengths("prompt_lens", prompt_lens),
         decode_batch=batch_size,
         decode_tokens=decode_len,
-        dtype=dtype,
+        mixed=Workload(lengths=mixed_lengths, num_prompts=num_mixed, seed=seed) if num_mixed else None,
+        dtypes=tuple(name.strip() for name in dtype.split(",")),
         num_threads=num_threads,
+        t_target_s=t_target_s,
         warmup=num_iters_warmup,
         runs=num_iters,
+        seed=seed,
         hf_overrides=_overrides(hf_overrides),
     )
     return run_and_print(options, output_json)

@@ -3,63 +3,79 @@
 transformers runs at its best: ``sdpa`` attention, inference mode, logits of the last token alone, whole prompts, equal
 lengths in a batch (so nothing is padded), a warm cache of code paths. Both run in one process on the same threads,
 interleaved, and the figure is the ratio of medians. medha runs through its whole engine: scheduler, paged cache,
-sampler.
+sampler. Requests of different lengths are in :mod:`medha.bench.compare_mixed`.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
+from medha.bench.compare_mixed import PADDED_BATCH, WAYS, mixed_requests, run_mixed
+from medha.bench.comparing import BLOCK_SIZE, Comparison, Pair
 from medha.bench.model import describe, random_llama
-from medha.bench.report import Timing, check_writable, interleaved, machine_line, stamp, write_report
+from medha.bench.report import Timing, check_writable, interleaved, machine_line, progress, stamp, write_report
+from medha.bench.tabulate import figures_table
+from medha.bench.workloads import Workload, described, longest_of
+from medha.build import TORCH_DTYPES
 from medha.errors import ConfigError
 from medha.llm import LLM
 from medha.request import SamplingParams
+from medha.workload.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """What is compared: prefill of each prompt length, decode of a batch."""
+    """What is compared, in each dtype.
+
+    Attributes:
+        prompt_lens: of prompts that are read to their first token, in tokens; none leaves it out.
+        decode_batch: requests that decode together; 0 leaves it out.
+        decode_prompt_len, decode_tokens: their prompts, and what each generates.
+        mixed: requests of different lengths, all there at once; None leaves them out.
+        dtypes: names.
+        t_target_s: seconds of a batch of medha's, whose chunks have at most 2,048 tokens.
+        warmup, runs: of each side and line; the mixed workload warms up with its first batch.
+        seed: of weights and prompts.
+    """
 
     prompt_lens: tuple[int, ...] = (2048, 16384)
     decode_batch: int = 16
     decode_prompt_len: int = 128
     decode_tokens: int = 32
-    dtype: str = "float32"
+    mixed: Workload | None = None
+    dtypes: tuple[str, ...] = ("float32",)
     num_threads: int = 2
+    t_target_s: float = 1.0
     warmup: int = 1
     runs: int = 3
     seed: int = 0
     hf_overrides: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [name for name in self.dtypes if name not in TORCH_DTYPES]
+        if wrong or not self.dtypes:
+            raise ConfigError(f"dtype={','.join(self.dtypes)!r}; accepted: {', '.join(TORCH_DTYPES)}, comma separated")
+        if not self.prompt_lens and not self.decode_batch and self.mixed is None:
+            raise ConfigError("prompt_lens, decode_batch and mixed are all left out; accepted: at least one of them")
 
     @property
     def shape(self) -> dict[str, Any]:
         """Fields of the model's ``config.json``."""
         return random_llama(self.hf_overrides)
 
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One line of the result; ``ratio`` above 1 means that medha is faster."""
-
-    name: str
-    medha: Timing
-    transformers: Timing
-    same_tokens: bool
-
     @property
-    def ratio(self) -> float:
-        """transformers' median over medha's."""
-        return self.transformers.median_s / self.medha.median_s
+    def num_runs(self) -> int:
+        """How many runs there are in all, warm-up included."""
+        lines = len(self.prompt_lens) + bool(self.decode_batch)
+        sides = 2 * lines + (1 + len(WAYS)) * (self.mixed is not None)
+        return len(self.dtypes) * sides * (self.warmup + self.runs)
 
 
 def compare(
@@ -70,123 +86,145 @@ def compare(
     Args:
         options: what to run.
         output_json: where to write the report.
-        on_run: called after each timed run, for a progress bar; see :func:`num_runs`.
+        on_run: called after each timed run, for a progress bar; see :attr:`CompareOptions.num_runs`.
 
     Raises:
-        ConfigError: transformers is not installed.
+        ConfigError: the options are wrong, or transformers is not installed.
     """
     torch.set_num_threads(options.num_threads)
-    with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
-        reference = _make_model(Path(folder), options)
-        longest = max(*options.prompt_lens, options.decode_prompt_len) + options.decode_tokens
-        llm = LLM(
-            folder,
-            max_model_len=longest,
-            num_kv_blocks=max(-(-longest // 256), options.decode_batch * 2) + 1,
-            chunk_size=2048,
-            max_batch_tokens=2048,
-        )
-    results = [_prefill(llm, reference, length, options, on_run) for length in options.prompt_lens]
-    results.append(_decode(llm, reference, options, on_run))
+    trace = None if options.mixed is None else options.mixed.trace()
+    results: list[Comparison] = []
+    for dtype in options.dtypes:
+        pair = _make_pair(options, dtype, trace)
+        results += [_prefill(pair, length, options, on_run) for length in options.prompt_lens]
+        if options.decode_batch:
+            results.append(_decode(pair, options, on_run))
+        if trace is not None:
+            requests = mixed_requests(trace, options.shape["vocab_size"], seed=options.seed)
+            results += run_mixed(pair, requests, warmup=options.warmup, runs=options.runs, on_run=on_run)
+    given = asdict(options)
+    if options.mixed is not None and trace is not None:
+        given["mixed"] = {**described(options.mixed, trace), "padded_batch": PADDED_BATCH}
     write_report(
         output_json,
         {
             "benchmark": "compare",
             "environment": stamp(),
             "model": options.shape,
-            "options": {name: getattr(options, name) for name in options.__slots__},
-            "results": [
-                {
-                    "name": r.name,
-                    "medha": r.medha,
-                    "transformers": r.transformers,
-                    "ratio": r.ratio,
-                    "same_tokens": r.same_tokens,
-                }
-                for r in results
-            ],
+            "options": given,
+            "results": [result.report() for result in results],
         },
     )
     return results
 
 
 def run_and_print(options: CompareOptions, output_json: Path | None) -> int:
-    """Run with a progress bar on stderr, print the table on stdout; returns 0, or 3 where tokens differ."""
+    """Run with a progress bar on stderr, print the table on stdout.
+
+    Returns:
+        0, or 3 where tokens differ that rounding cannot be blamed for: in float32, without padding.
+    """
     check_writable(output_json)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("comparing", total=num_runs(options))
-        results = compare(options, output_json=output_json, on_run=lambda: bar.advance(task))
-    table = Table(title=f"medha against transformers: {describe(options.shape)}")
-    table.add_column("what", no_wrap=True)
-    for name in ("medha ms", "min-max", "HF ms", "min-max", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("tokens")
+    with progress("comparing", options.num_runs) as advance:
+        results = compare(options, output_json=output_json, on_run=advance)
+    table = figures_table(
+        f"medha against transformers: {describe(options.shape)}",
+        ("medha ms", "min-max", "HF ms", "min-max", "ratio", "tokens"),
+        words=("what", "dtype"),
+    )
     for result in results:
         timings = (result.medha, result.transformers)
         table.add_row(
             result.name,
+            result.dtype,
             *(cell for timing in timings for cell in timing.cells_ms()),
             f"{result.ratio:.2f}x",
-            "equal" if result.same_tokens else "DIFFER",
+            result.tokens_text,
         )
     console = Console()
     console.print(table)
     console.print(
-        f"{machine_line()}; {options.num_threads} threads, {options.dtype}; "
-        f"median of {options.runs} after {options.warmup} warm-up, interleaved"
+        f"{machine_line()}; {options.num_threads} threads; batches of medha's of {options.t_target_s:g} s at most; "
+        f"median of {options.runs} after {options.warmup} warm-up, interleaved",
+        highlight=False,
     )
-    return 0 if all(result.same_tokens for result in results) else 3
+    console.print(
+        "tokens: share of the requests of which every token is the same; in 16 bits or with padding another order of "
+        "sums may turn a tie",
+        highlight=False,
+    )
+    return 0 if all(result.same_tokens for result in results if result.is_exact) else 3
 
 
-def num_runs(options: CompareOptions) -> int:
-    """How often ``on_run`` is called."""
-    return 2 * (options.warmup + options.runs) * (len(options.prompt_lens) + 1)
-
-
-def _make_model(folder: Path, options: CompareOptions) -> Any:
-    """Write a random Llama checkpoint; returns it as a transformers model."""
+def _make_pair(options: CompareOptions, dtype: str, trace: Trace | None) -> Pair:
+    """A random Llama as a transformers model, and the same weights in medha."""
     try:
         import transformers
     except ImportError as error:
         raise ConfigError("bench compare needs transformers; pip install 'medha[bench]'") from error
     torch.manual_seed(options.seed)
     config = transformers.LlamaConfig(**options.shape, initializer_range=0.2)
-    model = transformers.LlamaForCausalLM(config).to(getattr(torch, options.dtype)).eval()
-    model.save_pretrained(folder)
+    model: Any = transformers.LlamaForCausalLM(config)
+    model = model.to(TORCH_DTYPES[dtype]).eval()
     model.set_attn_implementation("sdpa")
-    return model
+    lengths = [length + 1 for length in options.prompt_lens]
+    if options.decode_batch:
+        lengths.append(options.decode_prompt_len + options.decode_tokens)
+    blocks = [_blocks(length) for length in lengths]
+    if options.decode_batch:
+        blocks.append(options.decode_batch * _blocks(lengths[-1]))
+    if trace is not None:
+        lengths.append(longest_of(trace))
+        blocks.append(sum(_blocks(int(total)) for total in trace.prompt_tokens + trace.output_tokens))
+    with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
+        model.save_pretrained(folder)
+        llm = LLM(
+            folder,
+            dtype=dtype,
+            max_model_len=max(lengths),
+            block_size=BLOCK_SIZE,
+            num_kv_blocks=max(blocks) + 1,
+            chunk_size=2048,
+            max_batch_tokens=2048,
+            t_target_s=options.t_target_s,
+        )
+    return Pair(dtype, llm, model)
 
 
-def _prefill(llm: LLM, reference: Any, length: int, options: CompareOptions, on_run: Callable[[], None]) -> Comparison:
+def _blocks(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+def _prefill(pair: Pair, length: int, options: CompareOptions, on_run: Callable[[], None]) -> Comparison:
     """Time to the first token of one prompt."""
     prompt = _prompts(1, length, options)[0]
     first: dict[str, int] = {}
 
     def ours() -> None:
-        (output,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+        (output,) = pair.llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
         first["medha"] = output.outputs[0].token_ids[0]
 
     def theirs() -> None:
         with torch.inference_mode():
-            output = reference(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+            output = pair.reference(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
             first["transformers"] = int(output.logits[0, -1].argmax())
 
     timings = interleaved(
         {"medha": ours, "transformers": theirs}, warmup=options.warmup, runs=options.runs, on_run=on_run
     )
-    same = first["medha"] == first["transformers"]
-    return Comparison(f"prefill {length}", timings["medha"], timings["transformers"], same)
+    same = float(first["medha"] == first["transformers"])
+    return Comparison(f"prefill {length}", pair.dtype, timings["medha"], timings["transformers"], same)
 
 
-def _decode(llm: LLM, reference: Any, options: CompareOptions, on_run: Callable[[], None]) -> Comparison:
+def _decode(pair: Pair, options: CompareOptions, on_run: Callable[[], None]) -> Comparison:
     """Seconds of one decode step of a whole batch, prefill left out."""
     prompts = _prompts(options.decode_batch, options.decode_prompt_len, options)
     tokens: dict[str, list[list[int]]] = {}
     seconds: dict[str, list[float]] = {"medha": [], "transformers": []}
+    engine = pair.llm.engine
 
     def ours() -> None:
         params = SamplingParams(temperature=0.0, max_tokens=options.decode_tokens, output_kind="final_only")
-        engine = llm.engine
         for i, prompt in enumerate(prompts):
             engine.add_request(f"decode-{i}", prompt, params)
         found: dict[str, list[int]] = {}
@@ -200,23 +238,23 @@ def _decode(llm: LLM, reference: Any, options: CompareOptions, on_run: Callable[
 
     @torch.inference_mode()
     def theirs() -> None:
-        output = reference(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+        output = pair.reference(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
         column = output.logits[:, -1].argmax(-1)
         columns = [column]
-        start = llm.engine.now()
+        start = engine.now()
         for _ in range(options.decode_tokens - 1):
-            output = reference(column[:, None], past_key_values=output.past_key_values, use_cache=True)
+            output = pair.reference(column[:, None], past_key_values=output.past_key_values, use_cache=True)
             column = output.logits[:, -1].argmax(-1)
             columns.append(column)
-        seconds["transformers"].append((llm.engine.now() - start) / (options.decode_tokens - 1))
+        seconds["transformers"].append((engine.now() - start) / (options.decode_tokens - 1))
         tokens["transformers"] = torch.stack(columns, dim=1).tolist()
 
     interleaved({"medha": ours, "transformers": theirs}, warmup=options.warmup, runs=options.runs, on_run=on_run)
-    return Comparison(
+    return Comparison.of(
         f"decode of {len(prompts)}",
-        Timing.of(seconds["medha"][options.warmup :]),
-        Timing.of(seconds["transformers"][options.warmup :]),
-        tokens["medha"] == tokens["transformers"],
+        pair.dtype,
+        *(Timing.of(seconds[side][options.warmup :]) for side in ("medha", "transformers")),
+        tokens=(tokens["medha"], tokens["transformers"]),
     )
 
 

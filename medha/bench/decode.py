@@ -23,6 +23,7 @@ from medha.bench.handmade import Step, StepRunner, decodes, fill
 from medha.bench.local import Local, Subject, loaded, step_parameters, title_of
 from medha.bench.rates import Rate, memory_read
 from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
+from medha.bench.tabulate import figures_table
 
 TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"
 _BLOCK_SIZE = 256
@@ -158,9 +159,8 @@ def run_and_print(options: DecodeOptions, output_json: Path | None) -> int:
 
 
 def _table(local: Local, cells: Sequence[DecodeCell]) -> Table:
-    table = Table(title=f"decode step: {title_of(local.subject, local.model)}")
-    for name in ("context", "batch", "ms", "min-max", "MiB read", "GB/s", "MBU", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    headings = ("context", "batch", "ms", "min-max", "MiB read", "GB/s", "MBU", "tokens/s")
+    table = figures_table(f"decode step: {title_of(local.subject, local.model)}", headings)
     for cell in cells:
         table.add_row(
             f"{cell.context:,}",

@@ -21,6 +21,7 @@ from rich.table import Table
 from medha.bench.load import Outcome, fixed_output, serve_load
 from medha.bench.local import Local, Subject, loaded, random_prompt, terms, title_of
 from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
+from medha.bench.tabulate import figures_table
 from medha.driver import Arrival
 from medha.errors import ConfigError
 
@@ -155,9 +156,8 @@ def run_and_print(options: LatencyOptions, output_json: Path | None) -> int:
 
 
 def _table(local: Local, options: LatencyOptions, results: Sequence[LengthLatency]) -> Table:
-    table = Table(title=f"one request of {options.output_len} output tokens: {title_of(local.subject, local.model)}")
-    for name in ("prompt", "TTFT ms", "min-max", "E2EL ms", "min-max", "TPOT ms"):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = f"one request of {options.output_len} output tokens: {title_of(local.subject, local.model)}"
+    table = figures_table(title, ("prompt", "TTFT ms", "min-max", "E2EL ms", "min-max", "TPOT ms"))
     for result in results:
         ttft, e2el = (Timing.of(seconds).cells_ms() for seconds in (result.ttfts, result.e2els))
         tpot = Timing.of(result.tpots).cells_ms()[0] if result.tpots else "-"

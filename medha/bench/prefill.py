@@ -25,6 +25,7 @@ from medha.bench.load import fixed_output, serve_load
 from medha.bench.local import Local, Subject, layer_parameters, loaded, random_prompt, terms, title_of
 from medha.bench.rates import Rate, matrix_product
 from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
+from medha.bench.tabulate import figures_table
 from medha.config import ModelConfig, SchedulerConfig
 from medha.driver import Arrival
 from medha.engine import Engine, Prompt
@@ -192,15 +193,16 @@ def run_and_print(options: PrefillOptions, output_json: Path | None) -> int:
 
 
 def _table(local: Local, lines: Sequence[PrefillLine]) -> Table:
-    table = Table(title=f"prefill of one prompt: {title_of(local.subject, local.model)}")
-    table.add_column("prompt", justify="right", no_wrap=True)
-    table.add_column("way, chunks", no_wrap=True)
-    for name in ("ms", "min-max", "GFLOP/s", "MFU", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = figures_table(
+        f"prefill of one prompt: {title_of(local.subject, local.model)}",
+        ("prompt", "chunks", "ms", "min-max", "GFLOP/s", "MFU", "ratio"),
+        words=("way",),
+    )
     for line in lines:
         row: list[Any] = [
+            line.way,
             f"{line.prompt_len:,}",
-            f"{line.way}, {line.num_chunks:,}",
+            f"{line.num_chunks:,}",
             *line.timing.cells_ms(),
             f"{line.flops_per_s / 1e9:,.1f}",
             f"{line.mfu:.0%}",

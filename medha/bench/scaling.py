@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from medha.bench.job import Job, Prefill, parse_layout
 from medha.bench.model import describe, random_llama, write_config
-from medha.bench.report import Timing, check_writable, machine_line, stamp, write_report
+from medha.bench.report import Timing, check_writable, machine_line, progress, stamp, write_report
+from medha.bench.tabulate import figures_table
 from medha.config import ParallelConfig
 from medha.errors import ConfigError
 from medha.timeline import RankRecords
@@ -160,13 +159,13 @@ def scaling(
 def run_and_print(options: ScalingOptions, output_json: Path | None) -> int:
     """Run with a progress bar on stderr, print the table on stdout; returns 0."""
     check_writable(output_json)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading", total=(options.warmup + options.runs) * (len(options.layouts) + 1))
-        results = scaling(options, output_json=output_json, on_run=lambda: bar.advance(task))
-    table = Table(title=f"prefill of {options.prompt_len:,} tokens: {describe(random_llama(options.hf_overrides))}")
-    table.add_column("layout", no_wrap=True)
-    for name in ("seconds", "min-max", "ratio", "bubble", "transfer wait s", "control wait s"):
-        table.add_column(name, justify="right")
+    with progress("reading", (options.warmup + options.runs) * (len(options.layouts) + 1)) as advance:
+        results = scaling(options, output_json=output_json, on_run=advance)
+    table = figures_table(
+        f"prefill of {options.prompt_len:,} tokens: {describe(random_llama(options.hf_overrides))}",
+        ("seconds", "min-max", "ratio", "bubble", "transfer\nwait s", "control\nwait s"),
+        words=("layout",),
+    )
     for result in results:
         timing, usage = result.timing, result.usage
         table.add_row(

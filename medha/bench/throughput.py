@@ -1,7 +1,8 @@
 """``medha bench throughput``: a number of requests, all there from the start, to the end of the last one.
 
 The fields are those of ``vllm bench throughput``; those of the run with the median time are reported, and the times of
-all runs beside them.
+all runs beside them. ``host`` is what a step takes beside the runner's compute (:mod:`medha.bench.host`), over the
+steps of all runs.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from medha.bench.host import HostClock, HostFigures, HostStep
 from medha.bench.load import serve_load
 from medha.bench.local import Local, Subject, loaded, title_of
 from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
+from medha.bench.tabulate import figures_table
 from medha.bench.workloads import Workload, arrivals_of, described, longest_of
 from medha.errors import ConfigError
 from medha.workload.trace import Trace
@@ -44,12 +48,14 @@ class Throughput:
 
     Attributes:
         seconds: of each pass that counts.
+        host: of their steps.
     """
 
     num_requests: int
     total_input_tokens: int
     total_output_tokens: int
     seconds: tuple[float, ...]
+    host: HostFigures
 
     def report(self) -> dict[str, Any]:
         """The fields of ``vllm bench throughput``, and medha's."""
@@ -66,6 +72,7 @@ class Throughput:
             "output_tokens_per_second": self.total_output_tokens / elapsed_s,
             "elapsed_times": self.seconds,
             "timing": asdict(timing),
+            "host": asdict(self.host),
         }
 
 
@@ -90,16 +97,22 @@ def throughput(
     load = os.getloadavg()[0]
     with loaded(options.subject, longest=longest_of(trace)) as local:
         arrivals = [replace(one, arrival_s=0.0) for one in arrivals_of(trace, local, seed=options.workload.seed)]
+        clock = HostClock(local.engine)
+        steps: list[list[HostStep]] = []
 
         def run() -> float:
+            clock.begin()
             served = serve_load(local.engine, arrivals, on_end=on_end)
             failed = next((one for one in served.outcomes if not one.is_completed), None)
             if failed is not None:
                 raise ConfigError(f"{failed.request_id} of {failed.input_len} tokens has failed: {failed.error}")
+            steps.append(clock.steps)
             return served.duration_s
 
         seconds = in_turn({"pass": run}, warmup=options.warmup, runs=options.runs)["pass"]
-        found = Throughput(len(trace), int(trace.prompt_tokens.sum()), int(trace.output_tokens.sum()), tuple(seconds))
+        host = HostFigures.of(list(chain.from_iterable(steps[options.warmup :])))
+        tokens = int(trace.prompt_tokens.sum()), int(trace.output_tokens.sum())
+        found = Throughput(len(trace), *tokens, tuple(seconds), host)
         fields = asdict(options) | {"workload": described(options.workload, trace)}
         report = local.report("throughput", fields, load) | found.report()
     write_report(output_json, report)
@@ -114,6 +127,12 @@ def run_and_print(options: ThroughputOptions, output_json: Path | None) -> int:
         local, found = throughput(options, trace, output_json=output_json, on_end=advance)
     console = Console()
     console.print(_table(local, found))
+    console.print(_host_table(found.host))
+    console.print(
+        "host: a step less the runner's compute: scheduler, engine, and noting the tokens here; over the steps of all "
+        "passes that count",
+        highlight=False,
+    )
     runs = f"all requests at once; median of {options.runs} passes after {options.warmup} warm-up"
     console.print(local.footer(runs), highlight=False)
     return 0
@@ -121,8 +140,7 @@ def run_and_print(options: ThroughputOptions, output_json: Path | None) -> int:
 
 def _table(local: Local, found: Throughput) -> Table:
     fields, timing = found.report(), Timing.of(found.seconds)
-    table = Table(title=f"{found.num_requests:,} requests at once: {title_of(local.subject, local.model)}")
-    for name in (
+    headings = (
         "prompt\ntokens",
         "output\ntokens",
         "seconds",
@@ -130,8 +148,9 @@ def _table(local: Local, found: Throughput) -> Table:
         "requests\n/s",
         "tokens\n/s",
         "output\ntokens/s",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    )
+    title = f"{found.num_requests:,} requests at once: {title_of(local.subject, local.model)}"
+    table = figures_table(title, headings)
     table.add_row(
         f"{found.total_input_tokens:,}",
         f"{found.total_output_tokens:,}",
@@ -141,4 +160,12 @@ def _table(local: Local, found: Throughput) -> Table:
         f"{fields['tokens_per_second']:,.1f}",
         f"{fields['output_tokens_per_second']:,.1f}",
     )
+    return table
+
+
+def _host_table(host: HostFigures) -> Table:
+    table = figures_table("host of a step", ("ms", "min-max", "steps"), words=("batch",))
+    for name, timing in (("all", host.timing), (f"largest, {host.largest_batch:,} rows", host.at_largest)):
+        spread = f"{timing.min_s * 1e3:,.2f}-{timing.max_s * 1e3:,.2f}"
+        table.add_row(name, f"{timing.median_s * 1e3:,.2f}", spread, f"{timing.runs:,}")
     return table

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from medha.attention.interface import LayerShape
-from medha.build import TORCH_DTYPES, pick_backend, pick_device
+from medha.build import TORCH_DTYPES, own_device, pick_backend, pick_device
 from medha.checks.collectives import collective_rows
 from medha.checks.kernels import attention_rows, merge_rows
 from medha.checks.machine import machine_rows
@@ -68,7 +68,7 @@ def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, ad
     with nullcontext() if job is None else failures_named(job, activity="verify"):
         if job is not None:
             check_same_everywhere(job, {"options": setting})
-        device = pick_device(setting.device)
+        device = own_device(pick_device(setting.device), launch)
         dtype = TORCH_DTYPES[setting.dtype]
         backends = {
             each: pick_backend(setting.attention_backend, LayerShape(8, 2, 64, each), device)

@@ -163,7 +163,7 @@ class Sheet:
         num_sms: multiprocessors.
         gpus_per_node: accelerators that the fast links join.
         gemm, attention, elementwise: rates.
-        host_s: seconds of a step on the host.
+        host_s: seconds of a step on the host: scheduling, input, output.
         sample_s: seconds of sampling a token.
         all_reduce: within a node, by number of ranks.
         all_gather: within a node, by number of ranks.
@@ -417,7 +417,8 @@ def stage_coefficients(
     """Costs of one stage of one group, for :class:`medha.sched.predictor.Predictor`.
 
     Where groups or tensor-parallel ranks lie differently on the nodes, the slowest counts. The last stage sends nothing
-    on. A merge's latency does not grow with its groups.
+    on. A merge's latency does not grow with its groups. The host's time is that of the first stage: what is to run is
+    known to the others before it reaches them, so they prepare it while those before them compute.
 
     Args:
         sheet: rates.
@@ -443,7 +444,7 @@ def stage_coefficients(
         decodes=_decodes(sheet, model, shard, dtype_bytes),
         splits_kv=sheet.attention.splits_kv,
         head=_head(sheet, model, parallel, dtype_bytes) if shard.is_last else None,
-        host_s=sheet.host_s,
+        host_s=sheet.host_s if stage == 0 else 0.0,
         tp=_link(tp, 2 * shard.layers, hidden_bytes),
         spp=_link(spp, 1, hidden_bytes),
         kvp=_link(kvp, shard.layers, merged_bytes),

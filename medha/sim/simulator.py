@@ -336,7 +336,8 @@ class Simulation:
         self.scheduler.go_round(num_batches, [r.prediction_now() for r in going])
         self._in_flight = deque(zip(self.scheduler.in_flight, [r.passage for r in going], strict=True))
         for r in going:
-            self._note_tokens(r)
+            if r.num_tokens:
+                self._note_tokens(r)
 
     def _round(self, batch: Batch, passage: Passage) -> _Round:
         """A batch that goes round."""

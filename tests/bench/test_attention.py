@@ -33,7 +33,7 @@ def test_tables_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert cell["timing"]["runs"] == 2
         assert cell["flops_per_s"] == pytest.approx(cell["flops"] / cell["timing"]["median_s"])
         assert cell["share"] == pytest.approx(cell["flops_per_s"] / rates[cell["dtype"], cell["kv_len"]])
-        assert 0 < cell["share"] < 2 and cell["overhead"] > -1
+        assert cell["share"] > 0 and cell["overhead"] > -1
     assert [c["overhead"] for c in cells if (c["kv_len"], c["chunk"]) in ((16, 8), (300, 32))] == [0.0] * 4
     printed = capsys.readouterr()
     assert "in float32" in printed.out and "in bfloat16" in printed.out and "overhead" in printed.out

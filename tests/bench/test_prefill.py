@@ -34,10 +34,10 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         seconds = line["timing"]["median_s"]
         assert line["flops_per_s"] == pytest.approx(line["flops"] / seconds)
         assert line["mfu"] == pytest.approx(line["flops_per_s"] / rate)
-        assert 0 < line["mfu"] < 2
+        assert line["mfu"] > 0
         assert line["ratio"] == pytest.approx(seconds / whole["timing"]["median_s"])
     text = capsys.readouterr().out
-    assert "MFU" in text and "adaptive, " in text
+    assert "MFU" in text and "adaptive" in text
 
 
 def test_useful_operations() -> None:

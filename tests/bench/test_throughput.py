@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from medha.bench.cli import app
+from medha.bench.host import HostFigures, HostStep
 from medha.bench.throughput import Throughput
 from medha.command import run_app
 from tests.bench.shapes import ON_TINY
@@ -32,7 +33,16 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert report["tokens_per_second"] == pytest.approx(75 / elapsed_s)
     assert report["output_tokens_per_second"] == pytest.approx(15 / elapsed_s)
     assert report["engine"]["scheduler"]["scheduler"] == "sarathi"
-    assert "5 requests at once" in capsys.readouterr().out
+    host = report["host"]
+    assert host["largest_batch"] == 5  # they decode together
+    assert host["timing"]["runs"] >= 2 * 3 and host["at_largest"]["runs"] >= 2
+    assert all(0 < figures["min_s"] <= figures["max_s"] for figures in (host["timing"], host["at_largest"]))
+    text = capsys.readouterr().out
+    assert (
+        "5 requests at once" in text
+        and "host of a step" in text
+        and "a step less the runner's compute" in " ".join(text.split())
+    )
 
 
 @pytest.mark.parametrize("source", ["trace", "distribution"])
@@ -49,8 +59,13 @@ def test_lengths_of_a_trace_or_a_distribution(tmp_path: Path, source: str) -> No
 
 
 def test_the_run_with_the_median_time() -> None:
-    fields = Throughput(4, 40, 20, (1.0, 4.0, 2.0)).report()
+    host = HostFigures.of([HostStep(2, 0.25), HostStep(4, 0.5), HostStep(4, 1.0), HostStep(1, 0.125)])
+    fields = Throughput(4, 40, 20, (1.0, 4.0, 2.0), host).report()
     assert (fields["elapsed_time"], fields["requests_per_second"], fields["tokens_per_second"]) == (2.0, 2.0, 30.0)
+    host_fields = fields["host"]
+    assert (host_fields["timing"]["median_s"], host_fields["timing"]["runs"]) == (0.375, 4)
+    assert host_fields["largest_batch"] == 4
+    assert (host_fields["at_largest"]["median_s"], host_fields["at_largest"]["runs"]) == (0.75, 2)
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,7 @@ def run_decode(options: Options) -> FigureResult:
     numbers = {"stages": list(STAGES), "tpot_s": tpot_s, "rise_percent": rises}
     eight = {name: row[STAGES.index(8)] for name, row in rises.items()}
     host_s = h100().host_s
-    why = (
-        f"Each stage is charged {1e3 * host_s:.1f} ms of host time in turn, which an engine may prepare while earlier "
-        "stages compute."
-    )
+    why = f"The host's {1e3 * host_s:.1f} ms a step are charged to the first stage; the others prepare meanwhile."
     small, large = rises["Llama-3 8B"], rises["Llama-3 70B"]
     answers = {
         "spp-decode-8": Answer(

@@ -1,0 +1,23 @@
+"""Tables of figures on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+
+def figures_table(title: str, figures: Sequence[str], *, words: Sequence[str] = ()) -> Table:
+    """An empty table.
+
+    Args:
+        title: above it.
+        figures: headings of columns of numbers, aligned on the right.
+        words: headings of columns of text, which come first.
+    """
+    table = Table(title=title)
+    for name in words:
+        table.add_column(name, no_wrap=True)
+    for name in figures:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

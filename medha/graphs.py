@@ -1,0 +1,241 @@
+"""CUDA graphs of decodes: the forward of a whole batch of decodes as one launch, at a few padded batch sizes.
+
+A decode of a small batch computes for less time than the host needs to launch its kernels one by one; a graph launches
+them at once. A graph repeats the same kernels on the same addresses, so its inputs lie in buffers that never move, its
+batch size is fixed, and a batch is filled up to the next size with rows that attend to a scratch token behind the pool.
+Attention is planned anew before each replay, outside of the graph. Eager execution stays the reference.
+
+Graphs hold batches of decodes alone, without rows that several groups share, and no collective.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from medha.attention.interface import FixedAttention, GraphBackend, LayerShape, Segment
+from medha.kv_cache import KVCache, WritePlan
+from medha.models.decoder import Decoder
+from medha.models.rope import cos_sin
+from medha.staging import Staging
+
+logger = logging.getLogger("medha")
+
+_SMALL_SIZES = (1, 2, 4, 8)
+_SIZE_STEP = 16
+_MOST_DECODES = 256
+
+Replay = Callable[[], None]
+
+
+class GraphMaker(Protocol):
+    """What captures."""
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        """Run something as often as it likes; returns its result's memory, and what fills that memory again.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it.
+        """
+        ...
+
+
+class CudaGraphs:
+    """Captures CUDA graphs that share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None  # torch does not name its type
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        """See :meth:`GraphMaker.capture`."""
+        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            run()  # once before, so that whatever is set up at first use is not captured
+        current.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use CUDA meanwhile; their calls are none of this graph's.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out = run()
+        self._pool = graph.pool()
+        return out, graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """A batch of decodes, one row each.
+
+    Attributes:
+        segments: what each row sees.
+        positions: of each row.
+        targets: pool token that each row writes.
+        token_ids: of each row, on a rank that embeds them; None where they lie on the device.
+        slots: of each row, where ``last_tokens`` is given.
+    """
+
+    segments: Sequence[Segment]
+    positions: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64] | None
+    slots: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured forward: logits or hidden states of each row, what fills them, and the attention to plan before."""
+
+    out: torch.Tensor
+    replay: Replay
+    attention: FixedAttention
+
+
+class DecodeGraphs:
+    """The graphs of one rank.
+
+    Args:
+        model: the layers held here.
+        cache: their pools, with a scratch block.
+        backend: attention that a graph can hold.
+        shape: of a layer.
+        inv_freq, attention_factor: of the rotary embedding, on the device.
+        most_decodes: rows of the largest batch.
+
+    Attributes:
+        slots: of the last batch's rows, int64 on the device.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        backend: GraphBackend,
+        shape: LayerShape,
+        *,
+        inv_freq: torch.Tensor,
+        attention_factor: float,
+        most_decodes: int,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._backend = backend
+        self._shape = shape
+        self._inv_freq = inv_freq
+        self._attention_factor = attention_factor
+        self._most = most_decodes
+        self._graphs: dict[int, _Graph] = {}
+        self._allocate(inv_freq.device)
+
+    def _allocate(self, device: torch.device) -> None:
+        """The buffers that all sizes share, behind each other as :meth:`_fill` sends them."""
+        rows, pages = np.zeros(self._most, np.int64), np.zeros(self._cache.num_blocks + self._most, np.int32)
+        staging = Staging(device)
+        parts = [staging.add(ints) for ints in (rows, rows, rows, rows, pages)]
+        self._inputs = torch.empty(staging.num_bytes, dtype=torch.uint8, device=device)
+        staging.send(into=self._inputs)
+        self._ids, self._positions, self._targets, self.slots, self._pages = (part.tensor for part in parts)
+        hidden = (0 if self._model.has_embedding else self._most, self._model.config.hidden_size)
+        self._hidden = torch.zeros(hidden, dtype=self._shape.dtype, device=device)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes captured, ascending."""
+        return tuple(sorted(self._graphs))
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The smallest captured size that holds so many rows."""
+        return min((size for size in self._graphs if size >= num_rows), default=None)
+
+    @torch.inference_mode()
+    def capture(self, maker: GraphMaker, sizes: Sequence[int], on_captured: Callable[[int, int], None]) -> None:
+        """Capture a graph of each size, the largest first; a size for which there is no memory is left out.
+
+        Args:
+            maker: captures.
+            sizes: batch sizes, at most ``most_decodes``.
+            on_captured: called with how many sizes are done and how many there are.
+        """
+        for done, size in enumerate(sorted(sizes, reverse=True), start=1):
+            try:
+                self._graphs[size] = self._captured(maker, size)
+            except torch.OutOfMemoryError:
+                logger.warning("no memory for the CUDA graph of %d decodes; larger batches run without one", size)
+                if self._inputs.is_cuda:
+                    torch.cuda.empty_cache()
+            on_captured(done, len(sizes))
+
+    def _captured(self, maker: GraphMaker, size: int) -> _Graph:
+        attention = self._backend.fixed_decodes(self._shape, size, self._pages, most_decodes=self._most)
+        none = np.empty(0, np.int64)
+        self._fill(Decodes((), none, none, none, none), size, attention)
+        out, replay = maker.capture(lambda: self._forward(size, attention))
+        return _Graph(out, replay, attention)
+
+    def run(
+        self, decodes: Decodes, *, hidden_TD: torch.Tensor | None = None, last_tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Replay the graph that holds a batch.
+
+        Args:
+            decodes: at most as many rows as the largest size.
+            hidden_TD: hidden states of the stage before, on a rank without the embedding.
+            last_tokens: int64 on the device, the token of each slot, where the ids are not known to the host.
+
+        Returns:
+            Logits [T, V], float32, on a rank with the head, else hidden states [T, D]; until the next run.
+        """
+        num_rows = len(decodes.segments)
+        size = self.size_for(num_rows)
+        assert size is not None, f"no graph holds {num_rows} decodes"
+        graph = self._graphs[size]
+        self._fill(decodes, size, graph.attention)
+        if hidden_TD is not None:
+            self._hidden[:num_rows].copy_(hidden_TD)
+        if last_tokens is not None:
+            torch.index_select(last_tokens, 0, self.slots[:num_rows], out=self._ids[:num_rows])
+        graph.replay()
+        return graph.out[:num_rows]
+
+    def _fill(self, decodes: Decodes, size: int, attention: FixedAttention) -> None:
+        """Put a batch into the buffers, filled up with rows that read and write the scratch token; plan its attention.
+
+        The buffers keep the places that they have at the largest size; what lies behind a batch's rows is not read.
+        """
+        scratch, num_rows = self._cache.scratch_token, len(decodes.segments)
+        padding = [Segment(row, 1, ((scratch, 1),), True) for row in range(num_rows, size)]
+        ids = np.zeros(num_rows, np.int64) if decodes.token_ids is None else decodes.token_ids
+        staging = Staging(self._inputs.device)
+        for ints, filler in ((ids, 0), (decodes.positions, 0), (decodes.targets, scratch), (decodes.slots, 0)):
+            whole = np.full(self._most, filler, np.int64)
+            whole[: len(ints)] = ints
+            staging.add(whole)
+        staging.add(attention.pages([*decodes.segments, *padding]))
+        staging.send(into=self._inputs)
+        attention.plan()
+
+    def _forward(self, size: int, attention: FixedAttention) -> torch.Tensor:
+        """What a graph holds."""
+        cos, sin = cos_sin(self._positions[:size], self._inv_freq, self._attention_factor)
+        writes = WritePlan(self._targets[:size], ())
+
+        def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
+            self._cache.write(layer, k_TKH, v_TKH, writes)
+            return attention.run(q_TNH, self._cache.k[layer], self._cache.v[layer])
+
+        x_TD = self._model.embed(self._ids[:size]) if self._model.has_embedding else self._hidden[:size]
+        x_TD = self._model(x_TD, cos, sin, attend)
+        return self._model.logits(x_TD) if self._model.has_head else x_TD
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes worth a graph where at most so many requests decode at once: dense where padding costs most."""
+    most = min(max_num_seqs, _MOST_DECODES)
+    sizes = {*_SMALL_SIZES, *range(_SIZE_STEP, _MOST_DECODES + 1, _SIZE_STEP)}
+    return (*sorted(size for size in sizes if size < most), most)

@@ -1,0 +1,62 @@
+"""Options that commands of ``medha bench`` share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+
+from medha.bench.cli import app
+from medha.bench.options import MODEL, SCHEDULING, SERVING, WORKLOAD, subject_of, takes, workload_of
+from medha.command import make_app, run_app
+from medha.config import EngineConfig
+
+
+def defaults(*groups: Any) -> dict[str, Any]:
+    return {name: default for group in groups for name, (_, default) in group.items()}
+
+
+def test_a_command_gets_its_own_and_the_shared_ones() -> None:
+    seen: dict[str, Any] = {}
+    own = make_app(help="Test.")
+
+    @own.callback()
+    def group() -> None:
+        """Test."""
+
+    @own.command()
+    @takes({"shared": (Annotated[int, typer.Option(help="Shared.")], 5)})
+    def count(mine: Annotated[int, typer.Option(help="Own.")] = 1, **given: Any) -> int:
+        """Count."""
+        seen.update(given, mine=mine)
+        return 0
+
+    assert run_app(own, "test", ["count", "--mine", "2"]) == 0
+    assert seen == {"mine": 2, "shared": 5}
+    assert run_app(own, "test", ["count", "--shared", "7"]) == 0
+    assert seen == {"mine": 1, "shared": 7}
+    assert run_app(own, "test", ["count", "--shared", "x"]) == 2
+
+
+def test_defaults_are_those_of_the_engine() -> None:
+    subject = subject_of(defaults(MODEL, SCHEDULING, SERVING), seed=3)
+    assert EngineConfig.from_flat("-", **subject.options) == EngineConfig.from_flat("-", load_format="dummy", seed=3)
+
+
+def test_given_options_reach_the_engine_and_the_workload(tmp_path: Path) -> None:
+    given = defaults(MODEL, SCHEDULING, SERVING, WORKLOAD) | {"chunk_size": 64, "rho_max": 0.1, "hf_overrides": "{}"}
+    subject = subject_of(given)
+    assert (subject.engine["chunk_size"], subject.engine["rho_max"], subject.hf_overrides) == (64, 0.1, {})
+    assert "num_prompts" not in subject.engine and "model" not in subject.engine
+    workload = workload_of(given | {"num_prompts": 3, "input_len": 9}, seed=4, request_rate=2.0)
+    assert (workload.num_prompts, workload.input_len, workload.seed, workload.request_rate) == (3, 9, 4, 2.0)
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput", "serve", "decode", "prefill"])
+def test_help_lists_own_and_shared_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "bench", [command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--output-json" in text and "--hf-overrides" in text and "--given" not in text
+    assert ("--rho-max" in text) == (command in ("throughput", "serve"))

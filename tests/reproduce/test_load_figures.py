@@ -1,0 +1,121 @@
+"""The figures under load on systems that take no time to play: claims answered, JSON, drawing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from medha.reproduce.claims import load_claims
+from medha.reproduce.figures import capacity, decode_load, knee, layouts, pools, schedulers
+from medha.reproduce.load import LOONGSERVE, MEDHA, Load, Run, System, fixed_batch_s, is_long
+from medha.reproduce.report import draw, run_figure
+from medha.reproduce.result import Options
+from medha.reproduce.served import Served
+from medha.sim.simulator import Gaps
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+MODULES = (capacity, decode_load, knee, layouts, pools, schedulers)
+OPTIONS = Options(quick=True)
+
+
+def fake(system: System, load: Load) -> Run:
+    """Short requests wait 0.35 s on Medha and 10.5 s elsewhere, long ones 100 s; a token takes 10 and 50 ms."""
+    trace = load.trace()
+    is_ours = system.label.startswith("Medha")
+    ttft_s = np.where(is_long(trace), 100.0, 0.35 if is_ours else 10.5)
+    ttft_s[trace.arrival_s + ttft_s > load.window_s] = np.nan
+    first_s = trace.arrival_s + ttft_s
+    finish_s = first_s + (0.01 if is_ours else 0.05) * (trace.output_tokens - 1)
+    gaps = Gaps()
+    gaps.add(0.01)
+    return Run(Served(trace, first_s, np.where(finish_s <= load.window_s, finish_s, np.nan), load.window_s, gaps))
+
+
+def nothing(system: System, load: Load) -> Run:
+    """Nobody gets a token."""
+    trace = load.trace()
+    never = np.full(len(trace), np.nan)
+    return Run(Served(trace, never, never, load.window_s, Gaps()))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.FIGURE.name)
+def test_claims_are_answered_and_numbers_drawn(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "serve", fake)
+    result, rows = run_figure(module.FIGURE, load_claims(), OPTIONS)
+    assert all(row.sentence.endswith(".") and "nan" not in row.sentence for row in rows)
+    numbers = json.loads(json.dumps(result.numbers, allow_nan=False))
+    if HAS_MATPLOTLIB:
+        assert draw(module.FIGURE, numbers, tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize("module", [capacity, pools], ids=lambda module: module.FIGURE.name)
+def test_claims_are_answered_where_nobody_gets_a_token(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "serve", nothing)
+    result, rows = run_figure(module.FIGURE, load_claims(), OPTIONS)
+    json.dumps([result.numbers, [row.ours for row in rows]], allow_nan=False)
+    assert all(row.verdict for row in rows)
+
+
+def test_answers_of_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "serve", fake)
+    answers = capacity.run(OPTIONS).answers
+    assert answers["ttft-median-30"].ours == pytest.approx(30)
+    assert answers["ttft-tail-174"].ours == pytest.approx(30)  # 5 % long: P90 is of short requests
+    assert answers["median-30-percent"].ours == pytest.approx(100 * (1 - 1 / 30))
+    assert answers["p90-10s"].ours == pytest.approx(0.35)
+    assert answers["long-1-percent"].ours == pytest.approx(1)
+    assert answers["spikes-100s"].ours > 200  # all wait more than 10 s
+    assert answers["short-alike"].ours == pytest.approx(1 / 5)  # nobody is alike, LoongServe is behind
+    assert answers["capacity-5"].ours == pytest.approx(1.75 / capacity.LOW_QPS[1])
+    assert "below 0.05 QPS" in answers["capacity-5"].sentence
+
+
+def test_answers_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_load, "serve", fake)
+    answers = decode_load.run(OPTIONS).answers
+    assert answers["tpot-5"].ours == pytest.approx(5)
+    assert answers["ttft-order"].ours == pytest.approx(30)
+    assert answers["sarathi-1s"].ours == pytest.approx(0.05)
+
+
+def test_answers_of_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "serve", fake)
+    assert {name: answer.ours for name, answer in layouts.run(OPTIONS).answers.items()} == {
+        "3d-tpot-2": pytest.approx(1),
+        "3d-ttft-alike": 1.0,
+    }
+    assert [system.parallel.world_size for system in layouts.SYSTEMS] == [64, 64]
+
+
+def test_answers_of_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedulers, "serve", fake)
+    answers = schedulers.run(OPTIONS).answers
+    assert answers["multi-prefill-throughput"].ours == 1.0
+    assert answers["multi-prefill-median"].ours == (1.0, 1.0)
+    assert answers["policies-low-load"].ours == 1.0
+    assert 0 < fixed_batch_s() < 0.02
+
+
+def test_answers_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half_with_a_pool(system: System, load: Load) -> Run:
+        run = fake(system, load)
+        if system in (MEDHA, LOONGSERVE):
+            return run
+        served = run.served
+        finish_s = served.finish_s.copy()
+        finish_s[np.flatnonzero(is_long(served.trace) & served.is_finished)[1::2]] = np.nan
+        return Run(Served(served.trace, served.first_token_s, finish_s, served.end_s, served.gaps))
+
+    monkeypatch.setattr(pools, "serve", half_with_a_pool)
+    result = pools.run(OPTIONS)
+    ends = result.numbers["long_finished"]
+    worst = max(1 - b / a for a, b in zip(ends["LoongServe"], ends["LoongServe, reserved"], strict=True))
+    assert 0 < worst <= 0.5
+    assert result.answers["pool-10"].ours == pytest.approx(100 * worst)

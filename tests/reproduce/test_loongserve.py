@@ -1,0 +1,485 @@
+"""LoongServe's model: its costs, its decisions, what a play must keep, and the ordering of its own paper."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+
+from medha.errors import ConfigError
+from medha.reproduce.baselines.context_parallel import ContextParallel, prefill_s
+from medha.reproduce.baselines.loongserve import LoongServe, play
+from medha.reproduce.baselines.loongserve_cost import EspCosts
+from medha.reproduce.baselines.loongserve_figures import SYSTEMS, own_figures
+from medha.reproduce.baselines.loongserve_plan import (
+    MAX_PREFILL_S,
+    Pending,
+    Planned,
+    Situation,
+    fill,
+    plan_batches,
+    select,
+)
+from medha.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Occupied
+from medha.reproduce.served import Served
+from medha.reproduce.timing import MODELS, a100
+from medha.workload.trace import Trace
+
+MODEL = MODELS["Llama-3 8B"]
+TIGHT = 0.13
+"""A share of the memory that leaves little beside the weights: an instance holds some ten thousand tokens."""
+
+
+@cache
+def costs(utilization: float = 0.9, num_instances: int = 8) -> EspCosts:
+    return EspCosts(a100(), MODEL, num_instances=num_instances, tp=2, utilization=utilization)
+
+
+def system(**changes: float) -> LoongServe:
+    return LoongServe(a100(), MODEL, **changes)  # type: ignore[arg-type]
+
+
+def load(num_requests: int, *, qps: float, long_share: float = 0.0, seed: int = 0, longest: int = 1 << 20) -> Trace:
+    rng = np.random.default_rng(seed)
+    prompts = np.clip(rng.lognormal(7.2, 1.0, num_requests), 16, 8000)
+    long = np.exp(rng.uniform(np.log(longest / 8), np.log(longest), num_requests))
+    prompts = np.where(rng.random(num_requests) < long_share, long, prompts).astype(np.int64)
+    outputs = np.clip(rng.lognormal(5.0, 1.0, num_requests), 1, 2000).astype(np.int64)
+    return Trace(np.cumsum(rng.exponential(1 / qps, num_requests)), prompts, outputs)
+
+
+def trace_of(*requests: tuple[float, int, int]) -> Trace:
+    arrivals, prompts, outputs = zip(*requests, strict=True)
+    return Trace(np.array(arrivals), np.array(prompts), np.array(outputs))
+
+
+def played(system: LoongServe, trace: Trace, *, stop_s: float | None = None) -> tuple[Served, list[Occupied]]:
+    log: list[Occupied] = []
+    return play(system, trace, stop_s=stop_s, on_occupied=log.append), log
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Costs
+
+
+@pytest.mark.parametrize("degree", range(1, 9))
+def test_prefill_of_one_is_a_striped_ring(degree: int) -> None:
+    for tokens in (100, 5000, 40_000, 1_000_000):
+        ring = prefill_s(ContextParallel(a100(), MODEL, cp=degree, tp=2), tokens)
+        assert costs().prefill_s([tokens], degree) == pytest.approx(ring, rel=1e-9)
+
+
+def test_prefill_of_several_takes_longer_and_less_than_each_alone() -> None:
+    for degree in (1, 4, 8):
+        one, other = costs().prefill_s([3000], degree), costs().prefill_s([9000], degree)
+        assert other < costs().prefill_s([3000, 9000], degree) < one + other
+
+
+def test_fit_within_a_node() -> None:
+    for degree, tokens in itertools.product(range(1, 5), (1000, 10_000, 100_000, 1_000_000)):
+        estimate_s = costs().estimate_s(degree, tokens, tokens**2)
+        assert estimate_s == pytest.approx(costs().prefill_s([tokens], degree), rel=0.03)
+    assert (costs().fit[1:] >= 0).all()
+
+
+def test_step_on_several_instances() -> None:
+    """Keys on more instances are read at once; a batch over two masters has half the rows in the linear layers."""
+    alone_s = costs().step_s(8, 800_000, 100_000, num_instances=1, rows=8)
+    spread_s = costs().step_s(8, 200_000, 100_000, num_instances=4, rows=8)
+    assert spread_s < alone_s
+    one_s, two_s = (costs().step_s(512, 10_000, 100, num_instances=2, rows=rows) for rows in (512, 256))
+    assert two_s < one_s
+
+
+def test_most_tokens_is_what_fits() -> None:
+    for used in ([0], [0, 0, 5000], [100_000, 1_000_000]):
+        most = int(costs().most_tokens(used))
+
+        def left(tokens: int, used: Sequence[int] = used) -> int:
+            rooms = [costs().room_tokens(cached, tokens / len(used)) for cached in used]
+            return sum(rooms) - tokens if min(rooms) >= 0 else -1
+
+        assert left(most) >= 0
+        assert left(most + 3 * len(used)) < 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decisions
+
+
+def cost_of(plan: Sequence[Planned], lengths: Sequence[int]) -> float:
+    total = 0.0
+    for batch in plan:
+        own = lengths[batch.first_request : batch.end_request]
+        seconds = costs().estimate_s(batch.end_instance - batch.first_instance, sum(own), sum(n * n for n in own))
+        total += seconds * sum(1 / n for n in own)
+    return total
+
+
+def brute_force(lengths: Sequence[int], used: Sequence[int]) -> float:
+    """The least of all ways to cut requests and instances into neighbours."""
+    best = math.inf
+    for num_batches in range(1, min(len(lengths), len(used)) + 1):
+        for cuts in itertools.combinations(range(1, len(lengths)), num_batches - 1):
+            for ends in itertools.combinations(range(1, len(used) + 1), num_batches):
+                requests, instances = (0, *cuts, len(lengths)), (0, *ends)
+                plan = [
+                    Planned(*request, *instance)
+                    for request, instance in zip(
+                        itertools.pairwise(requests), itertools.pairwise(instances), strict=True
+                    )
+                ]
+                rooms = [costs().most_tokens(used[b.first_instance : b.end_instance]) for b in plan]
+                needs = [sum(lengths[b.first_request : b.end_request]) for b in plan]
+                if all(need <= room for need, room in zip(needs, rooms, strict=True)):
+                    best = min(best, cost_of(plan, lengths))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_batches_against_brute_force(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_requests, num_instances = int(rng.integers(1, 6)), int(rng.integers(1, 6))
+    lengths = sorted(np.exp(rng.uniform(5, 12.5, num_requests)).astype(int).tolist(), reverse=True)
+    used = sorted(rng.integers(0, 1_040_000, num_instances).tolist())
+    plan = plan_batches(costs(), lengths, used)
+    best = brute_force(lengths, used)
+    if plan is None:
+        assert best == math.inf
+        return
+    assert cost_of(plan, lengths) == pytest.approx(best, rel=1e-9)
+    covered = [place for batch in plan for place in range(batch.first_request, batch.end_request)]
+    assert covered == list(range(num_requests))
+
+
+def test_batches_without_room() -> None:
+    assert plan_batches(costs(), [900_000], [0, costs().pool_tokens]) is None
+
+
+def situation(**changes: float) -> Situation:
+    most = {n: costs().most_tokens([0] * n) for n in range(9)}
+    base = {
+        "num_instances": 8,
+        "most_idle": 8,
+        "idle_prompt_tokens": most[8],
+        "prompt_tokens": most[8],
+        "claim_tokens": 10_000_000,
+        "decode_left_s": 1.0,
+        "decode_rate": 0.0,
+    }
+    return Situation(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def queue_of(*prompts: int) -> list[Pending]:
+    return [Pending(row, prompt, prompt + 100) for row, prompt in enumerate(prompts)]
+
+
+def test_select_takes_all_short_ones() -> None:
+    assert select(costs(), queue_of(*[1000] * 5), situation(), may_pass=True) == [0, 1, 2, 3, 4]
+
+
+def test_select_stops_at_the_longest_prefill() -> None:
+    queue = queue_of(*[100_000] * 20)
+    places = select(costs(), queue, situation(), may_pass=True)
+    assert places == list(range(len(places)))
+    count = len(places)
+    assert costs().estimate_s(8, count * 1e5, count * 1e10) <= MAX_PREFILL_S
+    assert costs().estimate_s(8, (count + 1) * 1e5, (count + 1) * 1e10) > MAX_PREFILL_S
+
+
+def test_select_takes_one_that_is_longer_alone() -> None:
+    assert select(costs(), queue_of(1_000_000, 100), situation(), may_pass=True) == [0]
+
+
+def test_select_passes_only_where_it_may() -> None:
+    """No room for the claim of the first."""
+    queue = queue_of(500_000, 1000, 1000)
+    assert select(costs(), queue, situation(claim_tokens=10_000), may_pass=True) == [1, 2]
+    assert select(costs(), queue, situation(claim_tokens=10_000), may_pass=False) == []
+
+
+def test_select_stops_decodes_only_where_that_costs_less() -> None:
+    """The prompt does not fit the instances that decodes can leave: decodes at their beginning have most to lose."""
+    few = {"most_idle": 1, "idle_prompt_tokens": costs().most_tokens([0])}
+    queue = queue_of(600_000)
+    assert select(costs(), queue, situation(**few, decode_rate=1e-9), may_pass=True) == [0]
+    assert select(costs(), queue, situation(**few, decode_rate=1.0), may_pass=True) == []
+
+
+def test_fill_takes_what_ends_in_time() -> None:
+    queue = queue_of(500_000, 2000, 2000)
+    one_s = costs().estimate_s(1, 2000, 2000**2)
+    two_s = costs().estimate_s(1, 4000, 2 * 2000**2)
+    assert fill(costs(), queue, [0], left_s=one_s, claim_tokens=10**7) == [1]
+    assert fill(costs(), queue, [0], left_s=two_s, claim_tokens=10**7) == [1, 2]
+    assert fill(costs(), queue, [0], left_s=two_s, claim_tokens=2100) == [1]
+    assert fill(costs(), queue, [0], left_s=0.9 * one_s, claim_tokens=10**7) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A request alone
+
+
+@pytest.mark.parametrize("prompt", [200, 8000, 100_000, 1_000_000])
+def test_one_alone(prompt: int) -> None:
+    """The prefill of the degree that the manager thinks best, then steps on as few instances as hold it."""
+    output = 50
+    served, log = played(system(), trace_of((2.0, prompt, output)))
+    degree = min(range(1, 9), key=lambda d: costs().estimate_s(d, prompt, prompt**2))
+    ring = prefill_s(ContextParallel(a100(), MODEL, cp=degree, tp=2), prompt)
+    assert served.ttft_s[0] == pytest.approx(ring, rel=1e-9)
+    decoding = {entry.instance for entry in log if entry.kind == "decode"}
+    assert len({entry.instance for entry in log if entry.kind == "prefill"}) == degree
+    assert len(decoding) == -(-prompt // costs().room_tokens(0, prompt / degree))
+    fullest = min(prompt, costs().room_tokens(0, prompt / degree))
+    steps = [
+        costs().step_s(1, fullest + token, prompt + token, num_instances=len(decoding), rows=1)
+        for token in range(output - 1)
+    ]
+    assert served.finish_s[0] - served.first_token_s[0] == pytest.approx(sum(steps), rel=2e-3)
+    assert served.gaps.count == output - 1
+    assert served.end_s == served.finish_s[0]
+
+
+def test_one_token_ends_with_the_prefill() -> None:
+    served = play(system(), trace_of((0.0, 5000, 1)))
+    assert served.finish_s[0] == served.first_token_s[0] == served.end_s
+    assert served.gaps.count == 0
+
+
+def test_too_long_is_refused() -> None:
+    most = int(costs().most_tokens([0] * 8))
+    served = play(system(), trace_of((0.0, most + 1, 5), (0.0, most, 5), (1.0, 100, 5)))
+    assert served.is_finished.tolist() == [False, True, True]
+    assert np.isinf(served.ttft_s[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What every play keeps
+
+PLAYS = {
+    "short": (system(), load(400, qps=3.0)),
+    "mixed": (system(), load(250, qps=0.5, long_share=0.1)),
+    "reserved": (system(reserved=2), load(250, qps=0.5, long_share=0.1)),
+    "static": (system(is_elastic=False), load(150, qps=0.5, long_share=0.1)),
+    "tight": (system(utilization=TIGHT), load(300, qps=6.0, long_share=0.1, longest=60_000)),
+    "tight and static": (
+        system(utilization=TIGHT, is_elastic=False),
+        load(200, qps=4.0, long_share=0.1, longest=60_000),
+    ),
+    "burst": (system(num_instances=4), load(600, qps=1e4)),
+}
+
+
+@cache
+def result(name: str) -> tuple[Served, list[Occupied]]:
+    return played(*PLAYS[name])
+
+
+def pool_tokens(name: str) -> int:
+    return costs(PLAYS[name][0].utilization, PLAYS[name][0].num_instances).pool_tokens
+
+
+@pytest.mark.parametrize("name", PLAYS)
+def test_all_end_after_what_comes_before(name: str) -> None:
+    served, _ = result(name)
+    trace = served.trace
+    assert served.is_finished.all()
+    assert (served.first_token_s > trace.arrival_s).all()
+    assert (served.finish_s[trace.output_tokens > 1] > served.first_token_s[trace.output_tokens > 1]).all()
+    assert served.gaps.count == (trace.output_tokens - 1).sum()
+    waited_s = (served.finish_s - served.first_token_s).sum()
+    assert served.gaps.total_s == pytest.approx(waited_s, rel=1e-9)
+    assert served.end_s >= served.finish_s.max()
+
+
+@pytest.mark.parametrize("name", PLAYS)
+def test_an_instance_serves_one_group_at_a_time(name: str) -> None:
+    by_instance = defaultdict(list)
+    for entry in result(name)[1]:
+        by_instance[entry.instance].append(entry)
+    assert len(by_instance) == PLAYS[name][0].num_instances
+    for entries in by_instance.values():
+        entries.sort(key=lambda entry: entry.start_s)
+        for before, after in itertools.pairwise(entries):
+            assert after.start_s >= before.end_s - 1e-9
+
+
+@pytest.mark.parametrize("name", PLAYS)
+def test_no_prefill_is_interrupted(name: str) -> None:
+    """Each request is in one prefill, that takes what its whole batch takes on its instances."""
+    trace, setup = PLAYS[name][1], PLAYS[name][0]
+    instances = defaultdict(set)
+    for entry in result(name)[1]:
+        if entry.kind == "prefill":
+            instances[entry.rows, entry.start_s, entry.end_s].add(entry.instance)
+    assert sorted(row for rows, *_ in instances for row in rows) == list(range(len(trace)))
+    for (rows, start_s, end_s), on in instances.items():
+        seconds = costs(setup.utilization).prefill_s(trace.prompt_tokens[list(rows)].tolist(), len(on))
+        assert end_s - start_s == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", PLAYS)
+def test_memory_is_never_exceeded(name: str) -> None:
+    fullest = max(entry.cached_tokens + entry.activation_tokens for entry in result(name)[1])
+    assert fullest <= pool_tokens(name)
+    assert min(entry.cached_tokens for entry in result(name)[1]) >= 0
+    if name == "tight":
+        assert fullest > 0.9 * pool_tokens(name)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_small_system(seed: int) -> None:
+    """All of the above for systems and loads drawn at random, with hardly any memory."""
+    rng = np.random.default_rng(seed)
+    num_instances, is_split = int(rng.integers(1, 9)), rng.random() < 0.3
+    drawn = LoongServe(
+        a100(),
+        MODEL,
+        num_instances=num_instances,
+        reserved=int(rng.integers(0, num_instances)) if is_split else 0,
+        reserved_below=2000,
+        utilization=float(rng.uniform(0.105, 0.3)),
+        is_elastic=bool(rng.random() < 0.8),
+    )
+    longest, qps = int(np.exp(rng.uniform(9, 13))), float(np.exp(rng.uniform(-2, 6)))
+    trace = load(int(rng.integers(1, 150)), qps=qps, long_share=float(rng.choice([0, 0.1, 0.5])), longest=longest)
+    served, log = played(drawn, trace)
+    own = costs(drawn.utilization, num_instances)
+    sizes = np.where(trace.prompt_tokens < 2000, drawn.reserved, num_instances - drawn.reserved)
+    sizes = sizes if drawn.reserved else np.full(len(trace), num_instances)
+    lengths = zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), sizes.tolist(), strict=True)
+    fits = [own.fits(prompt, prompt + output - 1, size) for prompt, output, size in lengths]
+    assert served.is_finished.tolist() == fits
+    assert served.gaps.count == (trace.output_tokens - 1)[fits].sum()
+    assert all(0 <= entry.cached_tokens <= own.pool_tokens - entry.activation_tokens for entry in log)
+    by_instance = defaultdict(list)
+    for entry in log:
+        by_instance[entry.instance].append((entry.start_s, entry.end_s))
+    for times in by_instance.values():
+        assert all(after[0] >= before[1] - 1e-9 for before, after in itertools.pairwise(sorted(times)))
+
+
+@pytest.mark.parametrize("name", ["mixed", "tight", "burst"])
+def test_same_again(name: str) -> None:
+    served, log = played(*PLAYS[name])
+    assert log == result(name)[1]
+    assert np.array_equal(served.finish_s, result(name)[0].finish_s)
+    assert served.gaps == result(name)[0].gaps
+
+
+def test_a_stopped_play_is_the_beginning() -> None:
+    whole, _ = result("mixed")
+    stop_s = float(np.median(whole.finish_s))
+    part = play(PLAYS["mixed"][0], whole.trace, stop_s=stop_s)
+    assert part.end_s == stop_s
+    for times, known in ((part.first_token_s, whole.first_token_s), (part.finish_s, whole.finish_s)):
+        assert np.array_equal(times, np.where(known <= stop_s, known, np.nan), equal_nan=True)
+    assert 0 < part.gaps.count < whole.gaps.count
+
+
+def test_static_is_one_group_of_all() -> None:
+    sizes = defaultdict(set)
+    for entry in result("static")[1]:
+        sizes[entry.rows, entry.start_s].add(entry.instance)
+    assert {len(on) for on in sizes.values()} == {8}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it is known for
+
+
+def groups_of(log: Sequence[Occupied], kind: str) -> dict[tuple[tuple[int, ...], float], set[int]]:
+    found = defaultdict(set)
+    for entry in log:
+        if entry.kind == kind:
+            found[entry.rows, entry.start_s].add(entry.instance)
+    return found
+
+
+def test_short_requests_wait_for_a_long_prefill() -> None:
+    """The convoy of v5 section 2: who comes while a long prefill holds all instances waits for its end."""
+    served = play(system(), trace_of((0.0, 1_000_000, 10), (1.0, 1000, 10)))
+    assert served.first_token_s[1] > served.first_token_s[0] > 60.0
+
+
+def test_an_idle_instance_prefills_what_ends_before_the_long_prefill() -> None:
+    """The first keeps its instance out of the long prefill, and leaves it; 200K tokens would take it too long."""
+    trace = trace_of((0.0, 100, 200), (0.5, 500_000, 2), (4.0, 200_000, 2), (5.0, 1000, 2))
+    served, log = played(system(), trace)
+    first, long, middle, short = served.first_token_s
+    assert first < served.finish_s[0] < 4.0 < 5.0 < short < long < middle
+    sizes = [len(on) for (rows, _), on in groups_of(log, "prefill").items() if rows == (1,)]
+    assert sizes == [7]
+
+
+def test_groups_decode_ten_steps_between_prefills() -> None:
+    served, log = played(system(), trace_of((0.0, 1000, 100), (1e-3, 1000, 2)))
+    start_s = min(entry.start_s for entry in log if entry.kind == "prefill" and 1 in entry.rows)
+    step_s = costs().step_s(1, 1010, 1010, num_instances=1, rows=1)
+    assert start_s == pytest.approx(served.first_token_s[0] + 10 * step_s, abs=0.5 * step_s)
+
+
+def test_the_reserved_pool_isolates() -> None:
+    trace = load(200, qps=0.5, long_share=0.1)
+    is_short = trace.prompt_tokens < 8192
+    served, log = played(system(reserved=2), trace)
+    assert {row for entry in log if entry.instance < 2 for row in entry.rows} == set(np.flatnonzero(is_short).tolist())
+    columns = (trace.arrival_s, trace.prompt_tokens, trace.output_tokens)
+    alone = play(system(num_instances=2), Trace(*(column[is_short] for column in columns)))
+    assert np.array_equal(served.finish_s[is_short], alone.finish_s)
+    shared = play(system(), trace)
+    assert np.quantile(served.ttft_s[is_short], 0.9) < np.quantile(shared.ttft_s[is_short], 0.9)
+    assert served.ttft_s[~is_short].mean() > shared.ttft_s[~is_short].mean()
+
+
+def test_a_group_takes_another_instance_where_memory_ends() -> None:
+    pool = costs(TIGHT, 2).pool_tokens
+    prompt, output = int(pool * 0.4), int(pool * 0.9)
+    served, log = played(system(num_instances=2, utilization=TIGHT), trace_of((0.0, prompt, output)))
+    assert served.is_finished.all()
+    sizes = [len(on) for _, on in sorted(groups_of(log, "decode").items(), key=lambda item: item[0][1])]
+    assert sizes[0] == 1
+    assert sizes[-1] == 2
+    assert sizes == sorted(sizes)
+    assert {entry.cached_tokens for entry in log} >= {pool}
+
+
+def test_many_decodes_take_another_instance() -> None:
+    """A later prompt has them move together; when its request ends, its instance is theirs."""
+    count = 2 * MASTER_REQUESTS + 44
+    trace = trace_of(*[(0.0, 100, 1500)] * count, (8.0, 5000, 20))
+    served, log = played(system(num_instances=2), trace)
+    together = {start: len(on) for (rows, start), on in groups_of(log, "decode").items() if len(rows) == count}
+    apart = [start for (rows, start) in groups_of(log, "decode") if len(rows) < count and start < 8.0]
+    assert apart
+    assert min(together) > 8.0
+    for start, size in together.items():
+        assert size == (1 if start < served.finish_s[-1] - 1e-9 else 2)
+    assert set(together.values()) == {1, 2}
+
+
+def test_ordering_of_its_own_paper() -> None:
+    """LoongServe serves the highest rate by both measures; 2.2 and 3.3 times the others' at 400 requests a rate."""
+    figures = own_figures(rates=(0.05, 0.1, 0.2, 0.3), num_requests=200)
+    ours, *others = SYSTEMS
+    for name in others:
+        assert figures.token_qps(ours) > figures.token_qps(name)
+        assert figures.attained_qps(ours) > 1.5 * figures.attained_qps(name)
+        for mine, theirs in zip(figures.points[ours], figures.points[name], strict=True):
+            assert mine.token_s < theirs.token_s
+            assert mine.attained > theirs.attained
+
+
+def test_wrong_settings() -> None:
+    with pytest.raises(ConfigError, match=r"num_instances=0; accepted: a whole number of at least 1"):
+        system(num_instances=0)
+    with pytest.raises(ConfigError, match=r"reserved=8; accepted: 0 to 7"):
+        system(reserved=8)
+    with pytest.raises(ConfigError, match="does not fit"):
+        play(system(utilization=0.05), trace_of((0.0, 1, 1)))

@@ -1,0 +1,281 @@
+"""With a decode lag of 1 a token is scheduled before the one before it is known: the tokens stay the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.batch import Batch
+from medha.build import build_engine
+from medha.config import EngineConfig, SchedulerConfig
+from medha.engine import Engine
+from medha.errors import ConfigError, NonFiniteLogitsError
+from medha.request import SamplingParams
+from medha.sched.scheduler import RequestHead, Scheduler
+from tests.checkpoints import make_checkpoint, random_prompt
+from tests.engines import make_engine, run_to_end
+from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
+
+Rows = list[tuple[int, int]]
+
+
+def lagging(case: Case, **scheduler: int) -> Engine:  # noqa: F811
+    options = {"chunk_size": 50, "max_batch_tokens": 96, "num_blocks": 100, "block_size": 16} | scheduler
+    return make_engine(case.decoder, decode_lag=1, **options)
+
+
+def submitted(engine: Engine) -> list[Batch]:
+    """The batches that an engine hands to its runner from now on."""
+    batches: list[Batch] = []
+    submit = engine.runner.submit
+    engine.runner.submit = lambda batch: (batches.append(batch), submit(batch))[1]  # type: ignore[method-assign]
+    return batches
+
+
+def drained(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
+    """Tokens and end of each request."""
+    ends = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finished:
+                ends[output.request_id] = output.outputs[0].token_ids, output.outputs[0].finish_reason
+    assert engine.scheduler.memory.num_used == 0
+    return ends
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The scheduler
+
+
+def make_scheduler(**options: int) -> Scheduler:
+    return Scheduler(SchedulerConfig("sarathi", decode_lag=1, **options), num_blocks=20, block_size=4)
+
+
+def rows(batch: Batch | None) -> Rows:
+    return [] if batch is None else [(row.slot, row.position) for row in batch.rows]
+
+
+def test_a_decode_is_scheduled_while_the_one_before_is_in_flight_and_never_beyond_the_last() -> None:
+    scheduler = make_scheduler()
+    assert scheduler.depth == 2
+    scheduler.add(RequestHead(0, 5, 3, 0.0))
+    first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
+    assert (rows(first), rows(second), scheduler.schedule(0.0)) == ([(0, 0)], [(0, 5)], None)
+    assert scheduler.complete(0, 1.0, [(0, 1, False)], 1.0) == ()
+    third = scheduler.schedule(1.0)
+    assert rows(third) == [(0, 6)]  # the third token; its own row would be the fourth
+    scheduler.complete(1, 2.0, [(0, 1, False)], 1.0)
+    assert scheduler.schedule(2.0) is None
+    assert scheduler.complete(2, 3.0, [(0, 1, True)], 1.0) == (0,)
+    assert scheduler.memory.num_used == 0
+
+
+def test_the_row_after_an_early_end_is_in_flight_until_its_batch_is_complete() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(RequestHead(0, 5, 10, 0.0))
+    scheduler.schedule(0.0)
+    scheduler.schedule(0.0)
+    assert scheduler.complete(0, 1.0, [(0, 1, True)], 1.0) == ()  # it has ended, with a row in flight
+    assert scheduler.schedule(1.0) is None
+    assert scheduler.complete(1, 2.0, [], 1.0) == (0,)
+    assert scheduler.memory.num_used == 0
+
+
+def test_every_batch_has_every_decode() -> None:
+    scheduler = make_scheduler()
+    for slot in range(3):
+        scheduler.add(RequestHead(slot, 2, 9, 0.0))
+    scheduler.schedule(0.0)
+    for batch_id in range(6):
+        assert rows(scheduler.schedule(0.0)) == [(slot, 2 + batch_id) for slot in range(3)]
+        scheduler.complete(batch_id, 0.0, [(slot, 1, False) for slot in range(3)], 1.0)
+
+
+def test_one_token_is_never_decoded() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(RequestHead(0, 2, 1, 0.0))
+    scheduler.schedule(0.0)
+    assert scheduler.schedule(0.0) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The engine
+
+
+def test_tokens_are_those_without_a_lag_and_batches_overlap(case: Case) -> None:  # noqa: F811
+    engine = lagging(case)
+    scheduled: list[tuple[Batch, ...]] = []  # what is in flight whenever a batch is handed in, itself last
+    submit = engine.runner.submit
+    engine.runner.submit = lambda batch: (  # type: ignore[method-assign]
+        scheduled.append(engine.scheduler.in_flight),
+        submit(batch),
+    )[1]
+    assert run_to_end(engine, case.prompts, NUM_TOKENS) == case.expected
+    followed = sum(
+        bool({(row.slot, row.kv_len) for row in a.rows if row.samples} & {(r.slot, r.position) for r in b.rows})
+        for a, b in (pair for pair in scheduled if len(pair) == 2)
+    )
+    assert followed >= NUM_TOKENS - 1  # a batch has the token after one that a batch still in flight draws
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    temperature=st.sampled_from([0.0, 0.7, 1.3]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    top_k=st.sampled_from([0, 5]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    penalty=st.sampled_from([1.0, 1.3]),
+    min_tokens=st.integers(0, 4),
+    logprobs=st.sampled_from([None, 0, 3]),
+    stop_at=st.integers(0, 7),
+)
+def test_any_sampling_gives_the_same_outputs(
+    case: Case,  # noqa: F811
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    penalty: float,
+    min_tokens: int,
+    logprobs: int | None,
+    stop_at: int,
+) -> None:
+    base = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=penalty,
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+        max_tokens=8,
+        seed=11,
+        output_kind="final_only",
+    )
+
+    def outputs(lag: int, stop: list[int]) -> list[object]:
+        engine = make_engine(
+            case.decoder, decode_lag=lag, chunk_size=50, max_batch_tokens=96, num_blocks=100, block_size=16
+        )
+        params = SamplingParams(**{f: getattr(base, f) for f in base.__dataclass_fields__} | {"stop_token_ids": stop})
+        for i, prompt in enumerate(case.prompts[:4]):
+            engine.add_request(str(i), prompt, params)
+        done = {}
+        while engine.has_unfinished:
+            done |= {output.request_id: output.outputs[0] for output in engine.step()}
+        assert engine.scheduler.memory.num_used == 0
+        return [done[str(i)] for i in range(4)]
+
+    free = outputs(0, [])
+    stop = [free[0].token_ids[stop_at]]  # type: ignore[attr-defined]
+    assert outputs(1, []) == free
+    assert outputs(1, stop) == outputs(0, stop)
+
+
+def test_an_end_by_token_drops_the_row_that_was_sent_after_it(case: Case) -> None:  # noqa: F811
+    engine = lagging(case)
+    batches = submitted(engine)
+    stop = case.expected[2][2]
+    params = SamplingParams(temperature=0.0, max_tokens=50, stop_token_ids=[stop], output_kind="final_only")
+    engine.add_request("a", case.prompts[2], params)
+    length = case.expected[2].index(stop) + 1
+    assert drained(engine) == {"a": (case.expected[2][:length], "stop")}
+    assert sum(row.samples for batch in batches for row in batch.rows) == length + 1
+
+
+def test_aborted_between_two_tokens(case: Case) -> None:  # noqa: F811
+    engine = lagging(case)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, output_kind="final_only")
+    for name, i in (("kept", 3), ("gone", 2)):
+        engine.add_request(name, case.prompts[i], params)
+    while not engine._live["gone"].token_ids:
+        engine.step()
+    engine.abort("gone")
+    ends = drained(engine)
+    assert ends["kept"] == (case.expected[3], "length")
+    assert ends["gone"][1] == "abort" and ends["gone"][0] == case.expected[2][: len(ends["gone"][0])]
+
+
+def test_what_gave_way_to_overcommitted_memory_goes_on_with_the_same_tokens(case: Case) -> None:  # noqa: F811
+    engine = lagging(case, overcommit=True, num_blocks=33, block_size=4, chunk_size=200, max_batch_tokens=256)
+    # 16 blocks each: one of them gets the last block with its first decode, and the other's with its fifth.
+    prompts = [case.prompts[2]] * 2
+    assert run_to_end(engine, prompts, NUM_TOKENS) == [case.expected[2]] * 2
+    assert engine.num_preemptions > 0
+
+
+def test_slots_beyond_the_first_tokens_kept(case: Case) -> None:  # noqa: F811
+    """More requests than the device's list of last tokens begins with; it grows."""
+    engine = lagging(case, max_num_seqs=16)
+    begun = len(engine.runner._last_tokens)  # type: ignore[attr-defined]
+    prompts = [case.prompts[i % 3] for i in range(begun + 6)]
+    assert run_to_end(engine, prompts, NUM_TOKENS) == [case.expected[i % 3] for i in range(begun + 6)]
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(
+    case: Case,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = lagging(case)
+    logits = engine.runner.model.logits  # type: ignore[attr-defined]
+    calls = iter(range(100))
+
+    def poisoned(x: torch.Tensor) -> torch.Tensor:
+        out = logits(x)
+        if next(calls) == 2:
+            out[0] = torch.nan
+        return out
+
+    monkeypatch.setattr(engine.runner.model, "logits", poisoned)  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, output_kind="final_only")
+    engine.add_request("a", case.prompts[0], params)
+    engine.add_request("b", case.prompts[1], params)
+    done = {}
+    while engine.has_unfinished:
+        done |= {output.request_id: output for output in engine.step()}
+    assert isinstance(done["a"].error, NonFiniteLogitsError)
+    assert done["b"].outputs[0].token_ids == case.expected[1]
+
+
+def test_an_interrupted_engine_serves_again(case: Case) -> None:  # noqa: F811
+    engine = lagging(case)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    engine.add_request("a", case.prompts[4], params)
+    engine.step()
+    engine.abandon()
+    engine.step()
+    assert run_to_end(engine, case.prompts[:3], NUM_TOKENS) == case.expected[:3]
+
+
+def test_host_time_is_what_the_compute_leaves(case: Case) -> None:  # noqa: F811
+    for lag in (0, 1):
+        engine = make_engine(case.decoder, decode_lag=lag)
+        assert engine.mean_host_s is None
+        run_to_end(engine, case.prompts[:1], NUM_TOKENS)
+        assert engine.mean_host_s is not None and engine.mean_host_s > 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options
+
+
+def test_options(tmp_path: Path) -> None:
+    for value in (2, -1, True, "1"):
+        with pytest.raises(ConfigError, match=r"decode_lag=.*; accepted: 0, 1 or None"):
+            SchedulerConfig(decode_lag=value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"depth=4 with decode_lag=1; accepted: 2"):
+        SchedulerConfig(decode_lag=1, depth=4)
+    with pytest.raises(ConfigError, match=r"decode_lag=1 with 2 ranks: .*; accepted: 0 or None"):
+        EngineConfig.from_flat("m", decode_lag=1, tp=2)
+    make_checkpoint(tmp_path, "llama-llama3")
+    prompt = random_prompt(30, seed=1)
+    found = []
+    for lag in (None, 0, 1):
+        engine = build_engine(EngineConfig.from_flat(str(tmp_path), decode_lag=lag, num_kv_blocks=4, device="cpu"))
+        assert engine.scheduler.depth == (2 if lag else 1)
+        found.append(run_to_end(engine, [prompt], 5))
+    assert found[0] == found[1] == found[2]

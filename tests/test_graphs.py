@@ -1,0 +1,255 @@
+"""Graphs of decodes: padding, buffers and plans, with a substitute that replays by running again; real ones on a GPU.
+
+The substitute repeats the captured function, so it reads what lies in the buffers at the time of the replay, as a graph
+does; attention is FlashInfer's substitute, whose answers are those of its last plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.attention.flashinfer_backend import FlashInferBackend
+from medha.attention.interface import GraphBackend
+from medha.attention.torch_backend import TorchBackend
+from medha.build import build_engine
+from medha.config import EngineConfig
+from medha.engine import Engine
+from medha.errors import ConfigError
+from medha.graphs import DecodeGraphs, graph_sizes
+from medha.request import SamplingParams
+from tests.attention import fake_flashinfer
+from tests.engines import make_engine, run_to_end
+from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
+
+SIZES = (1, 2, 4, 8)
+
+
+class Repeating:
+    """Captures a function and replays it by calling it; some sizes find no memory."""
+
+    def __init__(self, *, refused: Sequence[int] = ()) -> None:
+        self.captured: list[int] = []
+        self.replayed: list[int] = []
+        self._refused = refused
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        out = run()
+        size = len(out)
+        if size in self._refused:
+            raise torch.OutOfMemoryError("none left")
+        self.captured.append(size)
+
+        def replay() -> None:
+            self.replayed.append(size)
+            with torch.inference_mode():
+                out.copy_(run())
+
+        return out, replay
+
+
+def make_backend(block_size: int) -> FlashInferBackend:
+    return FlashInferBackend(fake_flashinfer.make_api(), block_size=block_size, num_sms=4, has_fa3=False)
+
+
+def with_graphs(
+    case: Case,  # noqa: F811
+    *,
+    sizes: Sequence[int] = SIZES,
+    refused: Sequence[int] = (),
+    block_size: int = 16,
+    **scheduler: int,
+) -> tuple[Engine, Repeating]:
+    options = {"chunk_size": 120, "max_batch_tokens": 240, "num_blocks": -(-1600 // block_size)} | scheduler
+    backend = make_backend(block_size)
+    engine = make_engine(case.decoder, backend=backend, has_scratch=True, block_size=block_size, **options)
+    maker = Repeating(refused=refused)
+    engine.runner.capture(maker, sizes, lambda done, total: None)  # type: ignore[attr-defined]
+    return engine, maker
+
+
+def replays(engine: Engine, maker: Repeating) -> list[tuple[int, int]]:
+    """(rows, size) of each batch that ran from a graph, once the engine has run."""
+    rows: list[int] = []
+    run = DecodeGraphs.run
+
+    def watching(self: DecodeGraphs, decodes: Any, **options: Any) -> torch.Tensor:
+        rows.append(len(decodes.segments))
+        return run(self, decodes, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeGraphs, "run", watching)
+        drain(engine)
+    return list(zip(rows, maker.replayed, strict=True))
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_unfinished:
+        engine.step()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FlashInfer's substitute below the engine, without graphs
+
+
+@pytest.mark.parametrize("decode_lag", [0, 1])
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+def test_parity_through_flashinfers_wrappers(case: Case, block_size: int, decode_lag: int) -> None:  # noqa: F811
+    engine = make_engine(
+        case.decoder, backend=make_backend(block_size), block_size=block_size, num_blocks=-(-2048 // block_size),
+        chunk_size=97, max_batch_tokens=160, decode_lag=decode_lag,
+    )  # fmt: skip
+    assert run_to_end(engine, case.prompts, NUM_TOKENS) == case.expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Graphs
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    block_size=st.sampled_from([16, 48, 256]),
+    sizes=st.sets(st.integers(1, 8), min_size=1),
+    chosen=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    decode_lag=st.sampled_from([0, 1]),
+    chunk_size=st.sampled_from([60, 200]),
+)
+def test_tokens_are_those_of_eager_execution(
+    case: Case,  # noqa: F811
+    block_size: int,
+    sizes: set[int],
+    chosen: list[int],
+    decode_lag: int,
+    chunk_size: int,
+) -> None:
+    engine, maker = with_graphs(
+        case, sizes=sorted(sizes), block_size=block_size, decode_lag=decode_lag, chunk_size=chunk_size, num_blocks=240
+    )
+    got = run_to_end(engine, [case.prompts[i] for i in chosen], NUM_TOKENS)
+    assert got == [case.expected[i] for i in chosen]
+    assert maker.captured == sorted(sizes, reverse=True)
+
+
+def test_a_batch_is_filled_up_to_the_next_size_and_larger_ones_run_eagerly(case: Case) -> None:  # noqa: F811
+    engine, maker = with_graphs(case, sizes=(2, 4))
+    params = [SamplingParams(temperature=0.0, max_tokens=2 + 2 * i, output_kind="final_only") for i in range(6)]
+    for i, each in enumerate(params):
+        engine.add_request(str(i), [1, 2, 3 + i], each)
+    found = replays(engine, maker)
+    # All six decode together, then as one after the other ends every two tokens fewer.
+    assert found == [(4, 4), (4, 4), (3, 4), (3, 4), (2, 2), (2, 2), (1, 2), (1, 2)]
+
+
+def test_what_fills_a_batch_up_touches_the_scratch_block_alone(case: Case) -> None:  # noqa: F811
+    engine, maker = with_graphs(case, sizes=(8,), block_size=16, num_blocks=40)
+    cache = engine.runner.cache  # type: ignore[attr-defined]
+    assert cache.scratch_token == 640 and all(len(pool) == 656 for pool in (*cache.k, *cache.v))
+    for pool in (*cache.k, *cache.v):
+        pool.fill_(7.0)
+    engine.add_request("a", case.prompts[2], SamplingParams(temperature=0.0, max_tokens=4))
+    engine.step()
+    before = [pool.clone() for pool in (*cache.k, *cache.v)]
+    engine.step()
+    assert maker.replayed == [8]
+    for old, new in zip(before, (*cache.k, *cache.v), strict=True):
+        changed = (old != new).flatten(1).any(1).nonzero().view(-1).tolist()
+        position = len(case.prompts[2])
+        assert len(changed) == 2 and changed[1] == cache.scratch_token and changed[0] % 16 == position % 16
+        assert bool((new[cache.scratch_token + 1 :] == 7.0).all())
+
+
+def test_sizes_for_which_there_is_no_memory_are_left_out(case: Case, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    engine, maker = with_graphs(case, refused=(8, 4))
+    assert maker.captured == [2, 1]
+    assert engine.runner.graphs.sizes == (1, 2)  # type: ignore[attr-defined]
+    assert ["no memory for the CUDA graph of 8 decodes" in r.getMessage() for r in caplog.records] == [True, False]
+    assert run_to_end(engine, case.prompts, NUM_TOKENS) == case.expected
+
+
+def test_progress_counts_every_size(case: Case) -> None:  # noqa: F811
+    engine, _ = with_graphs(case)
+    seen: list[tuple[int, int]] = []
+    engine.runner.capture(Repeating(refused=(4,)), SIZES, lambda *counts: seen.append(counts))  # type: ignore[attr-defined]
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_buffers_stay_where_they_are(case: Case) -> None:  # noqa: F811
+    engine, _ = with_graphs(case)
+    graphs = engine.runner.graphs  # type: ignore[attr-defined]
+
+    def places() -> list[int]:
+        buffers = graphs._inputs, graphs._ids, graphs._positions, graphs._targets, graphs.slots, graphs._pages
+        return [b.data_ptr() for b in (*buffers, *(graph.out for graph in graphs._graphs.values()))]
+
+    before = places()
+    run_to_end(engine, case.prompts, NUM_TOKENS)
+    assert places() == before
+
+
+def test_attention_is_planned_anew_before_each_replay(case: Case) -> None:  # noqa: F811
+    engine, maker = with_graphs(case, sizes=(4,))
+    (fixed,) = [w for w in engine.runner.backend.api.made if w.buffers is not None]  # type: ignore[attr-defined]
+    planned = fixed.num_plans
+    run_to_end(engine, case.prompts[:2], NUM_TOKENS)
+    assert len(maker.replayed) == fixed.num_plans - planned > 0
+
+
+@pytest.mark.parametrize(
+    ("most", "want"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (7, (1, 2, 4, 7)),
+        (40, (1, 2, 4, 8, 16, 32, 40)),
+        (9999, (1, 2, 4, 8, *range(16, 257, 16))),
+    ],
+)
+def test_graph_sizes(most: int, want: tuple[int, ...]) -> None:
+    assert graph_sizes(most) == want
+
+
+def test_only_flashinfer_is_held_by_graphs() -> None:
+    assert isinstance(make_backend(16), GraphBackend)
+    assert not isinstance(TorchBackend(), GraphBackend)
+
+
+def test_options() -> None:
+    assert EngineConfig.from_flat("m").cuda_graphs
+    assert not EngineConfig.from_flat("m", enforce_eager=True).cuda_graphs
+    assert EngineConfig.from_flat("m", enforce_eager=False).cuda_graphs
+    with pytest.raises(ConfigError, match="cuda_graphs is given twice"):
+        EngineConfig.from_flat("m", enforce_eager=True, cuda_graphs=False)
+    for value in (None, 1, "yes"):
+        with pytest.raises(ConfigError, match=r"cuda_graphs=.*; accepted: True or False"):
+            EngineConfig.from_flat("m", cuda_graphs=value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("decode_lag", [0, 1])
+def test_graphs_and_eager_execution_agree_on_a_gpu(decode_lag: int, tmp_path: Path) -> None:
+    """The needle model continues a repetition with a wide margin, so that no rounding decides a token."""
+    pytest.importorskip("flashinfer")
+    from medha.models.needle import write_needle
+
+    folder = write_needle(tmp_path)
+    prompts = [[65 + (i * j) % 26 for j in range(40 + 97 * i)] for i in range(6)]
+    found = []
+    for graphs in (True, False):
+        config = EngineConfig.from_flat(
+            str(folder), device="cuda", dtype="bfloat16", cuda_graphs=graphs, decode_lag=decode_lag, num_kv_blocks=64
+        )
+        engine = build_engine(config)
+        assert (engine.runner.graphs is not None) == graphs  # type: ignore[attr-defined]
+        found.append(run_to_end(engine, prompts, 16))
+    assert found[0] == found[1]
