@@ -8,9 +8,11 @@ sampler. Requests of different lengths are in :mod:`medha.bench.compare_mixed`.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +151,7 @@ def run_and_print(options: CompareOptions, output_json: Path | None) -> int:
         highlight=False,
     )
     console.print(
-        "tokens: share of the requests of which every token is the same; in 16 bits or with padding another order of "
+        "tokens: of how many requests every one is the same; in 16 bits or with padding another order of "
         "sums may turn a tie",
         highlight=False,
     )
@@ -212,29 +214,35 @@ def _prefill(pair: Pair, length: int, options: CompareOptions, on_run: Callable[
     timings = interleaved(
         {"medha": ours, "transformers": theirs}, warmup=options.warmup, runs=options.runs, on_run=on_run
     )
-    same = float(first["medha"] == first["transformers"])
-    return Comparison(f"prefill {length}", pair.dtype, timings["medha"], timings["transformers"], same)
+    return Comparison.of(
+        f"prefill {length}",
+        pair.dtype,
+        timings["medha"],
+        timings["transformers"],
+        tokens=([[first["medha"]]], [[first["transformers"]]]),
+    )
 
 
 def _decode(pair: Pair, options: CompareOptions, on_run: Callable[[], None]) -> Comparison:
-    """Seconds of one decode step of a whole batch, prefill left out."""
+    """Mean seconds of a step in which the whole batch decodes; steps with a prompt, or after an end, are left out."""
     prompts = _prompts(options.decode_batch, options.decode_prompt_len, options)
     tokens: dict[str, list[list[int]]] = {}
     seconds: dict[str, list[float]] = {"medha": [], "transformers": []}
     engine = pair.llm.engine
 
     def ours() -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=options.decode_tokens, output_kind="final_only")
-        for i, prompt in enumerate(prompts):
-            engine.add_request(f"decode-{i}", prompt, params)
-        found: dict[str, list[int]] = {}
-        starts: list[float] = []
-        while engine.has_unfinished:
-            found.update({o.request_id: o.outputs[0].token_ids for o in engine.step()})
-            if not starts and not engine.prefills():
-                starts.append(engine.now())  # the step that ended the last prefill is over
-        seconds["medha"].append((engine.now() - starts[0]) / (options.decode_tokens - 1))
-        tokens["medha"] = [found[f"decode-{i}"] for i in range(len(prompts))]
+        params = SamplingParams(temperature=0.0, max_tokens=options.decode_tokens)
+        ends: list[tuple[float, int]] = []
+        engine.on_step = lambda batch, _, __: ends.append((engine.now(), batch.num_decodes))
+        outputs = pair.llm.generate(prompts, params, use_tqdm=False)
+        engine.on_step = None
+        steps = [end - before for (before, _), (end, decoding) in pairwise(ends) if decoding == len(prompts)]
+        if not steps:
+            raise ConfigError(
+                f"decode_tokens={options.decode_tokens}; accepted: more, so that all {len(prompts)} decode at once"
+            )
+        seconds["medha"].append(statistics.fmean(steps))
+        tokens["medha"] = [list(output.outputs[0].token_ids) for output in outputs]
 
     @torch.inference_mode()
     def theirs() -> None:

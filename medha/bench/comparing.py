@@ -35,7 +35,7 @@ class Comparison:
         name: what was run.
         dtype: of weights and KV cache.
         medha, transformers: seconds.
-        equal_tokens: share of the requests of which every token is the same.
+        num_requests, num_equal: how many there are, and of how many every token is the same.
         is_padded: transformers had other lengths in its batch, so its sums are not in the same order.
     """
 
@@ -43,7 +43,8 @@ class Comparison:
     dtype: str
     medha: Timing
     transformers: Timing
-    equal_tokens: float
+    num_requests: int
+    num_equal: int
     is_padded: bool = False
 
     @classmethod
@@ -59,7 +60,7 @@ class Comparison:
     ) -> Comparison:
         """From the tokens of each request on both sides, in the same order."""
         equal = [list(ours) == list(theirs) for ours, theirs in zip(*tokens, strict=True)]
-        return cls(name, dtype, medha, transformers, sum(equal) / len(equal), is_padded)
+        return cls(name, dtype, medha, transformers, len(equal), sum(equal), is_padded)
 
     @property
     def ratio(self) -> float:
@@ -69,7 +70,7 @@ class Comparison:
     @property
     def same_tokens(self) -> bool:
         """Whether all are."""
-        return self.equal_tokens == 1.0
+        return self.num_equal == self.num_requests
 
     @property
     def is_exact(self) -> bool:
@@ -81,7 +82,8 @@ class Comparison:
         """How many are the same, for a table."""
         if self.same_tokens:
             return "equal"
-        return "DIFFER" if self.is_exact else f"{self.equal_tokens:.1%} equal"
+        text = f"{self.num_equal:,} of {self.num_requests:,}"
+        return f"DIFFER: {text}" if self.is_exact else text
 
     def report(self) -> dict[str, Any]:
         """Its fields, and what follows from them."""

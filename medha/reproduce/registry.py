@@ -1,4 +1,4 @@
-"""All figures by name, and those that are still to come with what their claims wait for."""
+"""All figures by name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from medha.reproduce.figures import (
     capacity,
     chunks,
     decode_load,
+    disaggregation,
     example,
     knee,
     kvp,
@@ -35,6 +36,7 @@ _ALL = (
     *utilization.FIGURES,
     example.FIGURE,
     lengths.FIGURE,
+    disaggregation.FIGURE,
     capacity.FIGURE,
     decode_load.FIGURE,
     schedulers.FIGURE,
@@ -44,23 +46,15 @@ _ALL = (
 )
 FIGURES: dict[str, FigureSpec] = {figure.name: figure for figure in _ALL}
 
-PENDING: dict[str, str] = {
-    "disaggregation": "needs models of DistServe and SplitWise",
-}
-
 
 def find_figures(names: Sequence[str]) -> list[FigureSpec]:
     """Figures by name, each once, in the order of the registry; none, or ``all``, is all.
 
     Raises:
-        ConfigError: a name is not known, or its figure is still to come.
+        ConfigError: a name is not known.
     """
     wanted = set(names)
     for name in names:
-        if name in PENDING:
-            raise ConfigError(
-                f"figure {name!r} is not there yet: it {PENDING[name]}; accepted: all, {', '.join(FIGURES)}"
-            )
         if name != "all" and name not in FIGURES:
             near = difflib.get_close_matches(name, ["all", *FIGURES], n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]}?" if near else ""

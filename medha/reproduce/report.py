@@ -11,7 +11,7 @@ from typing import Any
 
 from medha.errors import ConfigError
 from medha.reproduce.claims import Claim
-from medha.reproduce.registry import FIGURES, PENDING
+from medha.reproduce.registry import FIGURES
 from medha.reproduce.result import RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
 
 _DPI = 130
@@ -155,22 +155,9 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def _unanswered(claims: Sequence[Claim]) -> list[str]:
-    """Claims that wait for a figure, and those that none can answer."""
-    waiting = [claim for claim in claims if claim.figure in PENDING]
+    """Claims that no figure can answer."""
     never = [claim for claim in claims if not claim.figure]
     lines = [
-        "",
-        f"## Still to come: {len(waiting)} claims",
-        "",
-        "| claim | where | paper | needs |",
-        "| --- | --- | --- | --- |",
-    ]
-    for claim in waiting:
-        reason = f"`{claim.figure}` {PENDING[claim.figure]}." + (f" Note: {claim.note}" if claim.note else "")
-        lines.append(
-            f"| {claim.says} | {claim.where} | {_SIGNS.get(claim.kind, '')}{_amount(claim, claim.value)} | {reason} |"
-        )
-    lines += [
         "",
         f"## Not answered here: {len(never)} claims",
         "",

@@ -253,12 +253,12 @@ class MedhaPacker:
 
     def _give(self, state: State, draft: Draft, rho: _Slack, *, may_exceed: bool) -> bool:
         """Try to put a chunk of a request into the batch."""
-        if draft.is_held(state):
+        is_long = self._is_long(state)
+        if draft.is_held(state) or (is_long and self._is_shut_out(state)):
             return False
         if self._is_refused(state, draft):
             draft.no_memory.append(state.slot)
             return False
-        is_long = self._is_long(state)
         share = rho.yielded(state) if is_long else 0.0
         has_chunk = state.slot in draft.chunked
 
@@ -297,6 +297,10 @@ class MedhaPacker:
             if is_long:
                 group.long_slot = state.slot
         return True
+
+    def _is_shut_out(self, state: State) -> bool:
+        """Whether another long prefill is in the batch of each group."""
+        return all(group.long_slot not in (None, state.slot) for group in self._groups)
 
     def _is_refused(self, state: State, draft: Draft) -> bool:
         """Whether a request finds no memory as others before it in this batch; spares the test for each of many."""

@@ -35,7 +35,7 @@ def test_prefill_and_decode_in_two_dtypes(tmp_path: Path, capsys: pytest.Capture
         (dtype, name) for dtype in ("float32", "bfloat16") for name in ("prefill 40", "decode of 2")
     ]
     assert all(r["ratio"] > 0 and r["medha"]["runs"] == 2 for r in results)
-    assert all(r["same_tokens"] and r["equal_tokens"] == 1.0 for r in results if r["dtype"] == "float32")
+    assert all(r["same_tokens"] and r["num_equal"] == r["num_requests"] for r in results if r["dtype"] == "float32")
     assert report["model"]["hidden_size"] == TINY["hidden_size"]
     assert report["options"]["mixed"] is None
     assert "2 layers, 32 wide, GQA 2" in capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_mixed_requests_in_padded_batches_and_continuously(tmp_path: Path, capsy
     assert padded["transformers"] != continuous["transformers"]
     for result in (padded, continuous):
         assert result["is_padded"] and result["medha"]["runs"] == 2
-        assert 0.8 <= result["equal_tokens"] <= 1.0  # a tie may turn
+        assert result["num_requests"] == 11 and result["num_equal"] >= 9  # a tie may turn
     mixed = report["options"]["mixed"]
     assert (mixed["num_prompts"], mixed["padded_batch"]) == (11, 8)
     assert 4 <= mixed["input_len"]["min"] < mixed["input_len"]["max"] <= 40
@@ -70,10 +70,10 @@ def test_share_of_equal_tokens_and_who_may_differ() -> None:
     timing = Timing.of([1.0])
     tokens = ([[1, 2], [3], [4], [5]], [[1, 2], [3], [4], [6]])
     exact = Comparison.of("x", "float32", timing, Timing.of([3.0]), tokens=tokens)
-    assert (exact.equal_tokens, exact.same_tokens, exact.ratio) == (0.75, False, 3.0)
-    assert exact.is_exact and exact.tokens_text == "DIFFER"
+    assert (exact.num_equal, exact.num_requests, exact.same_tokens, exact.ratio) == (3, 4, False, 3.0)
+    assert exact.is_exact and exact.tokens_text == "DIFFER: 3 of 4"
     padded = Comparison.of("x", "float32", timing, timing, tokens=tokens, is_padded=True)
-    assert not padded.is_exact and padded.tokens_text == "75.0% equal"
+    assert not padded.is_exact and padded.tokens_text == "3 of 4"
     assert not Comparison.of("x", "bfloat16", timing, timing, tokens=tokens).is_exact
 
 
@@ -89,6 +89,10 @@ def test_runs_are_counted_before() -> None:
         (["--output-json", "absent/compare.json"], "cannot be written"),
         (["--dtype", "float64"], "dtype='float64'; accepted"),
         ([*ALONE, "--num-mixed", "0"], "all left out; accepted"),
+        (
+            [*ALONE[:2], "--batch-size", "2", "--decode-len", "2", "--num-mixed", "0", "--t-target-s", "0"],
+            "t_target_s=0.0",
+        ),
         (["--prompt-lens", "0"], "prompt_lens='0'; accepted"),
         (["--mixed-lengths", "nothing"], "lengths='nothing'; accepted"),
     ],

@@ -14,6 +14,7 @@ from medha.reproduce.claims import load_claims
 from medha.reproduce.registry import FIGURES
 from medha.reproduce.report import draw, report, run_figure, write_all
 from medha.reproduce.result import FigureResult, FigureSpec, Options
+from tests.reproduce import PLAYED
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 NAMES = ("intensity", "kvp-decode")
@@ -49,8 +50,7 @@ def test_seed_changes_what_is_drawn_and_nothing_else() -> None:
 def test_the_whole_report_lists_what_is_not_answered() -> None:
     claims = load_claims()
     text = report(list(FIGURES.values()), claims, [], Options(), drawn=True)
-    for heading in ("## Still to come: ", "## Not answered here: "):
-        assert heading in text
+    assert "## Not answered here: " in text
     for claim in claims:
         assert (claim.says in text) == (claim.figure not in FIGURES), claim.id
 
@@ -60,7 +60,6 @@ def test_the_whole_report_lists_what_is_not_answered() -> None:
     [
         (["nothing"], "figure 'nothing' is not known; accepted: all, requirements,"),
         (["mfuu"], "did you mean mfu?"),
-        (["intensity", "schedulers"], "figure 'schedulers' is not there yet: it needs"),
         (["--seed", "-1"], "--seed"),
     ],
 )
@@ -83,8 +82,9 @@ def test_a_figure_must_answer_its_claims(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
-@pytest.mark.parametrize("figure", FIGURES.values(), ids=list(FIGURES))
-def test_each_figure_is_drawn(figure: FigureSpec, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - PLAYED))
+def test_each_figure_is_drawn(name: str, tmp_path: Path) -> None:
+    figure = FIGURES[name]
     numbers = json.loads(json.dumps(figure.run(Options(quick=True)).numbers))  # what the JSON file holds suffices
     assert draw(figure, numbers, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -190,6 +190,17 @@ def test_stepping_over_changes_nothing_and_repeating_neither(replica: Replica, t
     np.testing.assert_allclose(with_skips.stage_bubble_s, without.stage_bubble_s, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("spp", [2, 3])
+def test_a_stretch_may_end_before_each_batch_in_flight_has_gone_round(spp: int) -> None:
+    """Requests come within few steps of each other, with several batches in flight."""
+    trace = synthesize("fixed:300,40", num_requests=150, qps=8.0)
+    replica = one_replica("lars", spp=spp)
+    with_skips, without = (run(replica, trace, skips=skips) for skips in (True, False))
+    assert with_skips.num_skipped > 0.1 * with_skips.num_batches
+    assert columns(with_skips.requests) == columns(without.requests)
+    assert with_skips.gaps.counts == without.gaps.counts
+
+
 def test_steady_decoding_is_stepped_over() -> None:
     trace = synthesize("fixed:600,300", num_requests=10, qps=2.0)
     outcome = run(one_replica("lars"), trace)
