@@ -174,7 +174,7 @@ def replay(journal: Path | Iterable[str]) -> Replay:
     if isinstance(journal, Path):
         try:
             with journal.open(encoding="utf-8", errors="replace") as lines:
-                return replay(line for line in lines if line.endswith("\n"))
+                return replay(line for number, line in enumerate(lines) if line.endswith("\n") or not number)
         except OSError as error:
             raise ConfigError(f"journal {journal}: {error.strerror}") from error
     entries = _entries(journal)
