@@ -55,7 +55,11 @@ class TorchBackend:
         out_TNH = torch.empty_like(q_TNH)
         lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
         kernel = _kernel(q_TNH)
+        decode = _CPUDecodes(q_TNH, k_PKH, v_PKH, out_TNH, lse_TN) if kernel is _cpu_flash else None
         for cut in plan:
+            if decode is not None and cut.q_len == 1 and len(cut.full) == 1:
+                decode.run(cut.q_start, *cut.full[0])
+                continue
             rows = slice(cut.q_start, cut.q_start + cut.q_len)
             out_TNH[rows], lse_TN[rows] = _attend(kernel, q_TNH[rows], k_PKH, v_PKH, cut)
         return out_TNH, lse_TN
@@ -121,6 +125,31 @@ def _cpu_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, ca
         return out_1NLH[0].transpose(0, 1), lse_1NL[0].transpose(0, 1)
     out, lse = flash(_fold(q_LNH, k_SKH.shape[1]).unsqueeze(0), k_1KSH, v_1KSH)
     return _unfold(out[0], q_LNH.shape), _unfold(lse[0], q_LNH.shape[:2])
+
+
+class _CPUDecodes:
+    """Single queries over one range each, as :func:`_cpu_flash` to the bit, on views made once for all of them: there
+    are hundreds in a step, and of a short context reshaping takes longer than attention."""
+
+    def __init__(
+        self,
+        q_TNH: torch.Tensor,
+        k_PKH: torch.Tensor,
+        v_PKH: torch.Tensor,
+        out_TNH: torch.Tensor,
+        lse_TN: torch.Tensor,
+    ) -> None:
+        groups = k_PKH.shape[1], -1
+        self._q_TKGH, self._out_TKGH = q_TNH.unflatten(1, groups), out_TNH.unflatten(1, groups)
+        self._lse_TKG = lse_TN.unflatten(1, groups)
+        self._k_1KPH, self._v_1KPH = k_PKH.transpose(0, 1).unsqueeze(0), v_PKH.transpose(0, 1).unsqueeze(0)
+
+    def run(self, row: int, first: int, count: int) -> None:
+        """Attend for a batch token over ``count`` pool tokens from ``first`` on."""
+        k_1KSH, v_1KSH = self._k_1KPH.narrow(2, first, count), self._v_1KPH.narrow(2, first, count)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out_1KGH, lse_1KG = flash(self._q_TKGH[row : row + 1], k_1KSH, v_1KSH)
+        self._out_TKGH[row], self._lse_TKG[row] = out_1KGH[0], lse_1KG[0]
 
 
 def _cuda_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, causal: bool) -> Partial:

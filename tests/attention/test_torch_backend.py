@@ -171,6 +171,19 @@ def test_many_segments_and_uncovered_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_decodes_are_those_of_the_common_path_to_the_bit(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    qkv, segments = build(Model(*heads, dtype=dtype), [Shape(1, (kv_len,), True) for kv_len in (1, 7, 300, 64)])
+    out, lse = run(qkv, segments)
+    for segment in segments:
+        ((first, count),) = segment.ranges
+        row, keys = slice(segment.q_start, segment.q_start + 1), slice(first, first + count)
+        common_out, common_lse = torch_backend._cpu_flash(qkv[0][row], qkv[1][keys], qkv[2][keys], False)
+        assert torch.equal(out[row], common_out)
+        assert torch.equal(lse[row], common_lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_company_and_order_do_not_change_a_bit(dtype: torch.dtype) -> None:
     batch = [Shape(1, (90,), True), Shape(33, (20, 40), True), Shape(4, (), False), Shape(6, (11, 5), False)]
     qkv, segments = build(Model(dtype=dtype), batch)

@@ -38,8 +38,8 @@ def run(engine: Engine, prompts: list[list[int]], abort_at: int | None) -> tuple
 
 
 def cancel_at_every_step(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> Any:
-    """On each rank. Rank 0 answers with (tokens, finish reasons, blocks and slots in use, chunks in flight) of each run;
-    the others with what they still keep of any request."""
+    """On each rank. Rank 0 answers with (tokens, finish reasons, blocks and slots in use, chunks in flight) of each
+    run; the others with what they still keep of any request."""
     from medha import LLM
 
     llm = LLM(folder, **options)
