@@ -76,8 +76,8 @@ def run(options: Options) -> FigureResult:
         f"Cases are {len(systems)} pairs of layouts (TP and stages of either phase, instances within a node): "
         f"{num_failing} run out on some of the workload's prompts of 128K to 1M tokens; of the {num_cases} pairs of "
         f"layouts and one of four prompts it is {num_refused}, {num_by_prefill} of them in prefill. Yet an instance of "
-        f"TP 1 reads {prefill['TP 1'] / 1000:.0f}K tokens whole, one of TP 8 {prefill['TP 8'] / 1000:,.0f}K: with TP 8 in both "
-        "phases, as on SplitWise's machines, any prompt of these fits. That counts what a layer's widest point "
+        f"TP 1 reads {prefill['TP 1'] / 1000:.0f}K tokens whole, one of TP 8 {prefill['TP 8'] / 1000:,.0f}K: with TP 8 "
+        "in both phases, as on SplitWise's machines, any prompt of these fits. That counts what a layer's widest point "
         f"needs and nothing beside it; at {spare:.2f} times the activations 1M would not fit either."
     )
     return FigureResult(numbers, {"disaggregated-oom": Answer(num_failing / len(systems), sentence)})
