@@ -139,9 +139,11 @@ class _CPUDecodes:
         out_TNH: torch.Tensor,
         lse_TN: torch.Tensor,
     ) -> None:
-        groups = k_PKH.shape[1], -1
-        self._q_TKGH, self._out_TKGH = q_TNH.unflatten(1, groups), out_TNH.unflatten(1, groups)
-        self._lse_TKG = lse_TN.unflatten(1, groups)
+        T, N, H = q_TNH.shape
+        K = k_PKH.shape[1]
+        G = N // K
+        self._q_TKGH, self._out_TKGH = q_TNH.view(T, K, G, H), out_TNH.view(T, K, G, H)
+        self._lse_TKG = lse_TN.view(T, K, G)
         self._k_1KPH, self._v_1KPH = k_PKH.transpose(0, 1).unsqueeze(0), v_PKH.transpose(0, 1).unsqueeze(0)
 
     def run(self, row: int, first: int, count: int) -> None:

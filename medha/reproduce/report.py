@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from medha.reproduce.registry import FIGURES
 from medha.reproduce.result import RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
 
 _DPI = 130
+_NUM_COLORS = 96
 _HEIGHT = 4.2
 _SIGNS = {"at-least": "at least ", "at-most": "at most "}
 _SHEETS = (
@@ -98,12 +100,17 @@ def draw(figure: FigureSpec, numbers: dict[str, Any], path: Path) -> bool:
     """
     try:
         from matplotlib.figure import Figure
+        from PIL import Image  # matplotlib brings it
     except ImportError:
         return False
     canvas = Figure(layout="constrained")
     figure.draw(numbers, canvas)
-    canvas.set_size_inches(1.5 + 4.6 * max(len(canvas.axes), 1) + 1.5 * (len(canvas.axes) == 1), _HEIGHT)
-    canvas.savefig(path, dpi=_DPI)
+    grids = [spec.get_gridspec() for axes in canvas.axes if (spec := axes.get_subplotspec()) is not None]
+    num_rows, num_columns = max(((grid.nrows, grid.ncols) for grid in grids), default=(1, 1))
+    canvas.set_size_inches(1.5 + 4.6 * num_columns + 1.5 * (num_columns == 1), _HEIGHT * num_rows)
+    drawn = io.BytesIO()
+    canvas.savefig(drawn, dpi=_DPI, format="png")
+    Image.open(drawn).convert("RGB").quantize(_NUM_COLORS).save(path, optimize=True)
     return True
 
 

@@ -296,7 +296,7 @@ def _over_time(options: Options) -> dict[str, Any]:
 
 def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     """TTFT by rate without and with long requests; TTFT and active requests over time."""
-    left, middle, waits, active = figure.subplots(1, 4)
+    (left, middle), (waits, active) = figure.subplots(2, 2)
     for axes, (share, rows) in zip((left, middle), numbers["long"].items(), strict=True):
         _by_rate(axes, numbers["qps"], rows)
         finish(axes, title=f"long requests: {share}", ylabel="TTFT, s: P50 solid, P90 dotted", legend=axes is left)
