@@ -135,8 +135,10 @@ def report(
     lines += _table(rows)
     if whole:
         lines += _unanswered(claims)
-    lines += ["", "## Figures", ""]
-    lines += [f"- `{figure.name}`: {figure.title}" for figure in figures]
+    lines += ["", "## Figures"]
+    for figure in figures:
+        lines += ["", f"`{figure.name}`: {figure.title}"]
+        lines += ["", f"![{figure.title}]({figure.name}.png)"] if drawn else []
     return "\n".join(lines) + "\n"
 
 
