@@ -88,8 +88,7 @@ def generate(
     cuda_graphs: Annotated[
         bool,
         _model_option(
-            "--cuda-graphs/--no-cuda-graphs",
-            " /--enforce-eager",
+            "--cuda-graphs/--enforce-eager",
             help="Whether decodes run from CUDA graphs where they can.",
         ),
     ] = _DEFAULT.cuda_graphs,

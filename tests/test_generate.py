@@ -335,7 +335,6 @@ def test_every_engine_option_is_tested() -> None:
 
 def test_cuda_graphs_are_a_flag(configured: Callable[..., EngineConfig]) -> None:
     assert configured().cuda_graphs and configured("--cuda-graphs").cuda_graphs
-    assert not configured("--no-cuda-graphs").cuda_graphs
     assert not configured("--enforce-eager").cuda_graphs  # as vLLM calls it
 
 

@@ -148,7 +148,7 @@ class _CPUDecodes:
 
     def run(self, row: int, first: int, count: int) -> None:
         """Attend for a batch token over ``count`` pool tokens from ``first`` on."""
-        k_1KSH, v_1KSH = self._k_1KPH.narrow(2, first, count), self._v_1KPH.narrow(2, first, count)
+        k_1KSH, v_1KSH = (pool[:, :, first : first + count] for pool in (self._k_1KPH, self._v_1KPH))
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out_1KGH, lse_1KG = flash(self._q_TKGH[row : row + 1], k_1KSH, v_1KSH)
         self._out_TKGH[row], self._lse_TKG[row] = out_1KGH[0], lse_1KG[0]

@@ -156,5 +156,3 @@ def test_figures_by_name() -> None:
         ConfigError, match=r"figure 'spp-scalin' is not known; accepted: all, requirements, .*spp-scaling\?"
     ):
         find_figures(["all", "spp-scalin"])
-    with pytest.raises(ConfigError, match="figure 'capacity' is not there yet: it needs the workload"):
-        find_figures(["capacity"])
