@@ -3,9 +3,9 @@
 One process serves a stream of short requests and some long ones with the paper's scheduler. Before, what steps cost is
 measured as ``medha profile --quick`` does; the engine predicts with that profile and so does the simulator, which gets
 the same arrivals, lengths and settings. A profile measures steps by themselves, one after the other. So the same
-requests are served once before, at other times, in a rehearsal: the factors by which the engine learns there to correct
-its predictions are those of the simulator, and what the engine takes beside a step, to schedule and to hand out tokens,
-is measured there and added to each simulated step. Nothing is taken from the run that is compared. How fast requests
+requests are served once before, at other times, in a rehearsal: by how much its steps differ from their predictions, by
+kind, corrects those of the simulator, and what the engine takes beside a step, to schedule and to hand out tokens, is
+measured there and added to each simulated step. Nothing is taken from the run that is compared. How fast requests
 arrive follows from a simulation of all of them at once: they come within that time divided by the load.
 """
 
@@ -34,6 +34,7 @@ from medha.bench.tables import Floats
 from medha.config import EngineConfig, ParallelConfig
 from medha.errors import ConfigError
 from medha.sched.coefficients import Coefficients
+from medha.sched.correction import KINDS
 from medha.sched.predictor import Predictor
 from medha.sched.prefill_time import complete_config
 from medha.sched.scheduler import Scheduler
@@ -54,6 +55,7 @@ _BLOCK_SIZE = 256
 _STAGES = 4
 _NUM_WARM = 8
 _REHEARSAL = 1 << 20
+_NOTHING = dict.fromkeys(KINDS, (0.0, 0))
 _PERCENTILES = (50, 90)
 
 
@@ -126,7 +128,7 @@ class LiveFidelity:
         outcome: in the simulator.
         figures: over all requests, then over the long ones.
         overhead_s: of the engine at each step, measured in the rehearsal.
-        factors: of each kind of step, learned in the rehearsal.
+        factors: of each kind of step, from the rehearsal.
         load_average: of the machine before and after.
     """
 
@@ -167,14 +169,13 @@ def live_fidelity(options: LiveOptions, *, on_stage: Callable[[str], None] = lam
             rehearsal = job.serve(other, seed=options.seed + _REHEARSAL, limit_s=1e4)
             assert rehearsal.overhead_s is not None, "one rank"
             coefficients = replace(coefficients, host_s=coefficients.host_s + max(rehearsal.overhead_s, 0.0))
-            learned = rehearsal.learned
-            span_s = simulate(config, coefficients, mix, learned).duration_s / options.load
+            span_s = simulate(config, coefficients, mix, rehearsal.factors).duration_s / options.load
             requests = spread(mix, span_s, seed=options.seed)
             on_stage("serving")
             stream = job.serve(requests, seed=options.seed, limit_s=1e4)
-        outcome = simulate(config, coefficients, requests, learned)
+        outcome = simulate(config, coefficients, requests, rehearsal.factors)
     figures = compare(requests, stream, outcome)
-    factors = {kind: math.exp(log) for kind, (log, _) in learned.items()}
+    factors = {kind: factor for kind, (factor, _) in rehearsal.factors.items()}
     return LiveFidelity(requests, stream, outcome, figures, rehearsal.overhead_s, factors, (load, os.getloadavg()[0]))
 
 
@@ -200,7 +201,7 @@ def simulate(
     config: EngineConfig,
     coefficients: Coefficients,
     requests: Sequence[Ask],
-    learned: Mapping[str, tuple[float, int]] | None = None,
+    factors: Mapping[str, tuple[float, int]] | None = None,
 ) -> Outcome:
     """The requests in the simulator, one rank on the CPU.
 
@@ -208,15 +209,16 @@ def simulate(
         config: of the engine; it says how many KV blocks there are.
         coefficients: what its steps cost.
         requests: in order of arrival.
-        learned: how that is corrected; None is not at all.
+        factors: on the seconds of each kind of step, and how many steps taught it; None is 1.
     """
     longest, num_blocks = config.max_model_len, config.cache.num_blocks
     assert longest is not None and num_blocks is not None, "a live run gives both"
     block_size = config.cache.block_size
     predictor, real = (Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens) for _ in range(2))
-    if learned:
-        predictor.correction.restore(learned)
-        real.correction.restore(learned)
+    if factors:
+        known = {kind: (math.log(factor), count) for kind, (factor, count) in factors.items()}
+        predictor.correction.restore(_NOTHING | known)
+        real.correction.restore(_NOTHING | known)
     pool = {"num_blocks": num_blocks, "block_size": block_size}
     scheduler = Scheduler(
         complete_config(config.scheduler, predictor, config.parallel, longest=longest, **pool),
@@ -307,7 +309,7 @@ def _load(options: LiveOptions, found: LiveFidelity) -> list[str]:
         f"{options.num_long} of {options.long_lens[0]:,} to {options.long_lens[1]:,} within {span_s:.1f} s (Poisson), "
         f"{options.output_lens[0]} to {options.output_lens[1]} output tokens each; seed {options.seed}",
         f"scheduler medha, policy lars, t_target_s {options.t_target_s:g}; load {options.load:g}; steps cost what a "
-        f"profile measured now says times what a rehearsal taught ({_named(found.factors)}), and "
+        f"profile measured now says times what a rehearsal took of it ({_named(found.factors)}), and "
         f"{found.overhead_s * 1e3:.2f} ms of the engine's own",
         f"steps computed for {found.stream.busy_ratio or math.nan:.2f} of the time that the profile says",
     ]

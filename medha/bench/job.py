@@ -96,14 +96,14 @@ class Stream:
         prediction: count, mean absolute and mean signed error of predicted batch seconds, as shares, since the start.
         overhead_s: seconds of a step beyond what it computed, the median; None with several ranks.
         busy_ratio: computed seconds relative to uncorrected predictions; None where nothing is predicted.
-        learned: what predictions go by at its end, see :attr:`medha.sched.correction.Correction.learned`.
+        factors: the same by kind of step, and how many steps there were.
     """
 
     served: tuple[Served, ...]
     prediction: Mapping[str, float]
     overhead_s: float | None = None
     busy_ratio: float | None = None
-    learned: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    factors: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ class Job:
         answer = self.ask("serve", requests=[asdict(request) for request in requests], seed=seed, limit_s=limit_s)
         served = {one["request_id"]: Served(**one) for one in answer["served"]}
         by_request = tuple(served[request.request_id] for request in requests)
-        learned = {kind: (float(log), int(seen)) for kind, (log, seen) in answer["learned"].items()}
-        return Stream(by_request, answer["prediction"], answer["overhead_s"], answer["busy_ratio"], learned)
+        factors = {kind: (float(factor), int(count)) for kind, (factor, count) in answer["factors"].items()}
+        return Stream(by_request, answer["prediction"], answer["overhead_s"], answer["busy_ratio"], factors)
 
     def ask(self, work: str, **arguments: Any) -> dict[str, Any]:
         """Have a piece of work done; see :mod:`medha.bench.ranks` for which there are.

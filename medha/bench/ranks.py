@@ -29,6 +29,7 @@ from medha.driver import Arrival, drive
 from medha.engine import Engine
 from medha.request import SLO, RequestOutput, SamplingParams
 from medha.runner import Runner
+from medha.sched.correction import KINDS, Kind
 from medha.sched.packer import Prediction
 from medha.timeline import RankRecords, encode_records
 
@@ -117,14 +118,13 @@ def _serve(role: Role, *, requests: Sequence[Mapping[str, Any]], seed: int, limi
     engine.on_step = None
     predictor = engine.scheduler.predictor
     errors = {} if predictor is None else asdict(predictor.correction.errors.figures())
-    learned = {} if predictor is None else predictor.correction.learned
     overhead_s = overheads.median_s if isinstance(engine.runner, Runner) else None
     return {
         "served": served,
         "prediction": errors,
         "overhead_s": overhead_s,
         "busy_ratio": overheads.busy_ratio,
-        "learned": learned,
+        "factors": overheads.factors,
     }
 
 
@@ -137,15 +137,15 @@ class _Overheads:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._since_s: float | None = None
-        self._busy_s = self._predicted_s = self._of_predicted_s = 0.0
+        self._busy_s = 0.0
+        self._steps: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in KINDS}  # seconds predicted, taken
         self._seconds: list[float] = []
         engine.on_step = self._computed
 
     def _computed(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
         self._busy_s = busy_s
         if prediction is not None:
-            self._predicted_s += prediction.seconds / prediction.factor
-            self._of_predicted_s += busy_s
+            self._steps[prediction.kind].append((prediction.seconds / prediction.factor, busy_s))
 
     def step_ended(self) -> None:
         """Told after each step."""
@@ -162,7 +162,18 @@ class _Overheads:
     @property
     def busy_ratio(self) -> float | None:
         """Seconds of all predicted steps relative to their uncorrected predictions; None without any."""
-        return self._of_predicted_s / self._predicted_s if self._predicted_s else None
+        steps = [step for kind in KINDS for step in self._steps[kind]]
+        return _ratio(steps) if steps else None
+
+    @property
+    def factors(self) -> dict[str, tuple[float, int]]:
+        """The same by kind of step, and how many there were; of those that were."""
+        return {kind: (_ratio(steps), len(steps)) for kind, steps in self._steps.items() if steps}
+
+
+def _ratio(steps: Sequence[tuple[float, float]]) -> float:
+    """Seconds taken relative to those predicted, over all steps."""
+    return sum(taken_s for _, taken_s in steps) / sum(predicted_s for predicted_s, _ in steps)
 
 
 def _arrival(request: Ask, generator: torch.Generator, vocab_size: int) -> Arrival:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -306,7 +305,7 @@ def test_a_simulation_of_known_costs_and_its_comparison() -> None:
     assert figures["TPOT P50, all"].simulated == pytest.approx(0.01, rel=0.3)
     assert figures["TPOT P50, all"].error == pytest.approx(figures["TPOT P50, all"].simulated / 0.02 - 1)
     assert (figures["TTFT P90, long"].num_requests, figures["TTFT P90, short"].num_requests) == (1, 4)
-    twice = {kind: (math.log(2), 10) for kind in ("prefill", "decode", "mixed")}
+    twice = dict.fromkeys(("prefill", "decode", "mixed"), (2.0, 10))
     slower = simulate(config, coefficients, requests[:1], twice).requests
     alone = simulate(config, coefficients, requests[:1]).requests
     assert slower.finish_s - requests[0].arrival_s == pytest.approx(2 * (alone.finish_s - requests[0].arrival_s))
@@ -319,6 +318,6 @@ def test_a_toy_run_on_the_engine() -> None:
     assert all(one.has_finished for one in found.stream.served) and len(found.stream.served) == 5
     assert not found.outcome.is_stopped and found.overhead_s > 0
     assert found.stream.busy_ratio is not None and found.stream.busy_ratio > 0
-    assert set(found.factors) == {"prefill", "decode", "mixed"} and min(found.factors.values()) > 0
+    assert set(found.factors) <= {"prefill", "decode", "mixed"} and min(found.factors.values()) > 0
     written = json.loads(json.dumps(report(TOY, found), default=str))
     assert len(written["requests"]) == 5 and len(written["figures"]) == 12
