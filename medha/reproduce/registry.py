@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from medha.errors import ConfigError
 from medha.reproduce.figures import (
     adaptive,
+    baselines,
     capacity,
     chunks,
     decode_load,
@@ -36,6 +37,7 @@ _ALL = (
     *utilization.FIGURES,
     example.FIGURE,
     lengths.FIGURE,
+    baselines.FIGURE,
     disaggregation.FIGURE,
     capacity.FIGURE,
     decode_load.FIGURE,
