@@ -65,8 +65,22 @@ def test_simulate_policy() -> None:
     assert all(0 < float(p50) < float(p99) for _, p50, p99 in found)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((path for path in EXAMPLES.iterdir() if path.is_file())), ids=lambda path: path.name
+)
 def test_examples_are_short_and_tested(path: Path) -> None:
     names = {"quickstart.py", "drive_the_engine.py", "requests.jsonl", "batch_file.sh", "simulate_policy.py"}
     assert path.name in names
     assert len(path.read_text().splitlines()) < 100
+
+
+def test_the_committed_report_shows_every_figure() -> None:
+    """``medha reproduce all`` in full: its table, and the pictures that it shows."""
+    from medha.reproduce.claims import load_claims
+    from medha.reproduce.registry import FIGURES
+
+    folder = EXAMPLES / "reproduce"
+    text = (folder / "REPORT.md").read_text(encoding="utf-8")
+    assert all(f"({name}.png)" in text and (folder / f"{name}.png").is_file() for name in FIGURES)
+    assert all(claim.says.replace("|", "/") in text for claim in load_claims())
+    assert {path.name for path in folder.glob("*.png")} == {f"{name}.png" for name in FIGURES}
