@@ -65,9 +65,10 @@ def test_simulate_policy() -> None:
     assert all(0 < float(p50) < float(p99) for _, p50, p99 in found)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((path for path in EXAMPLES.iterdir() if path.is_file())), ids=lambda path: path.name
-)
+FILES = sorted(path for path in EXAMPLES.iterdir() if path.is_file())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_examples_are_short_and_tested(path: Path) -> None:
     names = {"quickstart.py", "drive_the_engine.py", "requests.jsonl", "batch_file.sh", "simulate_policy.py"}
     assert path.name in names
