@@ -22,7 +22,7 @@ Departures from the paper, and why:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,7 +33,7 @@ from medha.sched.correction import Kind
 from medha.sched.draft import Draft
 from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
 from medha.sched.policy import SHORTEST_S, Ranking, load_policy, order
-from medha.sched.predictor import Decodes, Predictor, Tick, Work
+from medha.sched.predictor import Predictor, Tick
 from medha.sched.queue import Queue, State
 
 # Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it
@@ -397,15 +397,9 @@ class MedhaPacker:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def _group_time(self, queue: Queue, draft: Draft, group: int) -> _GroupTime:
-        tick = self._tick(*draft.works(group))
+        tick = self.predictor.tick(*draft.works(group))
         budget_s = self._budget_s(queue, draft, group)
         return _GroupTime(tick, budget_s, budget_s, tick.seconds)
-
-    def _tick(self, decodes: Sequence[Work] | Decodes, chunks: list[Work]) -> Tick:
-        tick = self.predictor.tick(decodes)
-        for chunk in chunks:
-            tick.add(chunk.q_len, chunk.kv_before, run=chunk.run, samples=chunk.samples)
-        return tick
 
     def _budget_s(self, queue: Queue, draft: Draft, group: int) -> float:
         """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the preemption quantum.
@@ -432,7 +426,7 @@ class MedhaPacker:
             return
         for index, group in enumerate(self._groups):
             if group.is_joined:  # as one chunk it costs a little more or less than as two
-                group.tick = self._tick(*draft.works(index))
+                group.tick = self.predictor.tick(*draft.works(index))
         self.num_over_budget += any(
             has_chunk and group.tick.seconds > group.budget_s
             for has_chunk, group in zip(draft.has_chunk, self._groups, strict=True)

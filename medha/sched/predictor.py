@@ -96,19 +96,19 @@ class Predictor:
         self._decode_lines: dict[int, DecodeLine] = {}
         self._steady: dict[int, Callable[[float, int], float]] = {}
 
-    def tick(self, decodes: Sequence[Work] | Decodes = ()) -> Tick:
-        """A batch of these decodes, to which chunks can be added."""
+    def tick(self, decodes: Sequence[Work] | Decodes = (), chunks: Sequence[Work] = ()) -> Tick:
+        """A batch of these decodes and chunks, to which chunks can be added."""
         if not isinstance(decodes, Decodes):
-            return Tick(self, Decodes.of(decodes) if decodes else None)
-        return Tick(self, decodes)
+            tick = Tick(self, Decodes.of(decodes) if decodes else None)
+        else:
+            tick = Tick(self, decodes)
+        for chunk in chunks:
+            tick.add(chunk.q_len, chunk.kv_before, run=chunk.run, samples=chunk.samples)
+        return tick
 
     def predict(self, rows: Sequence[Work]) -> float:
         """Corrected seconds of a batch; 0.0 for no rows."""
-        tick = self.tick([row for row in rows if row.is_decode])
-        for row in rows:
-            if not row.is_decode:
-                tick.add(row.q_len, row.kv_before, run=row.run, samples=row.samples)
-        return tick.seconds
+        return self.tick(*split(rows)).seconds
 
     def steady_decodes(self, count: int) -> Callable[[float, int], float]:
         """Uncorrected seconds of batches of so many decodes and nothing else, none of them on several groups.
@@ -153,6 +153,11 @@ class Predictor:
     def uncorrected(self) -> Predictor:
         """The same coefficients at factor 1 for good, as :class:`medha.sched.prefill_time.PrefillTimes` wants them."""
         return Predictor(self.coefficients, max_tokens=self.max_tokens)
+
+
+def split(rows: Sequence[Work]) -> tuple[list[Work], list[Work]]:
+    """The decodes and the chunks of a batch."""
+    return [row for row in rows if row.is_decode], [row for row in rows if not row.is_decode]
 
 
 def _fixed_s(coefficients: Coefficients) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from medha.batch import Batch
 from medha.sched.memory import KVMemory
-from medha.sched.predictor import MIN_SECONDS, Decodes, Predictor, Work
+from medha.sched.predictor import MIN_SECONDS, Decodes, Predictor, Work, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +142,14 @@ class Pipeline:
     def _seconds(self, batch: Batch, memory: KVMemory, groups: Sequence[int]) -> list[float]:
         """Seconds of each stage: the slowest of the groups that go together."""
         works = [parts_of(batch, memory, group) for group in groups]
-        known = {kind: max(_predicted_s(self.stages[kind], *parts) for parts in works) for kind in self._distinct}
+        known = {kind: max(self.stages[kind].tick(*parts).seconds for parts in works) for kind in self._distinct}
         return [known[kind] * (1.0 if self.noise is None else self.noise()) for kind in self._kinds]
-
-
-def _predicted_s(stage: Predictor, decodes: Decodes | Sequence[Work], chunks: Sequence[Work]) -> float:
-    tick = stage.tick(decodes)
-    for chunk in chunks:
-        tick.add(chunk.q_len, chunk.kv_before, run=chunk.run, samples=chunk.samples)
-    return tick.seconds
 
 
 def parts_of(batch: Batch, memory: KVMemory, group: int) -> tuple[Decodes | Sequence[Work], Sequence[Work]]:
     """The decodes and the chunks of a batch as a group sees them, right after it was scheduled."""
     if memory.num_groups > 1:
-        works = works_of(batch, memory, group)
-        return [work for work in works if work.is_decode], [work for work in works if not work.is_decode]
+        return split(works_of(batch, memory, group))
     count = batch.num_decodes
     chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in batch.rows[count:]]
     if not count:

@@ -223,7 +223,7 @@ def two_long(patch: pytest.MonkeyPatch) -> None:
 def free_decodes(patch: pytest.MonkeyPatch) -> None:
     """Mutation: decodes take no time."""
     tick = Predictor.tick
-    patch.setattr(Predictor, "tick", lambda self, decodes=(): tick(self) if len(decodes) else tick(self, decodes))
+    patch.setattr(Predictor, "tick", lambda self, decodes=(), chunks=(): tick(self, (), chunks))
 
 
 def doubled_chunks(patch: pytest.MonkeyPatch) -> None:
