@@ -5,6 +5,9 @@ rows, never with the context, so it can be sent to every rank each step as flat 
 Batch is immutable and every rank runs it as sent. It names no token: the next token of a decoding request is read from
 what the runner drew, a prompt's tokens from the copy that travelled ahead.
 
+Where KV can be swapped to host memory, a batch says which host blocks take the keys and values of a request that gave
+way, and which ones fill the blocks of one that comes back (:mod:`medha.swap`).
+
 With KV parallelism a batch spans groups: a row names the run of neighbouring groups on which its tokens are present,
 and each group takes the part that concerns it (:meth:`Batch.part_of`).
 
@@ -21,6 +24,7 @@ from typing import NamedTuple
 _HEADER = 4
 _ROW = 6
 _EXTENT = 4
+_SWAPS = 2
 _DECODE = 1
 _SAMPLES = 2
 
@@ -82,7 +86,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of adjacent KV blocks appended to a request's block table: ``first``, ..., ``first + count - 1``.
+    """A run of adjacent KV blocks of a request: ``first``, ..., ``first + count - 1``.
+
+    They are appended to its block table; those of a swap are of the host's pool.
 
     Attributes:
         group: whose pool they are of.
@@ -94,28 +100,48 @@ class Extent:
     group: int = 0
 
     def __str__(self) -> str:
+        return f"slot {self.slot} + blocks {self.blocks}"
+
+    @property
+    def blocks(self) -> str:
+        """The run as text."""
         where = f" of group {self.group}" if self.group else ""
-        return f"slot {self.slot} + blocks [{self.first}:{self.first + self.count}]{where}"
+        return f"[{self.first}:{self.first + self.count}]{where}"
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The plan of one step, decodes before prefills.
 
-    A replica applies ``frees`` first, then ``extents``, then runs ``rows``: a slot or block freed by this batch may be
-    handed out again by the same batch.
+    A replica applies ``swaps_out`` of the slots' present tables, then ``frees``, then ``extents``, then ``swaps_in``
+    into the first blocks of the slot's new table, then runs ``rows``: a slot or block freed by this batch may be handed
+    out again by the same batch, and a slot that it swaps out may come back with it.
 
     Attributes:
         batch_id: number of the batch, from 0, without gaps.
         rows: what runs.
         extents: newly allocated blocks, in position order for each slot.
         frees: slots whose block tables are dropped.
+        swaps_out: host blocks that take the first blocks of a slot's present table, in position order for each slot.
+        swaps_in: host blocks that fill the first blocks of a slot's new table, likewise; the slot has a row that begins
+            at the first position behind them.
     """
 
     batch_id: int
     rows: tuple[Row, ...]
     extents: tuple[Extent, ...] = ()
     frees: tuple[int, ...] = ()
+    swaps_out: tuple[Extent, ...] = ()
+    swaps_in: tuple[Extent, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether blocks are swapped out or in."""
+        return bool(self.swaps_out or self.swaps_in)
+
+    def num_moved_blocks(self, group: int) -> int:
+        """Blocks of a group that are swapped out or in."""
+        return sum(extent.count for extent in (*self.swaps_out, *self.swaps_in) if extent.group == group)
 
     @property
     def num_tokens(self) -> int:
@@ -131,17 +157,26 @@ class Batch:
         """What concerns one group: its rows and blocks, and every freed slot."""
         rows = tuple(row for row in self.rows if row.concerns(group))
         extents = tuple(extent for extent in self.extents if extent.group == group)
-        return Batch(self.batch_id, rows, extents, self.frees)
+        if not self.moves:
+            return Batch(self.batch_id, rows, extents, self.frees)
+        out, back = (
+            tuple(extent for extent in extents if extent.group == group) for extents in (self.swaps_out, self.swaps_in)
+        )
+        return Batch(self.batch_id, rows, extents, self.frees, out, back)
 
     def __str__(self) -> str:
         lines = [f"batch {self.batch_id}: {len(self.rows)} rows, {self.num_tokens} tokens"]
         lines += [f"  {row}" for row in self.rows]
         lines += [f"  {extent}" for extent in self.extents]
         lines += [f"  slot {slot} freed" for slot in self.frees]
+        lines += [f"  slot {extent.slot} out to host blocks {extent.blocks}" for extent in self.swaps_out]
+        lines += [f"  slot {extent.slot} in from host blocks {extent.blocks}" for extent in self.swaps_in]
         return "\n".join(lines)
 
     def to_ints(self) -> array[int]:
         """The batch as flat int32: header (id, rows, extents, frees), then each in turn.
+
+        Behind them, only where blocks are swapped: the numbers of ``swaps_out`` and of ``swaps_in``, then each in turn.
 
         Raises:
             OverflowError: a number does not fit 32 bits.
@@ -153,6 +188,10 @@ class Batch:
         for extent in self.extents:
             out.extend((extent.slot, extent.first, extent.count, extent.group))
         out.extend(self.frees)
+        if self.moves:
+            out.extend((len(self.swaps_out), len(self.swaps_in)))
+            for extent in (*self.swaps_out, *self.swaps_in):
+                out.extend((extent.slot, extent.first, extent.count, extent.group))
         return out
 
     @classmethod
@@ -160,18 +199,32 @@ class Batch:
         """The inverse of :meth:`to_ints`.
 
         Raises:
-            ValueError: the length does not fit the header.
+            ValueError: the length does not fit the numbers of rows, extents, frees and swaps.
         """
         if len(ints) < _HEADER:
             raise ValueError(f"a batch has at least {_HEADER} integers, got {len(ints)}")
         batch_id, num_rows, num_extents, num_frees = ints[:_HEADER]
         rows_end = _HEADER + _ROW * num_rows
         extents_end = rows_end + _EXTENT * num_extents
-        if min(num_rows, num_extents, num_frees) < 0 or len(ints) != extents_end + num_frees:
+        end = extents_end + num_frees
+        least, num_out, num_in = min(num_rows, num_extents, num_frees), 0, 0
+        swaps = length = end
+        if least >= 0 and len(ints) >= end + _SWAPS:
+            num_out, num_in = ints[end : end + _SWAPS]
+            swaps = end + _SWAPS
+            length = swaps + _EXTENT * (num_out + num_in) if num_out or num_in else end
+        if min(least, num_out, num_in) < 0 or len(ints) != length:
             raise ValueError(f"a batch with header {tuple(ints[:_HEADER])} cannot have {len(ints)} integers")
         rows = tuple(_row(ints[i : i + _ROW]) for i in range(_HEADER, rows_end, _ROW))
-        extents = tuple(Extent(*ints[i : i + _EXTENT]) for i in range(rows_end, extents_end, _EXTENT))
-        return cls(batch_id, rows, extents, tuple(ints[extents_end:]))
+        extents = _extents(ints[rows_end:extents_end])
+        if length == end:
+            return cls(batch_id, rows, extents, tuple(ints[extents_end:]))
+        swapped = _extents(ints[swaps:])
+        return cls(batch_id, rows, extents, tuple(ints[extents_end:end]), swapped[:num_out], swapped[num_out:])
+
+
+def _extents(ints: Sequence[int]) -> tuple[Extent, ...]:
+    return tuple(Extent(*ints[i : i + _EXTENT]) for i in range(0, len(ints), _EXTENT))
 
 
 def _row(ints: Sequence[int]) -> Row:

@@ -45,6 +45,7 @@ from medha.parallel.mesh import (
     init_ranks,
     least,
     meet,
+    most,
     once_per_node,
     wait_for_all,
 )
@@ -56,6 +57,7 @@ from medha.sched.policy import load_policy
 from medha.sched.predictor import Predictor
 from medha.sched.prefill_time import complete_config
 from medha.sched.scheduler import Scheduler
+from medha.swap import AtOnce, HostCache, SideStream
 from medha.text import Tokenizer, load_tokenizer
 from medha.timeline import Timeline
 
@@ -173,10 +175,14 @@ def _build(
         ranks = init_ranks(job, device)
     part = Part.of(model_config, ranks)
     num_blocks = _num_blocks(config, part, dtype, device, limits.max_model_len)
+    num_swap_blocks = _num_swap_blocks(config, part, dtype)
     if ranks is not None:
         num_blocks = least(ranks, num_blocks)
+        num_swap_blocks = least(ranks, num_swap_blocks)
     _check_max_kv_per_group(config, num_blocks)
-    load_policy(config.scheduler.policy)
+    by_class = load_policy(config.scheduler.policy).by_class and config.scheduler.scheduler == "medha"
+    if num_swap_blocks and not (by_class or config.scheduler.overcommit):
+        logger.warning("swap_space has no use: nobody gives way without overcommit=True or a policy 'priority'")
     backend, why = choose_backend(
         config.attention_backend, part.layer_shape(dtype), device, block_size=config.cache.block_size
     )
@@ -184,13 +190,23 @@ def _build(
         logger.warning("attention_backend=%r: %s; torch serves", config.attention_backend, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
     runner = _build_runner(
-        config, part, ranks, folder, backend, num_blocks=num_blocks, dtype=dtype, device=device, on=progress
+        config,
+        part,
+        ranks,
+        folder,
+        backend,
+        num_blocks=num_blocks,
+        num_swap_blocks=num_swap_blocks,
+        dtype=dtype,
+        device=device,
+        on=progress,
     )
     if job is not None:
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
         wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
         for _, merge in sorted(runner.merges.items()):
             merge.warm(device)
+    config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
         _capture(runner, config.scheduler.max_num_seqs, captured)
     if ranks is not None and ranks.rank != 0:
@@ -264,6 +280,10 @@ class Part:
         """The heads that this rank has of each layer."""
         return LayerShape(self.model.num_heads // self.tp, self.num_kv_heads, self.model.head_dim, dtype)
 
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values that a token leaves on this rank."""
+        return 2 * len(self.layers) * self.num_kv_heads * self.model.head_dim * dtype.itemsize
+
     def index(self, name: str, parameter: torch.Tensor) -> tuple[slice, ...] | None:
         """Which slice of a checkpoint tensor this rank's parameter is; None for the whole."""
         if self.model.num_kv_heads != self.whole.num_kv_heads and re.search(r"\.[kv]_proj\.", name):
@@ -304,11 +324,12 @@ def _build_runner(
     backend: AttentionBackend,
     *,
     num_blocks: int,
+    num_swap_blocks: int,
     dtype: torch.dtype,
     device: torch.device,
     on: Callable[[int], None] | None,
 ) -> Runner:
-    """This rank's model, pool and pipe."""
+    """This rank's model, pools and pipe."""
     model = _load_model(config, part, ranks, folder, dtype=dtype, device=device, progress=on)
     cache = KVCache(
         num_layers=len(part.layers),
@@ -320,8 +341,11 @@ def _build_runner(
         device=device,
         has_scratch=_wants_graphs(config, backend, device),
     )
+    host = None
+    if num_swap_blocks:
+        host = HostCache(cache, num_swap_blocks, SideStream(device) if device.type == "cuda" else AtOnce())
     if ranks is None:
-        return Runner(model, cache, backend, device, decode_lag=config.scheduler.decode_lag or 0)
+        return Runner(model, cache, backend, device, decode_lag=config.scheduler.decode_lag or 0, host=host)
     pipe = StagePipe(
         ranks.pipe_group,
         previous=ranks.neighbour(-1),
@@ -331,7 +355,17 @@ def _build_runner(
         num_buffers=ranks.config.spp + 1,
     )
     merges = {run: Merge(group, 1 + run[1] - run[0]) for run, group in ranks.run_groups.items()}
-    return Runner(model, cache, backend, device, pipe=pipe, samples=ranks.is_sampler, group=ranks.group, merges=merges)
+    return Runner(
+        model,
+        cache,
+        backend,
+        device,
+        pipe=pipe,
+        samples=ranks.is_sampler,
+        group=ranks.group,
+        merges=merges,
+        host=host,
+    )
 
 
 def _with_decode_lag(config: EngineConfig, device: torch.device) -> EngineConfig:
@@ -341,6 +375,21 @@ def _with_decode_lag(config: EngineConfig, device: torch.device) -> EngineConfig
         return config
     is_fit = device.type == "cuda" and config.parallel.world_size == 1 and scheduler.depth in (None, 2)
     return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, decode_lag=int(is_fit)))
+
+
+def _with_swap(config: EngineConfig, runner: Runner, ranks: Ranks | None) -> EngineConfig:
+    """The configuration with what the scheduler is to know of host memory; every rank calls it.
+
+    The seconds of a move are measured now and fixed for the run, so that decisions replay: those of the slowest rank.
+    """
+    num_swap_blocks, block_s = 0, 0.0
+    if runner.host is not None:
+        num_swap_blocks, block_s = runner.host.num_blocks, runner.host.measure_block_s()
+        if ranks is not None:
+            block_s = most(ranks, round(block_s * 1e9)) / 1e9
+        logger.info("host memory for %d KV blocks of each group; one moves in %.3g ms", num_swap_blocks, 1e3 * block_s)
+    scheduler = dataclasses.replace(config.scheduler, num_swap_blocks=num_swap_blocks, swap_block_s=block_s)
+    return dataclasses.replace(config, scheduler=scheduler)
 
 
 def _wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:
@@ -569,8 +618,7 @@ def _num_blocks(config: EngineConfig, part: Part, dtype: torch.dtype, device: to
     cache = config.cache
     if cache.num_blocks is not None:
         return cache.num_blocks
-    token_bytes = 2 * len(part.layers) * part.num_kv_heads * part.model.head_dim * dtype.itemsize
-    block_bytes = token_bytes * cache.block_size
+    block_bytes = part.kv_bytes_per_token(dtype) * cache.block_size
     if cache.memory_bytes is not None:
         memory, source = cache.memory_bytes, "kv_memory"
     elif device.type == "cuda":
@@ -589,6 +637,18 @@ def _num_blocks(config: EngineConfig, part: Part, dtype: torch.dtype, device: to
     useful = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
     fitting = memory // block_bytes
     return fitting if cache.memory_bytes is not None else min(fitting, useful)
+
+
+def _num_swap_blocks(config: EngineConfig, part: Part, dtype: torch.dtype) -> int:
+    """KV blocks that a rank's own part of host memory holds."""
+    cache = config.cache
+    block_bytes = part.kv_bytes_per_token(dtype) * cache.block_size
+    if 0 < cache.swap_bytes < block_bytes:
+        raise ConfigError(
+            f"swap_space={cache.swap_bytes} bytes; accepted: 0, or at least a block of {cache.block_size} tokens, "
+            f"{block_bytes} bytes (GiB are text as '4GiB', or a float)"
+        )
+    return cache.swap_bytes // block_bytes
 
 
 def _available_memory() -> int:

@@ -97,12 +97,14 @@ class CacheConfig:
         num_blocks: blocks in the pool.
         memory_bytes: bytes of the pool.
         gpu_memory_utilization: share of the GPU's memory that weights and pool may take (CUDA only).
+        swap_bytes: host memory of a rank for the blocks of requests that give way, in bytes; 0 computes them again.
     """
 
     block_size: int = 256
     num_blocks: int | None = None
     memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    swap_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_positive_int("block_size", self.block_size, 65536)
@@ -113,6 +115,7 @@ class CacheConfig:
         value = self.gpu_memory_utilization
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
             raise ConfigError(f"gpu_memory_utilization={value!r}; accepted: a number above 0, at most 1")
+        _check_int("swap_space", self.swap_bytes, 2**60)
 
 
 SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm", "token-budget")
@@ -161,6 +164,8 @@ class SchedulerConfig:
         admission: what becomes of a request whose own TTFT objective could not be met even if it ran next: ``all``
             serves it as any other, ``refuse`` does not take it, ``relegate`` serves it without a deadline, after
             all others of its class. Only ``medha`` predicts, so with another scheduler it is ``all``.
+        num_swap_blocks: blocks of host memory of each group; an engine finds it from its ``swap_space``.
+        swap_block_s: seconds in which a block moves to host memory or back; an engine measures it at start.
     """
 
     scheduler: str = "medha"
@@ -184,6 +189,8 @@ class SchedulerConfig:
     stream: bool = True
     decode_lag: int | None = None
     admission: str = "all"
+    num_swap_blocks: int = 0
+    swap_block_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_choice("scheduler", self.scheduler, SCHEDULERS)
@@ -218,6 +225,10 @@ class SchedulerConfig:
         if self.decode_lag == 1 and self.depth not in (None, 2):
             raise ConfigError(f"depth={self.depth!r} with decode_lag=1; accepted: 2")
         _check_positive_int("max_kv_per_group", self.max_kv_per_group, 2**31 - 1, optional=True)
+        _check_int("num_swap_blocks", self.num_swap_blocks, 2**31 - 1)
+        seconds = self.swap_block_s
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+            raise ConfigError(f"swap_block_s={seconds!r}; accepted: a finite number from 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +355,8 @@ class EngineConfig:
         """Build the tree from flat keyword arguments, the names that :class:`medha.LLM` takes.
 
         vLLM's names are accepted as aliases (``max_num_batched_tokens``, ``num_gpu_blocks_override``, ...), and its
-        ``enforce_eager`` as the opposite of ``cuda_graphs``.
+        ``enforce_eager`` as the opposite of ``cuda_graphs``. ``swap_space`` is bytes as an integer or text (``4GiB``),
+        and as a float GiB, as there.
 
         Raises:
             ConfigError: an unknown name (the message proposes the nearest), a name given twice, or a bad value.
@@ -362,6 +374,8 @@ class EngineConfig:
             if canonical in seen:
                 raise ConfigError(f"{canonical} is given twice, under its own name or an alias")
             seen.add(canonical)
+            if canonical == "swap_space":
+                value = _swap_bytes(value)
             section, field_name = _OPTION_SECTIONS[canonical]
             sections[section][field_name] = value
         return cls(
@@ -389,12 +403,16 @@ OPTION_ALIASES = {
     "scheduling_policy": "policy",
 }
 
+# What an engine finds out itself: given, it could contradict the memory that there is.
+_FOUND_AT_START = ("num_swap_blocks", "swap_block_s")
+
 _OPTION_SECTIONS: dict[str, tuple[str, str]] = {
     "block_size": ("cache", "block_size"),
     "num_kv_blocks": ("cache", "num_blocks"),
     "kv_memory": ("cache", "memory_bytes"),
     "gpu_memory_utilization": ("cache", "gpu_memory_utilization"),
-    **{f.name: ("scheduler", f.name) for f in dataclasses.fields(SchedulerConfig)},
+    "swap_space": ("cache", "swap_bytes"),
+    **{f.name: ("scheduler", f.name) for f in dataclasses.fields(SchedulerConfig) if f.name not in _FOUND_AT_START},
     "tp": ("parallel", "tp"),
     "spp": ("parallel", "spp"),
     "kvp": ("parallel", "kvp"),
@@ -422,6 +440,25 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise ConfigError(f"size {text!r}; accepted: at least one byte")
     return size
+
+
+def _swap_bytes(value: Any) -> Any:
+    """Bytes of ``swap_space`` where it is text or GiB; anything else is left to its check."""
+    if value == "0":
+        return 0
+    if isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"swap_space={value!r}; accepted: 0, or as in '4GiB' ({error})") from None
+    if isinstance(value, float) and 0 <= value < math.inf:
+        return int(value * 2**30)
+    return value
+
+
+def _check_int(name: str, value: Any, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= high:
+        raise ConfigError(f"{name}={value!r}; accepted: an integer from 0 to {high}")
 
 
 def _check_positive_int(name: str, value: Any, high: int, *, optional: bool = False) -> None:

@@ -7,7 +7,7 @@ Every other rank runs :class:`Follower`: it takes messages in order and runs its
 What travels: the batch to everyone; with it the tokens of its rows, to the ranks that embed them; sampled tokens from
 each group's sampling rank to rank 0, which has them before it schedules the next decode of a request. A report comes
 also of a batch after which no token is drawn, so that no more batches than the depth are between the first stage and
-the last. A group that a batch does not concern changes its block tables and does nothing else.
+the last. A group without rows in a batch changes its block tables, moves what it swaps, and does nothing else.
 """
 
 from __future__ import annotations

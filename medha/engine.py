@@ -87,8 +87,12 @@ class Engine:
     Attributes:
         on_step: called with each batch that is done, what was predicted of it before it was sent (None where the
             scheduler predicts nothing) and its busy seconds.
-        num_preemptions: how often requests gave up their KV memory, to be computed again.
-        work_lost_s: predicted seconds of what they lost; without a predictor, tokens of short context.
+        num_preemptions: how often requests gave up their KV memory, to be computed again or swapped in.
+        work_lost_s: predicted seconds of what they lost, be it computed again or moved out and in; without a predictor,
+            of what is computed again tokens of short context.
+        num_swaps: how many of the preemptions moved what was computed to host memory.
+        num_swapped_tokens: tokens moved there, over all of these; they come back unless the request ends before.
+        swap_s: predicted seconds of moving them out and in, part of ``work_lost_s``.
     """
 
     def __init__(
@@ -109,6 +113,9 @@ class Engine:
         self.on_step: Callable[[Batch, Prediction | None, float], None] | None = None
         self.num_preemptions = 0
         self.work_lost_s = 0.0
+        self.num_swaps = 0
+        self.num_swapped_tokens = 0
+        self.swap_s = 0.0
         self._host_s = 0.0
         self._num_host_steps = 0
         self._ledger = Ledger(scheduler)
@@ -408,12 +415,18 @@ class Engine:
     def _schedule(self, now: float) -> Batch | None:
         """The next batch; counts those that gave way to it."""
         batch = self.scheduler.schedule(now)
+        swapped = dict(self.scheduler.swapped)
         for slot, lost_s in self.scheduler.displaced:
             metrics = self._by_slot[slot].metrics
             metrics.num_preemptions += 1
             metrics.work_lost_s += lost_s
             self.num_preemptions += 1
             self.work_lost_s += lost_s
+            if slot in swapped:
+                metrics.num_swaps += 1
+                self.num_swaps += 1
+                self.num_swapped_tokens += swapped[slot]
+                self.swap_s += lost_s
         return batch
 
     def _note_step(self, batch: Batch, prediction: Prediction | None, now: float, busy_s: float) -> None:

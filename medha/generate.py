@@ -59,7 +59,7 @@ _ENGINE = (
     "max_model_len", "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens",
     "chunk_size", "num_threads", "scheduler", "policy", "t_target_s", "quantum_s", "rho_max", "long_threshold",
     "late_share", "patience_s", "admission", "overcommit", "stream", "decode_lag", "profile", "tp", "spp", "kvp",
-    "max_kv_per_group", "tp_forward", "dist_timeout",
+    "max_kv_per_group", "tp_forward", "dist_timeout", "swap_space",
 )  # fmt: skip
 
 
@@ -112,6 +112,9 @@ def generate(
     gpu_memory_utilization: Annotated[
         float, _memory_option(help="Share of the GPU's memory to use.")
     ] = _DEFAULT.cache.gpu_memory_utilization,
+    swap_space: Annotated[
+        str, _memory_option(help="Host memory of a rank for KV of requests that give way, for example 4GiB.")
+    ] = str(_DEFAULT.cache.swap_bytes),
     max_num_seqs: Annotated[int, _memory_option(help="Most requests at once.")] = _DEFAULT.scheduler.max_num_seqs,
     max_batch_tokens: Annotated[
         int, _memory_option(help="Most tokens of a step.")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from medha.batch import Batch
+from medha.batch import Batch, Extent
 from medha.errors import ConfigError
 from medha.sched.blocks import append_extent
 
@@ -125,13 +125,20 @@ class BlockTables:
         self._shards: dict[int, tuple[int, int]] = {}  # positions [start, end) that lie here, or will after the batch
 
     def apply(self, batch: Batch) -> None:
-        """Apply the frees, then the new extents of a batch, in place; its rows extend the shards."""
+        """Apply the frees, then the new extents of a batch, in place; its rows extend the shards.
+
+        What is swapped in begins a shard at position 0; what is swapped out is to be asked for before
+        (:meth:`facing`).
+        """
         for slot in batch.frees:
             self._extents.pop(slot, None)
             self._shards.pop(slot, None)
         for extent in batch.extents:
             if extent.group == self._group:
                 append_extent(self._extents.setdefault(extent.slot, []), extent.first, extent.count)
+        for extent in batch.swaps_in:
+            if extent.group == self._group:
+                self._shards[extent.slot] = (0, 0)
         for row in batch.rows:
             if row.holder == self._group:
                 start, _ = self._shards.get(row.slot, (row.position, 0))
@@ -147,6 +154,27 @@ class BlockTables:
         """
         self._extents[slot] = list(extents)
         self._shards[slot] = (start, end)
+
+    def facing(self, host: Sequence[Extent]) -> list[tuple[int, int, int]]:
+        """Where host blocks and the first blocks of their slots' tables face each other.
+
+        Args:
+            host: of a batch's swaps, in position order for each slot; those of other groups are left out.
+
+        Returns:
+            (first pool token, first token of the host's pool, count) runs.
+        """
+        runs = []
+        done: dict[int, int] = {}  # tokens by slot
+        for extent in host:
+            if extent.group != self._group:
+                continue
+            start, on_host = done.get(extent.slot, 0), extent.first * self.block_size
+            done[extent.slot] = end = start + extent.count * self.block_size
+            for first, count in self.ranges(extent.slot, start, end):
+                runs.append((first, on_host, count))
+                on_host += count
+        return runs
 
     @property
     def num_blocks(self) -> int:

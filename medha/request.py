@@ -250,10 +250,10 @@ class RequestMetrics:
     None with fewer than two tokens. ``queue_time`` runs from arrival to the first chunk. ``deadline_s`` is what the
     scheduler went by, seconds from arrival to the first token: the TTFT objective, or where ``deadline_is_derived`` a
     multiple of the predicted prefill time; None is no deadline. ``num_preemptions`` counts how often it gave up its KV
-    memory, and ``work_lost_s`` the predicted seconds of what was computed again. ``explanation`` says where the time to
-    the first token went, or to the end of a request without one; None before, and where the request was refused or the
-    engine failed. ``is_relegated`` says that it was served without a deadline, because its TTFT objective could not be
-    met, and counts as missed.
+    memory, ``num_swaps`` how many of these moved what was computed to host memory, and ``work_lost_s`` the predicted
+    seconds of computing it again or moving it. ``explanation`` says where the time to the first token went, or to the
+    end of a request without one; None before, and where the request was refused or the engine failed. ``is_relegated``
+    says that it was served without a deadline, because its TTFT objective could not be met, and counts as missed.
     """
 
     arrival: float
@@ -264,6 +264,7 @@ class RequestMetrics:
     num_output_tokens: int = 0
     num_chunks: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
     work_lost_s: float = 0.0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None

@@ -7,6 +7,8 @@ writes the new keys and values, attends, and samples the rows that end at the la
 With KV parallelism the runner is handed the part of a batch that concerns its group. Rows that lie on several groups
 are attended to over this group's shard and merged with the others', while the other rows are computed.
 
+Blocks that are swapped to host memory or back move beside the compute of the batch that says so (:mod:`medha.swap`).
+
 With ``decode_lag`` a batch is only started: its tokens are drawn where the logits lie and noted there, the next batch
 can read them from there, and the host reads them when they are asked for. Until then nothing waits for the device.
 
@@ -38,6 +40,7 @@ from medha.parallel.spp import StagePipe
 from medha.request import SamplingParams
 from medha.sampling import Drawing, Sampled, SlotSampling, draw, sample
 from medha.staging import Stageable, Staging, mark
+from medha.swap import HostCache, Moves
 from medha.timeline import Recorder
 
 
@@ -145,6 +148,7 @@ class Runner:
         group: this rank's KV-parallel group.
         merges: by (first, last) group, for the runs of groups that this rank's belongs to.
         decode_lag: 1 if a batch may be handed in before the one before it is read; the whole model is then here.
+        host: where blocks are swapped to; None if they never are.
 
     Attributes:
         recorder: what this rank ran when; where the device runs behind the host, when it was launched.
@@ -163,6 +167,7 @@ class Runner:
         group: int = 0,
         merges: Mapping[tuple[int, int], Merge] | None = None,
         decode_lag: int = 0,
+        host: HostCache | None = None,
     ) -> None:
         assert decode_lag == 0 or pipe is None, "the tokens of other ranks are not here in time"
         self.model = model
@@ -173,6 +178,7 @@ class Runner:
         self.samples = samples
         self.group = group
         self.merges = merges or {}
+        self.host = host
         self.recorder = Recorder()
         self.tables = BlockTables(cache.block_size, group)
         rope = model.config.rope
@@ -265,17 +271,19 @@ class Runner:
         """Run this rank's part of a batch as sent.
 
         Args:
-            batch: the part of the plan that concerns this rank's group; without rows only the tables change.
+            batch: the part of the plan that concerns this rank's group; without rows tables change and blocks move.
             input_ids: int32 tokens of the rows in order, on a rank that embeds them.
 
         Returns:
             The tokens sampled by a rank that samples, None elsewhere and where there was nothing to run.
         """
         entered = self.recorder.begin()
-        self.tables.apply(batch)
+        moves = self._apply(batch)
         if not batch.rows:
+            if moves is not None:
+                moves.wait()
             return None
-        out = self._forward(batch, None if input_ids is None else input_ids.numpy()).rows
+        out = self._forward(batch, None if input_ids is None else input_ids.numpy(), moves).rows
         if not self.model.has_head:
             assert self.pipe is not None, "a stage without the head passes its hidden states on"
             self.recorder.end(batch)
@@ -296,16 +304,26 @@ class Runner:
         """Start a batch whose decodes read the tokens of the batch before from the device."""
         entered = self.recorder.begin()
         before = mark(self.device, timing=True)
-        self.tables.apply(batch)
+        moves = self._apply(batch)
         last_tokens = self._last_tokens = _with_room(last_tokens, max(row.slot for row in batch.rows))
         rows = sampling_rows(batch, self.group)
-        forward = self._forward(batch, self._prompt_ids(batch), last_tokens=last_tokens)
+        forward = self._forward(batch, self._prompt_ids(batch), moves, last_tokens=last_tokens)
         drawing = None
         if rows:
             drawing = draw(forward.rows, *self._draws(rows))
             last_tokens[forward.slots] = drawing.tokens
         record = self.recorder.end(batch)
         return Started(self, rows, drawing, (before, mark(self.device, timing=True)), record.end_s - entered)
+
+    def _apply(self, batch: Batch) -> Moves | None:
+        """Change the block tables, and begin to move what the batch swaps, if anything."""
+        if not batch.moves:
+            self.tables.apply(batch)
+            return None
+        assert self.host is not None, "a batch swaps blocks only where there is host memory for them"
+        out = self.tables.facing(batch.swaps_out)  # before the tables are dropped
+        self.tables.apply(batch)
+        return self.host.move(out, self.tables.facing(batch.swaps_in))
 
     def _draws(self, rows: Sequence[Row]) -> tuple[list[SlotSampling], list[int]]:
         """Of each row that samples: its request's parameters, and the index of the token to draw."""
@@ -341,21 +359,35 @@ class Runner:
         return torch.cat(parts)
 
     def _forward(
-        self, batch: Batch, ids: npt.NDArray[np.int32] | None, *, last_tokens: torch.Tensor | None = None
+        self,
+        batch: Batch,
+        ids: npt.NDArray[np.int32] | None,
+        moves: Moves | None,
+        *,
+        last_tokens: torch.Tensor | None = None,
     ) -> _Forward:
         """Run the layers held here, from a graph or one kernel after the other.
 
         Args:
             batch: with rows.
             ids: of the rows in order, on a rank that embeds them.
+            moves: blocks that are swapped meanwhile; a layer comes behind its own, a graph behind all.
             last_tokens: int64 on the device, the token of each slot, which decodes read in place of ``ids``.
         """
         is_fixed = batch.num_decodes == len(batch.rows) and not any(row.is_shared for row in batch.rows)
         if self.graphs is not None and is_fixed and self.graphs.size_for(len(batch.rows)) is not None:
+            if moves is not None:
+                moves.wait()
             return self._replayed(self.graphs, batch, ids, last_tokens)
-        return self._eager(batch, ids, last_tokens)
+        return self._eager(batch, ids, moves, last_tokens)
 
-    def _eager(self, batch: Batch, ids: npt.NDArray[np.int32] | None, last_tokens: torch.Tensor | None) -> _Forward:
+    def _eager(
+        self,
+        batch: Batch,
+        ids: npt.NDArray[np.int32] | None,
+        moves: Moves | None,
+        last_tokens: torch.Tensor | None,
+    ) -> _Forward:
         """:meth:`_forward`, one kernel after the other."""
         staging = Staging(self.device)
         positions = staging.add(self._positions(batch))
@@ -364,6 +396,8 @@ class Runner:
         decode_slots = staging.add(np.array([row.slot for row in batch.rows if row.is_decode], np.int64))
         tokens = None if ids is None else staging.add(ids)
         attend = self._attention(batch, staging)
+        if moves is not None:
+            attend = moves.before(attend)
         cos, sin = cos_sin(positions.tensor, self._inv_freq, self._attention_factor)
         if self.model.has_embedding:
             assert tokens is not None, "a stage with the embedding gets tokens"

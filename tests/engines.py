@@ -20,6 +20,7 @@ from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is
 from medha.request import SamplingParams
 from medha.runner import Runner
 from medha.sched.scheduler import Scheduler
+from medha.swap import AtOnce, CopyLine, HostCache
 
 CPU = torch.device("cpu")
 
@@ -44,9 +45,13 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     backend: AttentionBackend | None = None,
     has_scratch: bool = False,
+    line: CopyLine | None = None,
     **scheduler: int,
 ) -> Engine:
-    """A fresh engine without a tokenizer around a loaded decoder; ``has_scratch`` is of the KV pool."""
+    """A fresh engine without a tokenizer around a loaded decoder; ``has_scratch`` is of the KV pool.
+
+    With ``num_swap_blocks`` it has host memory, to which blocks go over ``line``.
+    """
     config: ModelConfig = model.config
     cache = KVCache(
         num_layers=config.num_layers,
@@ -58,8 +63,10 @@ def make_engine(
         device=CPU,
         has_scratch=has_scratch,
     )
+    num_swap_blocks = scheduler.get("num_swap_blocks", 0)
+    host = HostCache(cache, num_swap_blocks, line or AtOnce()) if num_swap_blocks else None
     return Engine(
-        Runner(model, cache, backend or TorchBackend(), CPU, decode_lag=scheduler.get("decode_lag", 0)),
+        Runner(model, cache, backend or TorchBackend(), CPU, decode_lag=scheduler.get("decode_lag", 0), host=host),
         Scheduler(SchedulerConfig("sarathi", **scheduler), num_blocks=num_blocks, block_size=block_size),
         ModelLimits(config.vocab_size, max_model_len),
     )

@@ -28,15 +28,27 @@ SHARED = Batch(
     extents=(Extent(0, 5, 2, 1), Extent(1, 0, 1, 3), Extent(5, 7, 1, 3), Extent(2, 4, 1)),
     frees=(9,),
 )
+SWAPPED = Batch(
+    batch_id=9,
+    rows=(Row(6, 41, 1, False, True), Row(7, 0, 8, False, False, 1)),
+    extents=(Extent(6, 3, 3), Extent(7, 0, 1, 1)),
+    frees=(4, 6),
+    swaps_out=(Extent(4, 0, 2), Extent(5, 7, 1, 1)),
+    swaps_in=(Extent(6, 2, 3),),
+)
 ROW_FIELDS = ("slot", "position", "q_len", "group", "num_groups")
 EXTENT_FIELDS = ("slot", "first", "count", "group")
 INT32 = st.integers(-(2**31), 2**31 - 1)
+EXTENTS = st.lists(st.builds(Extent, INT32, INT32, INT32, INT32), max_size=4).map(tuple)
+NONE = st.just(())
 BATCHES = st.builds(
     Batch,
     INT32,
     st.lists(st.builds(Row, INT32, INT32, INT32, st.booleans(), st.booleans(), INT32, INT32), max_size=4).map(tuple),
-    st.lists(st.builds(Extent, INT32, INT32, INT32, INT32), max_size=4).map(tuple),
+    EXTENTS,
     st.lists(INT32, max_size=4).map(tuple),
+    NONE | EXTENTS,
+    NONE | EXTENTS,
 )
 
 
@@ -71,6 +83,32 @@ batch 8: 4 rows, 22 tokens
   slot 2 + blocks [4:5]
   slot 9 freed"""
     )
+
+
+def test_printing_of_swaps() -> None:
+    assert (
+        str(SWAPPED)
+        == """\
+batch 9: 2 rows, 9 tokens
+  slot 6 prefill [41:42] last
+  slot 7 prefill [0:8] on group 1
+  slot 6 + blocks [3:6]
+  slot 7 + blocks [0:1] of group 1
+  slot 4 freed
+  slot 6 freed
+  slot 4 out to host blocks [0:2]
+  slot 5 out to host blocks [7:8] of group 1
+  slot 6 in from host blocks [2:5]"""
+    )
+
+
+def test_swaps_of_a_group() -> None:
+    assert SWAPPED.moves and not BATCH.moves
+    assert [SWAPPED.num_moved_blocks(group) for group in range(3)] == [5, 1, 0]
+    first, second = SWAPPED.part_of(0), SWAPPED.part_of(1)
+    assert (first.swaps_out, first.swaps_in) == (SWAPPED.swaps_out[:1], SWAPPED.swaps_in)
+    assert (second.swaps_out, second.swaps_in) == (SWAPPED.swaps_out[1:], ())
+    assert Batch.from_ints(first.to_ints()) == first
 
 
 def test_a_rows_run_of_groups() -> None:
@@ -139,6 +177,10 @@ def test_layout_of_the_integers() -> None:
         ],
     )
     assert SHARED.to_ints()[4:16] == array("i", [*(5, 900, 1, 3, 1, 3), *(6, 40, 1, 3, 2, 1)])
+    # Where something is swapped, behind all that: numbers of swaps out and in, then each.
+    swaps = [2, 1, *(4, 0, 2, 0), *(5, 7, 1, 1), *(6, 2, 3, 0)]
+    plain = dataclasses.replace(SWAPPED, swaps_out=(), swaps_in=())
+    assert SWAPPED.to_ints() == plain.to_ints() + array("i", swaps)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -146,7 +188,8 @@ def test_layout_of_the_integers() -> None:
 def test_round_trip(batch: Batch) -> None:
     ints = batch.to_ints()
     assert ints.itemsize == 4
-    assert len(ints) == 4 + 6 * len(batch.rows) + 4 * len(batch.extents) + len(batch.frees)
+    swaps = 2 + 4 * (len(batch.swaps_out) + len(batch.swaps_in)) if batch.moves else 0
+    assert len(ints) == 4 + 6 * len(batch.rows) + 4 * len(batch.extents) + len(batch.frees) + swaps
     for form in (ints, list(ints), tuple(ints)):
         back = Batch.from_ints(form)
         assert back == batch
@@ -164,6 +207,13 @@ def test_every_wrong_length_is_refused() -> None:
             Batch.from_ints(ints[:length])
     with pytest.raises(ValueError, match=f"cannot have {len(ints) + 1} integers"):
         Batch.from_ints([*ints, 0])
+    for tail in ([0, 0], [1, 0], [1, -1], [-1, 2, *range(4)], [2**31 - 1, 0], [0, 1, *range(5)]):
+        with pytest.raises(ValueError, match=f"cannot have {len(ints) + len(tail)} integers"):
+            Batch.from_ints([*ints, *tail])
+    swapped = list(SWAPPED.to_ints())
+    for length in range(len(SWAPPED.to_ints()) - 13, len(swapped)):
+        with pytest.raises(ValueError, match=f"cannot have {length} integers"):
+            Batch.from_ints(swapped[:length])
 
 
 @pytest.mark.parametrize(
@@ -191,7 +241,9 @@ def test_numbers_beyond_32_bits_are_refused(value: int) -> None:
     row, extent = Row(0, 0, 1, False, False), Extent(0, 0, 1)
     batches = [Batch(value, ()), Batch(0, (), frees=(value,))]
     batches += [Batch(0, (row._replace(**{name: value}),)) for name in ROW_FIELDS]
-    batches += [Batch(0, (), (dataclasses.replace(extent, **{n: value}),)) for n in EXTENT_FIELDS]
+    extents = [(dataclasses.replace(extent, **{n: value}),) for n in EXTENT_FIELDS]
+    batches += [Batch(0, (), one) for one in extents]
+    batches += [Batch(0, (), swaps_out=one) for one in extents] + [Batch(0, (), swaps_in=one) for one in extents]
     for batch in batches:
         with pytest.raises(OverflowError):
             batch.to_ints()

@@ -131,7 +131,7 @@ def test_unknown_option_lists_the_known_ones() -> None:
         "gpu_memory_utilization, hf_overrides, kv_memory, kvp, late_share, load_format, long_threshold, "
         "max_batch_tokens, max_kv_per_group, max_model_len, max_num_seqs, min_chunk, num_kv_blocks, num_threads, "
         "overcommit, patience_s, policy, profile, quantum_s, revision, rho_max, rope_scaling, scheduler, seed, spp, "
-        "stream, t_target_s, tokenizer, tp, tp_forward"
+        "stream, swap_space, t_target_s, tokenizer, tp, tp_forward"
     )
 
 
@@ -143,6 +143,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "block_size": (*NO_INTEGER, None, 65537),
     "num_kv_blocks": (*NO_INTEGER, 2**31),
     "kv_memory": (*NO_INTEGER, 2**60 + 1, "4GiB"),
+    "swap_space": (-1, 2**60 + 1, None, -1.0, NAN, INF, "4 gib of", "-1", "", True, [1]),
     "gpu_memory_utilization": (0, -0.5, 1.01, NAN, INF, -INF, "0.9", None, True, [0.9]),
     "max_num_seqs": (*NO_INTEGER, None, 65537),
     "max_batch_tokens": (*NO_INTEGER, None, 2**24 + 1),
@@ -187,6 +188,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "block_size": (1, 65536),
     "num_kv_blocks": (1, None, 2**31 - 1),
     "kv_memory": (1, None, 2**60),
+    "swap_space": (0, 1, 2**60, 4.0, 0.0, "4GiB", "0"),
     "gpu_memory_utilization": (1, 1.0, 1e-9),
     "max_num_seqs": (1, 65536),
     "max_batch_tokens": (1, 2**24),
@@ -233,7 +235,9 @@ def test_the_tables_cover_every_option() -> None:
     sections = (EngineConfig, CacheConfig, SchedulerConfig, ParallelConfig)
     flat = {f.name for cls in sections for f in dataclasses.fields(cls)}
     renamed = {"num_blocks": "num_kv_blocks", "memory_bytes": "kv_memory", "dist_timeout_s": "dist_timeout"}
+    renamed |= {"swap_bytes": "swap_space"}
     names = {renamed.get(name, name) for name in flat} - {"model", "cache", "parallel"}
+    names -= {"num_swap_blocks", "swap_block_s"}  # which an engine finds out
     assert set(BAD_VALUES) == set(ACCEPTED) == names - {"policy"}  # which the scheduler reads
 
 

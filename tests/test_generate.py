@@ -303,6 +303,8 @@ OPTIONS: list[tuple[str, str, Any]] = [
     ("patience-s", "inf", math.inf),
     ("admission", "relegate", "relegate"),
     ("decode-lag", "1", 1),
+    ("swap-space", "4GiB", 4 << 30),
+    ("swap-space", "0", 0),
     ("profile", "profile.json", "profile.json"),
     ("rope-scaling", "yarn", "yarn"),
     ("rope-scaling", '{"rope_type": "linear", "factor": 2}', {"rope_type": "linear", "factor": 2}),
@@ -314,6 +316,7 @@ def found(config: EngineConfig, name: str) -> Any:
     name = {"num_kv_blocks": "num_blocks", "kv_memory": "memory_bytes", "dist_timeout": "dist_timeout_s"}.get(
         name, name
     )
+    name = {"swap_space": "swap_bytes"}.get(name, name)
     sections = (config.cache, config.scheduler, config.parallel, config)
     section = next(part for part in sections if hasattr(part, name))
     return getattr(section, name)

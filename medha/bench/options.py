@@ -104,6 +104,13 @@ SERVING: Group = {
         Annotated[bool, scheduling_option("--overcommit", help="Take KV memory that others may come to need.")],
         False,
     ),
+    "swap_space": (
+        Annotated[
+            str | None,
+            scheduling_option("--swap-space", help="Host memory for KV of requests that give way.", show_default="0"),
+        ],
+        None,
+    ),
     "block_size": (Annotated[int, scheduling_option(help="Tokens of a KV block.")], 256),
     "num_kv_blocks": (
         Annotated[int | None, scheduling_option(help="Blocks of the KV pool.", show_default=False)],

@@ -299,6 +299,11 @@ def least(ranks: Ranks, number: int) -> int:
     return min(_gathered(ranks, number))
 
 
+def most(ranks: Ranks, number: int) -> int:
+    """The most of the numbers that the ranks bring; every rank calls it."""
+    return max(_gathered(ranks, number))
+
+
 def _gathered(ranks: Ranks, number: int) -> list[int]:
     mine = torch.tensor([number], dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(ranks.config.world_size)]

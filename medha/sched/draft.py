@@ -8,15 +8,16 @@ memory is overcommitted (:mod:`medha.sched.displace`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, runtime_checkable
 
 from medha.batch import Batch, Extent, Row
 from medha.config import SchedulerConfig
 from medha.sched.balancer import choose_group, pending_work, prefill_work
-from medha.sched.displace import by_loss, fewest, lost_s, of_lower_class, oldest
+from medha.sched.displace import Loss, by_loss, fewest, loss, of_lower_class, oldest
 from medha.sched.memory import KVMemory
-from medha.sched.predictor import Decodes, Work
+from medha.sched.predictor import Decodes, Predictor, Work
 from medha.sched.queue import Queue, State
 
 SizeFn = Callable[[int, int, int], int]
@@ -42,6 +43,24 @@ class LearningPacker(Packer, Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Leaving:
+    """What goes with the next batch, whenever there is one.
+
+    Attributes:
+        frees: slots whose blocks are freed.
+        swaps_out: host blocks that take what they held.
+    """
+
+    frees: list[int] = field(default_factory=list)
+    swaps_out: list[Extent] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """It has gone."""
+        self.frees.clear()
+        self.swaps_out.clear()
+
+
 class Draft:
     """A batch that is being filled.
 
@@ -51,33 +70,46 @@ class Draft:
         memory: the KV pools.
         depth: batches in flight over which decodes are dealt.
         now_s: time.
-        frees: slots whose blocks the batch frees; those of requests that give way are added.
+        leaving: what the batch takes away; that of requests that give way is added.
+        predictor: whose factor corrects the predicted seconds of prefills; None for none.
 
     Attributes:
-        rows, extents: so far.
+        rows, extents, swaps_in: so far.
         tokens_left: tokens that each group may still get.
         has_chunk: whether a group has a prefill chunk.
         chunked: index of the row of each slot with a prefill chunk.
         no_memory: slots of prefills that were refused for want of memory.
         displaced: (slot, predicted seconds lost) of requests that gave way.
+        swapped: (slot, tokens) of those of them that were swapped out.
         by_class: whether priority classes say who gives way.
     """
 
     def __init__(
-        self, config: SchedulerConfig, queue: Queue, memory: KVMemory, *, depth: int, now_s: float, frees: list[int]
+        self,
+        config: SchedulerConfig,
+        queue: Queue,
+        memory: KVMemory,
+        *,
+        depth: int,
+        now_s: float,
+        leaving: Leaving,
+        predictor: Predictor | None = None,
     ) -> None:
         self.config = config
         self.memory = memory
         self.now_s = now_s
         self.rows: list[Row] = []
         self.extents: list[Extent] = []
+        self.swaps_in: list[Extent] = []
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups
         self.has_chunk = [False] * memory.num_groups
         self.chunked: dict[int, int] = {}
         self.no_memory: list[int] = []
         self.displaced: list[tuple[int, float]] = []
+        self.swapped: list[tuple[int, int]] = []
         self.by_class = False
-        self._frees = frees
+        self._leaving = leaving
+        self._predictor = predictor
         self._queue = queue
         self._depth = depth
         self._decodes: Decodes | None = None  # all of the batch, where they were sent together
@@ -169,7 +201,7 @@ class Draft:
 
     def make_room(self, state: State) -> bool:
         """Let requests of lower classes give way to a prefill that was refused memory or a place; whether some did."""
-        candidates = of_lower_class(self._queue, state)
+        candidates = of_lower_class(self._queue, state, self._lost_s)
         if not candidates:
             return False
         most = min(state.num_left, self.config.max_batch_tokens)
@@ -179,7 +211,8 @@ class Draft:
             row = self._chunk_row(state, min(most, self.memory.room(state.slot, position)), *place)
             victims = fewest(candidates, lambda gone: self.memory.can_take(row, gone=gone))
         else:
-            victims = self._for_first_chunk(state, min(most, self.memory.max_kv_per_group), candidates)
+            room = self.memory.max_kv_per_group - state.num_scheduled_tokens
+            victims = self._for_first_chunk(state, min(most, room), candidates)
         self._displace(victims or [])
         return bool(victims)
 
@@ -187,6 +220,15 @@ class Draft:
         """Bring the rows into the order that a batch has; either kind keeps its own."""
         self.rows.sort(key=lambda row: not row.is_decode)
         self.chunked = {row.slot: index for index, row in enumerate(self.rows) if not row.is_decode}
+
+    def moved_s(self) -> float:
+        """Predicted seconds in which the batch's blocks are swapped, of the group that moves most."""
+        if not (self._leaving.swaps_out or self.swaps_in):
+            return 0.0
+        blocks = [0] * self.memory.num_groups
+        for extent in (*self._leaving.swaps_out, *self.swaps_in):
+            blocks[extent.group] += extent.count
+        return max(blocks) * self.memory.swap_block_s
 
     def works(self, group: int) -> tuple[Sequence[Work] | Decodes, list[Work]]:
         """Decodes and chunks that a group has by now, as the predictor wants them."""
@@ -243,10 +285,11 @@ class Draft:
         if self.by_class and state.num_displaced and self._queue.has_prefill_above(state.head.priority):
             return 0  # it would be in the way again
         num_tokens = state.head.num_kv_tokens
-        firsts = self.memory.first_groups(num_tokens)
+        whole = self.memory.first_groups(num_tokens)
+        firsts = self._firsts(state)
         sizes: dict[int, int] = {}
         for first in firsts:
-            most = min(bound(state, first, 1), self.memory.max_kv_per_group)
+            most = min(bound(state, first, 1), self.memory.max_kv_per_group - state.num_scheduled_tokens)
             sizes[first] = min(most, size(first, 1, most)) if most > 0 else 0
         open_firsts = [first for first in firsts if sizes[first] > 0]
 
@@ -255,7 +298,7 @@ class Draft:
             kv_len = max(row.kv_len, self._least_kv(state))
             return self.memory.can_start(first, num_tokens, kv_len, set_aside=row.samples)
 
-        width = self.memory.num_groups - firsts[-1]
+        width = self.memory.num_groups - whole[-1]
         chosen = choose_group(self._pending(), width, open_firsts, has_memory)
         if chosen is None:
             if open_firsts:
@@ -263,9 +306,19 @@ class Draft:
                 self._note_refused(state, sizes[firsts[0]])
             return 0
         self._queue.start(state)
-        self.memory.start(state.slot, chosen, num_tokens)
+        if state.num_scheduled_tokens:
+            extents, host = self.memory.swap_in(state.slot, num_tokens)
+            self.extents += extents
+            self.swaps_in += host
+        else:
+            self.memory.start(state.slot, chosen, num_tokens)
         self._send(state, self._chunk_row(state, sizes[chosen], chosen, 1))
         return sizes[chosen]
+
+    def _firsts(self, state: State) -> Sequence[int]:
+        """The groups at which a request may begin; where it was swapped out, the one from which it was."""
+        swapped_on = self.memory.swapped_on(state.slot)
+        return self.memory.first_groups(state.head.num_kv_tokens) if swapped_on is None else (swapped_on,)
 
     def _note_refused(self, state: State, tokens: int) -> None:
         """Keep what :meth:`was_refused` goes by."""
@@ -274,8 +327,10 @@ class Draft:
             self._refused[blocks] = min(claim, self._refused.get(blocks, claim))
 
     def _first_blocks(self, state: State, tokens: int) -> int | None:
-        """Blocks of a first chunk; None where it is the whole prompt, with which all of the claim is set aside."""
-        return None if tokens == state.num_left else -(-tokens // self.memory.block_size)
+        """Blocks of a first chunk, what comes back from the host included; None where it ends the prefill, with which
+        all of the claim is set aside."""
+        kv_len = state.num_scheduled_tokens + tokens
+        return None if tokens == state.num_left else -(-kv_len // self.memory.block_size)
 
     def _claim_blocks(self, state: State) -> int:
         return -(-state.head.num_kv_tokens // self.memory.block_size)
@@ -286,7 +341,7 @@ class Draft:
         if not self.memory.overcommit or not self._queue.running:
             return 0
         spare = max(self.memory.num_blocks // 100, 1) * self.memory.block_size
-        return spare + (min(state.num_left, self.memory.max_kv_per_group) if state.num_displaced else 0)
+        return spare + (min(state.num_prefill_tokens, self.memory.max_kv_per_group) if state.num_displaced else 0)
 
     def _has_blocks(self, state: State, row: Row) -> bool:
         """Whether a row finds its blocks; with overcommit others give way to a decode, or to the oldest request."""
@@ -294,9 +349,8 @@ class Draft:
             return True
         if not self.memory.overcommit or not (row.is_decode or state is oldest(self._queue.running.values())):
             return False
-        victims = fewest(
-            by_loss(self._queue, state, by_class=self.by_class), lambda gone: self.memory.can_take(row, gone=gone)
-        )
+        candidates = by_loss(self._queue, state, self._lost_s, by_class=self.by_class)
+        victims = fewest(candidates, lambda gone: self.memory.can_take(row, gone=gone))
         self._displace(victims or [])
         return victims is not None
 
@@ -304,27 +358,40 @@ class Draft:
         """Who has to give way for a request's first chunk of at most so many tokens, on the first group that can."""
         num_tokens = state.head.num_kv_tokens
         num_running = len(self._queue.running)
+        kv_len = max(state.num_scheduled_tokens + most, self._least_kv(state))
 
         def fits(first: int, gone: Collection[int]) -> bool:
             is_last = most == state.num_left
             return num_running - len(gone) < self.config.max_num_seqs and self.memory.can_start(
-                first, num_tokens, max(most, self._least_kv(state)), set_aside=is_last, gone=gone
+                first, num_tokens, kv_len, set_aside=is_last, gone=gone
             )
 
-        for first in self.memory.first_groups(num_tokens):
+        for first in self._firsts(state):
             victims = fewest(candidates, partial(fits, first))
             if victims is not None:
                 return victims
         return None
 
     def _displace(self, victims: Sequence[State]) -> None:
-        """Take everything back from requests; they wait again."""
+        """Take everything back from requests; they wait again, what they had in host memory where that is cheaper."""
         self._refused.clear()
         for state in victims:
-            self.displaced.append((state.slot, lost_s(self._queue, state)))
+            lost, num_kept = self._loss(state), 0
+            self.displaced.append((state.slot, lost.seconds))
+            if lost.is_swap:
+                num_kept = state.num_computed_tokens
+                self.swapped.append((state.slot, num_kept))
+                self._leaving.swaps_out += self.memory.swap_out(state.slot)
             if self.memory.release(state.slot):
-                self._frees.append(state.slot)
-            self._queue.displace(state, self.now_s)
+                self._leaving.frees.append(state.slot)
+            self._queue.displace(state, self.now_s, num_kept=num_kept)
+
+    def _loss(self, state: State) -> Loss:
+        factor = 1.0 if self._predictor is None else self._predictor.factor("prefill")
+        return loss(self._queue, self.memory, state, factor=factor)
+
+    def _lost_s(self, state: State) -> float:
+        return self._loss(state).seconds
 
     def _pending(self) -> Sequence[float]:
         """Prefill work of each group that is not yet scheduled."""

@@ -10,6 +10,9 @@ A request that decodes never waits for memory: with the last chunk of its prompt
 
 With ``overcommit`` claims are not looked at: whatever is free may be taken. Then a decode can find nothing free, and
 somebody has to give way (:mod:`medha.sched.displace`).
+
+The host may have a pool for each group as well: a request that lies on one group can be *swapped out* to it when it
+gives way, and comes back to the same group.
 """
 
 from __future__ import annotations
@@ -54,9 +57,12 @@ class KVMemory:
         block_size: tokens a block.
         max_kv_per_group: tokens of one request on one group, a multiple of the block size; None is the whole pool.
         overcommit: let requests take what is free, whatever others have claimed.
+        num_swap_blocks: blocks of host memory of each group.
+        swap_block_s: seconds in which a block moves to host memory or back.
 
     Attributes:
         pools: by group.
+        host_pools: likewise; empty without host memory.
     """
 
     def __init__(
@@ -67,6 +73,8 @@ class KVMemory:
         num_groups: int = 1,
         max_kv_per_group: int | None = None,
         overcommit: bool = False,
+        num_swap_blocks: int = 0,
+        swap_block_s: float = 0.0,
     ) -> None:
         whole = num_blocks * block_size
         max_kv_per_group = whole if max_kv_per_group is None else max_kv_per_group
@@ -79,7 +87,11 @@ class KVMemory:
         self.block_size = block_size
         self.max_kv_per_group = max_kv_per_group
         self.overcommit = overcommit
+        self.swap_block_s = swap_block_s
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]
+        self.host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
+        self._swapped: dict[int, tuple[int, list[Extent]]] = {}  # group and host blocks of those swapped out
+        self._to_give_back: list[tuple[int, int]] = []  # (group, slot) of host blocks that the next batch reads
         self._accounts: dict[int, _Account] = {}
         self._open = [0] * num_groups  # blocks claimed and not yet held, over all requests
         self._set_aside = [0] * num_groups  # the same over those that decode
@@ -122,7 +134,7 @@ class KVMemory:
         Args:
             first: one of :meth:`first_groups`.
             num_tokens: its claim.
-            kv_len: tokens of its first chunk.
+            kv_len: tokens that it has with its first chunk, those included that come back from the host.
             set_aside: the chunk is the last of its prompt.
             gone: slots of requests that would have given way.
         """
@@ -242,6 +254,74 @@ class KVMemory:
         for group in range(account.first, account.first + len(account.claim)):
             self.pools[group].release(slot)
         return any(account.held)
+
+    # -- swapping ----------------------------------------------------------------------------------------------------
+
+    def swappable(self, slot: int) -> int:
+        """Blocks of a started request if it can be swapped out, else 0.
+
+        It lies on one group and goes on there, and the host has room for it.
+        """
+        if not self.host_pools:
+            return 0
+        account = self._accounts[slot]
+        if len(account.starts) != 1:
+            return 0
+        blocks, room = account.held[0], self.host_pools[account.first].num_free
+        is_full = len(account.claim) > 1 and blocks * self.block_size >= self.max_kv_per_group
+        return 0 if is_full or blocks > room else blocks
+
+    def swap_out(self, slot: int) -> list[Extent]:
+        """Give a request that is :meth:`swappable` as many host blocks as it holds; those it holds are to be released.
+
+        Returns:
+            The host blocks in position order.
+        """
+        group, blocks = self._accounts[slot].first, self._accounts[slot].held[0]
+        extents = self.host_pools[group].allocate(slot, blocks, claim=blocks)
+        self._swapped[slot] = group, extents
+        return extents
+
+    def swapped_on(self, slot: int) -> int | None:
+        """The group whose host pool holds a request; None for one that is not swapped out."""
+        swapped = self._swapped.get(slot)
+        return None if swapped is None else swapped[0]
+
+    def swap_in(self, slot: int, num_tokens: int) -> tuple[list[Extent], list[Extent]]:
+        """Bind a request of ``num_tokens`` in all that is swapped out to its group again, with blocks for what it has.
+
+        Its host blocks are its own until :meth:`give_back`.
+
+        Returns:
+            Its blocks, and the host blocks that fill them, in position order.
+        """
+        group, host = self._swapped.pop(slot)
+        blocks = sum(extent.count for extent in host)
+        self.start(slot, group, num_tokens)
+        account = self._accounts[slot]
+        account.starts.append(0)
+        extents = self.pools[group].allocate(slot, blocks, claim=account.claim[0])
+        account.held[0] = blocks
+        self._open[group] -= blocks
+        self._to_give_back.append((group, slot))
+        return extents, host
+
+    def forget_swapped(self, slot: int) -> bool:
+        """Take the host blocks back from a request that is swapped out; whether it was."""
+        swapped = self._swapped.pop(slot, None)
+        if swapped is None:
+            return False
+        self.host_pools[swapped[0]].release(slot)
+        return True
+
+    def give_back(self) -> None:
+        """Take the host blocks back from whoever was swapped in: what reads them is in the batch that is now whole.
+
+        Not before: then no batch reads host blocks that it gives to another request.
+        """
+        for group, slot in self._to_give_back:
+            self.host_pools[group].release(slot)
+        self._to_give_back.clear()
 
     def _shard_end(self, account: _Account) -> int:
         if account.end is not None:

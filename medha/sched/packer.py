@@ -51,7 +51,8 @@ class Prediction:
 
     Attributes:
         kind: what it consists of, on the group that takes longest.
-        seconds: busy seconds of the slowest stage of that group.
+        seconds: busy seconds of the slowest stage of that group; where blocks are swapped, of the moves if they take
+            longer, as the two overlap.
         factor: the correction within ``seconds``.
         budget_s: what the batch was to take at most.
     """
@@ -306,6 +307,8 @@ class MedhaPacker:
         """Whether a request finds no memory as others before it in this batch; spares the test for each of many."""
         if not draft.no_memory or len(self._groups) > 1 or state.has_started or self._is_long(state):
             return False
+        if state.num_scheduled_tokens:  # it was swapped out, and so none of many
+            return False
         group, most = self._groups[0], draft.most_tokens(state)
         if most < state.num_left or not self._surely_fits(group, most):
             tokens = self._fitting(state, draft, 0, 1, most, 0.0) if most > 0 else 0
@@ -355,8 +358,9 @@ class MedhaPacker:
         run = (first, first + count - 1) if count > 1 else None
         for index in range(first, first + count):
             group = self._groups[index]
-            started = state.has_started
-            kv = draft.memory.kv_before(state.slot, state.num_scheduled_tokens, index) if started else 0
+            kv = state.num_scheduled_tokens  # of one that has not started: it was swapped out
+            if state.has_started:
+                kv = draft.memory.kv_before(state.slot, kv, index)
             limit_s = group.decodes_s + (group.limit_s - group.decodes_s) * (1.0 - share)
             tokens = min(
                 tokens,
@@ -433,7 +437,8 @@ class MedhaPacker:
         )
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
         tick = slowest.tick
-        self.prediction = Prediction(tick.kind, tick.seconds, tick.factor, slowest.budget_s)
+        seconds = max(tick.seconds, draft.moved_s())
+        self.prediction = Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)
 
 
 class _Slack:

@@ -59,11 +59,12 @@ class State:
 
     Attributes:
         slot: its handle.
-        num_prefill_tokens: tokens of its prefill: its prompt, and after it gave way the tokens it had by then.
+        num_prefill_tokens: tokens of its prefill: its prompt, and after it gave way the tokens it had by then. Those
+            that were swapped out count as computed.
         deadline_s: seconds from arrival to when its first token is due; inf is none.
         has_started: it is bound to a group and may hold memory.
         ended: it finished or was cancelled; it is closed once nothing of it is in flight.
-        num_displaced: how often it gave its memory up, to be computed again.
+        num_displaced: how often it gave its memory up, to be computed again or swapped in.
     """
 
     head: RequestHead
@@ -246,14 +247,20 @@ class Queue:
         self._append(state, total_s, head.arrival_s)
         return state
 
-    def displace(self, state: State, now_s: float) -> None:
-        """A started request with nothing in flight loses what was computed of it and waits again, first in line."""
+    def displace(self, state: State, now_s: float, *, num_kept: int = 0) -> None:
+        """A started request with nothing in flight loses what was computed of it and waits again, first in line.
+
+        Args:
+            state: the request.
+            now_s: time.
+            num_kept: tokens that it does not lose: its next chunk begins behind them.
+        """
         self.running.pop(state.slot)
         self.decoding.pop(state.slot, None)
         if state.slot in self._row_of:
             self._remove(state.slot)
         state.num_prefill_tokens = state.num_known_tokens
-        state.num_scheduled_tokens = state.num_computed_tokens = 0
+        state.num_scheduled_tokens = state.num_computed_tokens = num_kept
         state.has_started = False
         state.num_displaced += 1
         self.waiting = {state.slot: state, **self.waiting}
@@ -310,6 +317,11 @@ class Queue:
 
     # -- work --------------------------------------------------------------------------------------------------------
 
+    @property
+    def predicts(self) -> bool:
+        """Whether prefills are predicted in seconds."""
+        return self._times is not None
+
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds that a prefill of so many tokens takes alone, uncorrected; without ``times`` its work."""
         if self._times is None:
@@ -329,13 +341,14 @@ class Queue:
         return math.inf if self._times is None else max(self._floor_s, self._factor * total_s)
 
     def _append(self, state: State, total_s: float, last_chunk_s: float) -> None:
-        """A row for a request of which nothing is computed."""
+        """A row for a request that has not started; what was kept of it counts as done."""
         row = self.num_prefills
         if row == len(self._guarded):
             self._grow()
-        head = state.head
-        self._floats[:, row] = head.arrival_s, state.deadline_s, total_s, total_s, last_chunk_s
-        self._ints[:, row] = state.num_prefill_tokens, 0, head.priority, state.slot
+        head, num_kept = state.head, state.num_computed_tokens
+        left_s = self._left_s(num_kept, state.num_prefill_tokens) if num_kept else total_s
+        self._floats[:, row] = head.arrival_s, state.deadline_s, total_s, left_s, last_chunk_s
+        self._ints[:, row] = state.num_prefill_tokens, num_kept, head.priority, state.slot
         self._guarded[row] = self._started[row] = False
         self._relegated[row] = head.is_relegated
         self._num_relegated += head.is_relegated

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
 from medha.sched.baselines import classical_packer
-from medha.sched.draft import Draft, LearningPacker, Packer
+from medha.sched.draft import Draft, LearningPacker, Leaving, Packer
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker, Prediction
 from medha.sched.predictor import Predictor
@@ -70,6 +70,8 @@ class Scheduler:
             num_groups=num_groups,
             max_kv_per_group=config.max_kv_per_group,
             overcommit=config.overcommit,
+            num_swap_blocks=config.num_swap_blocks,
+            swap_block_s=config.swap_block_s,
         )
         self.packer = _packer(config, predictor, self.depth)
         self._learner = self.packer if isinstance(self.packer, LearningPacker) else None
@@ -84,9 +86,10 @@ class Scheduler:
             decode_lag=bool(config.decode_lag),
         )
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
-        self._frees: list[int] = []
+        self._leaving = Leaving()
         self._no_memory: tuple[int, ...] = ()
         self._displaced: tuple[tuple[int, float], ...] = ()
+        self._swapped: tuple[tuple[int, int], ...] = ()
         self._next_batch_id = 0
 
     def fresh(self) -> Scheduler:
@@ -135,6 +138,11 @@ class Scheduler:
         """(slot, predicted seconds of work lost) of requests that gave way in the last call of :meth:`schedule`."""
         return self._displaced
 
+    @property
+    def swapped(self) -> tuple[tuple[int, int], ...]:
+        """(slot, tokens moved out) of those of :attr:`displaced` that are swapped; the others are computed again."""
+        return self._swapped
+
     def slack_s(self, slot: int, now_s: float) -> float:
         """Seconds for which a request can still wait and have its first token in time; inf without a deadline.
 
@@ -149,8 +157,8 @@ class Scheduler:
         return float(state.head.arrival_s + state.deadline_s - now_s - left_s)
 
     def num_computed_tokens(self, slot: int) -> int:
-        """Tokens of a request that are done in every stage; 0 while it waits or for a slot not in use."""
-        state = self._queue.running.get(slot)
+        """Tokens of a request that are done in every stage, in host memory too; 0 for a slot not in use."""
+        state = self._queue.running.get(slot) or self._queue.waiting.get(slot)
         return 0 if state is None else state.num_computed_tokens
 
     def admission_s(self, head: RequestHead, now_s: float) -> float | None:
@@ -205,6 +213,8 @@ class Scheduler:
         self._queue.end(state)
         if not state.has_started:
             self._queue.drop(slot)
+            if self.memory.forget_swapped(slot):  # also what has not gone out yet: its host blocks are others' now
+                self._leaving.swaps_out = [extent for extent in self._leaving.swaps_out if extent.slot != slot]
             return (slot,)
         return self._close_ended((slot,))
 
@@ -216,17 +226,34 @@ class Scheduler:
         Raises:
             PolicyError: a user's policy failed.
         """
-        self._no_memory = self._displaced = ()
+        self._no_memory = self._displaced = self._swapped = ()
         if len(self._in_flight) >= self.depth:
             return None
-        draft = Draft(self.config, self._queue, self.memory, depth=self._period, now_s=now_s, frees=self._frees)
+        draft = Draft(
+            self.config,
+            self._queue,
+            self.memory,
+            depth=self._period,
+            now_s=now_s,
+            leaving=self._leaving,
+            predictor=self.predictor,
+        )
         self.packer.fill(self._queue, draft, now_s)
         self._no_memory, self._displaced = tuple(draft.no_memory), tuple(draft.displaced)
+        self._swapped = tuple(draft.swapped)
         if not draft.rows:
             return None
-        batch = Batch(self._next_batch_id, tuple(draft.rows), tuple(draft.extents), tuple(self._frees))
+        batch = Batch(
+            self._next_batch_id,
+            tuple(draft.rows),
+            tuple(draft.extents),
+            tuple(self._leaving.frees),
+            tuple(self._leaving.swaps_out),
+            tuple(draft.swaps_in),
+        )
+        self.memory.give_back()
         self._next_batch_id += 1
-        self._frees.clear()
+        self._leaving.clear()
         self._in_flight.append((batch, getattr(self.packer, "prediction", None)))
         return batch
 
@@ -251,7 +278,7 @@ class Scheduler:
             oldest = self._in_flight[0][0].batch_id if self._in_flight else None
             raise ValueError(f"batch {batch_id} completed, but the oldest in flight is {oldest}")
         batch, prediction = self._in_flight.popleft()
-        if prediction is not None and self.predictor is not None:
+        if prediction is not None and self.predictor is not None and not batch.moves:  # moves say nothing of compute
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
         if self._learner is not None:
             self._learner.completed(batch, busy_s)
@@ -273,7 +300,7 @@ class Scheduler:
         overcommitted memory, and packers that learn from each batch.
         """
         queue, depth = self._queue, self.depth
-        if queue.num_prefills or self._frees or not self._in_flight or not self._may_go_round:
+        if queue.num_prefills or self._leaving.frees or not self._in_flight or not self._may_go_round:
             return False
         num_running = len(queue.running)
         if len(queue.decoding) != num_running or sum(len(batch.rows) for batch, _ in self._in_flight) != num_running:
@@ -323,7 +350,7 @@ class Scheduler:
                 continue
             self._queue.drop(slot)
             if self.memory.release(slot):
-                self._frees.append(slot)
+                self._leaving.frees.append(slot)
             closed.append(slot)
         return tuple(closed)
 

@@ -104,6 +104,12 @@ def simulate(
     overcommit: Annotated[
         bool, _panel("Memory and batching", "--overcommit", help="Give KV memory away twice; who lacks it gives way.")
     ] = _DEFAULT.overcommit,
+    num_swap_blocks: Annotated[
+        int, _panel("Memory and batching", help="KV blocks of host memory of a group, for who gives way.", min=0)
+    ] = _DEFAULT.num_swap_blocks,
+    swap_block_s: Annotated[
+        float, _panel("Memory and batching", help="Seconds in which one moves there or back.", min=0)
+    ] = _DEFAULT.swap_block_s,
     max_num_seqs: Annotated[int, _panel("Memory and batching", help="Most requests at once.")] = _DEFAULT.max_num_seqs,
     max_batch_tokens: Annotated[
         int, _panel("Memory and batching", help="Most tokens of a step.")

@@ -28,7 +28,8 @@ NUM_REQUESTS = 200
 
 SCHEDULING = (
     "max_num_seqs", "max_batch_tokens", "chunk_size", "t_target_s", "quantum_s", "rho_max", "long_threshold",
-    "late_share", "patience_s", "max_kv_per_group", "overcommit", "stream",
+    "late_share", "patience_s", "max_kv_per_group", "overcommit", "stream", "num_swap_blocks",
+    "swap_block_s",
 )  # fmt: skip
 _TOLD = (
     "hardware", "model", "tp", "spp", "kvp", "workload", "trace", "arrivals", "burstiness", "duration", "num_requests",

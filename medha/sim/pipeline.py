@@ -3,7 +3,7 @@
 A stage begins a batch when it is done with the one before and the stage before has passed it on. Groups that share a
 row of the batch merge in every layer, so on each stage they begin together and take as long as the slowest of them;
 groups without work in a batch are passed by. Sends and collectives are within a stage's seconds, as its coefficients
-say.
+say. Blocks that are swapped move beside the compute: a stage is busy with a batch for the longer of the two.
 """
 
 from __future__ import annotations
@@ -143,7 +143,11 @@ class Pipeline:
         """Seconds of each stage: the slowest of the groups that go together."""
         works = [parts_of(batch, memory, group) for group in groups]
         known = {kind: max(self.stages[kind].tick(*parts).seconds for parts in works) for kind in self._distinct}
-        return [known[kind] * (1.0 if self.noise is None else self.noise()) for kind in self._kinds]
+        seconds = [known[kind] * (1.0 if self.noise is None else self.noise()) for kind in self._kinds]
+        if not batch.moves:
+            return seconds
+        moved_s = max(batch.num_moved_blocks(group) for group in groups) * memory.swap_block_s
+        return [max(stage_s, moved_s) for stage_s in seconds]
 
 
 def parts_of(batch: Batch, memory: KVMemory, group: int) -> tuple[Decodes | Sequence[Work], Sequence[Work]]:
@@ -174,10 +178,11 @@ def works_of(batch: Batch, memory: KVMemory, group: int) -> list[Work]:
 
 
 def _together(batch: Batch, num_groups: int) -> list[list[int]]:
-    """Groups with rows in a batch, those that share rows with each other in one list; ascending."""
+    """Groups with rows or moves in a batch, those that share rows with each other in one list; ascending."""
     if num_groups == 1:
         return [[0]]
-    concerned = sorted({group for row in batch.rows for group in range(row.group, row.holder + 1)})
+    moving = {extent.group for extent in (*batch.swaps_out, *batch.swaps_in)}
+    concerned = sorted(moving | {group for row in batch.rows for group in range(row.group, row.holder + 1)})
     joined: list[list[int]] = []
     for group in concerned:
         if joined and any(row.group < group <= row.holder for row in batch.rows):

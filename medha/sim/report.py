@@ -147,7 +147,8 @@ class Report:
         kv_mean, kv_max: share of the KV blocks of all groups in use; of samples, so that the most may be more.
         stages: by group and stage.
         num_preemptions: how often a request gave its memory up.
-        work_lost_s: predicted seconds of what was computed again.
+        work_lost_s: predicted seconds of what was computed again, or moved to host memory and back.
+        num_swaps: how many of the preemptions moved what was computed to host memory.
         saturation: whether more arrived than could be served.
         num_batches, num_skipped: in all, and those that were stepped over in one go.
         series: samples over time.
@@ -168,6 +169,7 @@ class Report:
     stages: tuple[Stage, ...]
     num_preemptions: int
     work_lost_s: float
+    num_swaps: int
     saturation: Saturation
     num_batches: int
     num_skipped: int
@@ -195,6 +197,7 @@ class Report:
             "stages": [asdict(stage) for stage in self.stages],
             "num_preemptions": self.num_preemptions,
             "work_lost_s": self.work_lost_s,
+            "num_swaps": self.num_swaps,
             "saturation": asdict(self.saturation),
             "num_batches": self.num_batches,
             "series": self.series,
@@ -312,6 +315,7 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
         ),
         num_preemptions=int(outcome.requests.num_preemptions.sum()),
         work_lost_s=outcome.work_lost_s,
+        num_swaps=outcome.num_swaps,
         saturation=_saturation(times, end_s),
         num_batches=outcome.num_batches,
         num_skipped=outcome.num_skipped,

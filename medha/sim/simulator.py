@@ -134,8 +134,9 @@ class Outcome:
         stage_busy_s: by group and stage.
         stage_bubble_s: by group and stage, seconds without work while another stage of the group had some.
         num_batches, num_skipped: batches in all, and those of them that were stepped over in one go.
-        work_lost_s: predicted seconds of what was computed again.
+        work_lost_s: predicted seconds of what was computed again, or moved to host memory and back.
         is_stopped: it did not run to the end.
+        num_swaps: how many of the preemptions moved what was computed to host memory.
     """
 
     trace: Trace
@@ -149,6 +150,7 @@ class Outcome:
     num_skipped: int
     work_lost_s: float
     is_stopped: bool
+    num_swaps: int = 0
 
 
 @dataclass(slots=True)
@@ -241,6 +243,7 @@ class Simulation:
         self._next: tuple[int, Row] | None = None
         self._num_taken = self._num_closed = self._num_batches = self._num_skipped = 0
         self._work_lost_s = 0.0
+        self._num_swaps = 0
         self._live: dict[int, _Live] = {}
         self._free_slots: list[int] = []
         self._in_flight: deque[tuple[Batch, Passage]] = deque()
@@ -315,6 +318,7 @@ class Simulation:
         for slot, lost_s in self.scheduler.displaced:
             self.requests.num_preemptions[self._live[slot].row] += 1
             self._work_lost_s += lost_s
+        self._num_swaps += len(self.scheduler.swapped)
         return batch
 
     def _go_round(self) -> None:
@@ -460,4 +464,5 @@ class Simulation:
             num_skipped=self._num_skipped,
             work_lost_s=self._work_lost_s,
             is_stopped=bool(self._live) or self._next is not None,
+            num_swaps=self._num_swaps,
         )

@@ -107,7 +107,8 @@ def _remarks(reports: Sequence[Report]) -> list[str]:
         if one.serving["failed"]:
             said.append(f"{one.serving['failed']:,} refused, as they never fit the KV memory")
         if one.num_preemptions:
-            said.append(f"{one.num_preemptions:,} preempted, {one.work_lost_s:,.3g} s computed again")
+            moved = f" or swapped ({one.num_swaps:,} times)" if one.num_swaps else ""
+            said.append(f"{one.num_preemptions:,} preempted, {one.work_lost_s:,.3g} s computed again{moved}")
         if one.saturation.is_over:
             drain_s = one.saturation.drain_s
             drain = "does not drain" if drain_s is None else f"drains in {drain_s:,.3g} s after the last arrival"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from medha.batch import Batch, Row
+from medha.batch import Batch, Extent, Row
 from medha.config import ModelConfig, RopeConfig
 from medha.request import SLO
 from medha.sched.hardware import HardwareSheet, default_coefficients
@@ -92,6 +92,7 @@ class Live:
     num_scheduled: int = 0
     num_in_flight: int = 0
     num_displaced: int = 0
+    on_host: bool = False
     num_prefill: int = 0
     ended: bool = False
 
@@ -135,6 +136,9 @@ class Drive:
         self._in_flight: deque[tuple[Batch, float, float]] = deque()  # batch, its end, its seconds
         self._owner: dict[tuple[int, int], int] = {}  # slot that holds each (group, block)
         self._to_free: list[int] = []
+        self._host: dict[tuple[int, int], int] = {}  # slot that holds each (group, host block)
+        self._swaps: dict[int, list[Extent]] = {}  # host blocks of those swapped out
+        self._to_swap: set[int] = set()  # slots whose blocks go with the next batch
 
     # What a test looks at, in a subclass.
 
@@ -212,10 +216,18 @@ class Drive:
             self._in_flight.append((batch, start_s + seconds, seconds))
 
     def _displace(self, displaced: Sequence[tuple[int, float]]) -> None:
+        kept = dict(self.scheduler.swapped)
         for slot, lost_s in displaced:
             live = self.live[slot]
-            assert not live.num_in_flight and not live.ended and live.num_scheduled and lost_s > 0
-            live.num_scheduled, live.num_prefill = 0, live.head.num_prompt_tokens + live.num_tokens
+            assert not live.num_in_flight and not live.ended and not live.on_host and live.num_scheduled
+            if slot in kept:
+                assert kept[slot] == live.num_scheduled and lost_s >= 0
+                live.on_host = True
+                self._to_swap.add(slot)
+            else:
+                assert lost_s > 0
+                live.num_scheduled = 0
+            live.num_prefill = live.head.num_prompt_tokens + live.num_tokens
             live.num_displaced += 1
             self._to_free.append(slot)
 
@@ -245,7 +257,10 @@ class Drive:
         for slot in closed:
             live = self.live.pop(slot)
             assert live.ended and live.num_in_flight == 0
-            if live.num_scheduled:
+            if live.on_host:
+                self._to_swap.discard(slot)
+                self._forget_host(slot)
+            elif live.num_scheduled:
                 self._to_free.append(slot)
             self.log.append(f"{self.now_s} slot {slot} closed")
 
@@ -257,6 +272,7 @@ class Drive:
         assert all(row.is_decode for row in batch.rows[:num_decodes])
         assert len({row.slot for row in batch.rows}) == len(batch.rows)
         assert self.scheduler.num_running <= self.scheduler.config.max_num_seqs
+        self._check_swaps(batch)
         for row in batch.rows:
             self._check_row(row)
         assert sorted(batch.frees) == sorted(self._to_free)
@@ -271,9 +287,36 @@ class Drive:
             held[group] += 1
         assert [pool.num_used for pool in self.scheduler.memory.pools] == held
 
+    def _check_swaps(self, batch: Batch) -> None:
+        """What goes out goes to host blocks of nobody; what comes in is what went out, to as many first blocks."""
+        memory = self.scheduler.memory
+        assert {extent.slot for extent in batch.swaps_out} == self._to_swap
+        self._to_swap.clear()
+        for extent in batch.swaps_out:
+            self._swaps.setdefault(extent.slot, []).append(extent)
+            held = {(extent.group, block) for block in range(extent.first, extent.first + extent.count)}
+            assert not held & self._host.keys(), "a batch that reads host blocks gives them to nobody"
+            self._host |= dict.fromkeys(held, extent.slot)
+        for slot in {extent.slot for extent in batch.swaps_in}:
+            live, extents = self.live[slot], [extent for extent in batch.extents if extent.slot == slot]
+            assert live.on_host and self._swaps[slot] == [extent for extent in batch.swaps_in if extent.slot == slot]
+            num_blocks = sum(extent.count for extent in self._swaps[slot])
+            assert num_blocks == -(-live.num_scheduled // memory.block_size) <= sum(e.count for e in extents)
+            assert {(row.group, row.num_groups) for row in batch.rows if row.slot == slot} == {(extents[0].group, 1)}
+            assert {extent.group for extent in (*extents, *self._swaps[slot])} == {extents[0].group}
+            live.on_host = False
+        for slot in {extent.slot for extent in batch.swaps_in}:
+            self._forget_host(slot)
+        held = Counter(group for group, _ in self._host)
+        assert [pool.num_used for pool in memory.host_pools] == [held[pool.group] for pool in memory.host_pools]
+
+    def _forget_host(self, slot: int) -> None:
+        self._swaps.pop(slot, None)
+        self._host = {block: holder for block, holder in self._host.items() if holder != slot}
+
     def _check_row(self, row: Row) -> None:
         live = self.live[row.slot]
-        assert not live.ended
+        assert not live.ended and not live.on_host
         assert row.position == live.num_scheduled
         assert row.is_decode == (row.position >= live.num_prefill)
         known = live.head.num_prompt_tokens + live.num_tokens
@@ -287,7 +330,8 @@ class Drive:
         assert (scheduler.num_waiting, scheduler.num_running, scheduler.in_flight) == (0, 0, ())
         assert not self.live
         memory = scheduler.memory
-        assert memory.num_used == 0
+        assert memory.num_used == 0 and not self._host
+        assert all(pool.num_used == 0 for pool in memory.host_pools)
         assert memory.overcommit or memory.can_start(
             0, memory.max_request_tokens, memory.max_kv_per_group, set_aside=True
         )

@@ -162,6 +162,12 @@ def test_memory_given_away_twice(simulate: Simulate, tmp_path: Path) -> None:
     assert simulate(*arguments, "--num-kv-blocks", 9, "--overcommit").code == 0
     (run,) = reports(out)["runs"]
     assert run["num_preemptions"] > 0 and run["work_lost_s"] > 0 and run["completed"] == 6
+    assert run["num_swaps"] == 0
+    swap = ("--num-swap-blocks", 40, "--swap-block-s", 1e-4)
+    assert simulate(*arguments, "--num-kv-blocks", 9, "--overcommit", *swap).code == 0
+    (run,) = reports(out)["runs"]
+    assert run["num_swaps"] == run["num_preemptions"] > 0
+    assert (reports(out)["config"]["num_swap_blocks"], reports(out)["config"]["swap_block_s"]) == (40, 1e-4)
     assert simulate(*arguments, "--num-kv-blocks", 9).code == 0
     assert reports(out)["runs"][0]["num_preemptions"] == 0
 

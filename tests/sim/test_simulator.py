@@ -104,6 +104,8 @@ def replicas(draw: st.DrawFn) -> Replica:
         max_num_seqs=draw(st.sampled_from((1, 3, 256))),
         max_batch_tokens=draw(st.sampled_from((256, 2048))),
         overcommit=draw(st.booleans()) if kvp == 1 else False,
+        num_swap_blocks=draw(st.sampled_from((0, 20))),
+        swap_block_s=draw(st.sampled_from((1e-5, 10.0))),
     )
     return replace(replica, num_blocks=draw(st.sampled_from((16, 40, 400))), max_model_len=10_000)
 
@@ -123,7 +125,7 @@ def test_rules_of_any_load(replica: Replica, trace: Trace) -> None:
     served = ~requests.is_refused
     work = int((trace.prompt_tokens + trace.output_tokens - 1)[served].sum())
     computed = sum(batch.num_tokens for batch, *_ in watched.sent)
-    assert computed == work if not requests.num_preemptions.sum() else computed > work
+    assert computed == work if requests.num_preemptions.sum() == outcome.num_swaps else computed > work
     assert (outcome.work_lost_s > 0) == bool(requests.num_preemptions.sum())
     assert outcome.num_batches == len(watched.sent)
 
@@ -214,6 +216,20 @@ def test_with_overcommitted_memory_somebody_gives_way_and_nobody_is_lost() -> No
     assert outcome.requests.num_preemptions.sum() > 0
     assert outcome.work_lost_s > 0
     assert (outcome.requests.num_tokens == 300).all()
+
+
+def test_who_is_swapped_is_not_computed_again_and_the_moves_take_their_time() -> None:
+    trace = synthesize("fixed:700,300", arrivals="at-once", num_requests=6)
+    outcomes = []
+    for options in ({}, {"num_swap_blocks": 40, "swap_block_s": 1e-4}, {"num_swap_blocks": 40, "swap_block_s": 5e-3}):
+        config = scheduler_config("lars", overcommit=True, **options)
+        replica = replace(one_replica("lars"), scheduler=config, num_blocks=9, max_model_len=2048)
+        outcomes.append(run(replica, trace))
+        assert (outcomes[-1].requests.num_tokens == 300).all()
+    recomputed, swapped, dear = outcomes
+    assert recomputed.num_swaps == 0 < swapped.num_swaps == swapped.requests.num_preemptions.sum()
+    assert swapped.work_lost_s < recomputed.work_lost_s
+    assert swapped.duration_s < min(recomputed.duration_s, dear.duration_s)
 
 
 def test_stopping() -> None:

@@ -1,0 +1,180 @@
+"""KV in host memory: where the blocks of a request that gave way go, and how they move there and back.
+
+Who is swapped, and which host blocks it gets, the scheduler decides (:mod:`medha.sched.displace`); a rank moves its own
+layers and heads of them. On CUDA the copies run on a stream of their own beside the compute, layer by layer: a layer's
+new keys are written when its own copies are done, while those of later layers go on. Nothing waits on the host. On the
+CPU they are made at once, before the compute. Not in the paper.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from medha.errors import ConfigError
+from medha.kv_cache import KVCache
+from medha.models.decoder import LayerAttendFn
+
+Run = tuple[int, int, int]
+"""Tokens that move together: (first token of the device's pool, first token of the host's, count)."""
+
+_MEASURED_BLOCKS = 4
+_MEASURED_TIMES = 3
+
+
+class CopyLine(Protocol):
+    """Where copies run, in the order in which they are issued."""
+
+    def begin(self) -> None:
+        """Let what is issued from now on come after the compute launched so far."""
+        ...
+
+    def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
+        """Let copies run after those before; returns what lets the compute launched from then on come after them."""
+        ...
+
+    def finish(self) -> None:
+        """Wait on the host until all is copied."""
+        ...
+
+
+class AtOnce:
+    """Copies that are made when they are issued, as on the CPU, where compute is never ahead."""
+
+    def begin(self) -> None:
+        """Nothing runs meanwhile."""
+
+    def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
+        """Make them."""
+        copies()
+        return lambda: None
+
+    def finish(self) -> None:
+        """They are made."""
+
+
+class SideStream:
+    """Copies on a CUDA stream beside the compute's.
+
+    Args:
+        device: whose current stream the compute is on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """See :meth:`CopyLine.begin`: by an event on the compute's stream."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
+        """See :meth:`CopyLine.issue`: by an event behind the copies."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            copies()
+            event.record(self._stream)
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+
+    def finish(self) -> None:
+        """See :meth:`CopyLine.finish`."""
+        self._stream.synchronize()
+
+
+class Moves:
+    """The copies of a batch on their way.
+
+    Args:
+        waits: by layer, what lets the compute launched from then on come after its copies.
+    """
+
+    def __init__(self, waits: Sequence[Callable[[], None]]) -> None:
+        self._waits = waits
+
+    def before(self, attend: LayerAttendFn) -> LayerAttendFn:
+        """``attend``, which writes a layer's new keys and reads all of them, behind the copies of its layer."""
+
+        def attend_behind(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
+            self._waits[layer]()
+            return attend(layer, q_TNH, k_TKH, v_TKH)
+
+        return attend_behind
+
+    def wait(self) -> None:
+        """Let all compute launched from now on come after all of them: copies are in order, so the last will do."""
+        self._waits[-1]()
+
+
+class HostCache:
+    """Pools of keys and values in host memory, of the layout of a rank's own.
+
+    On CUDA they are pinned; PyTorch rounds each layer's up to a power of two of bytes.
+
+    Args:
+        cache: the pools to swap; at least one layer.
+        num_blocks: blocks of the host's, at least 1.
+        line: where copies run.
+
+    Raises:
+        ConfigError: the memory cannot be had.
+
+    Attributes:
+        k, v: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer.
+    """
+
+    def __init__(self, cache: KVCache, num_blocks: int, line: CopyLine) -> None:
+        self.num_blocks = num_blocks
+        self._cache = cache
+        self._line = line
+        tokens = num_blocks * cache.block_size
+        try:
+            self.k = [_host_pool(pool, tokens) for pool in cache.k]
+            self.v = [_host_pool(pool, tokens) for pool in cache.v]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"swap_space of {num_blocks} blocks takes {num_blocks * cache.block_bytes} bytes of host memory, and "
+                f"the system does not give them ({error}); accepted: less"
+            ) from error
+
+    def move(self, out: Sequence[Run], back: Sequence[Run]) -> Moves:
+        """Begin to copy, behind the compute launched so far: in each layer first out, then back in.
+
+        Args:
+            out: tokens to copy to the host.
+            back: tokens to copy from it.
+        """
+        self._line.begin()
+        return Moves([self._line.issue(partial(self._move, layer, out, back)) for layer in range(len(self.k))])
+
+    def measure_block_s(self) -> float:
+        """Seconds in which a block moves one way, least of a few; what the device's pool holds stays as it is."""
+        blocks = min(_MEASURED_BLOCKS, self.num_blocks, self._cache.num_blocks)
+        run = [(0, 0, blocks * self._cache.block_size)]
+        seconds = []
+        for _ in range(1 + _MEASURED_TIMES):
+            start = time.perf_counter()
+            self.move(run, run)
+            self._line.finish()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds[1:]) / (2 * blocks)  # the first touches the memory
+
+    def _move(self, layer: int, out: Sequence[Run], back: Sequence[Run]) -> None:
+        pairs = ((self._cache.k[layer], self.k[layer]), (self._cache.v[layer], self.v[layer]))
+        for pool, host in pairs:
+            for at, on_host, count in out:
+                host[on_host : on_host + count].copy_(pool[at : at + count], non_blocking=True)
+        for pool, host in pairs:
+            for at, on_host, count in back:
+                pool[at : at + count].copy_(host[on_host : on_host + count], non_blocking=True)
+
+
+def _host_pool(pool: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Memory for so many tokens, laid out as a pool of the device."""
+    _, num_kv_heads, head_dim = pool.shape
+    if pool.device.type == "cpu":
+        return torch.empty(num_kv_heads, tokens, head_dim, dtype=pool.dtype).transpose(0, 1)
+    return torch.empty(tokens, num_kv_heads, head_dim, dtype=pool.dtype, pin_memory=True)
