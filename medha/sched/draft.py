@@ -182,6 +182,11 @@ class Draft:
         """Whether a prefill gets no chunk as one of a batch before is in flight: pipelined micro-batches."""
         return not self.config.stream and state.num_in_flight > (state.slot in self.chunked)
 
+    def chunk_tokens(self, slot: int) -> int:
+        """Tokens of the chunk that a request has in the batch; 0 for none."""
+        index = self.chunked.get(slot)
+        return 0 if index is None else self.rows[index].q_len
+
     def most_tokens(self, state: State) -> int:
         """Tokens that the next chunk of a request may have on the one group that there is, memory aside."""
         return self._most(state, 0, 1)
@@ -410,8 +415,7 @@ class Draft:
         most = min(state.num_left, *self.tokens_left[first : first + count])
         if self.config.chunk_size is None:
             return most
-        index = self.chunked.get(state.slot)
-        return min(most, self.config.chunk_size - (0 if index is None else self.rows[index].q_len))
+        return min(most, self.config.chunk_size - self.chunk_tokens(state.slot))
 
     def _chunk_row(self, state: State, q_len: int, first: int, count: int) -> Row:
         position = state.num_scheduled_tokens

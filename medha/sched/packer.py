@@ -280,7 +280,7 @@ class MedhaPacker:
         position = state.num_scheduled_tokens
         if draft.memory.num_groups > 1 and state.has_started and not has_chunk:
             self._grow(state, draft)
-        num_refused = len(draft.no_memory)
+        num_refused, joined = len(draft.no_memory), draft.chunk_tokens(state.slot)
         q_len = draft.add_chunk(state, fitting)
         if not q_len and may_exceed and len(draft.no_memory) == num_refused and not all(draft.has_chunk):
             q_len = draft.add_chunk(state, least)  # where it fits nowhere: on one that has no chunk yet
@@ -290,6 +290,8 @@ class MedhaPacker:
         for index in range(row.group, row.holder + 1):
             group = self._groups[index]
             kv = draft.memory.kv_before(state.slot, position, index)
+            if index < row.holder:
+                kv += joined  # which attends with what is added, though its keys are elsewhere
             group.tick.add(
                 q_len, kv, run=row.run if row.is_shared else None, samples=row.samples and index == row.group
             )
@@ -361,6 +363,8 @@ class MedhaPacker:
             kv = state.num_scheduled_tokens  # of one that has not started: it was swapped out
             if state.has_started:
                 kv = draft.memory.kv_before(state.slot, kv, index)
+            if index < first + count - 1:
+                kv += draft.chunk_tokens(state.slot)
             limit_s = group.decodes_s + (group.limit_s - group.decodes_s) * (1.0 - share)
             tokens = min(
                 tokens,
