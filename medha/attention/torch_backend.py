@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -34,6 +35,11 @@ class _Cut:
     full: Ranges
     tail: Ranges
 
+    @property
+    def is_decode(self) -> bool:
+        """One query, over one range."""
+        return self.q_len == 1 and len(self.full) == 1
+
 
 class TorchBackend:
     """Partial attention through torch's own flash kernels, or plain matrix products where there is none."""
@@ -55,11 +61,11 @@ class TorchBackend:
         out_TNH = torch.empty_like(q_TNH)
         lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
         kernel = _kernel(q_TNH)
-        decode = _CPUDecodes(q_TNH, k_PKH, v_PKH, out_TNH, lse_TN) if kernel is _cpu_flash else None
+        if kernel is _cpu_flash:
+            decodes = [cut for cut in plan if cut.is_decode]
+            _cpu_decodes(q_TNH, k_PKH, v_PKH, decodes, out_TNH, lse_TN)
+            plan = [cut for cut in plan if not cut.is_decode]
         for cut in plan:
-            if decode is not None and cut.q_len == 1 and len(cut.full) == 1:
-                decode.run(cut.q_start, *cut.full[0])
-                continue
             rows = slice(cut.q_start, cut.q_start + cut.q_len)
             out_TNH[rows], lse_TN[rows] = _attend(kernel, q_TNH[rows], k_PKH, v_PKH, cut)
         return out_TNH, lse_TN
@@ -127,31 +133,39 @@ def _cpu_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, ca
     return _unfold(out[0], q_LNH.shape), _unfold(lse[0], q_LNH.shape[:2])
 
 
-class _CPUDecodes:
-    """Single queries over one range each, as :func:`_cpu_flash` to the bit, on views made once for all of them: there
-    are hundreds in a step, and of a short context reshaping takes longer than attention."""
+def _cpu_decodes(
+    q_TNH: torch.Tensor,
+    k_PKH: torch.Tensor,
+    v_PKH: torch.Tensor,
+    cuts: Sequence[_Cut],
+    out_TNH: torch.Tensor,
+    lse_TN: torch.Tensor,
+) -> None:
+    """Single queries over one range each, as :func:`_cpu_flash` to the bit, into ``out_TNH`` and ``lse_TN``.
 
-    def __init__(
-        self,
-        q_TNH: torch.Tensor,
-        k_PKH: torch.Tensor,
-        v_PKH: torch.Tensor,
-        out_TNH: torch.Tensor,
-        lse_TN: torch.Tensor,
-    ) -> None:
-        T, N, H = q_TNH.shape
-        K = k_PKH.shape[1]
-        G = N // K
-        self._q_TKGH, self._out_TKGH = q_TNH.view(T, K, G, H), out_TNH.view(T, K, G, H)
-        self._lse_TKG = lse_TN.view(T, K, G)
-        self._k_1KPH, self._v_1KPH = k_PKH.transpose(0, 1).unsqueeze(0), v_PKH.transpose(0, 1).unsqueeze(0)
+    Views are made once for all of them and results put together at the end: there are hundreds in a step, and of a
+    short context that takes longer than attention.
+    """
+    T, N, H = q_TNH.shape
+    K = k_PKH.shape[1]
+    shape = T, K, N // K
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    k_1KPH, v_1KPH = k_PKH.transpose(0, 1).unsqueeze(0), v_PKH.transpose(0, 1).unsqueeze(0)
+    for run in _adjacent(cuts):
+        first, end = run[0].q_start, run[-1].q_start + 1
+        q_1KGH = q_TNH[first:end].view(-1, 1, *shape[1:], H).unbind(0)
+        parts = [
+            flash(q, k_1KPH.narrow(2, *cut.full[0]), v_1KPH.narrow(2, *cut.full[0]))
+            for q, cut in zip(q_1KGH, run, strict=True)
+        ]
+        torch.cat([out for out, _ in parts], out=out_TNH.view(*shape, H)[first:end])
+        torch.cat([lse for _, lse in parts], out=lse_TN.view(shape)[first:end])
 
-    def run(self, row: int, first: int, count: int) -> None:
-        """Attend for a batch token over ``count`` pool tokens from ``first`` on."""
-        k_1KSH, v_1KSH = (pool[:, :, first : first + count] for pool in (self._k_1KPH, self._v_1KPH))
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out_1KGH, lse_1KG = flash(self._q_TKGH[row : row + 1], k_1KSH, v_1KSH)
-        self._out_TKGH[row], self._lse_TKG[row] = out_1KGH[0], lse_1KG[0]
+
+def _adjacent(cuts: Sequence[_Cut]) -> list[Sequence[_Cut]]:
+    """Single queries in runs of adjacent rows."""
+    ends = [i for i in range(1, len(cuts)) if cuts[i].q_start != cuts[i - 1].q_start + 1]
+    return [cuts[i:j] for i, j in pairwise([0, *ends, len(cuts)]) if i < j]
 
 
 def _cuda_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, causal: bool) -> Partial:

@@ -14,10 +14,10 @@ Kind = Literal["decode", "mixed", "prefill"]
 KINDS: tuple[Kind, ...] = ("decode", "mixed", "prefill")
 """A batch of decodes alone, of decodes and chunks, of chunks alone."""
 
-_GAIN = 0.05
-"""Of the present observation once there are many: a slow-down is followed with a time constant of 20 steps."""
-_MAX_SURPRISE = 1.0
-"""Largest natural logarithm of the ratio that one observation may teach; a stall of a minute is no new speed."""
+_GAIN = 0.15
+"""Of the present observation once there are many: a slow-down is followed with a time constant of 7 steps."""
+_MAX_STEP = 0.05
+"""Largest change of a factor's natural logarithm at one observation then; a stall of a minute is no new speed."""
 _MAX_RATIO = 1e4
 """Observations further than this from the uncorrected prediction, either way, are ignored."""
 
@@ -122,7 +122,8 @@ class Correction:
             self.num_ignored += 1
             return False
         self.errors.add(kind, predicted_s, busy_s)
-        surprise = min(max(target - start, -_MAX_SURPRISE), _MAX_SURPRISE)
         self._seen[kind] += 1
-        self._log[kind] = start + max(_GAIN, 1.0 / self._seen[kind]) * surprise
+        share = 1.0 / self._seen[kind]
+        step, most = max(_GAIN, share) * (target - start), max(_MAX_STEP, share)
+        self._log[kind] = start + min(max(step, -most), most)
         return True
