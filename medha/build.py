@@ -208,7 +208,7 @@ def _build(
             merge.warm(device)
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
-        _capture(runner, config.scheduler.max_num_seqs, captured)
+        _capture(runner, config, captured)
     if ranks is not None and ranks.rank != 0:
         return Role(limits, tokenizer, runner, follower=Follower(runner, ranks, ControlReceiver(ranks.control_group)))
     predictor = Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens)
@@ -393,19 +393,18 @@ def _with_swap(config: EngineConfig, runner: Runner, ranks: Ranks | None) -> Eng
 
 
 def _wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:
-    """Whether decodes are captured; not in a tensor-parallel group, whose ranks would have to agree on sizes."""
-    return (
-        config.cuda_graphs and device.type == "cuda" and config.parallel.tp == 1 and isinstance(backend, GraphBackend)
-    )
+    """Whether decodes are captured."""
+    return config.cuda_graphs and device.type == "cuda" and isinstance(backend, GraphBackend)
 
 
-def _capture(runner: Runner, max_num_seqs: int, captured: Callable[[int, int], None]) -> None:
+def _capture(runner: Runner, config: EngineConfig, captured: Callable[[int, int], None]) -> None:
     """Capture graphs of decodes, and say which."""
     start = time.perf_counter()
-    runner.capture(CudaGraphs(runner.device), graph_sizes(max_num_seqs), captured)
+    sizes = graph_sizes(config.scheduler.max_num_seqs)
+    runner.capture(CudaGraphs(runner.device), sizes, captured, is_alone=config.parallel.tp == 1)
     assert runner.graphs is not None, "they have just been captured"
-    sizes = ", ".join(map(str, runner.graphs.sizes)) or "none"
-    logger.info("CUDA graphs of %s decodes, captured in %.1f s", sizes, time.perf_counter() - start)
+    captured_sizes = ", ".join(map(str, runner.graphs.sizes)) or "none"
+    logger.info("CUDA graphs of %s decodes, captured in %.1f s", captured_sizes, time.perf_counter() - start)
 
 
 def _log_start(

@@ -5,7 +5,8 @@ them at once. A graph repeats the same kernels on the same addresses, so its inp
 batch size is fixed, and a batch is filled up to the next size with rows that attend to a scratch token behind the pool.
 Attention is planned anew before each replay, outside of the graph. Eager execution stays the reference.
 
-Graphs hold batches of decodes alone, without rows that several groups share, and no collective.
+Graphs hold batches of decodes alone, without rows that several groups share. In a tensor-parallel group they hold its
+collectives, and every rank captures and replays the same sizes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.interface import FixedAttention, GraphBackend, LayerShape, Segment
+from medha.errors import ConfigError
 from medha.kv_cache import KVCache, WritePlan
 from medha.models.decoder import Decoder
 from medha.models.rope import cos_sin
@@ -154,18 +156,30 @@ class DecodeGraphs:
         return min((size for size in self._graphs if size >= num_rows), default=None)
 
     @torch.inference_mode()
-    def capture(self, maker: GraphMaker, sizes: Sequence[int], on_captured: Callable[[int, int], None]) -> None:
+    def capture(
+        self, maker: GraphMaker, sizes: Sequence[int], on_captured: Callable[[int, int], None], *, is_alone: bool = True
+    ) -> None:
         """Capture a graph of each size, the largest first; a size for which there is no memory is left out.
 
         Args:
             maker: captures.
             sizes: batch sizes, at most ``most_decodes``.
             on_captured: called with how many sizes are done and how many there are.
+            is_alone: no other rank takes part. Where some do, one without memory cannot leave a size out, as the others
+                would wait for it in a collective.
+
+        Raises:
+            ConfigError: there is no memory for a size, and other ranks take part.
         """
         for done, size in enumerate(sorted(sizes, reverse=True), start=1):
             try:
                 self._graphs[size] = self._captured(maker, size)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                if not is_alone:
+                    raise ConfigError(
+                        f"no memory for the CUDA graph of {size} decodes; accepted: a lower gpu_memory_utilization or "
+                        "max_num_seqs, or enforce_eager"
+                    ) from error
                 logger.warning("no memory for the CUDA graph of %d decodes; larger batches run without one", size)
                 if self._inputs.is_cuda:
                     torch.cuda.empty_cache()

@@ -191,14 +191,10 @@ class Runner:
         # The last token of each slot, on the device: what the next decode reads before the host knows it.
         self._last_tokens = torch.zeros(64, dtype=torch.int64, device=device) if decode_lag else None
 
-    def capture(self, maker: GraphMaker, sizes: Sequence[int], on_captured: Callable[[int, int], None]) -> None:
-        """Capture graphs of decodes; see :meth:`medha.graphs.DecodeGraphs.capture`.
-
-        Args:
-            maker: captures.
-            sizes: batch sizes.
-            on_captured: called with how many sizes are done and how many there are.
-        """
+    def capture(
+        self, maker: GraphMaker, sizes: Sequence[int], on_captured: Callable[[int, int], None], *, is_alone: bool = True
+    ) -> None:
+        """Capture graphs of decodes; arguments and errors as of :meth:`medha.graphs.DecodeGraphs.capture`."""
         assert isinstance(self.backend, GraphBackend), f"a graph cannot hold the attention of {self.backend.name}"
         config, pool = self.model.config, self.cache.k[0]
         num_heads = config.num_heads * pool.shape[1] // config.num_kv_heads
@@ -211,7 +207,7 @@ class Runner:
             attention_factor=self._attention_factor,
             most_decodes=max(sizes),
         )
-        self.graphs.capture(maker, sizes, on_captured)
+        self.graphs.capture(maker, sizes, on_captured, is_alone=is_alone)
 
     def open(
         self,

@@ -22,7 +22,7 @@ from medha.build import build_engine
 from medha.config import EngineConfig
 from medha.engine import Engine
 from medha.errors import ConfigError
-from medha.graphs import DecodeGraphs, graph_sizes
+from medha.graphs import CudaGraphs, DecodeGraphs, graph_sizes
 from medha.request import SamplingParams
 from tests.attention import fake_flashinfer
 from tests.engines import make_engine, run_to_end
@@ -172,6 +172,12 @@ def test_sizes_for_which_there_is_no_memory_are_left_out(case: Case, caplog: pyt
     assert run_to_end(engine, case.prompts, NUM_TOKENS) == case.expected
 
 
+def test_no_size_is_left_out_where_other_ranks_wait_for_it(case: Case) -> None:  # noqa: F811
+    engine, _ = with_graphs(case)
+    with pytest.raises(ConfigError, match=r"CUDA graph of 4 decodes; accepted: .*enforce_eager"):
+        engine.runner.capture(Repeating(refused=(4,)), SIZES, lambda *counts: None, is_alone=False)  # type: ignore[attr-defined]
+
+
 def test_progress_counts_every_size(case: Case) -> None:  # noqa: F811
     engine, _ = with_graphs(case)
     seen: list[tuple[int, int]] = []
@@ -253,3 +259,27 @@ def test_graphs_and_eager_execution_agree_on_a_gpu(decode_lag: int, tmp_path: Pa
         assert (engine.runner.graphs is not None) == graphs  # type: ignore[attr-defined]
         found.append(run_to_end(engine, prompts, 16))
     assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_collectives_of_one_rank_can_be_captured(tmp_path: Path) -> None:
+    """The sum and the gathering of a tensor-parallel group over NCCL, read anew at each replay; one rank is no more
+    than a smoke test."""
+    import torch.distributed as dist
+
+    from medha.parallel.tp import all_gather_over, all_reduce_over
+
+    device = torch.device("cuda", 0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[no-untyped-call]
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        reduce, gather = all_reduce_over(dist.group.WORLD), all_gather_over(dist.group.WORLD)
+        given = torch.ones(4, 8, device=device)
+        out, replay = CudaGraphs(device).capture(lambda: gather(reduce(given * 2) + 1))
+        for value in (1.0, 5.0):
+            given.fill_(value)
+            replay()
+            assert torch.equal(out, torch.full((4, 8), 2 * value + 1, device=device))
+    finally:
+        dist.destroy_process_group()
