@@ -20,7 +20,6 @@ import torch
 
 from medha.attention.choose import choose_backend
 from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape
-from medha.attention.torch_backend import TorchBackend
 from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from medha.distributed import Caller, DrivingRunner, Follower, failures_named, give_up
 from medha.engine import Engine, ModelLimits
@@ -525,23 +524,13 @@ def own_device(device: torch.device, launch: Launch | None) -> torch.device:
 
 
 def pick_backend(
-    name: str,
-    shape: LayerShape | None = None,
-    device: torch.device | None = None,
-    *,
-    block_size: int = CacheConfig().block_size,
+    name: str, shape: LayerShape, device: torch.device, *, block_size: int = CacheConfig().block_size
 ) -> AttentionBackend:
     """The attention backend called ``name``, apart from an engine; see :func:`medha.attention.choose.choose_backend`.
-
-    Without a shape and a device ``auto`` is ``torch``, which serves all.
 
     Raises:
         ConfigError: it cannot serve here.
     """
-    if shape is None or device is None:
-        if name == "flashinfer":
-            raise ConfigError("attention_backend='flashinfer' where no model is known; accepted: auto, torch")
-        return TorchBackend()
     return choose_backend(name, shape, device, block_size=block_size)[0]
 
 

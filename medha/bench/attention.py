@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from medha.attention.interface import Segment
+from medha.attention.interface import AttentionBackend, LayerShape, Segment
 from medha.bench.handmade import fill_pools
 from medha.bench.local import Subject, footer, report_head, shape_of, title_of
 from medha.bench.rates import Rate, Yardstick, matrix_product, synchronize
@@ -130,7 +130,7 @@ def attention(
             rates[dtype, kv_len] = rate
     report = report_head(options.subject, model, "attention", asdict(options), load) | {
         "device": str(device),
-        "backend": pick_backend(given.get("attention_backend", "auto")).name,
+        "backend": {dtype: _backend(options, model, dtype, device).name for dtype in options.dtypes},
         "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
@@ -153,7 +153,7 @@ def _row(
     on_run: Callable[[], None],
 ) -> tuple[list[Cell], Rate]:
     """All chunks over one KV cache, and the matrix product, in turn."""
-    call = _Attend(model, TORCH_DTYPES[dtype], kv_len, device, options.subject.options.get("attention_backend", "auto"))
+    call = _Attend(model, TORCH_DTYPES[dtype], kv_len, device, _backend(options, model, dtype, device))
     contestants: dict[str, Callable[[], float]] = {_PRODUCT: product.seconds}
     contestants |= {str(chunk): partial(timed, call.of(chunk)) for chunk in chunks}
     seconds = in_turn(contestants, warmup=options.warmup, runs=options.runs, on_run=on_run)
@@ -168,13 +168,22 @@ def _row(
     return cells, rate
 
 
+def _backend(options: AttentionOptions, model: ModelConfig, dtype: str, device: torch.device) -> AttentionBackend:
+    """What an engine would attend with."""
+    shape = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, TORCH_DTYPES[dtype])
+    name = options.subject.options.get("attention_backend", "auto")
+    return pick_backend(name, shape, device, block_size=_BLOCK_SIZE)
+
+
 class _Attend:
     """Attention of chunks over one layer's pool of random numbers.
 
     The context is one run of adjacent blocks, which is what the allocator aims at.
     """
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, kv_len: int, device: torch.device, backend: str) -> None:
+    def __init__(
+        self, model: ModelConfig, dtype: torch.dtype, kv_len: int, device: torch.device, backend: AttentionBackend
+    ) -> None:
         self._model, self._kv_len, self._device = model, kv_len, device
         self._cache = KVCache(
             num_layers=1,
@@ -186,7 +195,7 @@ class _Attend:
             device=device,
         )
         fill_pools(self._cache, kv_len, seed=0)
-        self._backend = pick_backend(backend)
+        self._backend = backend
         self._dtype = dtype
 
     def of(self, chunk: int) -> Callable[[], None]:

@@ -22,7 +22,8 @@ def test_tables_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     grid = ["--chunk-size", "32,1,8", "--kv-lens", "300,16", "--output-json", str(path)]
     assert run_app(app, "bench", ["attention", *SMALL, *grid]) == 0
     report = json.loads(path.read_text())
-    assert (report["num_heads"], report["num_kv_heads"], report["head_dim"], report["backend"]) == (2, 1, 16, "torch")
+    assert (report["num_heads"], report["num_kv_heads"], report["head_dim"]) == (2, 1, 16)
+    assert set(report["backend"].values()) == {"torch"}
     cells = report["results"]
     expected = [(16, 1), (16, 8), (300, 1), (300, 8), (300, 32)]
     assert [(c["dtype"], c["kv_len"], c["chunk"]) for c in cells] == [
