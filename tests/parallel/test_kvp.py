@@ -59,13 +59,14 @@ def dropped_shard(patch: pytest.MonkeyPatch) -> None:
 
 
 def shifted_shard(patch: pytest.MonkeyPatch) -> None:
-    """A full shard is read from one position too far on."""
+    """A full shard is read from one position too far on; at the pool's end from one too early."""
     segment = Runner._segment
 
     def shifted(self: Runner, row: Row, start: int) -> Segment:
         whole = segment(self, row, start)
         (first, count), *rest = whole.ranges
-        return whole if whole.causal else replace(whole, ranges=((first + 1, count), *rest))
+        is_last = first + count == self.cache.num_blocks * self.cache.block_size
+        return whole if whole.causal else replace(whole, ranges=((first + (-1 if is_last else 1), count), *rest))
 
     patch.setattr(Runner, "_segment", shifted)
 
