@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 
@@ -41,31 +41,47 @@ class _Cut:
         return self.q_len == 1 and len(self.full) == 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The segments of a step.
+
+    Attributes:
+        decodes: in runs of adjacent rows.
+        others: those that are none.
+    """
+
+    decodes: tuple[Sequence[_Cut], ...]
+    others: tuple[_Cut, ...]
+
+
 class TorchBackend:
     """Partial attention through torch's own flash kernels, or plain matrix products where there is none."""
 
     name = "torch"
 
-    def plan(self, segments: Sequence[Segment]) -> list[_Cut]:
+    def plan(self, segments: Sequence[Segment]) -> _Plan:
         """Cut every segment; no tensor is made.
 
         Raises:
             ValueError: a causal segment has more queries than keys.
         """
-        return [_cut(segment) for segment in segments]
+        cuts = [_cut(segment) for segment in segments]
+        decodes = [cut for cut in cuts if cut.is_decode]
+        return _Plan(_adjacent(decodes), tuple(cut for cut in cuts if not cut.is_decode))
 
     def run(
-        self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: Sequence[_Cut]
+        self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: _Plan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`medha.attention.interface.AttentionBackend.run`."""
         out_TNH = torch.empty_like(q_TNH)
         lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
         kernel = _kernel(q_TNH)
         if kernel is _cpu_flash:
-            decodes = [cut for cut in plan if cut.is_decode]
-            _cpu_decodes(q_TNH, k_PKH, v_PKH, decodes, out_TNH, lse_TN)
-            plan = [cut for cut in plan if not cut.is_decode]
-        for cut in plan:
+            _cpu_decodes(q_TNH, k_PKH, v_PKH, plan.decodes, out_TNH, lse_TN)
+            cuts = plan.others
+        else:
+            cuts = (*chain.from_iterable(plan.decodes), *plan.others)
+        for cut in cuts:
             rows = slice(cut.q_start, cut.q_start + cut.q_len)
             out_TNH[rows], lse_TN[rows] = _attend(kernel, q_TNH[rows], k_PKH, v_PKH, cut)
         return out_TNH, lse_TN
@@ -137,7 +153,7 @@ def _cpu_decodes(
     q_TNH: torch.Tensor,
     k_PKH: torch.Tensor,
     v_PKH: torch.Tensor,
-    cuts: Sequence[_Cut],
+    runs: Sequence[Sequence[_Cut]],
     out_TNH: torch.Tensor,
     lse_TN: torch.Tensor,
 ) -> None:
@@ -151,7 +167,7 @@ def _cpu_decodes(
     shape = T, K, N // K
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     k_1KPH, v_1KPH = k_PKH.transpose(0, 1).unsqueeze(0), v_PKH.transpose(0, 1).unsqueeze(0)
-    for run in _adjacent(cuts):
+    for run in runs:
         first, end = run[0].q_start, run[-1].q_start + 1
         q_1KGH = q_TNH[first:end].view(-1, 1, *shape[1:], H).unbind(0)
         parts = [
@@ -162,10 +178,10 @@ def _cpu_decodes(
         torch.cat([lse for _, lse in parts], out=lse_TN.view(shape)[first:end])
 
 
-def _adjacent(cuts: Sequence[_Cut]) -> list[Sequence[_Cut]]:
+def _adjacent(cuts: Sequence[_Cut]) -> tuple[Sequence[_Cut], ...]:
     """Single queries in runs of adjacent rows."""
     ends = [i for i in range(1, len(cuts)) if cuts[i].q_start != cuts[i - 1].q_start + 1]
-    return [cuts[i:j] for i, j in pairwise([0, *ends, len(cuts)]) if i < j]
+    return tuple(cuts[i:j] for i, j in pairwise([0, *ends, len(cuts)]) if i < j)
 
 
 def _cuda_flash(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, causal: bool) -> Partial:
