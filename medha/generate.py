@@ -27,6 +27,7 @@ from medha.command import (
     start_logging,
 )
 from medha.config import ATTENTION_BACKENDS, SCHEDULERS, EngineConfig, parse_bytes
+from medha.console import report_console
 from medha.display import Display, StreamedText, print_explanation
 from medha.driver import Arrival, drive
 from medha.errors import ConfigError
@@ -209,7 +210,7 @@ def generate(
     if dry_run:
         from medha.dryrun import run_dry  # here because it loads torch
 
-        return run_dry(config, Console())
+        return run_dry(config, report_console())
     if not is_first_rank():
         return _follow(config)
     arrivals = _arrivals(context.params)

@@ -31,6 +31,7 @@ from medha.command import (
     start_logging,
 )
 from medha.config import ATTENTION_BACKENDS, EngineConfig, ParallelConfig
+from medha.console import report_console
 from medha.errors import ConfigError, ParallelConfigError
 from medha.parallel.launch import Launch, is_first_rank, read_launch
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16")
 MIN_NEEDLE_TOKENS = 256
-_FILE_WIDTH = 110  # of the table where no terminal says how wide it is
 
 app = make_app()
 
@@ -168,9 +168,7 @@ def _report(setting: Setting, rows: Sequence[Row], seconds: float, json_file: Pa
     if not rows:
         return
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("pass", "FAIL", "not run")}
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, _FILE_WIDTH)
+    console = report_console()
     console.print(verdict_table(setting, rows))
     ranks = "" if setting.parallel.world_size == 1 else "Of several ranks the worst is shown. "
     console.print(

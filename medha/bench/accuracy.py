@@ -33,8 +33,10 @@ from medha.bench.handmade import Step, StepRunner, fill, step_of
 from medha.bench.measure import measure
 from medha.bench.model import describe, random_llama, write_config
 from medha.bench.report import check_writable, machine_line, stamp, write_report
+from medha.bench.tabulate import figures_table
 from medha.build import build_role
 from medha.config import EngineConfig
+from medha.console import report_console
 from medha.engine import Engine
 from medha.errors import ConfigError
 from medha.request import SamplingParams
@@ -402,7 +404,7 @@ def run_and_print(options: AccuracyOptions, output_json: Path | None) -> int:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("stepping", total=1.0)
         result = accuracy(options, output_json=output_json, on_progress=lambda done: bar.update(task, completed=done))
-    console = Console()
+    console = report_console()
     console.print(_table(options, result.lines))
     console.print(
         f"machine: share of identical steps within {TOLERANCE:.0%} of the median of their other runs; near: of the "
@@ -424,11 +426,11 @@ def run_and_print(options: AccuracyOptions, output_json: Path | None) -> int:
 
 
 def _table(options: AccuracyOptions, lines: Sequence[Line]) -> Table:
-    table = Table(title=f"steps within {TOLERANCE:.0%} of their prediction: {describe(options.shape)}")
-    for name in ("kind", "KV"):
-        table.add_column(name, no_wrap=True)
-    for name in ("steps", "within", "machine", "near", "ratio", "abs", "signed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = figures_table(
+        f"steps within {TOLERANCE:.0%} of their prediction: {describe(options.shape)}",
+        ("steps", "within", "machine", "near", "ratio", "abs", "signed"),
+        words=("kind", "KV"),
+    )
     for line in lines:
         table.add_row(
             line.kind,

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from medha.attention.interface import AttentionBackend, LayerShape, Segment
@@ -30,6 +29,7 @@ from medha.bench.report import Timing, check_writable, in_turn, progress, timed,
 from medha.bench.tabulate import figures_table
 from medha.build import TORCH_DTYPES, pick_backend, pick_device
 from medha.config import ModelConfig
+from medha.console import report_console
 from medha.errors import ConfigError
 from medha.kv_cache import KVCache
 
@@ -219,7 +219,7 @@ def run_and_print(options: AttentionOptions, output_json: Path | None) -> int:
     total = sum(1 + len(chunks) for _, chunks in options.cells) * (options.warmup + options.runs) * len(options.dtypes)
     with progress("attending", total) as advance:
         model, cells, rates = attention(options, output_json=output_json, on_run=advance)
-    console = Console()
+    console = report_console()
     for dtype in options.dtypes:
         console.print(_table(options, model, dtype, [cell for cell in cells if cell.dtype == dtype]))
     best = ", ".join(

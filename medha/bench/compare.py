@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from medha.bench.compare_mixed import PADDED_BATCH, WAYS, mixed_requests, run_mixed
 from medha.bench.comparing import BLOCK_SIZE, Comparison, Pair
@@ -26,6 +25,7 @@ from medha.bench.report import Timing, check_writable, interleaved, machine_line
 from medha.bench.tabulate import figures_table
 from medha.bench.workloads import Workload, described, longest_of
 from medha.build import TORCH_DTYPES
+from medha.console import report_console
 from medha.errors import ConfigError
 from medha.llm import LLM
 from medha.request import SamplingParams
@@ -131,7 +131,7 @@ def run_and_print(options: CompareOptions, output_json: Path | None) -> int:
         results = compare(options, output_json=output_json, on_run=advance)
     table = figures_table(
         f"medha against transformers: {describe(options.shape)}",
-        ("medha ms", "min-max", "HF ms", "min-max", "ratio", "tokens"),
+        ("medha ms\nmin-max", "HF ms\nmin-max", "ratio", "tokens"),
         words=("what", "dtype"),
     )
     for result in results:
@@ -139,11 +139,11 @@ def run_and_print(options: CompareOptions, output_json: Path | None) -> int:
         table.add_row(
             result.name,
             result.dtype,
-            *(cell for timing in timings for cell in timing.cells_ms()),
+            *("\n".join(timing.cells_ms()) for timing in timings),
             f"{result.ratio:.2f}x",
             result.tokens_text,
         )
-    console = Console()
+    console = report_console()
     console.print(table)
     console.print(
         f"{machine_line()}; {options.num_threads} threads; batches of medha's of {options.t_target_s:g} s at most; "

@@ -25,13 +25,14 @@ from medha.bench.convoy_figures import LONG, SHORT
 from medha.bench.convoy_plot import plot_convoy
 from medha.bench.model import describe
 from medha.bench.report import check_writable, machine_line
+from medha.console import report_console
 
 
 def run_and_print(options: ConvoyOptions, output_json: Path | None, plot: Path | None) -> int:
     """Run with a progress bar on stderr, print load and tables on stdout; returns 0."""
     check_writable(output_json)
     check_writable(plot)
-    console = Console()
+    console = report_console()
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("serving", total=1 + len(systems(options)))
         result = convoy(

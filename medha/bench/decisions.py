@@ -21,12 +21,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from medha.batch import Batch
 from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.config import CacheConfig, ModelConfig, RopeConfig, SchedulerConfig
+from medha.console import report_console
 from medha.errors import ConfigError
 from medha.request import SLO
 from medha.sched.coefficients import ProfileKey
@@ -160,7 +160,7 @@ def run_and_print(options: DecisionOptions, output_json: Path | None) -> int:
     """Run, print the table on stdout and write the report; returns 0."""
     check_writable(output_json)
     results = list(bench_decisions(options))
-    console = Console()
+    console = report_console()
     console.print(_table(results, options))
     for line in growth(results):
         console.print(line, highlight=False)

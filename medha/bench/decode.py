@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from medha.bench.handmade import Step, StepRunner, decodes, fill
@@ -24,6 +23,7 @@ from medha.bench.local import Local, Subject, loaded, step_parameters, title_of
 from medha.bench.rates import Rate, memory_read
 from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
 from medha.bench.tabulate import figures_table
+from medha.console import report_console
 
 TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"
 _BLOCK_SIZE = 256
@@ -146,7 +146,7 @@ def run_and_print(options: DecodeOptions, output_json: Path | None) -> int:
     check_writable(output_json)
     with progress("decoding", (options.warmup + options.runs) * (1 + len(options.cells))) as advance:
         local, cells, rate = decode(options, output_json=output_json, on_run=advance)
-    console = Console()
+    console = report_console()
     console.print(_table(local, cells))
     console.print(
         f"timed: {TIMED}; MBU: bytes that a step has to read (weights and KV) over its time, of "

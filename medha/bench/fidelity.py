@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from medha.bench.kernels import fit_kernels, read_kernels
 from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.bench.tables import Floats
 from medha.bench.vllm_run import MeasuredRun, Times, read_run
+from medha.console import report_console
 from medha.errors import ConfigError
 from medha.sched.coefficients import Coefficients, Link, ProfileKey
 from medha.sched.predictor import Predictor
@@ -242,7 +242,7 @@ def run_and_print(options: FidelityOptions, output_json: Path | None) -> int:
     """Compare, print the tables on stdout and write the report; returns 0."""
     check_writable(output_json)
     found = fidelity(options)
-    console = Console()
+    console = report_console()
     for line in _load(options, found):
         console.print(line, soft_wrap=True, highlight=False)
     console.print(_figure_table(found), _step_table(found))

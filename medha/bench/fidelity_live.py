@@ -32,6 +32,7 @@ from medha.bench.model import describe, write_config
 from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.bench.tables import Floats
 from medha.config import EngineConfig, ParallelConfig
+from medha.console import report_console
 from medha.errors import ConfigError
 from medha.sched.coefficients import Coefficients
 from medha.sched.correction import KINDS
@@ -287,7 +288,7 @@ def run_and_print(options: LiveOptions, output_json: Path | None) -> int:
             bar.update(task, advance=1, description=name)
 
         found = live_fidelity(options, on_stage=on_stage)
-    console = Console()
+    console = report_console()
     for line in _load(options, found):
         console.print(line, soft_wrap=True, highlight=False)
     console.print(_table(found))

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from medha.bench.load import Outcome, fixed_output, serve_load
 from medha.bench.local import Local, Subject, loaded, random_prompt, terms, title_of
 from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
 from medha.bench.tabulate import figures_table
+from medha.console import report_console
 from medha.driver import Arrival
 from medha.errors import ConfigError
 
@@ -147,7 +147,7 @@ def run_and_print(options: LatencyOptions, output_json: Path | None) -> int:
     check_writable(output_json)
     with progress("serving", (options.warmup + options.runs) * len(options.input_lens)) as advance:
         local, results = latency(options, output_json=output_json, on_run=advance)
-    console = Console()
+    console = report_console()
     console.print(_table(local, options, results))
     console.print(terms("TTFT", "TPOT", "E2EL"), highlight=False)
     runs = f"median of {options.runs} after {options.warmup} warm-up, one request at a time, in turn"

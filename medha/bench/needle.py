@@ -11,12 +11,12 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from medha.bench.job import Job
 from medha.bench.report import check_writable, stamp, write_report
 from medha.config import ParallelConfig
+from medha.console import report_console
 from medha.models.needle import make_haystack, needle_config, write_needle
 
 _BLOCK_SIZE = 256
@@ -124,7 +124,7 @@ def run_and_print(
     table.add_column("")
     for r in results:
         table.add_row(f"{r.num_tokens:,}", f"{r.depth:g}", f"{r.ttft_s:.1f}", r.answer, "right" if r.found else "WRONG")
-    console = Console()
+    console = report_console()
     console.print(table)
     for r in results:
         console.print(f"{r.num_tokens:,} tokens: {_memory(r)}")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 
 from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.bench.tables import Floats, KernelTable, TableKind, read_tables
+from medha.console import report_console
 from medha.errors import ConfigError
 from medha.sched.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, MixedAttention, ProfileKey
 from medha.sched.fit import best_tile, fit_chunks, fit_curve, fit_decodes, fit_mixed
@@ -90,7 +90,7 @@ def run_and_print(tables: Sequence[Path], output_json: Path | None, *, seed: int
     for r in results:
         shares = (f"{r.median:.1%}", f"{r.p90:.1%}", f"{r.p99:.1%}", f"{r.total:+.1%}")
         table.add_row(r.table, r.kind, r.split, f"{r.rows:,}", *shares)
-    console = Console()
+    console = report_console()
     console.print(table)
     console.print(f"{machine_line()}; seed {seed}; kernel times of the tables, one run of the fit")
     report = {

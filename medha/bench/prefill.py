@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from medha.bench.load import fixed_output, serve_load
@@ -27,6 +26,7 @@ from medha.bench.rates import Rate, matrix_product
 from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
 from medha.bench.tabulate import figures_table
 from medha.config import ModelConfig, SchedulerConfig
+from medha.console import report_console
 from medha.driver import Arrival
 from medha.engine import Engine, Prompt
 from medha.errors import ConfigError
@@ -180,7 +180,7 @@ def run_and_print(options: PrefillOptions, output_json: Path | None) -> int:
     total = (options.warmup + options.runs) * (1 + 2 * len(set(options.prompt_lens)))
     with progress("reading", total) as advance:
         local, lines, rate = prefill(options, output_json=output_json, on_run=advance)
-    console = Console()
+    console = report_console()
     console.print(_table(local, lines))
     console.print(
         f"time: {terms('TTFT')}; MFU: useful operations over time, of {rate.per_s / 1e9:,.0f} GFLOP/s measured in turn "

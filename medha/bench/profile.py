@@ -77,6 +77,7 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
     from medha.bench.calibrate import QUICK, Effort
     from medha.bench.measure import measure
     from medha.bench.report import check_writable, machine_line
+    from medha.console import report_console
 
     check_writable(output if is_first_rank() else None)
     load = os.getloadavg()[0]
@@ -94,7 +95,7 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
     partial = output.with_name(output.name + ".partial")
     partial.write_text(found.to_json())
     partial.replace(output)
-    console = Console()
+    console = report_console()
     console.print(f"{output}: {found.key.model}, {found.key.dtype}, {found.key.layout}", highlight=False)
     console.print(_summary(found), highlight=False)
     console.print(

@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from medha.bench.job import Job, Prefill, parse_layout
 from medha.bench.model import describe, random_llama, write_config
 from medha.bench.report import Timing, check_writable, machine_line, progress, stamp, write_report
 from medha.bench.tabulate import figures_table
 from medha.config import ParallelConfig
+from medha.console import report_console
 from medha.errors import ConfigError
 from medha.timeline import RankRecords
 
@@ -177,7 +176,7 @@ def run_and_print(options: ScalingOptions, output_json: Path | None) -> int:
             f"{usage.transfer_wait_s:.3f}",
             f"{usage.control_wait_s:.3f}",
         )
-    console = Console()
+    console = report_console()
     console.print(table)
     for result in results[1:]:
         console.print(

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from medha.batch import Batch
@@ -35,8 +34,10 @@ from medha.bench.serve_figures import (
     percentile_name,
     serving_figures,
 )
+from medha.bench.tabulate import figures_table
 from medha.bench.workloads import Workload, arrivals_of, described, longest_of, rate_text
 from medha.command import FAILED_REQUESTS
+from medha.console import report_console
 from medha.driver import Arrival
 from medha.engine import Engine
 from medha.errors import ConfigError
@@ -188,7 +189,7 @@ def run_and_print(options: ServeOptions, output_json: Path | None) -> int:
     trace = options.workload.trace()
     with progress("serving", len(trace)) as advance:
         local, report = serve(options, trace, output_json=output_json, on_end=advance)
-    console = Console()
+    console = report_console()
     console.print(_latencies(local, options, report))
     for line in _lines(options, report):
         console.print(line, highlight=False)
@@ -201,11 +202,9 @@ def run_and_print(options: ServeOptions, output_json: Path | None) -> int:
 def _latencies(local: Local, options: ServeOptions, report: dict[str, Any]) -> Table:
     scheduler = local.config.scheduler
     how = f"{scheduler.scheduler}, {scheduler.policy}"
-    table = Table(title=f"{report['completed']:,} requests served ({how}): {title_of(local.subject, local.model)}")
-    table.add_column("milliseconds", no_wrap=True)
+    title = f"{report['completed']:,} requests served ({how}): {title_of(local.subject, local.model)}"
     names = ["mean", "median", "std", *map(percentile_name, options.percentiles)]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = figures_table(title, names, words=("milliseconds",))
     for metric in options.metrics:
         table.add_row(metric.upper(), *(cell(report, f"{name}_{metric}_ms") for name in names))
     return table
@@ -244,12 +243,8 @@ def _rate(report: dict[str, Any]) -> str:
 
 
 def _buckets(options: ServeOptions, lines: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="TTFT by prompt length, milliseconds")
-    for name in ("prompt", "requests", "completed"):
-        table.add_column(name, justify="right", no_wrap=True)
     names = ["mean", "median", *map(percentile_name, options.percentiles)]
-    for name in (*names, "in SLO"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = figures_table("TTFT by prompt length, milliseconds", ("prompt", "requests", "completed", *names, "in SLO"))
     for line in lines:
         share = line["slo_attainment"]
         table.add_row(

@@ -25,7 +25,9 @@ from medha.bench.held import Held
 from medha.bench.job import Job, LastWords, parse_layout, records_in
 from medha.bench.model import NARROW_LLAMA, describe, random_llama, write_config
 from medha.bench.report import Timing, check_writable, machine_line, stamp, write_report
+from medha.bench.tabulate import figures_table
 from medha.config import ParallelConfig
+from medha.console import report_console
 from medha.timeline import BatchRecord, RankRecords
 
 ONE_RANK = "1 rank"
@@ -259,7 +261,7 @@ def run_and_print(options: StepOptions, output_json: Path | None) -> int:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("stepping", total=turns)
         results = step_scaling(options, output_json=output_json, on_turn=lambda: bar.advance(task))
-    console = Console()
+    console = report_console()
     console.print(_table(options, results))
     console.print(
         f"{machine_line()}; 1 thread a rank, {options.dtype}; median of {options.runs * options.steps} steps in turns "
@@ -271,15 +273,15 @@ def run_and_print(options: StepOptions, output_json: Path | None) -> int:
 
 def _table(options: StepOptions, results: Sequence[StepScaling]) -> Table:
     what = "decode of one request" if options.chunk_size is None else f"a prefill chunk of {options.chunk_size} tokens"
-    table = Table(title=f"{what}: {describe(options.shape)}")
-    table.add_column("context", justify="right")
-    table.add_column("layout", no_wrap=True)
-    for name in ("ms", "min-max", "ratio", "= attention + merge\n+ replicated + rest"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = figures_table(
+        f"{what}: {describe(options.shape)}",
+        ("context", "ms", "min-max", "ratio", "= attention + merge\n+ replicated + rest"),
+        words=("layout",),
+    )
     for result in results:
         table.add_row(
-            f"{result.context:,}",
             result.layout,
+            f"{result.context:,}",
             *result.timing.cells_ms(),
             f"{result.ratio:.2f}x",
             " + ".join(f"{getattr(result.path, name) * 1e3:,.1f}" for name in Parts.__slots__),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 
@@ -15,7 +16,7 @@ def figures_table(title: str, figures: Sequence[str], *, words: Sequence[str] = 
         figures: headings of columns of numbers, aligned on the right.
         words: headings of columns of text, which come first.
     """
-    table = Table(title=title)
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in words:
         table.add_column(name, no_wrap=True)
     for name in figures:

@@ -14,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from medha.bench.host import HostClock, HostFigures, HostStep
@@ -23,6 +22,7 @@ from medha.bench.local import Local, Subject, loaded, title_of
 from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
 from medha.bench.tabulate import figures_table
 from medha.bench.workloads import Workload, arrivals_of, described, longest_of
+from medha.console import report_console
 from medha.errors import ConfigError
 from medha.workload.trace import Trace
 
@@ -125,7 +125,7 @@ def run_and_print(options: ThroughputOptions, output_json: Path | None) -> int:
     trace = options.workload.trace()
     with progress("serving", (options.warmup + options.runs) * len(trace)) as advance:
         local, found = throughput(options, trace, output_json=output_json, on_end=advance)
-    console = Console()
+    console = report_console()
     console.print(_table(local, found))
     console.print(_host_table(found.host))
     console.print(

@@ -157,9 +157,8 @@ def simulate(
 
     Several schedulers, policies or rates in one call are compared on the same arrivals and lengths.
     """
-    from rich.console import Console
-
     from medha.bench.report import check_writable
+    from medha.console import report_console
     from medha.sim.options import about, study_of
 
     start_logging("warning")
@@ -175,7 +174,7 @@ def simulate(
         raise ConfigError(
             f"timeline={timeline} with {len(study.systems)} runs; accepted: one scheduler, policy and rate"
         )
-    console = Console()
+    console = report_console()
     for line in about(study, context.params):
         console.print(line, soft_wrap=True)
     runs = _run_with_progress(study)

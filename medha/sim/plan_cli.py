@@ -70,9 +70,8 @@ def plan(
 
     Every product of replicas, tp (inside a node), spp and kvp that uses all of them is simulated.
     """
-    from rich.console import Console
-
     from medha.bench.report import check_writable, write_report
+    from medha.console import report_console
     from medha.sim.hardware import load_sheet
     from medha.sim.known_models import find_model
     from medha.sim.plan import Goal, Planner, to_json
@@ -96,7 +95,7 @@ def plan(
     candidates = _with_progress(planner)
     options = {"model": model, "hardware": hardware, "workload": workload, "seed": seed}
     write_report(output_json, _report(planner, options, [to_json(candidate) for candidate in candidates]))
-    _print(Console(), planner, options, candidates, top=top)
+    _print(report_console(), planner, options, candidates, top=top)
     return NONE_MEETS if candidates[0].reasons else 0
 
 

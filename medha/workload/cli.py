@@ -95,8 +95,7 @@ def stats(
     chars_per_token: CharsPerToken = None,
 ) -> int:
     """Print rate, burstiness and lengths of a trace."""
-    from rich.console import Console
-
+    from medha.console import report_console
     from medha.workload.stats import trace_stats
 
     reading = _read(file, from_format, time_unit, skip_invalid, chars_per_token)
@@ -105,7 +104,7 @@ def stats(
     if as_json:
         print(json.dumps({**about, "has_arrivals": reading.has_arrivals, **asdict(figures)}, indent=2))
         return 0
-    Console().print(*_stats_tables(file.name, reading, figures))
+    report_console().print(*_stats_tables(file.name, reading, figures))
     return 0
 
 

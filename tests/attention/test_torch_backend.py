@@ -138,6 +138,15 @@ def test_every_border_between_past_and_chunk(cut: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("q_len", [127, 128, 129, 192, 500, 512, 513, 1000, 1024, 1025])
+def test_chunks_about_the_length_that_is_cut_into_tiles(q_len: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    # A first chunk, and one behind a past whose own keys lie across an extent border.
+    qkv, segments = build(Model(*heads, dtype=dtype), [Shape(q_len, (q_len,), True), Shape(q_len, (40, q_len), True)])
+    assert_segments_close(run(qkv, segments), qkv, segments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_empty_ranges_give_zero_and_minus_infinity(dtype: torch.dtype) -> None:
     # The CPU kernel ends the process on an empty range, so this test passing is itself the point.
     batch = [Shape(3, (), False), Shape(1, (0,), False), Shape(5, (0, 0), False), Shape(2, (0, 9, 0), False)]

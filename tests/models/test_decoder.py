@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from medha.config import ModelConfig
 from medha.models.decoder import Decoder, build_decoder, fill_random_
 from medha.models.hf_config import load_model_config
-from medha.models.layers import MLP, RMSNorm, packed_linear
+from medha.models.layers import MLP, RMSNorm, packed_linear, packed_swiglu
 from medha.models.rope import cos_sin, inverse_frequencies
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, random_prompt, reference_logits
 
@@ -204,6 +204,21 @@ def test_packed_linear_equals_linears_side_by_side(rows: int, bias: bool, dtype:
         torch.testing.assert_close(got, want, rtol=0, atol=max(atol, 1e-6))
         one = packed_linear(linears[0])(x)
         torch.testing.assert_close(one, want[:, :64], rtol=0, atol=max(atol, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 4, 33])
+def test_packed_swiglu_equals_the_plain_one(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate, up = (nn.Linear(48, 40, bias=False, dtype=dtype) for _ in range(2))
+    x = 8 * torch.randn(rows, 48).to(dtype)
+    with torch.inference_mode():
+        want = nn.functional.silu(gate(x)) * up(x)
+        got = packed_swiglu(gate, up)(x)
+    assert got.dtype == dtype
+    assert got.shape == want.shape
+    atol = 4 * torch.finfo(dtype).eps * float(want.abs().max())
+    torch.testing.assert_close(got, want, rtol=0, atol=max(atol, 1e-5))
 
 
 def test_mlp_is_swiglu(tmp_path: Path) -> None:
