@@ -4,6 +4,7 @@ A segment is cut into its past, which every query sees in full, and its tail, th
 The past is read extent by extent as it lies in the pool, without a mask and, for grouped-query attention, with the
 group folded into the query rows; the parts are merged by log-sum-exp. Measured against one call with a mask tensor
 this is 1.2 to 12 times faster on the CPU, and it is the same code path for one query (decode) and many (a chunk).
+A tail of a few hundred tokens on the CPU goes in tiles of queries (:func:`_cpu_causal`).
 
 Legend: L query tokens of a segment, S keys, N query heads, K KV heads, G = N / K, H head dimension, P pool tokens.
 """
