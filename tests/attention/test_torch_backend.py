@@ -142,7 +142,8 @@ def test_every_border_between_past_and_chunk(cut: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("q_len", [127, 128, 129, 192, 500, 512, 513, 1000, 1024, 1025])
 def test_chunks_about_the_length_that_is_cut_into_tiles(q_len: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
     # A first chunk, and one behind a past whose own keys lie across an extent border.
-    qkv, segments = build(Model(*heads, dtype=dtype), [Shape(q_len, (q_len,), True), Shape(q_len, (40, q_len), True)])
+    batch = [Shape(q_len, (q_len,), True), Shape(q_len, (40, q_len - 7, 9), True)]
+    qkv, segments = build(Model(*heads, dtype=dtype), batch)
     assert_segments_close(run(qkv, segments), qkv, segments)
 
 
