@@ -6,6 +6,7 @@ Everything that can be wrong in the model folder is checked before any weight is
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import re
 import shlex
@@ -32,6 +33,7 @@ from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
 from medha.models.layers import TensorShard, local_part
 from medha.models.plan import TP_PLAN
+from medha.models.safetensors_header import TensorInfo
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.parallel.control import ControlReceiver, ControlSender
 from medha.parallel.kvp import Merge
@@ -100,6 +102,7 @@ class Role:
 
     def close(self) -> None:
         """Leave the job; every rank calls it."""
+        self.runner.graphs = None  # NCCL would wait for the graphs that hold its collectives
         if self.caller is not None:
             self.caller.close()
         if self.follower is not None:
@@ -201,6 +204,7 @@ def _build(
         on=progress,
     )
     if job is not None:
+        job.monitor.waits_for = lambda: runner.recorder.waits_for
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
         wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
         for _, merge in sorted(runner.merges.items()):
@@ -209,7 +213,9 @@ def _build(
     if runner.cache.has_scratch:
         _capture(runner, config, captured)
     if ranks is not None and ranks.rank != 0:
-        return Role(limits, tokenizer, runner, follower=Follower(runner, ranks, ControlReceiver(ranks.control_group)))
+        follower = Follower(runner, ranks, ControlReceiver(ranks.control_group))
+        ranks.monitor.describe = follower.describe
+        return Role(limits, tokenizer, runner, follower=follower)
     predictor = Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens)
     scheduler = Scheduler(
         complete_config(
@@ -235,6 +241,8 @@ def _build(
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
     driven = DrivingRunner(runner, ranks, sender)
     engine = Engine(driven, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
+    ranks.monitor.predicted_s = lambda: engine.predicted_s
+    ranks.monitor.describe = engine.describe
     if timeline is not None:
         timeline.gather_from(driven.gather_records, zero_s=time.perf_counter() - engine.now())
     return Role(limits, tokenizer, runner, engine, Caller(sender, ranks, timeline))
@@ -440,13 +448,21 @@ def _check_max_kv_per_group(config: EngineConfig, num_blocks: int) -> None:
 
 
 def _checkpoint_facts(config: EngineConfig, folder: Path) -> list[object]:
-    """What tells two checkpoints apart without reading a weight: names, shapes, dtypes and file sizes."""
+    """What tells two checkpoints apart without reading them whole: of each tensor its shape, dtype and middle row."""
     if config.load_format == "dummy":
         return []
     with Checkpoint(folder) as checkpoint:
         infos = [checkpoint.info(name) for name in sorted(checkpoint.names)]
-    sizes = [(file, (folder / file).stat().st_size) for file in sorted({info.file for info in infos})]
-    return [*((info.name, info.shape, info.dtype) for info in infos), *sizes]
+        return [(info.name, info.shape, info.dtype, _middle(checkpoint, info)) for info in infos]
+
+
+def _middle(checkpoint: Checkpoint, info: TensorInfo) -> str:
+    """A digest of the middle row of a tensor, or of the second half of one with one axis."""
+    if not info.shape or 0 in info.shape:
+        return ""
+    half = info.shape[0] // 2
+    row = checkpoint.read(info.name, (slice(half, half + 1 if len(info.shape) > 1 else info.shape[0]),))
+    return hashlib.sha256(row.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _resolve(config: EngineConfig, job: Job | None) -> Path:
@@ -562,7 +578,7 @@ def _load_model(
         dtype=dtype,
         device=device,
         layers=part.layers,
-        parallelize_=partial(parallelize_, mesh=ranks.mesh["tp"], plan=TP_PLAN) if ranks and split else None,
+        parallelize_=partial(parallelize_, mesh=ranks.tp_mesh, plan=TP_PLAN) if ranks and split else None,
     )
     if config.load_format == "dummy":
         model = build()

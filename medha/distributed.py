@@ -4,8 +4,9 @@ Rank 0 gives its engine a :class:`DrivingRunner`, which has the interface of :cl
 is submitted goes out as a message, runs on rank 0's own stage, and its result is a report from the sampling ranks.
 Every other rank runs :class:`Follower`: it takes messages in order and runs its stage as told, at its own pace.
 
-What travels: the batch to everyone; with it the tokens of its rows, to the ranks that embed them; sampled tokens from
-each group's sampling rank to rank 0, which has them before it schedules the next decode of a request. A report comes
+What travels: the batch to everyone; with it the tokens of its rows, to the ranks that embed them, and to the rank that
+samples for a request what it needs for that, once; sampled tokens from each group's sampling rank to rank 0, which has
+them before it schedules the next decode of a request. A report comes
 also of a batch after which no token is drawn, so that no more batches than the depth are between the first stage and
 the last. A group without rows in a batch changes its block tables, moves what it swaps, and does nothing else.
 """
@@ -35,19 +36,18 @@ from medha.sampling import SlotSampling
 from medha.timeline import RankRecords, Timeline, decode_records, encode_records
 from medha.wire import (
     decode_report,
+    decode_sampling,
     encode_report,
+    encode_sampling,
     error_from_json,
     error_to_json,
-    outputs_from_json,
-    outputs_to_json,
     report_size,
-    sampling_from_json,
-    sampling_to_json,
 )
 
 logger = logging.getLogger("medha")
 
 _REPORTS_IN_FLIGHT = 64
+_NO_TOKENS = np.empty(0, np.int32)
 _RECORDS_TAG = 1  # apart from the reports, which go between the same ranks
 
 
@@ -131,8 +131,8 @@ class DrivingRunner:
         self._ranks = ranks
         self._sender = sender
         self._reports = ReportLine(ranks, runner)
-        self._opened: list[dict[str, Any]] = []
         self._closed: list[int] = []
+        self._sampled_on: dict[int, int] = {}  # the group that has the sampling state of a slot
         self._is_interrupted = False
         groups = range(ranks.config.kvp)
         self._embedders = [[rank for rank in ranks.first_stage_ranks(group) if rank != 0] for group in groups]
@@ -148,14 +148,14 @@ class DrivingRunner:
         seed: int,
         end_ids: tuple[int, ...],
     ) -> None:
-        """See :meth:`medha.runner.Runner.open`; the other ranks hear of it with the next batch."""
+        """See :meth:`medha.runner.Runner.open`; the others hear of it with the rows that concern them."""
         self._runner.open(slot, prompt_ids, params, seed=seed, end_ids=end_ids)
-        self._opened.append(sampling_to_json(slot, self._runner.sampling(slot)))
 
     def close(self, slot: int) -> None:
         """See :meth:`medha.runner.Runner.close`."""
         self._runner.close(slot)
-        self._closed.append(slot)
+        if self._sampled_on.pop(slot, None) is not None:
+            self._closed.append(slot)
 
     def reset(self) -> None:
         """An interrupted step cannot be undone on other ranks.
@@ -176,19 +176,39 @@ class DrivingRunner:
             return self._submit(batch)
 
     def _submit(self, batch: Batch) -> _InPipeline:
-        fields = {"open": self._opened, "close": self._closed} if self._opened or self._closed else {}
-        self._opened, self._closed = [], []
-        if self._others:
-            self._sender.send(Message("batch", fields, batch), only=self._others)
+        closed = {"close": self._closed} if self._closed else {}
+        self._closed = []
         parts = [batch.part_of(group) for group in range(self._ranks.config.kvp)]
-        for part, embedders in zip(parts, self._embedders, strict=True):
-            if embedders:
-                ids = self._runner.input_ids(part).numpy()
-                self._sender.send(Message("batch", fields, batch, ids), only=embedders)
+        told = set()
+        for group, (part, embedders) in enumerate(zip(parts, self._embedders, strict=True)):
+            tokens = self._runner.input_ids(part).numpy() if embedders else _NO_TOKENS
+            sampler, (opened, ids) = self._ranks.sampler_rank(group), self._opened(part, group)
+            if opened:
+                told.add(sampler)
+                ids = np.concatenate((tokens, ids)) if sampler in embedders else ids
+                self._sender.send(Message("batch", {**closed, "open": opened}, batch, ids), only=[sampler])
+            if plain := [rank for rank in embedders if rank not in told]:
+                self._sender.send(Message("batch", closed, batch, tokens), only=plain)
+        if plain := [rank for rank in self._others if rank not in told]:
+            self._sender.send(Message("batch", closed, batch), only=plain)
         concerned = [group for group, part in enumerate(parts) if part.rows]
         reports = [self._reports.post(batch, group) for group in concerned if self._ranks.sampler_rank(group) != 0]
         own = self._runner.run(parts[0], self._runner.input_ids(parts[0]))
         return _InPipeline(self, batch, own, reports)
+
+    def _opened(self, part: Batch, group: int) -> tuple[list[dict[str, Any]], npt.NDArray[np.int32]]:
+        """What a group's sampling rank is to know of the requests that it samples for the first time, or again after
+        another has: as JSON, and as token ids, those drawn elsewhere included."""
+        opened, ids = [], [_NO_TOKENS]
+        for row in sampling_rows(part, group):
+            if self._sampled_on.get(row.slot) != group:
+                self._sampled_on[row.slot] = group
+                sampling = self._runner.sampling_so_far(row.slot)
+                if self._ranks.sampler_rank(group) != 0:
+                    fields, its_ids = encode_sampling(row.slot, sampling)
+                    opened.append(fields)
+                    ids.append(its_ids)
+        return opened, np.concatenate(ids)
 
     def completed(self, batch: Batch, own: StepResult | None, reports: list[_Report]) -> StepResult:
         """Wait for the oldest batch in the pipeline; raises as :meth:`submit`."""
@@ -237,6 +257,13 @@ class Follower:
         self._reports = ReportLine(ranks, runner)
         self._queue: deque[Message] = deque()
         self._last: Message | None = None
+        self._newest: Message | None = None
+
+    def describe(self) -> str:
+        """The batches that have come and not run, and the last message; for another thread."""
+        queued = [str(message.batch) for message in list(self._queue)]
+        last = "none" if self._newest is None else f"{self._newest.kind} {dict(self._newest.fields)!r:.200}"
+        return "\n".join([f"{self.ranks.place}: {len(queued)} batches are here; last message: {last}", *queued])
 
     def follow(self) -> Message:
         """Run batches until a message of another kind comes; returns that message.
@@ -248,7 +275,7 @@ class Follower:
             self._runner.recorder.control_ready = bool(self._queue) or self._receiver.has_message
             while self._last is None and (self._receiver.has_message or not self._queue):
                 with failures_named(self.ranks), self._runner.recorder.waiting("control"):
-                    message = self._receiver.receive()
+                    message = self._newest = self._receiver.receive()
                 with failures_named(self.ranks, message.batch):
                     self._take(message)
             if self._queue:
@@ -268,12 +295,14 @@ class Follower:
             return
         for slot in message.fields.get("close", ()):
             self._runner.close(slot)
-        for fields in message.fields.get("open", ()):
-            self._runner.open_sampling(*sampling_from_json(fields))
         part = message.batch.part_of(self.ranks.group)
+        token_ids, ids = np.split(message.token_ids, [part.num_tokens if self.ranks.is_first_stage else 0])
+        for fields in message.fields.get("open", ()):
+            slot, sampling, ids = decode_sampling(fields, ids)
+            self._runner.open_sampling(slot, sampling)
         if self._runner.pipe is not None and part.rows:
             self._runner.pipe.post(part)
-        self._queue.append(dataclasses.replace(message, batch=part))
+        self._queue.append(dataclasses.replace(message, batch=part, token_ids=token_ids))
 
     def _send_records(self) -> None:
         """Answer :meth:`DrivingRunner.gather_records`."""
@@ -289,8 +318,8 @@ class Follower:
             if sampled_here is not None:
                 self._reports.send(sampled_here)
 
-    def join(self, name: str) -> list[RequestOutput]:
-        """Follow one call of the front door to its end; returns what rank 0's call returned, or raises what it raised.
+    def join(self, name: str) -> None:
+        """Follow one call of the front door to its end; raises what rank 0's call raised.
 
         Raises:
             EngineDeadError: rank 0 called something else; every rank hears of it.
@@ -301,7 +330,6 @@ class Follower:
         ended = self._follow_to(name, "end")
         if ended.fields["error"] is not None:
             raise error_from_json(ended.fields["error"])
-        return outputs_from_json(ended.fields["outputs"])
 
     def serve(self) -> None:
         """Follow until rank 0 stops; raises as :meth:`join`."""
@@ -344,7 +372,7 @@ class Caller:
         self.ranks = ranks
 
     def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
-        """Run a call that every rank has joined; all of them return or raise the same."""
+        """Run a call that every rank has joined; what it raises, all of them raise."""
         with failures_named(self.ranks, activity="idle"):
             self._sender.send(Message("call", {"name": name}))
         try:
@@ -353,12 +381,12 @@ class Caller:
             give_up(self.ranks, error)
             raise
         except Exception as error:
-            self._end({"outputs": [], "error": error_to_json(error)})
+            self._end(error_to_json(error))
             raise
         except BaseException as error:
             give_up(self.ranks, error)
             raise
-        self._end({"outputs": outputs_to_json(outputs), "error": None})
+        self._end(None)
         return outputs
 
     def close(self) -> None:
@@ -374,9 +402,9 @@ class Caller:
             self._sender.drain()
             leave(self.ranks)
 
-    def _end(self, fields: dict[str, Any]) -> None:
+    def _end(self, error: dict[str, Any] | None) -> None:
         with failures_named(self.ranks, activity="idle"):
-            self._sender.send(Message("end", fields))
+            self._sender.send(Message("end", {"error": error}))
 
 
 def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:
@@ -384,15 +412,18 @@ def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:
 
 
 def leave(ranks: Ranks) -> None:
-    """Leave the process groups; every rank calls it, within :func:`failures_named`.
+    """Leave the job and its process groups; every rank calls it, within :func:`failures_named`.
+
+    No CUDA graph may be left that has captured a collective: NCCL would wait for its end for ever.
 
     Raises:
         RankFailedError: a rank failed before all had left.
     """
-    dist.barrier()
+    dist.barrier(group=ranks.report_group)
     if not ranks.monitor.leave():
         raise RankFailedError(ranks.monitor.first_error() or f"{ranks.place}: not every rank has left in time")
-    dist.destroy_process_group()
+    for group in (ranks.pipe_group, ranks.report_group, ranks.control_group, *ranks.run_groups.values()):
+        dist.destroy_process_group(group)
 
 
 def give_up(ranks: Ranks | Job, error: BaseException) -> None:
@@ -446,12 +477,8 @@ def _linger(ranks: Ranks | Job, first: str) -> None:
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """Whether an error is only the echo of another rank's failure."""
-    text = str(error)
-    return (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, MedhaError)
-        and any(
-            sign in text for sign in ("closed by peer", "reset by peer", "Timed out waiting", "Broken pipe", "gloo")
-        )
-    )
+    """Whether an error is only the echo of another rank's failure: gloo says so in words, NCCL by the class."""
+    if isinstance(error, MedhaError) or not isinstance(error, RuntimeError):
+        return False
+    signs = ("closed by peer", "reset by peer", "Timed out waiting", "Broken pipe", "gloo", "NCCL")
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)

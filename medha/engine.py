@@ -143,6 +143,19 @@ class Engine:
         return len(self._live)
 
     @property
+    def predicted_s(self) -> float:
+        """Seconds that the longest batch in flight is predicted to take; 0 where there is none."""
+        return max((prediction.seconds for _, prediction, _ in list(self._in_flight) if prediction), default=0.0)
+
+    def describe(self) -> str:
+        """The unfinished requests and the batches in flight, a line each; for another thread, while :meth:`step` is
+        stuck."""
+        lines = [f"{len(self._live)} unfinished requests, {len(self._in_flight)} batches in flight"]
+        lines += [f"  {live}" for live in list(self._live.values())]
+        lines += [str(batch) for batch, _, _ in list(self._in_flight)]
+        return "\n".join(lines)
+
+    @property
     def mean_host_s(self) -> float | None:
         """Seconds a step that the host took beside the compute: scheduling, preparing, reading; None where the runner
         does not say for how long the compute held it up.
@@ -367,10 +380,11 @@ class Engine:
         self._fill_pipeline()
         if not self._in_flight:
             if self._live:
-                raise RuntimeError(f"the scheduler runs none of {len(self._live)} unfinished requests")
+                raise RuntimeError(f"the scheduler runs none of the unfinished requests:\n{self.describe()}")
             return []
-        batch, prediction, pending = self._in_flight.popleft()
+        batch, prediction, pending = self._in_flight[0]
         result = pending.result()
+        self._in_flight.popleft()
         now = self.now()
         self._note_step(batch, prediction, now, result.busy_s)
         self._ledger.completed(batch, now, result.busy_s)  # before any output is made, which holds what it says

@@ -87,6 +87,13 @@ class LiveRequest:
         """The id that the user gave."""
         return self.request.request_id
 
+    def __str__(self) -> str:
+        return (
+            f"{self.request_id!r:.80} in slot {self.slot}: {self.metrics.num_prompt_tokens} prompt tokens, "
+            f"{len(self.token_ids)} of {self.request.params.max_tokens} tokens out, {self.metrics.num_chunks} chunks, "
+            f"{self.metrics.num_preemptions} preemptions"
+        )
+
     @property
     def is_prefilling(self) -> bool:
         """Whether it has been scheduled and its first token is not out."""

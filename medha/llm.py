@@ -40,7 +40,7 @@ class LLM:
     """One model, ready to serve.
 
     Under torchrun every rank builds the same LLM and calls the same methods in the same order. Rank 0's arguments
-    count, and every rank returns the same; ``is_driver`` is true on rank 0.
+    count, and it alone gets the outputs (``is_driver`` is true there); the others return empty lists.
 
     Args:
         model: local Hugging Face folder, or hub id.
@@ -128,8 +128,8 @@ class LLM:
             use_tqdm: show a progress bar on a terminal.
 
         Returns:
-            One output a prompt, in the order of the prompts. A request that failed alone, or that the option
-            ``admission`` refused, has ``error`` set.
+            One output a prompt, in the order of the prompts; on ranks other than 0, which only take part, nothing. A
+            request that failed alone, or that the option ``admission`` refused, has ``error`` set.
 
         Raises:
             ValidationError: a prompt or parameter is wrong; ``index`` says which; nothing was queued.
@@ -252,10 +252,11 @@ class LLM:
         return self._role
 
     def _on_every_rank(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
-        """Run a call where the engine is, and take part in it elsewhere; all return or raise the same."""
+        """Run a call where the engine is, and take part in it elsewhere; all raise the same."""
         role = self._open_role
         if role.follower is not None:
-            return role.follower.join(name)
+            role.follower.join(name)
+            return []
         return run() if role.caller is None else role.caller.call(name, run)
 
     def _prepare(

@@ -252,6 +252,13 @@ class Runner:
         """The sampling state of a request."""
         return self._sampling[slot]
 
+    def sampling_so_far(self, slot: int) -> SlotSampling:
+        """The same with every token drawn by now, on whichever rank; where prompts are kept."""
+        sampling = self._sampling[slot]
+        if sampling.has_penalties:
+            sampling.output_ids = list(self._drawn.get(slot, ()))
+        return sampling
+
     def submit(self, batch: Batch) -> Pending | Started:
         """Run a batch as sent, on the one rank that there is; its result is there when this returns, or may be waited
         for where there is a decode lag."""

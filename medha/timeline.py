@@ -76,10 +76,14 @@ class Recorder:
     Args:
         clock: monotonic seconds.
         kept: how many records; older ones are dropped.
+
+    Attributes:
+        waits_for: what of other ranks this one waits for at present; None while it computes.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter, kept: int = _RECORDS_KEPT) -> None:
         self.control_ready = True
+        self.waits_for: str | None = None
         self._clock = clock
         self._records: deque[BatchRecord] = deque(maxlen=kept)
         self._waits: dict[str, float] = defaultdict(float)
@@ -88,8 +92,9 @@ class Recorder:
     @contextmanager
     def waiting(self, what: Literal["control", "hidden", "report", "send", "merge"]) -> Iterator[None]:
         """Count the time within as a wait, of the batch that ends next."""
-        start = self._clock()
+        start, self.waits_for = self._clock(), what
         yield
+        self.waits_for = None
         self._waits[what] += self._clock() - start
 
     def begin(self) -> float:

@@ -1,4 +1,4 @@
-"""Plain JSON forms of what crosses ranks: sampling state of a request, outputs of a call, sampled tokens as int32."""
+"""What crosses ranks beside batches: sampling state of a request, sampled tokens, the error that ended a call."""
 
 from __future__ import annotations
 
@@ -8,76 +8,54 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from medha import errors
 from medha.batch import Row
-from medha.explanation import Explanation
-from medha.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from medha.request import SamplingParams
 from medha.runner import StepResult
 from medha.sampling import Sampled, SlotSampling
 
 _ROW_INTS = 2  # token, finite
 _LOGPROB_INTS = 3  # token, bits of the float32 logprob, rank
 _TAIL_INTS = 2  # bits of the float64 busy time
+_NO_IDS = np.empty(0, np.int32)
 _ERROR_FIELDS = ("param", "index", "predicted_s", "objective_s")
 
 
-def sampling_to_json(slot: int, sampling: SlotSampling) -> dict[str, Any]:
-    """A new request's sampling state; the prompt's distinct tokens go along only where a penalty needs them."""
-    params = {f.name: getattr(sampling.params, f.name) for f in dataclasses.fields(SamplingParams)}
-    return {
+def encode_sampling(slot: int, sampling: SlotSampling) -> tuple[dict[str, Any], npt.NDArray[np.int32]]:
+    """A request's sampling state as JSON and token ids: those of prompt and output go along only where a penalty counts
+    them."""
+    prompt = _NO_IDS if sampling.prompt_ids is None else sampling.prompt_ids.numpy()
+    fields = {
         "slot": slot,
-        "params": params,
+        "params": {f.name: getattr(sampling.params, f.name) for f in dataclasses.fields(SamplingParams)},
         "seed": sampling.seed,
         "end_ids": sampling.end_ids,
         "num_prompt_tokens": sampling.num_prompt_tokens,
-        "prompt_ids": None if sampling.prompt_ids is None else sampling.prompt_ids.tolist(),
+        "num_prompt_ids": None if sampling.prompt_ids is None else len(prompt),
+        "num_output_ids": len(sampling.output_ids),
     }
+    return fields, np.concatenate((prompt, np.array(sampling.output_ids, np.int32)))
 
 
-def sampling_from_json(fields: dict[str, Any]) -> tuple[int, SlotSampling]:
-    """The inverse of :func:`sampling_to_json`."""
-    prompt = None if fields["prompt_ids"] is None else torch.tensor(fields["prompt_ids"], dtype=torch.int32)
+def decode_sampling(
+    fields: Mapping[str, Any], ids: npt.NDArray[np.int32]
+) -> tuple[int, SlotSampling, npt.NDArray[np.int32]]:
+    """The inverse of :func:`encode_sampling`, and the ids behind those of this request."""
+    num_prompt_ids = fields["num_prompt_ids"]
+    prompt, output, rest = np.split(ids, np.cumsum((num_prompt_ids or 0, fields["num_output_ids"])))
     state = SlotSampling(
         SamplingParams(**fields["params"]),
         fields["seed"],
         tuple(fields["end_ids"]),
         fields["num_prompt_tokens"],
-        prompt,
+        None if num_prompt_ids is None else torch.from_numpy(prompt.copy()),
+        output.tolist(),
     )
-    return fields["slot"], state
-
-
-def outputs_to_json(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-    """Finished outputs of a call."""
-    return [
-        {
-            "request_id": output.request_id,
-            "prompt": output.prompt,
-            "prompt_token_ids": output.prompt_token_ids,
-            "outputs": [dataclasses.asdict(completion) for completion in output.outputs],
-            "metrics": dataclasses.asdict(output.metrics),
-            "error": None if output.error is None else error_to_json(output.error),
-        }
-        for output in outputs
-    ]
-
-
-def outputs_from_json(items: Sequence[dict[str, Any]]) -> list[RequestOutput]:
-    """The inverse of :func:`outputs_to_json`; an error comes back as its class with its message."""
-    return [
-        RequestOutput(
-            item["request_id"],
-            item["prompt"],
-            item["prompt_token_ids"],
-            [_completion(fields) for fields in item["outputs"]],
-            True,
-            _metrics(item["metrics"]),
-            None if item["error"] is None else error_from_json(item["error"]),
-        )
-        for item in items
-    ]
+    return fields["slot"], state, rest
 
 
 def report_size(rows: Sequence[Row], slots: Sequence[SlotSampling]) -> int:
@@ -117,22 +95,6 @@ def decode_report(report: torch.Tensor, rows: tuple[Row, ...], slots: Sequence[S
         sampled.append(Sampled(token, bool(finite), entries))
     (busy_s,) = struct.unpack("d", struct.pack("ii", *ints[at : at + _TAIL_INTS]))
     return StepResult(rows, sampled, busy_s)
-
-
-def _metrics(fields: dict[str, Any]) -> RequestMetrics:
-    explanation = fields["explanation"]
-    if explanation is not None:
-        fields = {**fields, "explanation": Explanation.from_json(explanation)}
-    return RequestMetrics(**fields)
-
-
-def _completion(fields: dict[str, Any]) -> CompletionOutput:
-    if fields["logprobs"] is not None:
-        fields = {
-            **fields,
-            "logprobs": [{int(i): Logprob(**entry) for i, entry in step.items()} for step in fields["logprobs"]],
-        }
-    return CompletionOutput(**fields)
 
 
 def error_to_json(error: Exception) -> dict[str, Any]:

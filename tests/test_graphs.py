@@ -274,6 +274,7 @@ def test_collectives_of_one_rank_can_be_captured(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[no-untyped-call]
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
     try:
+        replay = None
         reduce, gather = all_reduce_over(dist.group.WORLD), all_gather_over(dist.group.WORLD)
         given = torch.ones(4, 8, device=device)
         out, replay = CudaGraphs(device).capture(lambda: gather(reduce(given * 2) + 1))
@@ -282,4 +283,5 @@ def test_collectives_of_one_rank_can_be_captured(tmp_path: Path) -> None:
             replay()
             assert torch.equal(out, torch.full((4, 8), 2 * value + 1, device=device))
     finally:
+        replay = None  # NCCL would wait for the graph that holds its collectives
         dist.destroy_process_group()

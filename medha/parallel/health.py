@@ -1,119 +1,157 @@
-"""Noticing that a rank died, threw or fell silent, and telling every rank the first real error.
+"""Noticing that a rank is gone, stopped or behind, and telling every rank the first real error.
 
-Each rank beats twice a second in a thread of its own, so a long step does not stop it; rank 0 watches all ranks and all
-watch rank 0. Beats, what each rank is doing, and the first error go through the job's key-value store. A rank that is
-blocked on a dead peer hears of it at once from gloo ("connection closed"), and its monitor then finds who it was; the
-beat is for a rank that is stopped, and for peers that wait for nobody. A second thread watches the first, because a
-store whose host is stopped answers nothing.
+A rank has failed when its process is gone or stopped, which the ranks of its node see (:mod:`medha.parallel.process`),
+or when it says so. One that runs has not failed, however long it says nothing: Python that holds the interpreter's lock
+for a minute stops the threads here, and nothing else. Such a rank is *named* in the log when others have waited for it
+for long; what ends the job is the timeout of the transfers, with that name.
 
-A collective that waits for a missing rank cannot be undone, not even by aborting its group. So a process whose main
-thread does not come to know of a failure in time is ended; whoever has something to save before that sets
-:attr:`Monitor.before_end`.
+One thread watches processes and never waits; another exchanges through the job's key-value store what each rank does,
+and the first error. A collective that waits for a missing rank cannot be undone, not even by aborting its group. So a
+process whose main thread does not come to know of a failure in time is ended; whoever has something to save before that
+sets :attr:`Monitor.before_end`.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch._C._distributed_c10d import Store
+from medha.errors import EngineDeadError
+from medha.parallel.process import Process, launched
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 logger = logging.getLogger("medha")
 
 EXIT_CODE = 4
-SILENT_S = 5.0
-"""How long a rank may not beat before it counts as failed."""
+BEHIND_S = 30.0
+"""How long others wait for a rank before it is named; ten times the predicted step where that is longer."""
 
 _BEAT_S = 0.5
-_SUSPECT_S = 2.0  # the same for ranks that may be the one whose connection has closed
+_TROUBLE_S = {"has died": 1.5, "is stopped": 3.0, "has died before it met the others": 5.0}
+_STORE_S = 4.0  # how long the store may not answer: a thread of C++ serves it, which no Python holds up
+_SUSPECT_S = 2.0  # how long a rank is silent, or waited for, to be taken for the cause of a lost connection
 _TOLD_S = 1.5  # how long rank 0 waits for ranks of which one may be dead
 _GRACE_S = 2.5  # how long the main thread may take to hear of a failure by itself
 _SAVE_S = 2.0  # how long what is called before the end may take
+_MAX_CHARS = 2000  # of an error
+
+
+class _Status(NamedTuple):
+    """What a rank does, for how long, and what of others it waits for (``-`` for nothing)."""
+
+    seconds: float
+    wait: str
+    activity: str
+
+    @classmethod
+    def read(cls, text: bytes) -> _Status:
+        seconds, wait, activity = text.decode().split(" ", 2)
+        return cls(float(seconds), wait, activity)
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.3f} {self.wait} {self.activity}"
 
 
 class Monitor:
-    """Beats for this rank and watches others.
+    """Watches the other ranks for this one.
 
     Args:
-        store: shared by all ranks, through a connection that nothing else uses.
         rank, world_size: this rank's place.
-        holder: who holds the store, for messages.
+        local_ranks: ranks of this node.
         parent: process id of the launcher if this process shall not outlive it.
         name: how messages call a rank.
-        silent_s: a rank that has not beaten for so long has failed.
         end: called with a message, and whether to print it, when the main thread is stuck; ends the process.
 
     Attributes:
         before_end: called with the error, in another thread, just before ``end``. It has two seconds.
+        predicted_s: asked for the seconds that the longest batch in flight is predicted to take.
+        waits_for: asked what of other ranks the main thread waits for; None while it computes.
+        describe: asked for what this rank works on, for the log, when a rank is behind.
     """
 
     def __init__(
         self,
-        store: Store,
         *,
         rank: int,
         world_size: int,
-        holder: str = "rank 0",
+        local_ranks: range = range(0),
         parent: int | None = None,
         name: Callable[[int], str] = lambda rank: f"rank {rank}",
-        silent_s: float = SILENT_S,
         end: Callable[[str, bool], None] | None = None,
     ) -> None:
-        self._store = store
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
-        self._watched = self._others if rank == 0 else [0]
-        self._holder = holder
+        self._local = [r for r in local_ranks if r != rank]
         self._parent = parent
         self._name = name
-        self._silent_s = silent_s
         self._end = end or end_process
-        self.before_end: Callable[[str], None] | None = None
-        self._activity = "start"
-        self._mine: str | None = None
-        self._error: str | None = None
-        self._is_first = True  # whether this rank's error is the first
+        self.before_end: Callable[[str], None] = lambda error: None
+        self.predicted_s: Callable[[], float] = lambda: 0.0
+        self.waits_for: Callable[[], str | None] = lambda: None
+        self.describe: Callable[[], str] = str
+        self._holder = "rank 0"
+        self._activity, self._since = "start", time.monotonic()
+        self._mine: str | None = None  # this rank's error
+        self._lost: dict[int, str] = {}  # what is wrong with the processes of other ranks
+        self._error: str | None = None  # everybody's
         self._suspecting = self._leaving = False
-        self._num_rounds = 0
+        self._num_rounds = self._num_dumps = 0
+        self._named: tuple[int, str] | None = None  # rank and activity
+        self._processes: dict[int, Process] = {}
+        self._statuses: dict[int, tuple[bytes, float]] = {}  # last of each rank, and seconds without a newer one
         self._wake = threading.Event()
         self._known = threading.Event()  # an error is
         self._heard = threading.Event()  # by the main thread
         self._told = threading.Event()  # rank 0 knows too; on rank 0: all do
         self._left = threading.Event()
-        self._beats: dict[int, tuple[bytes, float]] = {}  # last beat, seconds of silence since
-        self._store.set(f"beat/{rank}", f"-1 {self._activity}")  # from here on the others miss this rank
-        self._beater = threading.Thread(target=self._beat, name="medha-beat", daemon=True)
-        self._watchdog = threading.Thread(target=self._watch_store, name="medha-watchdog", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="medha-watch", daemon=True)
+        self._talker = threading.Thread(name="medha-talk", daemon=True)
 
     # -- for the main thread; none of these waits for the store itself -------------------------------------------------
 
     def start(self) -> None:
-        """Begin to beat and to watch."""
+        """Begin to watch the launcher and the processes that it started; no store is needed."""
         atexit.register(self._at_exit)
-        self._beater.start()
-        self._watchdog.start()
+        self._watcher.start()
+
+    def attach(self, store: Store, *, holder: str = "rank 0") -> None:
+        """Begin to talk with the other ranks.
+
+        Args:
+            store: shared by all ranks, through a connection that nothing else uses.
+            holder: who holds it, for messages.
+        """
+        self._holder = holder
+        store.set(f"process/{self._rank}", " ".join(map(str, Process.of(os.getpid()))))
+        self._talker = threading.Thread(target=self._talk, args=(store,), name="medha-talk", daemon=True)
+        self._talker.start()
 
     def doing(self, activity: str) -> None:
-        """Note what this rank is about, for the message of whoever finds it silent."""
-        self._activity = activity
+        """Note what this rank is about, for the message of whoever misses it; ``idle`` is nothing."""
+        self._activity, self._since = activity, time.monotonic()
 
     def report(self, message: str) -> None:
         """Make this the error that every rank tells, unless another came first."""
         if self._mine is None:
-            self._mine = message
+            self._mine = printable(message)
         self._wake.set()
 
     def suspect(self) -> None:
-        """A peer's connection has closed: look at all ranks, and more strictly."""
+        """A transfer has failed, and the cause is another rank: find it, with stricter limits."""
         self._suspecting = True
         self._wake.set()
 
-    def first_error(self, *, wait_s: float = _SUSPECT_S + 3 * _BEAT_S) -> str | None:
+    def first_error(self, *, wait_s: float = _SUSPECT_S + 4 * _BEAT_S) -> str | None:
         """The first error of the job, waiting a little for it; None when there is none. The main thread knows now."""
         self._known.wait(wait_s)
         self._heard.set()
@@ -128,109 +166,166 @@ class Monitor:
     def linger(self, wait_s: float = 3.0) -> bool:
         """Before leaving with an error, wait until rank 0 knows it, and on rank 0 until all do; whether rank 0 does.
 
-        A launcher ends every rank as soon as one has ended, and rank 0 is the one that speaks, but it may also hold
-        the store in which the others read why.
+        A launcher ends every rank as soon as one has ended. Rank 0 is the one that speaks, and while it starts it does
+        not survive that, so others wait for its end then. It may also hold the store in which they read why.
         """
         deadline = time.monotonic() + (min(wait_s, _TOLD_S) if self._rank == 0 else wait_s)
-        while not self._told.wait(0.02) and self._beater.is_alive() and time.monotonic() < deadline:
+        while not self._told.wait(0.02) and self._talker.is_alive() and time.monotonic() < deadline:
             pass
+        if self._rank > 0 and self._told.is_set() and self._activity == "start":
+            deadline = time.monotonic() + _GRACE_S + _SAVE_S
+            while self._talker.is_alive() and time.monotonic() < deadline and self._trouble_of(0) is None:
+                time.sleep(0.02)
         return self._told.is_set() or self._rank == 0
 
-    def leave(self, *, wait_s: float = 2 * SILENT_S) -> bool:
+    def leave(self, *, wait_s: float = 10.0) -> bool:
         """Stop without an error, rank 0 last since it may hold the store; False if a failure came before that."""
         self._leaving = True
         deadline = time.monotonic() + wait_s
         while not self._left.wait(0.02) and not self._known.is_set() and time.monotonic() < deadline:
             self._wake.set()
         if self._left.is_set():
+            self._talker.join(_STORE_S)  # one that is in C++ when the interpreter ends aborts the process
             atexit.unregister(self._at_exit)
         return self._left.is_set()
 
-    # -- threads -------------------------------------------------------------------------------------------------------
+    # -- the thread that watches processes -----------------------------------------------------------------------------
 
-    def _beat(self) -> None:
+    def _watch(self) -> None:
+        trouble_s: dict[tuple[int, str], float] = {}
+        rounds, silence_s, last = -1, 0.0, time.monotonic()
+        while not self._left.wait(_BEAT_S) and not self._known.is_set():
+            now = time.monotonic()
+            elapsed_s, last = min(now - last, 2 * _BEAT_S), now  # whoever was stopped itself has seen nothing meanwhile
+            if self._parent is not None:
+                self._watch_launcher(self._parent)
+            seen = {(rank, trouble) for rank in self._local if (trouble := self._trouble_of(rank)) is not None}
+            trouble_s = {key: trouble_s.get(key, 0.0) + elapsed_s for key in seen}
+            self._lost = {
+                rank: f"{self._name(rank)} {trouble}{self._last_of(rank)}; noticed by {self._name(self._rank)} in "
+                f"{self._activity}"
+                for (rank, trouble), seconds in trouble_s.items()
+                if seconds >= _TROUBLE_S[trouble]
+            }
+            is_talking = self._talker.is_alive()
+            silence_s = silence_s + elapsed_s if is_talking and rounds == self._num_rounds else 0.0
+            rounds = self._num_rounds
+            if silence_s >= _STORE_S and not self._leaving:
+                self.report(
+                    f"{self._holder} is stopped or cannot be reached: the store that it holds has not answered "
+                    f"{self._name(self._rank)} for {silence_s:.0f} s, in {self._activity}"
+                )
+            if not is_talking or silence_s >= 2 * _BEAT_S:  # nobody can be told, nor say that it has left
+                error = next(iter(self._lost.values()), self._mine)
+                if error is not None:
+                    self._found(error)
+
+    def _watch_launcher(self, parent: int) -> None:
+        if os.getppid() != parent:
+            self.report(
+                f"{self._name(self._rank)}: the process that started it, {parent}, has died, in {self._activity}"
+            )
+        elif len(self._processes) <= len(self._local):
+            self._processes = launched(parent, [self._rank, *self._local]) | self._processes
+
+    def _trouble_of(self, rank: int) -> str | None:
+        """What is wrong with the process of a rank of this node."""
+        if rank in self._processes:
+            return self._processes[rank].trouble
+        can_see = self._rank in self._processes  # this one is seen as the launcher's, so the others would be as well
+        return "has died before it met the others" if can_see and rank in self._local else None
+
+    def _last_of(self, rank: int) -> str:
+        return f", last in {_Status.read(self._statuses[rank][0]).activity}" if rank in self._statuses else ""
+
+    # -- the thread that talks -----------------------------------------------------------------------------------------
+
+    def _talk(self, store: Store) -> None:
         last = time.monotonic()
         while not self._left.is_set():
-            self._wake.wait(0.05 if self._known.is_set() else _BEAT_S)
-            self._wake.clear()
             now = time.monotonic()
             try:
-                self._round(now - last)
+                self._round(store, min(now - last, 2 * _BEAT_S))
             except RuntimeError as error:
                 if not self._leaving:
                     reason = str(error).partition("\n")[0]
                     here = f"{self._name(self._rank)} lost its store in {self._activity}"
-                    self._found(f"{self._holder} has died: {here}: {reason}")
+                    self.report(f"{self._holder} has died: {here}: {reason}")
                 return
             last = now
             self._num_rounds += 1
+            self._wake.wait(0.05 if self._known.is_set() else _BEAT_S)
+            self._wake.clear()
 
-    def _round(self, elapsed_s: float) -> None:
+    def _round(self, store: Store, elapsed_s: float) -> None:
         """One exchange with the store."""
-        self._store.set(f"beat/{self._rank}", f"{self._num_rounds} {self._activity}")
-        if self._mine is None and not self._known.is_set():
-            self._mine = self._failure(elapsed_s)
-        if self._mine is not None and not self._known.is_set():
-            first = self._store.compare_set("error", "", self._mine).decode()
-            self._is_first = first == self._mine
-            self._found(first)
-        elif not self._known.is_set() and self._store.check(["error"]):
-            self._is_first = False
-            self._found(self._store.get("error").decode())
+        store.set(f"status/{self._rank}", str(self._status()))
+        for rank in self._local:
+            if store.check([f"process/{rank}"]):
+                machine, pid, started = store.get(f"process/{rank}").decode().split()
+                self._processes[rank] = Process(machine, int(pid), int(started))
+        for rank, lost in list(self._lost.items()):
+            if not store.check([f"left/{rank}"]):
+                self.report(lost)
+        if self._rank == 0 or self._suspecting:
+            self._look_for_late(store, elapsed_s)
+        if store.check([f"dump/{self._num_dumps}"]):
+            self._num_dumps += 1
+            write_state(self.describe)
+        if self._mine is not None:
+            self._found(store.compare_set("error", "", self._mine).decode())
+        elif store.check(["error"]):
+            self._found(store.get("error").decode())
         if self._known.is_set():
-            self._tell()
+            store.set(f"knows/{self._rank}", "")
+            if store.check([f"knows/{rank}" for rank in self._others] if self._rank == 0 else ["knows/0"]):
+                self._told.set()
         elif self._leaving:
-            self._store.set(f"left/{self._rank}", "")
-            if self._rank != 0 or self._store.check([f"left/{rank}" for rank in self._others]):
+            store.set(f"left/{self._rank}", "")
+            if self._rank != 0 or store.check([f"left/{rank}" for rank in self._others]):
                 self._left.set()
 
-    def _tell(self) -> None:
-        """Let rank 0 and the others know of each other that they know."""
-        self._store.set(f"knows/{self._rank}", "")
-        if self._store.check([f"knows/{rank}" for rank in self._others] if self._rank == 0 else ["knows/0"]):
-            self._told.set()
+    def _status(self) -> _Status:
+        wait = self.waits_for() or ("transfer" if _is_in_transfer() else "-")
+        return _Status(time.monotonic() - self._since, wait, self._activity)
 
-    def _failure(self, elapsed_s: float) -> str | None:
-        """What has failed, if anything."""
-        if self._parent is not None and os.getppid() != self._parent:
-            return f"{self._name(self._rank)}: the process that started it, {self._parent}, has died"
-        limit_s = min(_SUSPECT_S, self._silent_s) if self._suspecting else self._silent_s
-        for rank in self._others if self._suspecting else self._watched:
-            if not self._store.check([f"beat/{rank}"]):
-                continue  # has not come yet
-            beat, silence_s = self._beats.get(rank, (b"", 0.0))
-            latest = self._store.get(f"beat/{rank}")
-            # a watcher that was itself stopped for a while has heard nothing in that time
-            silence_s = 0.0 if latest != beat else silence_s + min(elapsed_s, 2 * _BEAT_S)
-            self._beats[rank] = (latest, silence_s)
-            if silence_s >= limit_s and not self._store.check([f"left/{rank}"]):
-                activity = latest.decode().partition(" ")[2]
-                return (
-                    f"{self._name(rank)} died or is stopped: silent for {silence_s:.0f} s, last in {activity}; "
-                    f"noticed by {self._name(self._rank)} in {self._activity}"
-                )
-        return None
+    def _look_for_late(self, store: Store, elapsed_s: float) -> None:
+        """Name the rank for which others wait; after a failed transfer make it the error."""
+        statuses = {self._rank: self._status()}
+        silent = []
+        for rank in self._others:
+            if store.check([f"status/{rank}"]):
+                latest = store.get(f"status/{rank}")
+                before, silence_s = self._statuses.get(rank, (b"", 0.0))
+                silence_s = 0.0 if latest != before else silence_s + elapsed_s
+                self._statuses[rank] = latest, silence_s
+                status = _Status.read(latest)
+                statuses[rank] = status._replace(seconds=status.seconds + silence_s)
+                if silence_s >= _SUSPECT_S and rank not in self._local:
+                    silent.append(rank)
+        limit_s = _SUSPECT_S if self._suspecting else max(BEHIND_S, 10 * self.predicted_s())
+        late = [r for r, s in statuses.items() if s.wait == "-" and s.activity != "idle" and s.seconds >= limit_s]
+        if self._suspecting and silent:
+            self.report(f"{self._name(silent[0])} is silent: gone, stopped or cut off{self._last_of(silent[0])}")
+        elif late and any(status.wait != "-" for status in statuses.values()):
+            rank = max(late, key=lambda rank: statuses[rank].seconds)
+            activity, seconds = statuses[rank].activity, statuses[rank].seconds
+            text = f"{self._name(rank)} is behind: in {activity} for {seconds:.0f} s while others wait for it"
+            if self._suspecting:
+                self.report(text)
+            elif self._named != (rank, activity):
+                self._named = rank, activity
+                logger.warning("%s", text)
+                store.set(f"dump/{self._num_dumps}", "")
 
-    def _watch_store(self) -> None:
-        seen, silence_s, last = -1, 0.0, time.monotonic()
-        while not self._left.wait(_BEAT_S) and self._beater.is_alive():
-            now = time.monotonic()
-            silence_s = 0.0 if seen != self._num_rounds else silence_s + min(now - last, 2 * _BEAT_S)
-            seen, last = self._num_rounds, now
-            if silence_s >= self._silent_s:
-                self._found(
-                    f"{self._holder} is stopped or cannot be reached: the store that it holds has not answered "
-                    f"{self._name(self._rank)} for {silence_s:.0f} s, in {self._activity}"
-                )
-                return
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def _found(self, error: str) -> None:
         """An error is known: let the main thread raise it, and end the process if that is stuck."""
-        if self._known.is_set():
-            return
-        self._error = error
-        self._known.set()
-        threading.Thread(target=self._end_if_stuck, name="medha-end", daemon=True).start()
+        if not self._known.is_set():
+            self._error = error
+            self._known.set()
+            threading.Thread(target=self._end_if_stuck, name="medha-end", daemon=True).start()
 
     def _end_if_stuck(self) -> None:
         if self._heard.wait(_GRACE_S) or self._left.is_set():
@@ -239,41 +334,43 @@ class Monitor:
         self._heard.set()
         self._wake.set()
         told = self.linger(0.5)
-        if self.before_end is not None:
-            _run_for(_SAVE_S, self.before_end, self._error)
-        self._end(self._error, self._rank == 0 or not told)
+        speaks = self._rank == 0 or not told
+        limit = threading.Timer(_SAVE_S, self._end, (f"{self._error} (what was unfinished is not saved)", speaks))
+        limit.start()
+        try:
+            self.before_end(self._error)
+        except Exception as error:
+            logger.error("what was unfinished could not be saved in full: %s: %s", type(error).__name__, error)
+        limit.cancel()
+        self._end(self._error, speaks)
 
     def _at_exit(self) -> None:
         """The process ends while in the job: no destructor of a process group may wait for the others."""
         cause = getattr(sys, "last_value", None)
-        self.report(
-            f"{self._name(self._rank)} ended without closing its LLM"
-            if cause is None
-            else f"{self._name(self._rank)}: {type(cause).__name__}: {cause}"
-        )
+        what = " ended without closing its LLM" if cause is None else f": {type(cause).__name__}: {cause}"
+        self.report(self._name(self._rank) + what)
         self.first_error(wait_s=1.0)
         self.linger(2.0)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(EXIT_CODE)
+        os._exit(EXIT_CODE if cause is None or isinstance(cause, EngineDeadError) else 1)
 
 
-def _run_for(limit_s: float, save: Callable[[str], None], message: str) -> None:
-    """Call ``save(message)``, and go on after a time; what goes wrong with it is logged."""
-    troubles = [f"it has taken more than {limit_s:g} s"]
+def write_state(describe: Callable[[], str]) -> None:
+    """Write what this rank works on, and where each of its threads is, to stderr."""
+    try:
+        print(describe(), file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    except (OSError, RuntimeError, ValueError) as error:  # what is described changes meanwhile, or stderr is no file
+        logger.error("the state of this rank cannot be written: %s", error)
 
-    def run() -> None:
-        try:
-            save(message)
-            troubles.clear()
-        except Exception as error:
-            troubles[0] = f"{type(error).__name__}: {error}"
 
-    thread = threading.Thread(target=run, name="medha-save", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    for trouble in troubles:
-        logger.error("what was unfinished could not be saved in full: %s", trouble)
+def printable(message: str) -> str:
+    """An error as it can be told: of bounded length, without control characters and lone surrogates."""
+    if len(message) > _MAX_CHARS:
+        message = f"{message[:_MAX_CHARS]}… ({len(message)} characters)"
+    message = message.encode(errors="backslashreplace").decode()
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], message)
 
 
 def end_process(message: str, speak: bool) -> None:
@@ -282,3 +379,9 @@ def end_process(message: str, speak: bool) -> None:
         print(f"error: RankFailedError: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(EXIT_CODE)
+
+
+def _is_in_transfer() -> bool:
+    """Whether the main thread is within torch.distributed, where it waits for other ranks."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and "/torch/distributed/" in frame.f_code.co_filename

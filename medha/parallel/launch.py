@@ -12,6 +12,8 @@ from medha.errors import ConfigError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # MASTER_ADDR alone is set on many clusters
+# Read before torch is imported: it takes seconds, in which the launcher may die and this process get another parent.
+_PARENT = os.getppid()
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -71,7 +73,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
             local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
             address=f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT'])}",
-            agent_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in env else None,
+            agent_pid=_PARENT if "TORCHELASTIC_RUN_ID" in env else None,
             agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )

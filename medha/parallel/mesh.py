@@ -1,9 +1,8 @@
 """Ranks: who is where, and the process groups between them.
 
-The mesh has three named axes, ("kvp", "spp", "tp"), tp fastest so that it lies inside a node. Process groups: one
-tensor-parallel group a stage (from the mesh), one for hidden states, one for sampled tokens, one for control messages,
-and one for each run of two or more neighbouring KV-parallel groups, between the ranks of one stage and one
-tensor-parallel index.
+The ranks have three axes, ("kvp", "spp", "tp"), tp fastest so that it lies inside a node. Process groups: one
+tensor-parallel group a stage, one for hidden states, one for sampled tokens, one for control messages, and one for each
+run of two or more neighbouring KV-parallel groups, between the ranks of one stage and one tensor-parallel index.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import medha
 from medha.config import ModelConfig, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError, RankFailedError
-from medha.parallel.health import Monitor
+from medha.parallel.health import BEHIND_S, Monitor
 from medha.parallel.launch import Launch, gloo_interface
 
 logger = logging.getLogger("medha")
@@ -69,8 +69,7 @@ class Ranks:
         config: degrees.
         rank: global rank.
         group, stage, tp_rank: coordinates on the axes kvp, spp and tp.
-        mesh: all three axes.
-        tp_group: the ranks of this stage.
+        tp_mesh: the ranks of this stage, on the axis ``tp``.
         pipe_group: for hidden states; report_group: for sampled tokens; control_group: for messages from rank 0.
         run_groups: by (first, last) KV-parallel group, of the runs that this rank's belongs to.
         job: how the ranks met, with the monitor that notices failed ones.
@@ -81,8 +80,7 @@ class Ranks:
     group: int
     stage: int
     tp_rank: int
-    mesh: DeviceMesh
-    tp_group: dist.ProcessGroup
+    tp_mesh: DeviceMesh
     pipe_group: dist.ProcessGroup
     report_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
@@ -98,6 +96,11 @@ class Ranks:
     def place(self) -> str:
         """This rank in messages."""
         return self.job.place
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks of this stage."""
+        return self.tp_mesh.get_group()
 
     @property
     def is_first_stage(self) -> bool:
@@ -161,6 +164,15 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
         RankFailedError: another rank has failed meanwhile.
     """
     interface = gloo_interface(launch)
+    first = launch.rank - launch.local_rank
+    monitor = Monitor(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_ranks=range(first, first + launch.local_world_size),
+        parent=launch.agent_pid,
+        name=lambda rank: _place(config, rank),
+    )
+    monitor.start()
     has_store = launch.rank == 0 and not launch.agent_has_store
     whole = _connect(launch, config.dist_timeout_s, is_host=has_store)
     if has_store:
@@ -169,15 +181,7 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
     prefix = f"medha/{launch.attempt}"
     prefix = f"{prefix}/{PrefixStore(prefix, whole).add(f'joins/{launch.rank}', 1)}"
     holder = "torchrun's agent" if launch.agent_has_store else _place(config, 0)
-    monitor = Monitor(
-        PrefixStore(prefix, _connect(launch, config.dist_timeout_s, is_host=False)),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        holder=holder,
-        parent=launch.agent_pid,
-        name=lambda rank: _place(config, rank),
-    )
-    monitor.start()
+    monitor.attach(PrefixStore(prefix, _connect(launch, config.dist_timeout_s, is_host=False)), holder=holder)
     job = Job(launch, config, PrefixStore(prefix, whole), monitor)
     wait_for_all(job, "here", limit_s=config.dist_timeout_s)
     if launch.rank == 0:
@@ -217,11 +221,17 @@ def once_per_node(job: Job, point: str, run: Callable[[], T], *, limit_s: float)
 
 
 def _wait_for(job: Job, point: str, missing: list[int], *, limit_s: float) -> None:
-    """Wait until the given ranks have come to a named point."""
-    deadline = time.monotonic() + limit_s
+    """Wait until the given ranks have come to a named point; the first rank names those that take long."""
+    begin = time.monotonic()
+    deadline, is_named = begin + limit_s, job.launch.rank > 0
     while missing := [rank for rank in missing if not job.store.check([f"{point}/{rank}"])]:
         if job.monitor.has_failure:
             raise RankFailedError(job.monitor.first_error() or "a rank has failed")
+        if not is_named and time.monotonic() > begin + BEHIND_S:
+            is_named = True
+            logger.warning(
+                "ranks %s have not come (%s) after %.0f s; the others wait for them", missing, point, BEHIND_S
+            )
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"ranks {missing} of {job.launch.world_size} have not come to {job.launch.address} "
@@ -231,7 +241,10 @@ def _wait_for(job: Job, point: str, missing: list[int], *, limit_s: float) -> No
 
 
 def init_ranks(job: Job, device: torch.device) -> Ranks:
-    """Make the process groups, with explicit timeouts, and the mesh. Every rank calls it.
+    """Make the process groups, with explicit timeouts. Every rank calls it, and makes the same ones in the same order.
+
+    The groups of all ranks, and those of tensor parallelism, are made once a process and live as long as it: the next
+    LLM of the process uses them again, or two do at once. The others are this job's own, see :meth:`Ranks.leave`.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -239,8 +252,8 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
     config, launch = job.config, job.launch
     timeout = timedelta(seconds=config.dist_timeout_s)
     wait_for_all(job, "ready", limit_s=_READ_LIMIT_S)
-    if not dist.is_initialized():
-        try:
+    try:
+        if not dist.is_initialized():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=PrefixStore("groups", job.store),
@@ -248,25 +261,44 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
                 world_size=launch.world_size,
                 timeout=timeout,
             )
-        except (dist.DistError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"{job.place} could not connect to the others: {error}") from error
-    mesh = init_device_mesh(device.type, (config.kvp, config.spp, config.tp), mesh_dim_names=("kvp", "spp", "tp"))
-    everyone = list(range(config.world_size))
-    group, stage, tp_rank = config.coordinates(launch.rank)
-    return Ranks(
-        config=config,
-        rank=launch.rank,
-        group=group,
-        stage=stage,
-        tp_rank=tp_rank,
-        mesh=mesh,
-        tp_group=mesh["tp"].get_group(),
-        pipe_group=_new_group(everyone, timeout),
-        report_group=_new_group(everyone, timeout),
-        control_group=_new_group(everyone, _CONTROL_TIMEOUT),
-        run_groups=_run_groups(config, launch.rank, timeout),
-        job=job,
-    )
+            atexit.register(_destroy_all)
+        everyone = list(range(config.world_size))
+        group, stage, tp_rank = config.coordinates(launch.rank)
+        return Ranks(
+            config=config,
+            rank=launch.rank,
+            group=group,
+            stage=stage,
+            tp_rank=tp_rank,
+            tp_mesh=_tp_mesh(dist.group.WORLD, device.type, config.tp, timeout),
+            pipe_group=_new_group(everyone, timeout),
+            report_group=_new_group(everyone, timeout),
+            control_group=_new_group(everyone, _CONTROL_TIMEOUT),
+            run_groups=_run_groups(config, launch.rank, timeout),
+            job=job,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{job.place} could not connect to the others: {error}") from error
+
+
+@cache
+def _tp_mesh(world: dist.ProcessGroup, device_type: str, tp: int, timeout: timedelta) -> DeviceMesh:
+    """The mesh of this rank's tensor-parallel group; every rank makes the groups of all.
+
+    Made once: DTensor keeps what it has derived from a mesh by the ranks in it, so a second mesh of the same ranks
+    would be given the groups of the first, which may have been destroyed.
+    """
+    neighbours = [list(range(first, first + tp)) for first in range(0, world.size(), tp)]
+    groups = [dist.new_group(ranks, timeout=timeout) for ranks in neighbours]
+    mine = world.rank() // tp
+    return DeviceMesh.from_group(groups[mine], device_type, mesh=neighbours[mine], mesh_dim_names=("tp",))
+
+
+def _destroy_all() -> None:
+    """At the end of the process, after the LLMs that it left open; a group that outlives the interpreter aborts it."""
+    _tp_mesh.cache_clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:

@@ -21,7 +21,7 @@ from medha.admission import ModelLimits, prepare_request
 from medha.config import SchedulerConfig
 from medha.request import SamplingParams
 from medha.sched.scheduler import Scheduler
-from medha.wire import sampling_to_json
+from medha.wire import encode_sampling
 from tests.checkpoints import make_checkpoint
 from tests.engines import load_decoder, make_engine
 from tests.parallel.workers import WorkerPool
@@ -235,4 +235,4 @@ def test_the_runner_keeps_the_array_it_is_given(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=1, repetition_penalty=1.3).resolve({})
     runner.open(0, prompt, params, seed=0, end_ids=())
     assert runner._prompts[0].data_ptr() == prompt.ctypes.data
-    assert sampling_to_json(0, runner.sampling(0))["prompt_ids"] == [3, 7, 200]
+    assert encode_sampling(0, runner.sampling(0))[1].tolist() == [3, 7, 200]

@@ -6,10 +6,14 @@ With substitutes for FlashInfer and for graphs, which run the captured function 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import medha.distributed
+from medha.build import Role
+from medha.distributed import Caller, Follower
 from medha.request import SamplingParams
 from tests.parallel.workers import WorkerPool
 from tests.serving import random_ids
@@ -45,6 +49,33 @@ def test_a_tensor_parallel_group_replays_graphs(workers: WorkerPool, model: Path
     eager = workers.run(generate, 2, str(model), options | {"cuda_graphs": False}, prompts)
     captured = workers.run(generate, 2, str(model), options | {"cuda_graphs": True}, prompts)
     assert [tokens for tokens, _ in captured] == [tokens for tokens, _ in eager]
+    assert len(captured[0][0]) == len(prompts)
     replayed = [number for _, number in captured]
     assert replayed[0] == replayed[1] >= 4
     assert all(number == 0 for _, number in eager)
+
+
+@pytest.mark.parametrize("part", ["caller", "follower"])
+def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """NCCL ends a group when no graph is left that holds its collectives; the last barrier is gloo's."""
+    order: list[str] = []
+
+    class Graph:
+        def __del__(self) -> None:
+            order.append("graph")
+
+    groups = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control"}
+    monitor = SimpleNamespace(leave=lambda: True, doing=lambda activity: None)
+    ranks: Any = SimpleNamespace(**groups, run_groups={(0, 1): "run"}, monitor=monitor, place="rank 0")
+    runner: Any = SimpleNamespace(graphs=Graph())
+    quiet: Any = SimpleNamespace(send=lambda message: None, drain=lambda: None)
+    dist = SimpleNamespace(
+        barrier=lambda *, group: order.append(f"barrier of {group}"),
+        destroy_process_group=lambda group: order.append(f"end of {group}"),
+    )
+    monkeypatch.setattr(medha.distributed, "dist", dist)
+    monkeypatch.setattr(Follower, "serve", lambda self: None)
+    parts: dict[str, Any] = {"caller": Caller(quiet, ranks), "follower": Follower(runner, ranks, quiet)}
+    no_limits: Any = None
+    Role(no_limits, None, runner, **{part: parts[part]}).close()
+    assert order == ["graph", "barrier of gloo", "end of pipe", "end of gloo", "end of control", "end of run"]

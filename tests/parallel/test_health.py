@@ -1,17 +1,24 @@
-"""The monitor by itself: beats over a real store, with short times."""
+"""The monitor by itself: processes that are gone or stopped, ranks that are behind, words over a real store."""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from medha.parallel.health import Monitor
+from medha.parallel import health
+from medha.parallel.health import Monitor, printable
+from medha.parallel.process import Process, launched
 from tests.parallel.workers import free_port
 
 
@@ -24,14 +31,18 @@ class Ranks:
         self.ended: dict[int, tuple[str, bool]] = {}
         self._monitors: list[Monitor] = []
 
-    def monitor(self, rank: int, world_size: int, **options: float) -> Monitor:
-        def end(message: str, speak: bool) -> None:
-            self.ended[rank] = (message, speak)
+    def monitor(self, rank: int, world_size: int, **options: Any) -> Monitor:
+        """A monitor that watches and talks; what its main thread is about, it says itself."""
 
-        self._monitors.append(
-            Monitor(self._connect(), rank=rank, world_size=world_size, end=end, **options)  # type: ignore[arg-type]
-        )
-        return self._monitors[-1]
+        def end(message: str, speak: bool) -> None:
+            self.ended.setdefault(rank, (message, speak))
+
+        monitor = Monitor(rank=rank, world_size=world_size, end=end, **options)
+        monitor.waits_for = lambda: "control"
+        monitor.start()
+        monitor.attach(self._connect())
+        self._monitors.append(monitor)
+        return monitor
 
     def stop(self) -> None:
         """End the threads: one that is in the store's C++ while the interpreter ends aborts the process."""
@@ -40,10 +51,9 @@ class Ranks:
             monitor._heard.set()
             monitor._wake.set()
         for monitor in self._monitors:
-            for thread in (monitor._beater, monitor._watchdog):
-                if thread.is_alive():
-                    thread.join(10.0)
-                    assert not thread.is_alive()
+            for thread in (monitor._watcher, monitor._talker):
+                thread.join(10.0)
+                assert not thread.is_alive()
 
     def _connect(self, *, is_host: bool = False) -> TCPStore:
         return TCPStore(
@@ -59,6 +69,15 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     ranks.stop()
 
 
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stands for another rank."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={"RANK": "1"})
+    yield process
+    process.kill()
+    process.wait()
+
+
 def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -66,23 +85,44 @@ def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
+def stand_in(ranks: Ranks, rank: int, pid: int) -> None:
+    """Let a process be a rank that says nothing but which one it is."""
+    ranks.server.set(f"process/{rank}", " ".join(map(str, Process.of(pid))))
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
 def test_the_first_report_is_what_every_rank_tells(ranks: Ranks) -> None:
     monitors = [ranks.monitor(rank, 3) for rank in range(3)]
-    for monitor in monitors:
-        monitor.start()
     monitors[2].report("rank 2: first")
     until(lambda: monitors[0].has_failure)
     monitors[1].report("rank 1: second")
     assert [monitor.first_error() for monitor in monitors] == ["rank 2: first"] * 3
+    for monitor in monitors:
+        monitor.doing("batch 1")  # no longer in start, where others wait for the end of rank 0
     assert all(monitor.linger() for monitor in monitors)
     time.sleep(0.2)
     assert ranks.ended == {}  # the main threads know, so nothing is ended
 
 
+def test_an_error_of_any_text_can_be_told(ranks: Ranks) -> None:
+    monitors = [ranks.monitor(rank, 2) for rank in range(2)]
+    monitors[1].report("rank 1: a\0b\ud800\x1b[31m\n" + "x" * 5_000_000)
+    until(lambda: monitors[0].has_failure)
+    error = monitors[0].first_error()
+    assert error is not None
+    assert error.startswith("rank 1: a\\x00b\\ud800\\x1b[31m\nxxx")
+    assert error.endswith("0018 characters)") and len(error) < 2100
+
+
+def test_an_error_of_ordinary_text_is_told_as_it_is() -> None:
+    text = "größer als 5 €:\nzweite Zeile"
+    assert printable(text) == text
+
+
 def test_a_main_thread_that_is_stuck_is_ended(ranks: Ranks) -> None:
     monitors = [ranks.monitor(rank, 2) for rank in range(2)]
-    for monitor in monitors:
-        monitor.start()
     monitors[1].report("rank 1: boom")
     assert monitors[1].first_error() == "rank 1: boom"
     until(lambda: 0 in ranks.ended)
@@ -93,7 +133,6 @@ def test_what_is_to_be_saved_is_saved_before_the_end(ranks: Ranks) -> None:
     calls: list[tuple[str, bool]] = []
     monitor = ranks.monitor(0, 1)
     monitor.before_end = lambda message: calls.append((message, 0 in ranks.ended))
-    monitor.start()
     monitor.report("rank 0: boom")
     until(lambda: 0 in ranks.ended)
     assert calls == [("rank 0: boom", False)]
@@ -103,16 +142,13 @@ def test_an_end_that_is_heard_of_saves_nothing(ranks: Ranks) -> None:
     calls: list[str] = []
     monitor = ranks.monitor(0, 1)
     monitor.before_end = calls.append
-    monitor.start()
     monitor.report("rank 0: boom")
     assert monitor.first_error() == "rank 0: boom"
     time.sleep(4.0)
     assert (calls, ranks.ended) == ([], {})
 
 
-def test_saving_that_fails_or_hangs_is_told_and_delays_the_end_a_little(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_saving_that_fails_or_hangs_delays_the_end_a_little(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     def fail(message: str) -> None:
         raise OSError("disk full")
 
@@ -120,48 +156,184 @@ def test_saving_that_fails_or_hangs_is_told_and_delays_the_end_a_little(
     monitors[0].before_end = fail
     monitors[1].before_end = lambda message: time.sleep(30.0)
     with caplog.at_level(logging.ERROR, "medha"):
-        for monitor in monitors:
-            monitor.start()
         monitors[0].report("rank 0: boom")
         until(lambda: len(ranks.ended) == 2)
-    told = sorted(record.getMessage().rpartition("in full: ")[2] for record in caplog.records)
-    assert told == ["OSError: disk full", "it has taken more than 2 s"]
+    assert [record.getMessage().rpartition("in full: ")[2] for record in caplog.records] == ["OSError: disk full"]
+    assert ranks.ended[0] == ("rank 0: boom", True)
+    assert ranks.ended[1][0] == "rank 0: boom (what was unfinished is not saved)"
 
 
-def test_a_rank_that_never_beats_is_named_with_what_it_did(ranks: Ranks) -> None:
-    monitors = [ranks.monitor(rank, 3, silent_s=1.5) for rank in range(3)]
-    monitors[1].doing("batch 7")
-    monitors[0].start()
-    monitors[2].start()  # rank 1 came and never beats
-    until(lambda: monitors[2].has_failure)
-    error = monitors[2].first_error()
-    assert error is not None
-    assert error.startswith("rank 1 died or is stopped: silent for 2 s, last in start; noticed by rank 0 in start")
-
-
-def test_ranks_that_leave_are_not_missed(ranks: Ranks) -> None:
-    monitors = [ranks.monitor(rank, 2, silent_s=1.0) for rank in range(2)]
-    for monitor in monitors:
-        monitor.start()
+def test_ranks_that_leave_are_not_missed(ranks: Ranks, sleeper: subprocess.Popen[bytes]) -> None:
+    monitors = [ranks.monitor(rank, 2, local_ranks=range(2)) for rank in range(2)]
     assert monitors[1].leave()
-    time.sleep(2.5)
+    stand_in(ranks, 1, sleeper.pid)
+    until(lambda: monitors[0]._processes.get(1) == Process.of(sleeper.pid))
+    sleeper.kill()
+    sleeper.wait()
+    time.sleep(3.0)
     assert not monitors[0].has_failure
     assert monitors[0].leave()
 
 
-def test_a_failure_while_leaving(ranks: Ranks) -> None:
-    monitors = [ranks.monitor(rank, 2, silent_s=1.0) for rank in range(2)]
-    monitors[0].start()  # rank 1 never leaves
-    assert not monitors[0].leave()
-    assert "rank 1 died or is stopped" in str(monitors[0].first_error())
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_trouble_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
+    process = Process.of(sleeper.pid)
+    assert process.trouble is None
+    assert process._replace(started=process.started + 1).trouble == "has died"  # another one has its id by now
+    assert process._replace(machine="elsewhere").trouble is None
+    sleeper.send_signal(signal.SIGSTOP)
+    until(lambda: process.trouble == "is stopped")
+    sleeper.send_signal(signal.SIGCONT)
+    until(lambda: process.trouble is None)
+    sleeper.kill()
+    until(lambda: process.trouble == "has died")  # before anybody has waited for it
+    sleeper.wait()
+    assert process.trouble == "has died"
+
+
+def test_what_a_launcher_has_started(sleeper: subprocess.Popen[bytes]) -> None:
+    assert launched(os.getpid(), [0, 1]) == {1: Process.of(sleeper.pid)}
+    assert launched(os.getpid(), [0]) == {}
+
+
+@pytest.mark.parametrize(("number", "what"), [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "is stopped")])
+def test_a_rank_that_is_gone_or_stopped_is_named(
+    ranks: Ranks, sleeper: subprocess.Popen[bytes], number: int, what: str
+) -> None:
+    """Every rank of its node notices, and those of other nodes hear of it."""
+    stand_in(ranks, 1, sleeper.pid)
+    ranks.server.set("status/1", "0.1 - batch 7")
+    monitors = {rank: ranks.monitor(rank, 4, local_ranks=range(2)) for rank in (0, 2)}
+    until(lambda: 1 in monitors[0]._processes)
+    sleeper.send_signal(number)
+    until(lambda: monitors[2].has_failure)
+    begin = f"rank 1 {what}, last in batch 7; noticed by rank 0 in start"
+    assert {monitor.first_error() for monitor in monitors.values()} == {begin}
+
+
+def test_a_rank_that_says_nothing_and_runs_has_not_failed(ranks: Ranks, sleeper: subprocess.Popen[bytes]) -> None:
+    """As one whose Python holds the interpreter's lock for long."""
+    stand_in(ranks, 1, sleeper.pid)
+    ranks.server.set("status/1", "0.1 - batch 7")
+    monitor = ranks.monitor(0, 2, local_ranks=range(2))
+    time.sleep(6.0)
+    assert not monitor.has_failure
+
+
+def test_a_rank_that_never_came_is_named_if_its_process_is_gone(
+    ranks: Ranks, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the launcher has started ranks 0 and 1 of three."""
+    monkeypatch.setattr(os, "getppid", lambda: 4711)
+    here = {0: Process.of(os.getpid()), 1: Process.of(sleeper.pid)}
+    monkeypatch.setattr(health, "launched", lambda agent, ranks: here if agent == 4711 else {})
+    monitor = ranks.monitor(0, 3, local_ranks=range(3), parent=4711)
+    until(lambda: monitor.has_failure)
+    assert monitor.first_error() == "rank 2 has died before it met the others; noticed by rank 0 in start"
+
+
+def test_a_launcher_that_shows_nothing_of_its_ranks_is_no_failure(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: 4711)
+    monitor = ranks.monitor(0, 3, local_ranks=range(3), parent=4711)
+    time.sleep(6.0)
+    assert not monitor.has_failure
+
+
+def test_a_launcher_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noticed without a store: the ranks may not have met."""
+    monkeypatch.setattr("atexit.register", lambda *args: None)
+    ended: list[str] = []
+    monitor = Monitor(rank=1, world_size=2, parent=os.getppid() + 1, end=lambda message, speak: ended.append(message))
+    monitor.start()
+    until(lambda: bool(ended))
+    assert ended == [f"rank 1: the process that started it, {os.getppid() + 1}, has died, in start"]
+
+
+def test_a_store_that_does_not_answer(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder is stopped on another node, where nobody sees it."""
+    monitor = ranks.monitor(1, 2)
+    holds = threading.Event()
+    monkeypatch.setattr(monitor, "_round", lambda *args: holds.wait(20.0))
+    until(lambda: monitor.has_failure)
+    holds.set()
+    error = monitor.first_error()
+    assert error is not None
+    assert error.startswith(
+        "rank 0 is stopped or cannot be reached: the store that it holds has not answered rank 1 for"
+    )
+
+
+# -- ranks that are behind -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_for_which_others_wait_is_named(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is no failure; every rank writes what it works on."""
+    monkeypatch.setattr(health, "BEHIND_S", 1.0)
+    monitors = [ranks.monitor(rank, 3) for rank in range(3)]
+    for rank, monitor in enumerate(monitors):
+        monitor.describe = lambda rank=rank: f"here is rank {rank}"  # type: ignore[misc]
+        monitor.doing("batch 7")
+    monitors[1].waits_for = lambda: None
+    written: list[str] = []
+    with caplog.at_level(logging.WARNING, "medha"):
+        until(lambda: bool(written.append(capfd.readouterr().err) or "".join(written).count("here is rank") == 3))
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1 is behind: in batch 7 for 1 s while others wait for it"
+    ]
+    assert "most recent call first" in "".join(written)
+    time.sleep(1.5)
+    assert not any(monitor.has_failure for monitor in monitors)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("activity", "wait", "predicted_s"), [("idle", None, 0.0), ("batch 7", "merge", 0.0), ("batch 7", None, 100.0)]
+)
+def test_a_rank_is_not_behind_that_is_idle_or_waits_or_takes_what_was_predicted(
+    ranks: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    activity: str,
+    wait: str | None,
+    predicted_s: float,
+) -> None:
+    monkeypatch.setattr(health, "BEHIND_S", 0.5)
+    monitors = [ranks.monitor(rank, 2) for rank in range(2)]
+    monitors[0].predicted_s = lambda: predicted_s
+    monitors[1].waits_for = lambda: wait
+    monitors[1].doing(activity)
+    time.sleep(2.0)
+    assert caplog.records == []
+
+
+def test_after_a_transfer_has_failed_the_rank_that_is_behind_is_the_cause(ranks: Ranks) -> None:
+    monitors = [ranks.monitor(rank, 3) for rank in range(3)]
+    for monitor in monitors:
+        monitor.doing("batch 7")
+    monitors[2].waits_for = lambda: None
+    monitors[1].suspect()
+    error = monitors[1].first_error()
+    assert error is not None
+    assert error.startswith("rank 2 is behind: in batch 7 for ")
+
+
+def test_after_a_transfer_has_failed_a_silent_rank_of_another_node_is_the_cause(ranks: Ranks) -> None:
+    ranks.server.set("status/1", "0.1 control batch 7")
+    monitor = ranks.monitor(0, 2)
+    monitor.suspect()
+    assert monitor.first_error() == "rank 1 is silent: gone, stopped or cut off, last in batch 7"
 
 
 def test_the_wall_clock_does_not_matter(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     jumps = iter(range(0, 10**9, 86400))
     monkeypatch.setattr(time, "time", lambda: float(next(jumps)))
-    monitors = [ranks.monitor(rank, 2, silent_s=1.5) for rank in range(2)]
-    for monitor in monitors:
-        monitor.start()
+    monitors = [ranks.monitor(rank, 2, local_ranks=range(2)) for rank in range(2)]
     time.sleep(2.5)
     assert not any(monitor.has_failure for monitor in monitors)
     threads = [threading.Thread(target=monitor.leave) for monitor in monitors]

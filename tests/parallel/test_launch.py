@@ -154,9 +154,10 @@ def different(folders: list[str], options: list[dict[str, Any]], versions: list[
 @pytest.mark.parametrize(
     ("seeds", "versions", "other_model", "named"),
     [
-        ((0, 1), ("1", "1"), False, "configuration"),
-        ((0, 0), ("1", "2"), False, "version of medha"),
-        ((0, 0), ("1", "1"), True, "checkpoint"),
+        ((0, 1), ("1", "1"), None, "configuration"),
+        ((0, 0), ("1", "2"), None, "version of medha"),
+        ((0, 0), ("1", "1"), "dtypes", "checkpoint"),
+        ((0, 0), ("1", "1"), "values", "checkpoint"),
     ],
 )
 def test_ranks_that_differ(
@@ -166,19 +167,20 @@ def test_ranks_that_differ(
     *,
     seeds: tuple[int, int],
     versions: tuple[str, str],
-    other_model: bool,
+    other_model: str | None,
     named: str,
 ) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
     folders = [str(model), str(model)]
-    if other_model:  # the same config.json, other dtypes
+    if other_model is not None:  # the same config.json
         for file in model.iterdir():
             if file.is_file():
                 (tmp_path / file.name).write_bytes(file.read_bytes())
         tensors = load_file(tmp_path / "model.safetensors")
-        save_file({n: t.to(torch.bfloat16) for n, t in tensors.items()}, tmp_path / "model.safetensors")
+        other = {n: t.to(torch.bfloat16) if other_model == "dtypes" else 2 * t for n, t in tensors.items()}
+        save_file(other, tmp_path / "model.safetensors")
         folders[1] = str(tmp_path)
     answers = workers.run(different, 2, folders, [{"seed": seed} for seed in seeds], list(versions))
     assert len({(name, text) for name, text, _ in answers}) == 1
@@ -304,7 +306,7 @@ def test_torchrun_job_that_ends_early(
     assert took_s < 10.0
     assert written(tmp_path)["short"]["finish_reason"] == "length"
     if who == "rank 1":
-        assert "RankFailedError: rank 1 (stage 1) died" in said
+        assert "RankFailedError: rank 1 (stage 1) has died" in said
     elif who == "agent":
         assert "died" in said
     else:

@@ -86,11 +86,13 @@ def test_a_run_of_two_ranks_is_explained_and_replays(
     assert '"call":"cancel"' in journal.read_text()
 
 
-def test_every_rank_is_told_where_a_ttft_went(workers: WorkerPool, tmp_path: Path) -> None:
+def test_rank_0_alone_gets_outputs(workers: WorkerPool, tmp_path: Path) -> None:
+    """The others, which only take part, get nothing, so that no prompt and no output has to travel to them."""
     make_checkpoint(tmp_path, "llama")
     prompts = [random_prompt(length, seed=3) for length in LENGTHS]
     first, second = workers.run(generate, 2, str(tmp_path), OPTIONS | {"spp": 2}, prompts)
-    for output, same in zip(first, second, strict=True):
+    assert second == []
+    assert [output.prompt_token_ids for output in first] == prompts
+    for output in first:
         explained = output.metrics.explanation
-        assert explained == same.metrics.explanation
         assert sum(explained.parts_s.values()) == pytest.approx(output.metrics.ttft, abs=1e-6)

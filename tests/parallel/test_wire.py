@@ -1,4 +1,4 @@
-"""What crosses ranks beside batches comes back as it went: sampling state, outputs, sampled tokens, errors."""
+"""What crosses ranks beside batches comes back as it went: sampling state, sampled tokens, errors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import struct
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,21 +15,18 @@ from hypothesis import strategies as st
 
 from medha import errors
 from medha.batch import Row
-from medha.errors import EngineDeadError, MedhaError, RequestError, ValidationError
-from medha.explanation import Explanation
-from medha.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from medha.errors import MedhaError, RequestError
+from medha.request import SamplingParams
 from medha.runner import StepResult
 from medha.sampling import Sampled, SlotSampling
 from medha.wire import (
     decode_report,
+    decode_sampling,
     encode_report,
+    encode_sampling,
     error_from_json,
     error_to_json,
-    outputs_from_json,
-    outputs_to_json,
     report_size,
-    sampling_from_json,
-    sampling_to_json,
 )
 
 IDS = st.integers(0, 2**31 - 1)
@@ -61,73 +59,25 @@ def through_json(value: Any) -> Any:
     st.integers(0, 2**64),
     st.lists(IDS, max_size=3).map(tuple),
     st.lists(st.integers(0, 300), min_size=1, max_size=9),
+    st.lists(IDS, max_size=4),
 )
-def test_sampling_state(slot: int, params: SamplingParams, seed: int, end_ids: tuple[int, ...], ids: list[int]) -> None:
+def test_sampling_state(
+    slot: int, params: SamplingParams, seed: int, end_ids: tuple[int, ...], ids: list[int], output_ids: list[int]
+) -> None:
     state = SlotSampling.of(params.resolve({}), seed, end_ids, len(ids), torch.tensor(ids, dtype=torch.int32))
-    back_slot, back = sampling_from_json(through_json(sampling_to_json(slot, state)))
-    assert back_slot == slot
+    state.output_ids = output_ids
+    fields, sent = encode_sampling(slot, state)
+    back_slot, back, rest = decode_sampling(through_json(fields), np.append(sent, np.int32([7, 8])))
+    assert sent.dtype == np.int32
+    assert (back_slot, rest.tolist()) == (slot, [7, 8])
     assert (back.params, back.seed, back.end_ids) == (state.params, seed, end_ids)
-    assert (back.num_prompt_tokens, back.output_ids) == (len(ids), [])
+    assert (back.num_prompt_tokens, back.output_ids) == (len(ids), output_ids)
     if state.params.repetition_penalty == 1.0:
         assert state.prompt_ids is back.prompt_ids is None
     else:
         assert back.prompt_ids is not None and state.prompt_ids is not None
         assert back.prompt_ids.dtype == state.prompt_ids.dtype == torch.int32
         assert back.prompt_ids.tolist() == state.prompt_ids.tolist() == sorted(set(ids))
-
-
-LOGPROBS = st.dictionaries(
-    IDS, st.builds(Logprob, FLOATS, st.integers(1, 999), st.none() | st.text(max_size=3)), min_size=1, max_size=3
-)
-COMPLETIONS = st.builds(
-    CompletionOutput,
-    index=st.integers(0, 3),
-    text=st.none() | st.text(),
-    token_ids=st.lists(IDS, max_size=4),
-    finish_reason=st.sampled_from(("stop", "length", "abort", "error")),
-    stop_reason=st.none() | st.text(max_size=3) | IDS,
-    logprobs=st.none() | st.lists(LOGPROBS, max_size=3),
-    cumulative_logprob=st.none() | FLOATS,
-)
-ERRORS = st.builds(ValidationError, st.text(), param=st.just("prompt")) | st.builds(EngineDeadError, st.text())
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
-EXPLANATIONS = st.builds(
-    Explanation,
-    st.text(),
-    st.booleans(),
-    *[FINITE] * 4,
-    st.lists(st.tuples(st.text(), FINITE), max_size=3).map(tuple),
-    *[FINITE] * 3,
-    st.lists(st.tuples(FINITE, FINITE), max_size=3).map(tuple),
-)
-OUTPUTS = st.builds(
-    RequestOutput,
-    st.text(),
-    st.none() | st.text(),
-    st.lists(IDS, max_size=4),
-    st.lists(COMPLETIONS, min_size=1, max_size=2),
-    st.just(True),
-    st.builds(
-        RequestMetrics,
-        FLOATS,
-        first_token=st.none() | FLOATS,
-        num_chunks=st.integers(0, 9),
-        explanation=st.none() | EXPLANATIONS,
-    ),
-    st.none() | ERRORS,
-)
-
-
-@given(st.lists(OUTPUTS, max_size=3))
-def test_outputs(outputs: list[RequestOutput]) -> None:
-    back = outputs_from_json(through_json(outputs_to_json(outputs)))
-    assert [without_error(output) for output in back] == [without_error(output) for output in outputs]
-    for a, b in zip(back, outputs, strict=True):
-        assert (type(a.error), str(a.error)) == (type(b.error), str(b.error))
-
-
-def without_error(output: RequestOutput) -> Any:
-    return [getattr(output, name) for name in RequestOutput.__slots__ if name != "error"]
 
 
 OURS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MedhaError)]
