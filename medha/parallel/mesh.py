@@ -69,7 +69,7 @@ class Ranks:
         config: degrees.
         rank: global rank.
         group, stage, tp_rank: coordinates on the axes kvp, spp and tp.
-        tp_mesh: the ranks of this stage, on the axis ``tp``.
+        tp_mesh, tp_group: the ranks of this stage.
         pipe_group: for hidden states; report_group: for sampled tokens; control_group: for messages from rank 0.
         run_groups: by (first, last) KV-parallel group, of the runs that this rank's belongs to.
         job: how the ranks met, with the monitor that notices failed ones.
@@ -81,6 +81,7 @@ class Ranks:
     stage: int
     tp_rank: int
     tp_mesh: DeviceMesh
+    tp_group: dist.ProcessGroup
     pipe_group: dist.ProcessGroup
     report_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
@@ -96,11 +97,6 @@ class Ranks:
     def place(self) -> str:
         """This rank in messages."""
         return self.job.place
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        """The ranks of this stage."""
-        return self.tp_mesh.get_group()
 
     @property
     def is_first_stage(self) -> bool:
@@ -264,13 +260,15 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
             atexit.register(_destroy_all)
         everyone = list(range(config.world_size))
         group, stage, tp_rank = config.coordinates(launch.rank)
+        tp_mesh = _tp_mesh(dist.group.WORLD, device.type, config.tp, timeout)
         return Ranks(
             config=config,
             rank=launch.rank,
             group=group,
             stage=stage,
             tp_rank=tp_rank,
-            tp_mesh=_tp_mesh(dist.group.WORLD, device.type, config.tp, timeout),
+            tp_mesh=tp_mesh,
+            tp_group=tp_mesh.get_group(),
             pipe_group=_new_group(everyone, timeout),
             report_group=_new_group(everyone, timeout),
             control_group=_new_group(everyone, _CONTROL_TIMEOUT),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from medha.request import SamplingParams
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.parallel.faults import Job, start
-from tests.parallel.workers import WorkerPool
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": random_prompt(length, seed=5)} for length in (40, 3, 70)]
@@ -19,19 +19,19 @@ def tokens(llm: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
-def in_turn(folder: str, layouts: list[dict[str, Any]]) -> list[list[list[int]]]:
-    """On each rank: what an LLM of each layout says."""
+def in_turn(rank: int, folder: str, layouts: list[dict[str, Any]]) -> None:
+    """Say what an LLM of each layout says."""
     from medha import LLM
 
     said = []
     for layout in layouts:
         with LLM(folder, **OPTIONS, **layout) as llm:
             said.append(tokens(llm))
-    return said
+    print(json.dumps(said), flush=True)
 
 
-def at_once(folder: str) -> list[list[list[int]]]:
-    """On each rank: two LLMs are open, and the first one is closed first."""
+def at_once(rank: int, folder: str) -> None:
+    """Two LLMs are open, and the first one is closed first."""
     from medha import LLM
 
     first, second = LLM(folder, **OPTIONS, tp=2), LLM(folder, **OPTIONS, spp=2)
@@ -39,7 +39,14 @@ def at_once(folder: str) -> list[list[list[int]]]:
     first.close()
     said.append(tokens(second))
     second.close()
-    return said
+    print(json.dumps(said), flush=True)
+
+
+def said_by(job: Job) -> list[Any]:
+    """What each rank has said, once all have ended well."""
+    codes = job.wait(90.0)
+    assert set(codes) == {0}, "\n".join(job.stderr(rank) for rank in range(len(codes)))
+    return [json.loads((job.folder / f"stdout-{rank}").read_text()) for rank in range(len(codes))]
 
 
 def alone(folder: Path) -> list[list[int]]:
@@ -50,7 +57,7 @@ def alone(folder: Path) -> list[list[int]]:
         return tokens(llm)
 
 
-def test_layouts_that_change(workers: WorkerPool, tmp_path: Path) -> None:
+def test_layouts_that_change(tmp_path: Path, jobs: list[Job]) -> None:
     """Also with DTensor, which remembers a mesh by its ranks: the groups behind it must live on."""
     expected = alone(tmp_path)
     whole = {"tp": 2, "kvp": 2, "tp_forward": "dtensor"}
@@ -62,15 +69,16 @@ def test_layouts_that_change(workers: WorkerPool, tmp_path: Path) -> None:
         {"tp": 4, "tp_forward": "dtensor"},
         whole,
     ]
-    said, *others = workers.run(in_turn, 4, str(tmp_path), layouts)
+    jobs.append(start(tmp_path, 4, in_turn, str(tmp_path), layouts))
+    said, *others = said_by(jobs[0])
     assert said == [expected] * len(layouts)
     assert others == [[[]] * len(layouts)] * 3  # outputs are rank 0's alone
 
 
-def test_two_at_once(workers: WorkerPool, tmp_path: Path) -> None:
+def test_two_at_once(tmp_path: Path, jobs: list[Job]) -> None:
     expected = alone(tmp_path)
-    said, _ = workers.run(at_once, 2, str(tmp_path))
-    assert said == [expected] * 4
+    jobs.append(start(tmp_path, 2, at_once, str(tmp_path)))
+    assert said_by(jobs[0])[0] == [expected] * 4
 
 
 def left_open(rank: int, folder: str) -> None:
@@ -83,7 +91,6 @@ def left_open(rank: int, folder: str) -> None:
 
 def test_a_program_that_closes_nothing_ends_well(tmp_path: Path, jobs: list[Job]) -> None:
     alone(tmp_path)
-    jobs.append(job := start(tmp_path, 2, left_open, str(tmp_path)))
-    assert job.wait(60.0) == [0, 0], job.stderr(0) + job.stderr(1)
-    assert (tmp_path / "stdout-0").read_text() == "[3, 3]\n"
-    assert "Traceback" not in job.stderr(0) + job.stderr(1)
+    jobs.append(start(tmp_path, 2, left_open, str(tmp_path)))
+    assert said_by(jobs[0]) == [[3, 3], [0, 0]]
+    assert "Traceback" not in jobs[0].stderr(0) + jobs[0].stderr(1)

@@ -84,6 +84,8 @@ def _work(pipe: Connection) -> None:
     """A worker's life: take a job, run it, answer."""
     import torch
 
+    from medha.parallel.mesh import _destroy_all
+
     torch.set_num_threads(1)
     while True:
         name, args, environment = pipe.recv()
@@ -91,6 +93,7 @@ def _work(pipe: Connection) -> None:
         module, _, function = name.partition(":")
         try:
             answer = (True, getattr(importlib.import_module(module), function)(*args))
+            _destroy_all()  # the next job may have another world size, which no program of torchrun's ever sees
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
