@@ -290,9 +290,9 @@ class Monitor:
         return _Status(time.monotonic() - self._since, wait, self._activity)
 
     def _look_for_late(self, store: Store, elapsed_s: float) -> None:
-        """Name the rank for which others wait; after a failed transfer make it the error."""
-        statuses = {self._rank: self._status()}
-        silent = []
+        """Name the rank that others wait for; after a failed transfer make it the error."""
+        limit_s = _SUSPECT_S if self._suspecting else max(BEHIND_S, 10 * self.predicted_s())
+        statuses, silent = {self._rank: self._status()}, {}
         for rank in self._others:
             if store.check([f"status/{rank}"]):
                 latest = store.get(f"status/{rank}")
@@ -301,22 +301,23 @@ class Monitor:
                 self._statuses[rank] = latest, silence_s
                 status = _Status.read(latest)
                 statuses[rank] = status._replace(seconds=status.seconds + silence_s)
-                if silence_s >= _SUSPECT_S and rank not in self._local:
-                    silent.append(rank)
-        limit_s = _SUSPECT_S if self._suspecting else max(BEHIND_S, 10 * self.predicted_s())
-        late = [r for r, s in statuses.items() if s.wait == "-" and s.activity != "idle" and s.seconds >= limit_s]
-        if self._suspecting and silent:
-            self.report(f"{self._name(silent[0])} is silent: gone, stopped or cut off{self._last_of(silent[0])}")
-        elif late and any(status.wait != "-" for status in statuses.values()):
-            rank = max(late, key=lambda rank: statuses[rank].seconds)
-            activity, seconds = statuses[rank].activity, statuses[rank].seconds
-            text = f"{self._name(rank)} is behind: in {activity} for {seconds:.0f} s while others wait for it"
-            if self._suspecting:
-                self.report(text)
-            elif self._named != (rank, activity):
-                self._named = rank, activity
-                logger.warning("%s", text)
-                store.set(f"dump/{self._num_dumps}", "")
+                if silence_s >= limit_s and rank not in self._local:
+                    silent[rank] = silence_s
+        late = {r: s.seconds for r, s in statuses.items() if s.wait == "-" and s.activity != "idle"}
+        rank = max(silent or late, key=(silent or late).__getitem__, default=self._rank)
+        activity = statuses[rank].activity
+        if rank in silent:
+            what = f"is silent for {silent[rank]:.0f} s: cut off, stopped, or busy in Python; last in {activity}"
+        elif late.get(rank, 0.0) >= limit_s and any(status.wait != "-" for status in statuses.values()):
+            what = f"is behind: in {activity} for {late[rank]:.0f} s while others wait for it"
+        else:
+            return
+        if self._suspecting:
+            self.report(f"{self._name(rank)} {what}")
+        elif self._named != (rank, activity):
+            self._named = rank, activity
+            logger.warning("%s %s", self._name(rank), what)
+            store.set(f"dump/{self._num_dumps}", "")
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

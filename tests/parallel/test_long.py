@@ -29,9 +29,9 @@ LAYOUT = {"kvp": 2, "spp": 2}
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank saw: logits [num_tokens, V] where it samples, and the most bytes of KV blocks that it held."""
+    """What a rank saw: tokens on rank 0, logits [num_tokens, V] where it samples, the most bytes of KV that it held."""
 
-    tokens: list[int]
+    tokens: list[list[int]]
     logits: Any
     kv_bytes: int
 
@@ -42,8 +42,10 @@ def generate(folder: str, prompt: list[int], options: dict[str, Any]) -> Seen:
 
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with recording() as (logits, held), LLM(folder, **options) as llm:
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
-    return Seen(output.outputs[0].token_ids, torch.cat(logits).numpy() if logits else None, max(held))
+        outputs = llm.generate([{"prompt_token_ids": prompt}], params)
+    return Seen(
+        [output.outputs[0].token_ids for output in outputs], torch.cat(logits).numpy() if logits else None, max(held)
+    )
 
 
 @contextmanager
@@ -87,7 +89,7 @@ def check(workers: WorkerPool, folder: Path, num_tokens: int, *, chunk_size: int
     ranks = workers.run(generate, 4, str(folder), prompt, together)
 
     assert [seen.logits is not None for seen in ranks] == [False, True, False, False]  # the leading group's last stage
-    assert [seen.tokens for seen in ranks] == [one.tokens] * 4
+    assert [seen.tokens for seen in ranks] == [one.tokens, [], [], []]
     assert one.logits.shape == ranks[1].logits.shape == (NUM_TOKENS, len(one.logits[0]))
     error = abs(ranks[1].logits - one.logits).max() / abs(one.logits).max()
     print(f"\n  {num_tokens} tokens: largest difference of logits {error:.1e} of the largest logit")

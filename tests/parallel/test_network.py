@@ -149,11 +149,11 @@ def test_tokens_over_a_network_are_those_of_one_process(
 def test_a_cut_cable_ends_both_nodes(
     model: Path, tmp_path: Path, nodes: list[Node], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No connection closes: rank 0 misses the other's beat, and rank 1 gets no answer from the store."""
+    """No connection closes: rank 0 waits in vain for a transfer, and rank 1 gets no answer from the store."""
     requests, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     lines = [{"id": "short", "prompt": "a", "max_tokens": 1}, {"id": "long", "prompt": "b", "max_tokens": 4000}]
     requests.write_text("".join(json.dumps(line | {"ignore_eos": True}) + "\n" for line in lines))
-    start_job(nodes, model, requests, output, "--spp", "2")
+    start_job(nodes, model, requests, output, "--spp", "2", "--dist-timeout", "8")
     deadline = time.monotonic() + START_LIMIT_S
     while not (output.is_file() and output.read_text()):
         assert time.monotonic() < deadline, nodes[0].said + nodes[1].said
@@ -164,7 +164,7 @@ def test_a_cut_cable_ends_both_nodes(
     with capsys.disabled():
         print(f"\n  cable cut: both nodes ended after {time.monotonic() - cut_s:.1f} s")
     assert all(codes), (codes, nodes[0].said, nodes[1].said)
-    assert "error: RankFailedError: rank 1 (stage 1) died or is stopped: silent for 5 s" in nodes[0].said
+    assert "error: RankFailedError: rank 1 (stage 1) is silent for" in nodes[0].said
     assert "error: RankFailedError: torchrun's agent is stopped or cannot be reached" in nodes[1].said
     assert all("exitcode  : 4 " in node.said for node in nodes)
     ends = {name: row["finish_reason"] for name, row in rows_of(output).items()}
