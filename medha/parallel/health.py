@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import logging
+import math
 import os
 import re
 import sys
@@ -104,7 +105,8 @@ class Monitor:
         self._mine: str | None = None  # this rank's error
         self._lost: dict[int, str] = {}  # what is wrong with the processes of other ranks
         self._error: str | None = None  # everybody's
-        self._suspecting = self._leaving = False
+        self._suspecting: float | None = None  # since when
+        self._leaving = False
         self._num_rounds = self._num_dumps = 0
         self._named: tuple[int, str] | None = None  # rank and activity
         self._processes: dict[int, Process] = {}
@@ -148,7 +150,7 @@ class Monitor:
 
     def suspect(self) -> None:
         """A transfer has failed, and the cause is another rank: find it, with stricter limits."""
-        self._suspecting = True
+        self._suspecting = self._suspecting or time.monotonic()
         self._wake.set()
 
     def first_error(self, *, wait_s: float = _SUSPECT_S + 4 * _BEAT_S) -> str | None:
@@ -205,7 +207,7 @@ class Monitor:
                 rank: f"{self._name(rank)} {trouble}{self._last_of(rank)}; noticed by {self._name(self._rank)} in "
                 f"{self._activity}"
                 for (rank, trouble), seconds in trouble_s.items()
-                if seconds >= _TROUBLE_S[trouble]
+                if seconds >= _TROUBLE_S[trouble] or (self._suspecting is not None and trouble == "has died")
             }
             is_talking = self._talker.is_alive()
             silence_s = silence_s + elapsed_s if is_talking and rounds == self._num_rounds else 0.0
@@ -267,7 +269,7 @@ class Monitor:
         for rank, lost in list(self._lost.items()):
             if not store.check([f"left/{rank}"]):
                 self.report(lost)
-        if self._rank == 0 or self._suspecting:
+        if self._rank == 0 or self._suspecting is not None:
             self._look_for_late(store, elapsed_s)
         if store.check([f"dump/{self._num_dumps}"]):
             self._num_dumps += 1
@@ -291,7 +293,9 @@ class Monitor:
 
     def _look_for_late(self, store: Store, elapsed_s: float) -> None:
         """Name the rank that others wait for; after a failed transfer make it the error."""
-        limit_s = _SUSPECT_S if self._suspecting else max(BEHIND_S, 10 * self.predicted_s())
+        limit_s = max(BEHIND_S, 10 * self.predicted_s())
+        if self._suspecting is not None:  # a process that has ended is noticed before
+            limit_s = _SUSPECT_S if time.monotonic() - self._suspecting >= _SUSPECT_S else math.inf
         statuses, silent = {self._rank: self._status()}, {}
         for rank in self._others:
             if store.check([f"status/{rank}"]):
@@ -303,7 +307,8 @@ class Monitor:
                 statuses[rank] = status._replace(seconds=status.seconds + silence_s)
                 if silence_s >= limit_s and rank not in self._local:
                     silent[rank] = silence_s
-        late = {r: s.seconds for r, s in statuses.items() if s.wait == "-" and s.activity != "idle"}
+        may_idle = self._suspecting is None
+        late = {r: s.seconds for r, s in statuses.items() if s.wait == "-" and not (may_idle and s.activity == "idle")}
         rank = max(silent or late, key=(silent or late).__getitem__, default=self._rank)
         activity = statuses[rank].activity
         if rank in silent:
@@ -312,7 +317,7 @@ class Monitor:
             what = f"is behind: in {activity} for {late[rank]:.0f} s while others wait for it"
         else:
             return
-        if self._suspecting:
+        if self._suspecting is not None:
             self.report(f"{self._name(rank)} {what}")
         elif self._named != (rank, activity):
             self._named = rank, activity

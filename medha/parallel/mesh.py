@@ -217,22 +217,28 @@ def once_per_node(job: Job, point: str, run: Callable[[], T], *, limit_s: float)
 
 
 def _wait_for(job: Job, point: str, missing: list[int], *, limit_s: float) -> None:
-    """Wait until the given ranks have come to a named point; the first rank names those that take long."""
+    """Wait until the given ranks have come to a named point; the first that has come names those that take long."""
     begin = time.monotonic()
-    deadline, is_named = begin + limit_s, job.launch.rank > 0
+    is_named = False
     while missing := [rank for rank in missing if not job.store.check([f"{point}/{rank}"])]:
         if job.monitor.has_failure:
             raise RankFailedError(job.monitor.first_error() or "a rank has failed")
-        if not is_named and time.monotonic() > begin + BEHIND_S:
+        waited_s = time.monotonic() - begin
+        speaks = all(rank in missing for rank in range(job.launch.rank))
+        if speaks and not is_named and waited_s > BEHIND_S:
             is_named = True
-            logger.warning(
-                "ranks %s have not come (%s) after %.0f s; the others wait for them", missing, point, BEHIND_S
+            level = logging.WARNING if job.launch.rank == 0 else logging.ERROR  # of which alone other ranks write
+            logger.log(
+                level, "ranks %s have not come (%s) after %.0f s; others wait for them", missing, point, BEHIND_S
             )
-        if time.monotonic() > deadline:
-            raise ConfigError(
+        if waited_s > limit_s:
+            text = (
                 f"ranks {missing} of {job.launch.world_size} have not come to {job.launch.address} "
                 f"within {limit_s:.0f} s"
             )
+            if speaks and job.launch.rank > 0:
+                logger.error("%s", text)
+            raise ConfigError(text)
         time.sleep(0.01)
 
 
