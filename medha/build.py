@@ -94,6 +94,12 @@ class Role:
         """Whether there is one process."""
         return self.caller is None and self.follower is None
 
+    def describe(self) -> str:
+        """What this process works on; for another thread."""
+        worker = self.engine or self.follower
+        assert worker is not None, "every rank has the one or the other"
+        return worker.describe()
+
     def give_up(self, error: BaseException) -> None:
         """Tell every rank that this one goes with an error; they end too."""
         for part in (self.caller, self.follower):

@@ -10,9 +10,11 @@ import io
 import logging
 import os
 import signal
+import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -21,6 +23,7 @@ import typer
 
 from medha.config import OPTION_ALIASES
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
+from medha.parallel.health import write_state
 from medha.parallel.launch import is_first_rank, is_launched
 
 logger = logging.getLogger("medha")
@@ -147,6 +150,38 @@ def first_interrupt() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def state_on_signal(describe: Callable[[], str]) -> Iterator[None]:
+    """Within, SIGUSR1 makes this process write what it works on, and where its threads are, to stderr.
+
+    A thread of its own does it, since the main thread may be stuck in a transfer, where no handler of Python runs.
+
+    Args:
+        describe: what this process works on, as text.
+    """
+    here, there = socket.socketpair()
+    there.setblocking(False)
+
+    def listen() -> None:
+        while numbers := here.recv(64):
+            if signal.SIGUSR1 in numbers:
+                write_state(describe)
+
+    try:
+        before = signal.signal(signal.SIGUSR1, lambda *_: None)
+        before_fd = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
+    except ValueError:  # not the main thread, which alone may
+        yield
+        return
+    threading.Thread(target=listen, name="medha-state", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before_fd)
+        signal.signal(signal.SIGUSR1, before)
+        there.close()
 
 
 def start_logging(level: str) -> None:

@@ -25,6 +25,7 @@ from medha.command import (
     make_app,
     run_app,
     start_logging,
+    state_on_signal,
 )
 from medha.config import ATTENTION_BACKENDS, SCHEDULERS, EngineConfig, parse_bytes
 from medha.console import report_console
@@ -308,6 +309,7 @@ def _serve(
         if journal is not None:
             engine.record(emptied(journal))
         interrupted = stack.enter_context(first_interrupt())
+        stack.enter_context(state_on_signal(role.describe))
         view = _view(engine, len(arrivals), json_lines=json_lines, live=live)
         stack.enter_context(view)
         files = [] if output is None else [emptied(output)]
@@ -358,7 +360,8 @@ def _follow(config: EngineConfig) -> int:
 
     role = build_role(config)
     ignore_signals()  # from here on rank 0 tells this rank when to stop
-    role.close()
+    with state_on_signal(role.describe):
+        role.close()
     return 0
 
 

@@ -367,6 +367,22 @@ def test_signals(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
     assert job.stderr(1) == ""
 
 
+def test_each_rank_says_what_it_works_on(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    """On SIGUSR1, also while its main thread is in a transfer; the run goes on."""
+    fault = Fault(1, "decode", "sleep", after=8, sleep_s=3.0)  # rank 0 waits for the report meanwhile
+    jobs.append(job := start(tmp_path, 2, command, arguments(tmp_path, model), fault=fault))
+    job.fault_s()
+    time.sleep(0.5)
+    for process in job.processes:
+        os.kill(process.pid, signal.SIGUSR1)
+    assert job.wait(60.0) == [0, 0], job.stderr(0) + job.stderr(1)
+    assert "1 unfinished requests, " in job.stderr(0) and "'long' in slot " in job.stderr(0)
+    assert "slot 0 decode [" in job.stderr(0) or "slot 1 decode [" in job.stderr(0)
+    assert "rank 1 (stage 1): " in job.stderr(1) and "last message: batch" in job.stderr(1)
+    assert all("most recent call first" in job.stderr(rank) for rank in (0, 1))
+    assert written(tmp_path)["long"]["finish_reason"] == "length"
+
+
 # -- surroundings ----------------------------------------------------------------------------------------------------
 
 
