@@ -13,6 +13,7 @@ import dataclasses
 import json
 import logging
 import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -271,7 +272,7 @@ def _slo(value: Any) -> SLO | None:
 def _seconds(value: Any) -> float:
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
         raise ValidationError(
             f"arrival_s={value!r:.80}; accepted: seconds, finite and not negative", param="arrival_s", value=value
         )

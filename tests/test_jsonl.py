@@ -100,6 +100,7 @@ def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Pat
         ({"prompt": "x", "arrival_s": True}, ValidationError, "arrival_s=True; accepted: seconds"),
         ('{"prompt": "x", "arrival_s": NaN}', ValidationError, "arrival_s=nan; accepted: seconds"),
         ('{"prompt": "x", "arrival_s": 1e999}', ValidationError, "arrival_s=inf; accepted: seconds"),
+        ('{"prompt": "x", "arrival_s": 1' + "0" * 400 + "}", ValidationError, "arrival_s=1000"),
         ({"prompt": "x", "slo": 3}, ValidationError, "slo=3; accepted: an object"),
         ({"prompt": "x", "slo": {"ttft": 3}}, ValidationError, "slo={'ttft': 3}; accepted: an object"),
         ({"prompt": "x", "slo": {"ttft_s": 0}}, ValidationError, r"slo.ttft_s=0; accepted"),
