@@ -24,7 +24,7 @@ from medha.batch import Batch
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
 from medha.explanation import Explanation
 from medha.live import LiveRequest
-from medha.request import PRIORITIES, SLO, RequestOutput, SamplingParams
+from medha.request import PRIORITIES, SLO, RequestOutput, SamplingParams, check_seconds
 from medha.runner import StepResult
 from medha.sched.correction import KINDS, ErrorFigures, Kind
 from medha.sched.journal import Journal
@@ -258,12 +258,13 @@ class Engine:
         """Queue a request that :meth:`prepare` returned.
 
         Raises:
-            ValidationError: its id is in flight already.
+            ValidationError: its id is in flight already, or ``arrival_s`` is no time.
             DeadlineError: it cannot meet its TTFT objective, and the option ``admission`` is ``refuse``.
             EngineDeadError: the engine has failed before.
         """
         if self._dead is not None:
             raise self._dead
+        arrival_s = check_seconds("arrival_s", arrival_s)
         if request.request_id in self._live:
             raise ValidationError(
                 f"request_id={request.request_id!r} is in flight already; accepted: an id not in use",

@@ -346,8 +346,22 @@ class RequestOutput:
     num_cached_tokens: int = field(default=0)
 
 
+def check_seconds(name: str, value: Any) -> float:
+    """A time.
+
+    Raises:
+        ValidationError: not a finite number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise _bad(name, value, "seconds, a finite number")
+    return float(value)
+
+
 def _bad(name: str, value: Any, accepted: str) -> ValidationError:
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer of thousands of digits has no repr
+        shown = f"<{type(value).__name__}>"
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return ValidationError(f"{name}={shown}; accepted: {accepted}", param=name, value=value)
 

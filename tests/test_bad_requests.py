@@ -12,7 +12,7 @@ import torch
 from medha import LLM, SLO, SamplingParams
 from medha.engine import Engine
 from medha.errors import ContextLengthError, KVCapacityError, UnsupportedFeatureError, ValidationError
-from tests.serving import GREEDY, Model, assert_empty, make_byte_model, serve_one, write_byte_model
+from tests.serving import GREEDY, Model, assert_empty, finish, make_byte_model, serve_one, write_byte_model
 
 MAX_MODEL_LEN = 400
 POOL_TOKENS = 256
@@ -166,6 +166,17 @@ def test_bad_request_id(model: Model, name: Any) -> None:
         engine.add_request(name, "good")
     assert caught.value.param == "request_id"
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("arrival_s", [float("nan"), float("-inf"), "0", 10**400, 10**5000, [], True], ids=range(7))
+def test_an_arrival_that_is_no_time_changes_nothing(model: Model, arrival_s: Any) -> None:
+    engine = make_engine(model)
+    engine.add_request("before", "good", GREEDY)
+    with pytest.raises(ValidationError, match=r"^arrival_s=.*; accepted: seconds, a finite number$") as caught:
+        engine.add_request("bad", "good", GREEDY, arrival_s=arrival_s)
+    assert caught.value.param == "arrival_s"
+    engine.add_request("after", "good", GREEDY, arrival_s=-1)
+    assert {i: len(output.outputs[0].token_ids) for i, output in finish(engine).items()} == {"before": 16, "after": 16}
 
 
 def test_bad_parameters(model: Model, llm: LLM) -> None:
