@@ -26,6 +26,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 and copied in 8 ms, while a list of them takes half a second, in which nobody else gets a token."""
 
 _FORMS = ("prompt", "prompt_token_ids", "messages")
+_IDS = "accepted: a list of token ids, or text as prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +105,13 @@ def prepare_request(
     Raises:
         ValidationError, ContextLengthError, KVCapacityError: the request is wrong; ``param`` says where.
     """
-    _check_type("request_id", request_id, str)
+    check_type("request_id", request_id, str)
     if not request_id:
         raise ValidationError("request_id is empty; accepted: a string", param="request_id", value=request_id)
     params = SamplingParams() if params is None else params
-    _check_type("sampling_params", params, SamplingParams)
+    check_type("sampling_params", params, SamplingParams)
     if slo is not None:
-        _check_type("slo", slo, SLO)
+        check_type("slo", slo, SLO)
     check_priority(priority)
     text, ids, id_list = _tokenise(prompt, tokenizer, limits.vocab_size)
     params = params.resolve(limits.sampling_defaults)
@@ -168,7 +169,12 @@ def _form(prompt: Prompt) -> tuple[str, Any]:
 
 def _checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]:
     """A copy of token ids in the vocabulary; names the first that is not one. 10M of an array take 10 ms."""
-    array = _integer_array(value)
+    try:
+        array = _integer_array(value)
+    except (RuntimeError, TypeError) as error:  # a tensor on the meta device, a sparse one
+        raise ValidationError(
+            f"{name}: its values cannot be read ({error}); {_IDS}", param=name, value=value
+        ) from error
     if array is None:
         ids = value.tolist() if hasattr(value, "tolist") else value
         if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
@@ -233,7 +239,8 @@ def _check_pool(params: SamplingParams, num_prompt_tokens: int, scheduler: Sched
     )
 
 
-def _check_type(name: str, value: Any, kind: type) -> None:
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Raise ValidationError unless ``value`` is of a type."""
     if not isinstance(value, kind):
         raise ValidationError(f"{name}={value!r:.80}; accepted: {kind.__name__}", param=name, value=value)
 
@@ -245,8 +252,8 @@ def _wrong_id(name: str, index: int, token: object, vocab_size: int) -> Validati
 
 
 def _wrong_prompt(name: str, value: Any) -> ValidationError:
-    accepted = {"prompt": "text", "messages": "a list of messages"}.get(name, "a list of token ids, or text as prompt")
-    return ValidationError(f"{name} of type {type(value).__name__}; accepted: {accepted}", param=name, value=value)
+    accepted = {"prompt": "accepted: text", "messages": "accepted: a list of messages"}.get(name, _IDS)
+    return ValidationError(f"{name} of type {type(value).__name__}; {accepted}", param=name, value=value)
 
 
 def _no_tokenizer(name: str, value: Any, instead: str) -> ValidationError:

@@ -19,7 +19,7 @@ from typing import Protocol, TextIO, cast
 import numpy as np
 import numpy.typing as npt
 
-from medha.admission import ModelLimits, PreparedRequest, Prompt, prepare_request
+from medha.admission import ModelLimits, PreparedRequest, Prompt, check_type, prepare_request
 from medha.batch import Batch
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
 from medha.explanation import Explanation
@@ -190,7 +190,7 @@ class Engine:
         Raises:
             ValidationError: no unfinished request has this id.
         """
-        live = self._live.get(request_id)
+        live = self._find(request_id)
         if live is None:
             raise ValidationError(
                 f"request_id={request_id!r:.80} is not running; accepted: an unfinished request",
@@ -309,8 +309,12 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown."""
-        live = self._live.get(request_id)
+        """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown.
+
+        Raises:
+            ValidationError: ``request_id`` is no string.
+        """
+        live = self._find(request_id)
         if live is not None:
             live.finish("abort", self.now())
             self._keep_explanation(live)
@@ -408,6 +412,11 @@ class Engine:
                 chunks = [row.slot for row in batch.rows if not row.is_decode]
                 self.timeline.count_slack(start, {self._id_of(s): self.scheduler.slack_s(s, start) for s in chunks})
             self._in_flight.append((batch, self.scheduler.last_prediction, pending))
+
+    def _find(self, request_id: str) -> LiveRequest | None:
+        """The unfinished request of an id; raises ValidationError for what is no id."""
+        check_type("request_id", request_id, str)
+        return self._live.get(request_id)
 
     def _id_of(self, slot: int) -> str:
         """Who has a slot."""

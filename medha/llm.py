@@ -193,8 +193,7 @@ class LLM:
         """Complete one conversation or several with the model's chat template; otherwise as :meth:`generate`."""
 
         def run() -> list[RequestOutput]:
-            conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-            prompts = [{"messages": conversation} for conversation in conversations]
+            prompts = [{"messages": conversation} for conversation in _conversations(messages)]
             return self._generate(prompts, sampling_params, slo, priority, use_tqdm)
 
         return self._on_every_rank("chat", run)
@@ -336,11 +335,11 @@ def _close_at_exit(llm: weakref.ref[LLM]) -> None:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list of prompts."""
-    if getattr(prompts, "ndim", None) == 1:
-        return [prompts]  # type: ignore[list-item]  # an array of token ids
-    listed: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # numpy and torch
-    if isinstance(listed, (str, Mapping)):
+    listed: Any = prompts
+    if isinstance(listed, (str, Mapping)) or getattr(listed, "ndim", 0) == 1:  # numpy and torch: an array of token ids
         return [listed]
+    if getattr(listed, "ndim", 0) > 1:
+        return list(listed)
     if not isinstance(listed, Sequence) or isinstance(listed, (bytes, bytearray)):
         raise ValidationError(
             f"prompts of type {type(prompts).__name__}; accepted: a prompt or a list of prompts",
@@ -350,6 +349,17 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and isinstance(listed[0], Number):
         return [listed]  # token ids
     return list(listed)
+
+
+def _conversations(messages: Any) -> Sequence[Any]:
+    """One conversation or several as a list of conversations."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise ValidationError(
+            f"messages of type {type(messages).__name__}; accepted: a list of messages, or a list of such lists",
+            param="messages",
+            value=messages,
+        )
+    return [messages] if messages and isinstance(messages[0], Mapping) else messages
 
 
 def _spread(name: str, value: Any, count: int) -> list[Any]:

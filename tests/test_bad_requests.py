@@ -57,6 +57,7 @@ PROMPTS: dict[str, tuple[Any, str, str]] = {
     "array of floats": (np.array([1.0]), "prompt_token_ids", r"^prompt_token_ids\[0\]=1\.0; accepted"),
     "array of booleans": (torch.tensor([True]), "prompt_token_ids", r"^prompt_token_ids\[0\]=True; accepted"),
     "array field of two axes": ({"prompt_token_ids": np.array([[5]])}, "prompt_token_ids", r"^prompt_token_ids\[0\]="),
+    "array without values": (torch.empty(3, dtype=torch.int64, device="meta"), "prompt_token_ids", "cannot be read"),
     "array field of no axis": ({"prompt_token_ids": np.array(5)}, "prompt_token_ids", "of type ndarray; accepted"),
     "text as ids": ({"prompt_token_ids": "hello"}, "prompt_token_ids", "of type str; accepted"),
     "mapping as ids": ({"prompt_token_ids": {"prompt": "hello"}}, "prompt_token_ids", "of type dict; accepted"),
@@ -168,6 +169,13 @@ def test_bad_request_id(model: Model, name: Any) -> None:
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("name", [None, 5, [1]])
+@pytest.mark.parametrize("method", ["abort", "explain"])
+def test_what_is_no_id_is_refused(model: Model, method: str, name: Any) -> None:
+    with pytest.raises(ValidationError, match=r"^request_id=.*; accepted: str$"):
+        getattr(make_engine(model), method)(name)
+
+
 @pytest.mark.parametrize("arrival_s", [float("nan"), float("-inf"), "0", 10**400, 10**5000, [], True], ids=range(7))
 def test_an_arrival_that_is_no_time_changes_nothing(model: Model, arrival_s: Any) -> None:
     engine = make_engine(model)
@@ -262,12 +270,14 @@ def test_chat_without_a_template(model: Model, monkeypatch: pytest.MonkeyPatch) 
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("messages", ["hi", [[]], [["hi"]], [[{"role": "user"}]], [5]])
+@pytest.mark.parametrize(
+    "messages", ["hi", None, {"role": "user", "content": "hi"}, [[]], [["hi"]], [[{"role": "user"}]], [5]]
+)
 def test_bad_messages(llm: LLM, messages: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         llm.chat(messages)
     assert caught.value.param == "messages"
-    assert caught.value.index == 0
+    assert caught.value.index == (0 if isinstance(messages, list) else None)
     assert_empty(llm.engine)
 
 
