@@ -59,8 +59,7 @@ class PreparedRequest:
         prompt: its text, or None where ids or messages were given.
         prompt_ids: its tokens, a copy of our own.
         params: every field has a value, and ``max_tokens`` fits the room after the prompt.
-        id_list: the same tokens as the list that was given or that the tokenizer made; None until it is asked for
-            where they came as an array.
+        id_list: the same tokens as a list; None until it is asked for where they came as an array.
     """
 
     request_id: str
@@ -73,7 +72,7 @@ class PreparedRequest:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The tokens as a list, made once: the very list that was given, or a new one from an array."""
+        """The tokens as a list of our own, made once."""
         if self.id_list is None:
             self.id_list = self.prompt_ids.tolist()
         return self.id_list
@@ -145,7 +144,7 @@ def _tokenise(
         except (ChatTemplateError, TokenizerError) as error:
             raise ValidationError(str(error), param="messages", value=value) from error
     elif isinstance(value, list):
-        id_list = value
+        id_list = list(value)
     ids = _checked_ids(value, form, vocab_size) if form == "prompt_token_ids" else np.array(id_list, np.int32)
     if len(ids) == 0:
         raise ValidationError(f"{form}={value!r:.80} has no token; accepted: at least one", param=form, value=value)

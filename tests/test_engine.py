@@ -114,6 +114,14 @@ def test_an_output_does_not_change_later(bytes_model: Model) -> None:
     assert len(first.outputs[0].token_ids) == 1
 
 
+def test_the_callers_list_is_his_own(needle: Model) -> None:
+    engine, prompt = needle.engine(), [65, 66, 67]
+    engine.add_request("a", prompt, GREEDY)
+    first = engine.step()[0]
+    prompt.append(68)
+    assert first.prompt_token_ids == finish(engine)["a"].prompt_token_ids == [65, 66, 67]
+
+
 def test_nothing_to_do(bytes_model: Model) -> None:
     engine = bytes_model.engine()
     assert not engine.has_unfinished
