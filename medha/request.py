@@ -70,7 +70,7 @@ class SamplingParams:
         top_k: [0] 0 or -1 is off.
         min_p: [0.0] in [0, 1].
         presence_penalty, frequency_penalty: -2 to 2, over the generated tokens.
-        repetition_penalty: [1.0] > 0, over prompt and generated tokens.
+        repetition_penalty: [1.0] 1e-6 to 1e6, over prompt and generated tokens.
         seed: makes the draw of this request repeatable; it depends on (seed, token index) alone, never on the
             company in the batch or the chunking.
         stop: string or strings that end the text; not part of it unless ``include_stop_str_in_output``.
@@ -120,7 +120,7 @@ class SamplingParams:
         _check_float("min_p", self.min_p, 0.0, 1.0, optional=True)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 1e6, optional=True, open_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, 1e-6, 1e6, optional=True)
         _check_int("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
