@@ -117,6 +117,14 @@ def prepare_request(
     if params.stop_strings and tokenizer is None:
         raise _no_tokenizer("stop", params.stop, "use stop_token_ids")
     _checked_ids(params.stop_token_ids or (), "stop_token_ids", limits.vocab_size)
+    end_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else limits.eos_token_ids)}
+    if params.min_tokens and len(end_ids) >= limits.vocab_size:
+        raise ValidationError(
+            f"min_tokens={params.min_tokens} leaves nothing to draw: each of the {limits.vocab_size} ids ends the "
+            "sequence; accepted: 0, or fewer stop_token_ids",
+            param="min_tokens",
+            value=params.min_tokens,
+        )
     params = _capped(params, len(ids), limits.max_model_len)
     _check_pool(params, len(ids), scheduler)
     return PreparedRequest(request_id, text, ids, params, slo, id_list, priority)

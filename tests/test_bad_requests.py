@@ -205,6 +205,17 @@ def test_bad_parameters(model: Model, llm: LLM) -> None:
     assert_empty(engine)
 
 
+def test_min_tokens_that_hold_every_id_back(model: Model) -> None:
+    every = list(range(256))
+    engine = make_engine(model)
+    with pytest.raises(ValidationError, match="^min_tokens=1 leaves nothing to draw: each of the 256 ids") as caught:
+        engine.add_request("bad", "good", SamplingParams(min_tokens=1, stop_token_ids=every))
+    assert caught.value.param == "min_tokens"
+    params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=every[:-1])
+    assert serve_one(engine, "good", params).outputs[0].token_ids[0] == 255
+    assert serve_one(engine, "good", SamplingParams(stop_token_ids=every)).outputs[0].finish_reason == "stop"
+
+
 @pytest.mark.parametrize("field", ["sampling_params", "slo"])
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_lists_of_different_length(llm: LLM, field: str, count: int) -> None:
