@@ -208,7 +208,7 @@ def test_bad_parameters(model: Model, llm: LLM) -> None:
 def test_min_tokens_that_hold_every_id_back(model: Model) -> None:
     every = list(range(256))
     engine = make_engine(model)
-    with pytest.raises(ValidationError, match="^min_tokens=1 leaves nothing to draw: each of the 256 ids") as caught:
+    with pytest.raises(ValidationError, match=r"^min_tokens=1 leaves nothing to draw: each of the 256 ids") as caught:
         engine.add_request("bad", "good", SamplingParams(min_tokens=1, stop_token_ids=every))
     assert caught.value.param == "min_tokens"
     params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=every[:-1])
