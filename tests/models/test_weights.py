@@ -265,6 +265,14 @@ def test_other_formats_are_refused_unopened(tmp_path: Path, file: str) -> None:
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("file", ["\x1b[2J\n.safetensors", "\x1b[2J\n.bin"])
+def test_names_of_files_steer_no_terminal(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(WeightsError, match=r"\\x1b\[2J\\n") as caught:
+        Checkpoint(tmp_path)
+    assert str(caught.value).isprintable()
+
+
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="no weights; accepted:"):
         Checkpoint(tmp_path)
