@@ -6,7 +6,8 @@ Nothing here changes state: a request that is refused leaves no trace.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +23,10 @@ logger = logging.getLogger("medha")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids (an array or tensor of them too), or a mapping with exactly one of ``prompt`` (text),
-``prompt_token_ids`` and ``messages``. A prompt of millions of tokens is best an integer array: 10M are checked
-and copied in 8 ms, while a list of them takes half a second, in which nobody else gets a token."""
+``prompt_token_ids`` and ``messages``."""
 
 _FORMS = ("prompt", "prompt_token_ids", "messages")
+_PIECE, _PAUSE = 16_384, 3.0
 _IDS = "accepted: a list of token ids, or text as prompt"
 
 
@@ -52,11 +53,11 @@ class ModelLimits:
 class PreparedRequest:
     """A request that has been tokenised and checked, not yet queued.
 
-    Token ids are int32 from here on: 10M of them are 40 MB, checked in milliseconds; as Python integers they would
-    stall whoever decodes meanwhile.
+    Token ids are int32 from here on: 10M of them are 40 MB. The list of them that outputs hold is made piece by piece
+    where they are many, so that whoever decodes meanwhile is not stalled.
 
     Attributes:
-        prompt: its text, or None where ids or messages were given.
+        prompt: its text, that of messages as the chat template wrote it; None where ids were given.
         prompt_ids: its tokens, a copy of our own.
         params: every field has a value, and ``max_tokens`` fits the room after the prompt.
         id_list: the same tokens as a list; None until it is asked for where they came as an array.
@@ -74,7 +75,9 @@ class PreparedRequest:
     def prompt_token_ids(self) -> list[int]:
         """The tokens as a list of our own, made once."""
         if self.id_list is None:
-            self.id_list = self.prompt_ids.tolist()
+            self.id_list = []
+            for part in _pieces(len(self.prompt_ids)):
+                self.id_list += self.prompt_ids[part].tolist()
         return self.id_list
 
 
@@ -127,36 +130,34 @@ def prepare_request(
         )
     params = _capped(params, len(ids), limits.max_model_len)
     _check_pool(params, len(ids), scheduler)
-    return PreparedRequest(request_id, text, ids, params, slo, id_list, priority)
+    request = PreparedRequest(request_id, text, ids, params, slo, id_list, priority)
+    if len(ids) > _PIECE:
+        assert len(request.prompt_token_ids) == len(ids), "it is made now, not when the first output is"
+    return request
 
 
 def _tokenise(
     prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[str | None, npt.NDArray[np.int32], list[int] | None]:
     """(text, ids, the same as a list) of a prompt in any of its forms; None for what it did not come with."""
-    id_list: list[int] | None = None
     form, value = _form(prompt)
-    if value is None or isinstance(value, Mapping):
+    if value is None or isinstance(value, Mapping) or (form == "prompt" and not isinstance(value, str)):
         raise _wrong_prompt(form, value)
-    if form == "prompt":
-        if not isinstance(value, str):
-            raise _wrong_prompt(form, value)
-        if tokenizer is None:
-            raise _no_tokenizer(form, value, "give prompt_token_ids")
-        id_list = tokenizer.encode(value)
-    elif form == "messages":
-        if tokenizer is None:
-            raise _no_tokenizer(form, value, "give prompt_token_ids")
+    text, id_list = None, None
+    if form == "prompt_token_ids":
+        ids, id_list = _checked_ids(value, form, vocab_size)
+    elif tokenizer is None:
+        raise _no_tokenizer(form, value, "give prompt_token_ids")
+    else:
         try:
-            id_list = tokenizer.encode_chat(value)
+            text, ids = (
+                tokenizer.encode_chat_array(value) if form == "messages" else (value, tokenizer.encode_array(value))
+            )
         except (ChatTemplateError, TokenizerError) as error:
-            raise ValidationError(str(error), param="messages", value=value) from error
-    elif isinstance(value, list):
-        id_list = list(value)
-    ids = _checked_ids(value, form, vocab_size) if form == "prompt_token_ids" else np.array(id_list, np.int32)
+            raise ValidationError(str(error), param=form, value=value) from error
     if len(ids) == 0:
         raise ValidationError(f"{form}={value!r:.80} has no token; accepted: at least one", param=form, value=value)
-    return value if form == "prompt" else None, ids, id_list
+    return text, ids, id_list
 
 
 def _form(prompt: Prompt) -> tuple[str, Any]:
@@ -174,36 +175,55 @@ def _form(prompt: Prompt) -> tuple[str, Any]:
     return next(iter(given.items()))
 
 
-def _checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]:
-    """A copy of token ids in the vocabulary; names the first that is not one. 10M of an array take 10 ms."""
+def _checked_ids(value: Any, name: str, vocab_size: int) -> tuple[npt.NDArray[np.int32], list[int] | None]:
+    """A copy of token ids in the vocabulary, and as a list where they came as one; names the first that is not one."""
     try:
         array = _integer_array(value)
     except (RuntimeError, TypeError) as error:  # a tensor on the meta device, a sparse one
         raise ValidationError(
             f"{name}: its values cannot be read ({error}); {_IDS}", param=name, value=value
         ) from error
-    if array is None:
-        ids = value.tolist() if hasattr(value, "tolist") else value
-        if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
-            raise _wrong_prompt(name, value)
-        array = _list_as_array(ids)
-        if array is None:
-            index = next(i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < vocab_size)
-            raise _wrong_id(name, index, ids[index], vocab_size)
-    if len(array) and (array.min() < 0 or array.max() >= vocab_size):
-        index = int(np.argmax((array < 0) | (array >= vocab_size)))
-        raise _wrong_id(name, index, array[index].item(), vocab_size)
-    return np.array(array, np.int32)
+    if array is not None:
+        wrong = _first_wrong(array, vocab_size)
+        if wrong is not None:
+            raise _wrong_id(name, wrong, array[wrong].item(), vocab_size)
+        return np.array(array, np.int32), None
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(listed, (str, bytes, bytearray)) or not isinstance(listed, Sequence):
+        raise _wrong_prompt(name, value)
+    ids, copied = np.empty(len(listed), np.int32), []
+    for part in _pieces(len(listed)):
+        some = list(listed[part])
+        wrong = _first_wrong(some, vocab_size)
+        if wrong is not None:
+            raise _wrong_id(name, part.start + wrong, some[wrong], vocab_size)
+        ids[part] = some
+        copied += some
+    return ids, copied
 
 
-def _list_as_array(ids: Sequence[Any]) -> npt.NDArray[np.int64] | None:
-    """Integers as an array, without a Python loop; None if one is no integer, or too large for any vocabulary."""
-    if not set(map(type, ids)) <= {int}:  # numpy would take True for 1
+def _first_wrong(ids: list[Any] | npt.NDArray[np.integer[Any]], vocab_size: int) -> int | None:
+    """Index of the first that is no token id; no Python loop where all are."""
+    if isinstance(ids, list):
+        if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab_size)):
+            return None
+        return next(i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < vocab_size)
+    if len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab_size):
         return None
-    try:
-        return np.array(ids, np.int64)
-    except OverflowError:
-        return None
+    return int(np.argmax((ids < 0) | (ids >= vocab_size)))
+
+
+def _pieces(length: int) -> Iterator[slice]:
+    """Parts of many ids, with a pause after each that is :data:`_PAUSE` times as long as what was done with it.
+
+    Work on Python integers holds the interpreter lock. In a pause a thread that wants it gets it at once; otherwise
+    whoever decodes would wait for it at every operator.
+    """
+    for start in range(0, length, _PIECE):
+        began_s = time.perf_counter()
+        yield slice(start, min(start + _PIECE, length))
+        if length > _PIECE:
+            time.sleep(_PAUSE * (time.perf_counter() - began_s))
 
 
 def _integer_array(value: Any) -> npt.NDArray[np.integer[Any]] | None:

@@ -22,6 +22,8 @@ from medha.jsonl import OutputLines
 from medha.models.needle import write_needle
 from medha.request import RequestOutput, SamplingParams
 from medha.runner import StepResult
+from medha.text import Tokenizer
+from tests.text.samples import PANIC, panicking
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
 
@@ -99,6 +101,21 @@ def test_a_refused_request_does_not_stop_the_others(engine: Engine) -> None:
         assert output.metrics.e2e is not None
     served = final([output for output in outputs if output.error is None])
     assert served["good"].outputs[0].finish_reason == "length"
+
+
+def test_a_prompt_that_the_tokenizer_chokes_on_ends_that_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "tokenizer", Tokenizer(panicking()))
+    arrivals = [Arrival("before", "hello", DELTA), Arrival("bad", PANIC, DELTA), Arrival("after", "hello", DELTA)]
+    outputs = final(list(drive(engine, arrivals)))
+    assert {i: output.outputs[0].finish_reason for i, output in outputs.items()} == {
+        "before": "length",
+        "bad": "error",
+        "after": "length",
+    }
+    assert isinstance(outputs["bad"].error, ValidationError)
+    assert "cannot encode this: PanicException" in str(outputs["bad"].error)
 
 
 def test_a_stop_returns_every_request(engine: Engine) -> None:

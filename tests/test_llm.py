@@ -153,7 +153,7 @@ def test_chat(llm: LLM) -> None:
         llm.generate([{"messages": conversation}], GREEDY),
     ):
         assert token_ids(outputs) == token_ids([truth])
-        assert (outputs[0].prompt, outputs[0].prompt_token_ids) == (None, truth.prompt_token_ids)
+        assert (outputs[0].prompt, outputs[0].prompt_token_ids) == (rendered, truth.prompt_token_ids)
     two = llm.chat([conversation, [{"role": "user", "content": "x"}]], GREEDY)
     assert len(two) == 2
     assert two[0].outputs == outputs[0].outputs
@@ -173,14 +173,14 @@ def test_requests_without_a_seed_repeat_with_the_seed_of_the_llm(byte_folder: tu
 def test_ttft_includes_tokenisation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(np.arange(0.0, 1e6, 1.0))
     monkeypatch.setattr(llm.engine, "_clock", lambda: next(clock))
-    encode = llm.engine.tokenizer.encode  # type: ignore[union-attr]
+    encode = llm.engine.tokenizer.encode_array  # type: ignore[union-attr]
 
-    def slow(*args: Any, **options: Any) -> list[int]:
+    def slow(*args: Any, **options: Any) -> Any:
         for _ in range(500):
             next(clock)
         return encode(*args, **options)
 
-    monkeypatch.setattr(llm.engine.tokenizer, "encode", slow)
+    monkeypatch.setattr(llm.engine.tokenizer, "encode_array", slow)
     (output,) = llm.generate(TEXTS[0], GREEDY)
     assert output.metrics.ttft is not None
     assert output.metrics.ttft > 500

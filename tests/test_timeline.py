@@ -90,7 +90,7 @@ def test_the_newest_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     timeline = Timeline(kept=7)
     for batch_id in range(100):
         timeline.record(
-            Batch(batch_id, SECOND.rows), float(batch_id), batch_id + 0.5, lambda slot: f"{batch_id}-{slot}"
+            Batch(batch_id, SECOND.rows), float(batch_id), batch_id + 0.5, lambda slot, i=batch_id: f"{i}-{slot}"
         )
         timeline.count_slack(batch_id, {"a": 1.0})
     timeline.write(tmp_path / "a.json")
