@@ -14,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TextIO, cast
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,13 @@ from medha.sched.packer import Prediction
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.text import Tokenizer
 from medha.timeline import Timeline
+from medha.turns import Turns
 
 __all__ = ["Engine", "ModelLimits", "PreparedRequest", "Prompt"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class PendingResult(Protocol):
@@ -73,8 +79,39 @@ class BatchRunner(Protocol):
         ...
 
 
+def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """A method for which a thread has the engine to itself."""
+
+    @wraps(method)
+    def call(self: Engine, /, *args: P.args, **options: P.kwargs) -> R:
+        with self.turns:
+            return method(self, *args, **options)
+
+    return call
+
+
+def _or_abandoned(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """A method that changes the engine; where an interrupt strikes in it, the requests are lost, the engine is not."""
+
+    @wraps(method)
+    def call(self: Engine, /, *args: P.args, **options: P.kwargs) -> R:
+        try:
+            return method(self, *args, **options)
+        except Exception:
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+
+    return call
+
+
 class Engine:
     """Continuous batching on one model.
+
+    An engine has one owner at a time: a call from another thread takes its turn, and those that wait come in the order
+    in which they asked. What :meth:`step` returns goes to the thread that called it. Two calls wait for nobody:
+    :meth:`prepare`, which changes nothing, and :meth:`fail`.
 
     Args:
         runner: runs batches.
@@ -85,6 +122,7 @@ class Engine:
         timeline: records what ran when, if given.
 
     Attributes:
+        turns: who has the engine; held from one call to the next (``with engine.turns:``) it lets nobody between.
         on_step: called with each batch that is done, what was predicted of it before it was sent (None where the
             scheduler predicts nothing) and its busy seconds.
         num_preemptions: how often requests gave up their KV memory, to be computed again or swapped in.
@@ -126,21 +164,26 @@ class Engine:
         self._free_slots: list[int] = []
         self._num_added = 0
         self._in_flight: deque[tuple[Batch, Prediction | None, PendingResult]] = deque()
-        self._ended: list[RequestOutput] = []  # outputs that the next step returns
+        self._unreturned: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
         self._dying = threading.Lock()
+        self.turns = Turns()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything left to do or to return."""
-        return bool(self._live or self._ended or self._in_flight)
+        return bool(self._live or self._unreturned or self._in_flight)
 
     @property
     def num_unfinished(self) -> int:
         """Requests queued or running."""
         return len(self._live)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether a request of this id is queued or running."""
+        return request_id in self._live
 
     @property
     def mean_host_s(self) -> float | None:
@@ -151,6 +194,7 @@ class Engine:
         """
         return self._host_s / self._num_host_steps if self._num_host_steps else None
 
+    @_in_turn
     def prefills(self, *, min_tokens: int = 1) -> list[tuple[str, int, int]]:
         """(request id, prompt tokens computed, prompt tokens) of admitted prompts of at least ``min_tokens``."""
         return [
@@ -167,6 +211,7 @@ class Engine:
             return {}
         return {kind: predictor.correction.errors.figures(kind) for kind in KINDS}
 
+    @_in_turn
     def record(self, journal: TextIO) -> None:
         """Write down what is asked of the scheduler from now on, and what it decides, for ``medha replay``.
 
@@ -182,6 +227,7 @@ class Engine:
         self.scheduler = cast(Scheduler, Journal(self.scheduler, journal))
         self._ledger = Ledger(self.scheduler)
 
+    @_in_turn
     def explain(self, request_id: str) -> Explanation:
         """Where the seconds of an unfinished request went until its first token, or so far; ``text()`` prints it.
 
@@ -240,7 +286,7 @@ class Engine:
         slo: SLO | None = None,
         priority: str = "normal",
     ) -> PreparedRequest:
-        """Tokenise and check a request without queueing it; raises as :meth:`add_request`."""
+        """Tokenise and check a request without queueing it, in any thread; raises as :meth:`add_request`."""
         if self._dead is not None:
             raise self._dead
         return prepare_request(
@@ -254,8 +300,17 @@ class Engine:
             scheduler=self.scheduler,
         )
 
-    def add_prepared(self, request: PreparedRequest, *, arrival_s: float) -> None:
+    @_in_turn
+    @_or_abandoned
+    def add_prepared(
+        self, request: PreparedRequest, *, arrival_s: float, sink: Callable[[RequestOutput], None] | None = None
+    ) -> None:
         """Queue a request that :meth:`prepare` returned.
+
+        Args:
+            request: what to queue.
+            arrival_s: when it arrived, on the engine's clock.
+            sink: takes its outputs, whoever steps; None lets :meth:`step` return them.
 
         Raises:
             ValidationError: its id is in flight already, or ``arrival_s`` is no time.
@@ -273,7 +328,9 @@ class Engine:
             )
         slot = self._free_slots[-1] if self._free_slots else len(self._by_slot)
         head = self._admitted(request, slot, arrival_s)
-        live = LiveRequest(request, slot, arrival_s, limits=self.limits, tokenizer=self.tokenizer)
+        live = LiveRequest(
+            request, slot, arrival_s, limits=self.limits, tokenizer=self.tokenizer, sink=sink or self._unreturned.append
+        )
         live.metrics.is_relegated = head.is_relegated
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed * 1_000_003 + self._num_added
@@ -308,6 +365,8 @@ class Engine:
             value=objective_s,
         )
 
+    @_in_turn
+    @_or_abandoned
     def abort(self, request_id: str) -> None:
         """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown.
 
@@ -323,6 +382,7 @@ class Engine:
             self._ledger.cancelled(live.slot)
             self._release(closed)
 
+    @_in_turn
     def abort_all(self) -> None:
         """End every request now; batches in flight are completed by the next steps."""
         for request_id in list(self._live):
@@ -330,6 +390,7 @@ class Engine:
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
+    @_in_turn
     def step(self) -> list[RequestOutput]:
         """Fill the pipeline, complete its oldest batch, and return the outputs that changed.
 
@@ -340,18 +401,23 @@ class Engine:
             EngineDeadError: a step failed; every unfinished request has ended with that error, and the exception's
                 ``outputs`` holds them.
         """
+        self.advance()
+        outputs = self._unreturned.copy()
+        self._unreturned.clear()
+        return outputs
+
+    @_in_turn
+    @_or_abandoned
+    def advance(self) -> bool:
+        """As :meth:`step`, but outputs without a sink wait for the next step; returns whether a batch was completed."""
         if self._dead is not None:
             raise self._dead
         try:
-            outputs = self._step() + self._ended
+            return self._advance()
         except Exception as error:
             raise self.fail(error) from error
-        except BaseException:  # an interrupt: the requests are lost, the engine is not
-            self.abandon()
-            raise
-        self._ended = []
-        return outputs
 
+    @_in_turn
     def abandon(self) -> None:
         """Abort everything and forget what is in flight; the next :meth:`step` returns the aborted requests."""
         for live in list(self._live.values()):
@@ -366,20 +432,20 @@ class Engine:
         self._ledger = Ledger(self.scheduler)
         self.runner.reset()
 
-    def _step(self) -> list[RequestOutput]:
-        """One step; returns the outputs of requests that got a token and go on."""
+    def _advance(self) -> bool:
+        """One step; returns whether there was a batch to complete."""
         start = self._clock()
         self._fill_pipeline()
         if not self._in_flight:
             if self._live:
                 raise RuntimeError(f"the scheduler runs none of {len(self._live)} unfinished requests")
-            return []
+            return False
         batch, prediction, pending = self._in_flight.popleft()
         result = pending.result()
         now = self.now()
         self._note_step(batch, prediction, now, result.busy_s)
         self._ledger.completed(batch, now, result.busy_s)  # before any output is made, which holds what it says
-        results, going_on = [], []
+        results, going_on = [], list[LiveRequest]()
         for row, sampled in zip(result.rows, result.sampled, strict=True):
             live = self._by_slot[row.slot]
             if live.finish_reason is not None:
@@ -390,12 +456,14 @@ class Engine:
             if has_ended:
                 self._retire(live)
             elif live.request.params.output_kind != "final_only":
-                going_on.append(live.output())
+                going_on.append(live)
         self._release(self.scheduler.complete(batch.batch_id, now, results, result.busy_s))
         if result.host_wait_s is not None:
             self._host_s += self._clock() - start - result.host_wait_s
             self._num_host_steps += 1
-        return going_on
+        for live in going_on:
+            live.emit()
+        return True
 
     def _fill_pipeline(self) -> None:
         """Schedule and run batches until no more may enter."""
@@ -454,8 +522,8 @@ class Engine:
             live.metrics.explanation = self._ledger.of(live.slot)
 
     def _retire(self, live: LiveRequest) -> None:
-        """Put the output of a request that has ended among those to return."""
-        self._ended.append(live.output())
+        """Hand out the output of a request that has ended."""
+        live.emit()
         del self._live[live.request_id]
 
     def _release(self, closed: Sequence[int]) -> None:
@@ -468,7 +536,7 @@ class Engine:
     def fail(self, cause: Exception) -> EngineDeadError:
         """End every request with the error that stopped the engine; only the first call has an effect.
 
-        The one method that another thread may call, while :meth:`step` is stuck.
+        Another thread may call it while :meth:`step` is stuck: it waits for no turn.
 
         Args:
             cause: what happened.
@@ -492,5 +560,6 @@ class Engine:
         for live in list(self._live.values()):
             live.finish("error", self.now(), error=dead, flush_text=False)  # the tokenizer may be what failed
             self._retire(live)
-        dead.outputs, self._ended = self._ended, []
+        dead.outputs = self._unreturned.copy()
+        self._unreturned.clear()
         self._in_flight.clear()

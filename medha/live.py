@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter
 
@@ -41,6 +41,7 @@ class LiveRequest:
         arrival_s: when it arrived, on the engine's clock.
         limits: of the model.
         tokenizer: for its text; None for none.
+        sink: takes its outputs.
 
     Attributes:
         end_ids: end-of-sequence and stop ids; one of them ends it.
@@ -55,6 +56,7 @@ class LiveRequest:
         *,
         limits: ModelLimits,
         tokenizer: Tokenizer | None,
+        sink: Callable[[RequestOutput], None],
     ) -> None:
         params, slo = request.params, request.slo
         self.request = request
@@ -72,6 +74,7 @@ class LiveRequest:
         self._stop_reason: str | int | None = None
         self._error: Exception | None = None
         self._tokenizer = tokenizer
+        self._sink = sink
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
@@ -143,8 +146,11 @@ class LiveRequest:
         if self._stops.matched is not None and reason in ("stop", "length"):
             self._stop_reason, self.finish_reason = self._stops.matched, "stop"
 
-    def output(self) -> RequestOutput:
-        """The request as it is now; with ``output_kind`` ``delta``, what the last call did not return."""
+    def emit(self) -> None:
+        """Hand out the request as it is now; with ``output_kind`` ``delta``, what was not handed out before."""
+        self._sink(self._output())
+
+    def _output(self) -> RequestOutput:
         params = self.request.params
         is_delta = params.output_kind == "delta"
         first, first_piece = (self._num_reported_tokens, self._num_reported_pieces) if is_delta else (0, 0)
