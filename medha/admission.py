@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import ChatTemplateError, ContextLengthError, KVCapacityError, TokenizerError, ValidationError
-from medha.request import SLO, SamplingParams, check_priority
+from medha.request import CHAT_OPTIONS, SLO, SamplingParams, check_priority
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
 
@@ -23,7 +23,8 @@ logger = logging.getLogger("medha")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids (an array or tensor of them too), or a mapping with exactly one of ``prompt`` (text),
-``prompt_token_ids`` and ``messages``."""
+``prompt_token_ids`` and ``messages``, the last with :data:`medha.request.CHAT_OPTIONS`
+where they are wanted."""
 
 _FORMS = ("prompt", "prompt_token_ids", "messages")
 _PIECE, _PAUSE = 16_384, 3.0
@@ -70,6 +71,12 @@ class PreparedRequest:
     slo: SLO | None
     id_list: list[int] | None = None
     priority: str = "normal"
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a completion."""
+        assert self.params.max_tokens is not None, "admission has capped it"
+        return self.params.max_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -128,9 +135,9 @@ def prepare_request(
             param="min_tokens",
             value=params.min_tokens,
         )
-    params = _capped(params, len(ids), limits.max_model_len)
-    _check_pool(params, len(ids), scheduler)
+    params = _capped(params, len(ids), limits.max_model_len, scheduler)
     request = PreparedRequest(request_id, text, ids, params, slo, id_list, priority)
+    _check_pool(len(ids), request.max_tokens, scheduler)
     if len(ids) > _PIECE:
         assert len(request.prompt_token_ids) == len(ids), "it is made now, not when the first output is"
     return request
@@ -140,7 +147,7 @@ def _tokenise(
     prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[str | None, npt.NDArray[np.int32], list[int] | None]:
     """(text, ids, the same as a list) of a prompt in any of its forms; None for what it did not come with."""
-    form, value = _form(prompt)
+    form, value, options = _form(prompt)
     if value is None or isinstance(value, Mapping) or (form == "prompt" and not isinstance(value, str)):
         raise _wrong_prompt(form, value)
     text, id_list = None, None
@@ -150,9 +157,10 @@ def _tokenise(
         raise _no_tokenizer(form, value, "give prompt_token_ids")
     else:
         try:
-            text, ids = (
-                tokenizer.encode_chat_array(value) if form == "messages" else (value, tokenizer.encode_array(value))
-            )
+            if form == "messages":
+                text, ids = tokenizer.encode_chat_array(value, **options)
+            else:
+                text, ids = value, tokenizer.encode_array(value)
         except (ChatTemplateError, TokenizerError) as error:
             raise ValidationError(str(error), param=form, value=value) from error
     if len(ids) == 0:
@@ -160,19 +168,23 @@ def _tokenise(
     return text, ids, id_list
 
 
-def _form(prompt: Prompt) -> tuple[str, Any]:
-    """Which form a prompt has, and the text, ids or messages in it."""
+def _form(prompt: Prompt) -> tuple[str, Any, dict[str, Any]]:
+    """Which form a prompt has, the text, ids or messages in it, and the chat options beside messages."""
     if not isinstance(prompt, Mapping):
-        return ("prompt" if isinstance(prompt, str) else "prompt_token_ids"), prompt
+        return ("prompt" if isinstance(prompt, str) else "prompt_token_ids"), prompt, {}
     given = {name: value for name, value in prompt.items() if value is not None}
-    unknown = sorted(str(name) for name in given if name not in _FORMS)
-    if unknown or len(given) != 1:
+    options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
+    if len(given) != 1 or next(iter(given)) not in _FORMS:
         raise ValidationError(
             f"a prompt mapping with {', '.join(map(str, given)) or 'nothing'}; accepted: one of {', '.join(_FORMS)}",
             param="prompt",
             value=prompt,
         )
-    return next(iter(given.items()))
+    form, value = next(iter(given.items()))
+    if form != "messages" and any(options.values()):
+        name = next(name for name, option in options.items() if option)
+        raise ValidationError(f"{name} beside {form}; accepted: beside messages", param=name, value=options[name])
+    return form, value, options
 
 
 def _checked_ids(value: Any, name: str, vocab_size: int) -> tuple[npt.NDArray[np.int32], list[int] | None]:
@@ -234,8 +246,8 @@ def _integer_array(value: Any) -> npt.NDArray[np.integer[Any]] | None:
     return value if is_integers else None
 
 
-def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-    """``params`` with ``max_tokens`` capped to the room that the prompt leaves."""
+def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, scheduler: Scheduler) -> SamplingParams:
+    """``params`` with ``max_tokens`` capped to the room that the prompt leaves; where it is None, all of it."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise ContextLengthError(
@@ -244,25 +256,29 @@ def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) 
             param="prompt",
             value=num_prompt_tokens,
         )
+    if params.max_tokens is None:
+        in_pool = scheduler.memory.max_request_tokens + 1 - num_prompt_tokens
+        return params.capped(max(1, min(room, in_pool)))
     if params.max_tokens <= room:
         return params
     logger.info("max_tokens=%d is capped to %d, the room after the prompt", params.max_tokens, room)
     return params.capped(room)
 
 
-def _check_pool(params: SamplingParams, num_prompt_tokens: int, scheduler: Scheduler) -> None:
+def _check_pool(num_prompt_tokens: int, max_tokens: int, scheduler: Scheduler) -> None:
     memory = scheduler.memory
-    needed = num_prompt_tokens + params.max_tokens - 1  # the last sampled token is never written
+    needed = num_prompt_tokens + max_tokens - 1  # the last sampled token is never written
     if needed <= memory.max_request_tokens:
         return
-    groups = f" on each of {memory.num_groups} groups" if memory.num_groups > 1 else ""
+    is_pools = memory.max_kv_per_group == memory.num_blocks * memory.block_size
+    remedy = "kv_memory" if is_pools else "max_kv_per_group"
+    groups = f", {memory.max_kv_per_group} on each of {memory.num_groups} groups" if memory.num_groups > 1 else ""
     prompt_fits = num_prompt_tokens <= memory.max_request_tokens
     raise KVCapacityError(
-        f"{num_prompt_tokens} prompt tokens and max_tokens={params.max_tokens} need {needed} tokens of KV cache; "
-        f"accepted: at most {memory.max_request_tokens} ({memory.max_kv_per_group}{groups}, the pool has "
-        f"{memory.num_blocks} blocks of {memory.block_size})",
+        f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache; accepted: at "
+        f"most {memory.max_request_tokens}{groups}, or more with a larger {remedy}",
         param="max_tokens" if prompt_fits else "prompt",
-        value=params.max_tokens if prompt_fits else num_prompt_tokens,
+        value=max_tokens if prompt_fits else num_prompt_tokens,
     )
 
 

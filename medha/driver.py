@@ -172,23 +172,27 @@ class Joiner:
     """Puts the outputs of requests whose ``output_kind`` is ``delta`` together again."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, list[CompletionOutput]] = {}
+        self._pieces: dict[str, dict[int, list[CompletionOutput]]] = {}
 
     def add(self, output: RequestOutput) -> RequestOutput | None:
         """Take an output; returns the whole one if it was its request's last."""
-        pieces = self._pieces.setdefault(output.request_id, [])
-        last = output.outputs[0]
-        pieces.append(last)
+        by_index = self._pieces.setdefault(output.request_id, {})
+        for piece in output.outputs:
+            by_index.setdefault(piece.index, []).append(piece)
         if not output.finished:
             return None
         del self._pieces[output.request_id]
-        whole = replace(
-            last,
-            text=None if last.text is None else "".join(piece.text or "" for piece in pieces),
-            token_ids=[token for piece in pieces for token in piece.token_ids],
-            logprobs=None if last.logprobs is None else [step for piece in pieces for step in piece.logprobs or ()],
-        )
-        return replace(output, outputs=[whole])
+        return replace(output, outputs=[_joined(pieces) for _, pieces in sorted(by_index.items())])
+
+
+def _joined(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
+    last = pieces[-1]
+    return replace(
+        last,
+        text=None if last.text is None else "".join(piece.text or "" for piece in pieces),
+        token_ids=[token for piece in pieces for token in piece.token_ids],
+        logprobs=None if last.logprobs is None else [step for piece in pieces for step in piece.logprobs or ()],
+    )
 
 
 def _add(

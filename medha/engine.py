@@ -24,7 +24,7 @@ from medha.admission import ModelLimits, PreparedRequest, Prompt, check_type, pr
 from medha.batch import Batch
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
 from medha.explanation import Explanation
-from medha.live import LiveRequest
+from medha.live import Completion, LiveRequest
 from medha.request import PRIORITIES, SLO, RequestOutput, SamplingParams, check_seconds
 from medha.runner import StepResult
 from medha.sched.correction import KINDS, ErrorFigures, Kind
@@ -160,7 +160,7 @@ class Engine:
         self._clock = clock
         self._start = clock()
         self._live: dict[str, LiveRequest] = {}  # not ended
-        self._by_slot: dict[int, LiveRequest] = {}  # those, and ended ones with chunks in flight
+        self._by_slot: dict[int, Completion] = {}  # theirs, and of ended ones those with chunks in flight
         self._free_slots: list[int] = []
         self._num_added = 0
         self._in_flight: deque[tuple[Batch, Prediction | None, PendingResult]] = deque()
@@ -198,9 +198,10 @@ class Engine:
     def prefills(self, *, min_tokens: int = 1) -> list[tuple[str, int, int]]:
         """(request id, prompt tokens computed, prompt tokens) of admitted prompts of at least ``min_tokens``."""
         return [
-            (live.request_id, self.scheduler.num_computed_tokens(live.slot), live.metrics.num_prompt_tokens)
+            (one.name, self.scheduler.num_computed_tokens(one.slot), one.metrics.num_prompt_tokens)
             for live in self._live.values()
-            if live.is_prefilling and live.metrics.num_prompt_tokens >= min_tokens
+            for one in live.completions
+            if one.is_prefilling and one.finish_reason is None and one.metrics.num_prompt_tokens >= min_tokens
         ]
 
     @property
@@ -243,7 +244,7 @@ class Engine:
                 param="request_id",
                 value=request_id,
             )
-        return live.metrics.explanation or self._ledger.of(live.slot)
+        return live.first.metrics.explanation or self._ledger.of(live.first.slot)
 
     def now(self) -> float:
         """Seconds since the engine was made, the clock of all metrics."""
@@ -326,29 +327,44 @@ class Engine:
                 param="request_id",
                 value=request.request_id,
             )
-        slot = self._free_slots[-1] if self._free_slots else len(self._by_slot)
-        head = self._admitted(request, slot, arrival_s)
+        slots = self._unused_slots(request.params.n)
+        head = self._admitted(request, slots[0], arrival_s)
         live = LiveRequest(
-            request, slot, arrival_s, limits=self.limits, tokenizer=self.tokenizer, sink=sink or self._unreturned.append
+            request,
+            slots,
+            arrival_s,
+            limits=self.limits,
+            tokenizer=self.tokenizer,
+            sink=sink or self._unreturned.append,
         )
-        live.metrics.is_relegated = head.is_relegated
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed * 1_000_003 + self._num_added
-        self._num_added += 1
-        self.runner.open(slot, request.prompt_ids, params, seed=seed, end_ids=tuple(sorted(live.end_ids)))
-        deadline_s = self.scheduler.add(head)
-        self._ledger.added(head, deadline_s, request.request_id)
-        live.metrics.deadline_s = deadline_s if math.isfinite(deadline_s) else None
-        live.metrics.deadline_is_derived = live.metrics.deadline_s is not None and live.metrics.ttft_slo_s is None
-        self._live[request.request_id] = self._by_slot[slot] = live
-        if self._free_slots:
-            self._free_slots.pop()
+        self._num_added += params.n
+        for one in live.completions:
+            one.metrics.is_relegated = head.is_relegated
+            end_ids = tuple(sorted(one.end_ids))
+            self.runner.open(one.slot, request.prompt_ids, params, seed=seed + one.index, end_ids=end_ids)
+            head = replace(head, slot=one.slot)
+            deadline_s = self.scheduler.add(head)
+            self._ledger.added(head, deadline_s, one.name)
+            one.metrics.deadline_s = deadline_s if math.isfinite(deadline_s) else None
+            one.metrics.deadline_is_derived = one.metrics.deadline_s is not None and one.metrics.ttft_slo_s is None
+            self._by_slot[one.slot] = one
+            if self._free_slots:
+                self._free_slots.pop()
+        self._live[request.request_id] = live
+
+    def _unused_slots(self, count: int) -> list[int]:
+        """So many slots that nobody has, in the order in which they are taken: free ones from the end, then new."""
+        free = self._free_slots[::-1][:count]
+        first = len(self._by_slot) + len(self._free_slots)
+        return [*free, *range(first, first + count - len(free))]
 
     def _admitted(self, request: PreparedRequest, slot: int, arrival_s: float) -> RequestHead:
         """What the scheduler is to know of a request; raises DeadlineError if it is not taken."""
         priority = PRIORITIES.index(request.priority)
         length = len(request.prompt_ids)
-        head = RequestHead(slot, length, request.params.max_tokens, arrival_s, request.slo, priority)
+        head = RequestHead(slot, length, request.max_tokens, arrival_s, request.slo, priority)
         admission = self.scheduler.config.admission
         predicted_s = None if admission == "all" else self.scheduler.admission_s(head, self.now())
         if predicted_s is None:
@@ -374,12 +390,13 @@ class Engine:
             ValidationError: ``request_id`` is no string.
         """
         live = self._find(request_id)
-        if live is not None:
-            live.finish("abort", self.now())
-            self._keep_explanation(live)
-            self._retire(live)
-            closed = self.scheduler.cancel(live.slot)
-            self._ledger.cancelled(live.slot)
+        if live is None:
+            return
+        running = [one for one in live.completions if one.finish_reason is None]
+        self._finish(live)
+        for one in running:
+            closed = self.scheduler.cancel(one.slot)
+            self._ledger.cancelled(one.slot)
             self._release(closed)
 
     @_in_turn
@@ -421,9 +438,7 @@ class Engine:
     def abandon(self) -> None:
         """Abort everything and forget what is in flight; the next :meth:`step` returns the aborted requests."""
         for live in list(self._live.values()):
-            live.finish("abort", self.now())
-            self._keep_explanation(live)
-            self._retire(live)
+            self._finish(live)
         # An interrupt may have struck anywhere in a step, so nothing is undone: scheduler and runner start afresh.
         self._by_slot.clear()
         self._free_slots.clear()
@@ -445,24 +460,24 @@ class Engine:
         now = self.now()
         self._note_step(batch, prediction, now, result.busy_s)
         self._ledger.completed(batch, now, result.busy_s)  # before any output is made, which holds what it says
-        results, going_on = [], list[LiveRequest]()
+        results, changed = [], dict[str, LiveRequest]()
         for row, sampled in zip(result.rows, result.sampled, strict=True):
-            live = self._by_slot[row.slot]
-            if live.finish_reason is not None:
+            one = self._by_slot[row.slot]
+            if one.finish_reason is not None:
                 continue  # aborted while in flight: the result is dropped
-            has_ended = live.take(sampled, now)
-            self._keep_explanation(live)
+            has_ended = one.take(sampled, now)
+            self._keep_explanation(one)
             results.append((row.slot, 1, has_ended))
-            if has_ended:
-                self._retire(live)
-            elif live.request.params.output_kind != "final_only":
-                going_on.append(live)
+            changed[one.live.request_id] = one.live
+            if one.live.has_ended:
+                self._retire(one.live)
         self._release(self.scheduler.complete(batch.batch_id, now, results, result.busy_s))
         if result.host_wait_s is not None:
             self._host_s += self._clock() - start - result.host_wait_s
             self._num_host_steps += 1
-        for live in going_on:
-            live.emit()
+        for live in changed.values():
+            if not live.has_ended and live.request.params.output_kind != "final_only":
+                live.emit()
         return True
 
     def _fill_pipeline(self) -> None:
@@ -488,7 +503,7 @@ class Engine:
 
     def _id_of(self, slot: int) -> str:
         """Who has a slot."""
-        return self._by_slot[slot].request_id
+        return self._by_slot[slot].name
 
     def _schedule(self, now: float) -> Batch | None:
         """The next batch; counts those that gave way to it."""
@@ -516,10 +531,18 @@ class Engine:
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _keep_explanation(self, live: LiveRequest) -> None:
-        """Note where the time of a request went that has its first token, or ends without one."""
-        if live.metrics.explanation is None:
-            live.metrics.explanation = self._ledger.of(live.slot)
+    def _keep_explanation(self, one: Completion) -> None:
+        """Note where the time of a completion went that has its first token, or ends without one."""
+        if one.metrics.explanation is None:
+            one.metrics.explanation = self._ledger.of(one.slot)
+
+    def _finish(self, live: LiveRequest) -> None:
+        """Abort what still runs of a request, and hand out its last output."""
+        for one in live.completions:
+            if one.finish_reason is None:
+                one.finish("abort", self.now())
+                self._keep_explanation(one)
+        self._retire(live)
 
     def _retire(self, live: LiveRequest) -> None:
         """Hand out the output of a request that has ended."""
@@ -558,7 +581,8 @@ class Engine:
         self._dead = dead
         dead.__cause__ = cause
         for live in list(self._live.values()):
-            live.finish("error", self.now(), error=dead, flush_text=False)  # the tokenizer may be what failed
+            for one in live.completions:
+                one.finish("error", self.now(), error=dead, flush_text=False)  # the tokenizer may be what failed
             self._retire(live)
         dead.outputs = self._unreturned.copy()
         self._unreturned.clear()

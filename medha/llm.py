@@ -190,11 +190,32 @@ class LLM:
         slo: SLO | Sequence[SLO | None] | None = None,
         priority: str | Sequence[str] = "normal",
         use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one conversation or several with the model's chat template; otherwise as :meth:`generate`."""
+        """Complete one conversation or several with the model's chat template; otherwise as :meth:`generate`.
+
+        ``prompt`` of an output is the text that the template wrote.
+
+        Args:
+            messages: one conversation or several; each is a list of mappings with ``role`` and ``content``.
+            sampling_params, slo, priority, use_tqdm: as of :meth:`generate`.
+            add_generation_prompt: whether the template opens the assistant's turn.
+            tools: functions that the model may call, for templates that describe them.
+            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+
+        Raises:
+            ValidationError, EngineDeadError, KeyboardInterrupt: as :meth:`generate`.
+        """
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
 
         def run() -> list[RequestOutput]:
-            prompts = [{"messages": conversation} for conversation in _conversations(messages)]
+            prompts = [{"messages": conversation, **options} for conversation in _conversations(messages)]
             return self._generate(prompts, sampling_params, slo, priority, use_tqdm)
 
         return self._on_every_rank("chat", run)

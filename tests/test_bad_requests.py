@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from medha import LLM, SLO, SamplingParams
+from medha.admission import ModelLimits, prepare_request
+from medha.config import SchedulerConfig
 from medha.engine import Engine
-from medha.errors import ContextLengthError, KVCapacityError, UnsupportedFeatureError, ValidationError
+from medha.errors import ContextLengthError, KVCapacityError, ValidationError
+from medha.sched.scheduler import Scheduler
 from tests.serving import GREEDY, Model, assert_empty, finish, make_byte_model, serve_one, write_byte_model
 
 MAX_MODEL_LEN = 400
@@ -71,6 +74,12 @@ PROMPTS: dict[str, tuple[Any, str, str]] = {
     "no messages": ({"messages": []}, "messages", "non-empty list"),
     "text as messages": ({"messages": "hi"}, "messages", "non-empty list"),
     "mapping as messages": ({"messages": {"role": "user"}}, "messages", "^messages of type dict; accepted: a list"),
+    "tools beside text": ({"prompt": "a", "tools": [{}]}, "tools", "^tools beside prompt; accepted: beside messages$"),
+    "tools that are none": (
+        {"messages": [{"role": "u", "content": "a"}], "tools": 5},
+        "tools",
+        "^tools=5; accepted: a",
+    ),
     "message without role": ({"messages": [{"content": "hi"}]}, "messages", "role"),
     "lone surrogate": ("a\ud800", "prompt", "lone surrogate"),
 }
@@ -146,7 +155,7 @@ def test_request_that_never_fits_the_pool(model: Model, length: int, max_tokens:
         engine.add_request("bad", [1] * length, SamplingParams(max_tokens=max_tokens))
     assert str(caught.value) == (
         f"{length} prompt tokens and max_tokens={max_tokens} need 257 tokens of KV cache; "
-        "accepted: at most 256 (256, the pool has 16 blocks of 16)"
+        "accepted: at most 256, or more with a larger kv_memory"
     )
     assert (caught.value.param, caught.value.value) == (param, max_tokens if param == "max_tokens" else length)
     assert_empty(engine)
@@ -226,10 +235,29 @@ def test_lists_of_different_length(llm: LLM, field: str, count: int) -> None:
     assert_empty(llm.engine)
 
 
-@pytest.mark.parametrize("field", ["n", "logit_bias"])
-def test_unsupported_fields_are_named(field: str) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=field):
-        SamplingParams.from_dict({field: 2})
+def test_the_kv_capacity_of_groups() -> None:
+    """Two groups, each of which takes up to 32 tokens of a request, though its pool has 256."""
+    config = SchedulerConfig("sarathi", max_kv_per_group=32)
+    scheduler = Scheduler(config, num_blocks=16, block_size=16, num_groups=2)
+    with pytest.raises(KVCapacityError) as caught:
+        prepare_request(
+            "bad", [1] * 65, None, slo=None, limits=ModelLimits(256, 999), tokenizer=None, scheduler=scheduler
+        )
+    assert str(caught.value) == (
+        "65 prompt tokens and max_tokens=16 need 80 tokens of KV cache; "
+        "accepted: at most 64, 32 on each of 2 groups, or more with a larger max_kv_per_group"
+    )
+
+
+@pytest.mark.parametrize(("length", "room"), [(10, 247), (256, 1)])
+def test_max_tokens_of_none_is_what_there_is_room_for(model: Model, length: int, room: int) -> None:
+    """The KV pool takes 256 tokens, and the last one drawn is never written; the context of 400 would take more."""
+    completion = serve_one(make_engine(model), [1] * length, SamplingParams(temperature=0.0, max_tokens=None)).outputs[
+        0
+    ]
+    assert (len(completion.token_ids), completion.finish_reason) == (room, "length")
+    with pytest.raises(KVCapacityError):
+        make_engine(model).add_request("bad", [1] * 257, SamplingParams(max_tokens=None))
 
 
 @pytest.mark.parametrize("bad", ["prompt", "context", "pool"])

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -193,6 +194,49 @@ def test_timeline(needle_folder: Path, tmp_path: Path) -> None:
     timeline.write(tmp_path / "trace.json")
     names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
     assert {"chunk [0:64]", "chunk [64:128]", "chunk [128:192]", "chunk [192:200]", "decode"} <= set(names)
+
+
+def test_n_completions(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8)
+    wanted = [token_ids(llm.generate(TEXTS[0], replace(params, n=1, seed=5 + i)))[0] for i in range(3)]
+    two = llm.generate(TEXTS[:2], params)
+    assert [[completion.index for completion in output.outputs] for output in two] == [[0, 1, 2]] * 2
+    assert [completion.token_ids for completion in two[0].outputs] == wanted
+    streamed: list[list[int]] = [[], [], []]
+    for piece in llm.stream(TEXTS[0], params):
+        for completion in piece.outputs:
+            streamed[completion.index] += completion.token_ids
+    assert piece.finished
+    assert streamed == wanted
+    assert_empty(llm.engine)
+
+
+def test_chat_options_reach_the_template(byte_folder: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = shutil.copytree(byte_folder[0], tmp_path / "model")
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}|{{ tools | tojson }}|{{ enable_thinking }}|{{ level }}"
+        "{% if add_generation_prompt %}|assistant:{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    conversation = [{"role": "user", "content": "Hi"}]
+    one_token = SamplingParams(temperature=0.0, max_tokens=1)
+    with LLM(folder, **SMALL) as llm:
+        for options, rendered in (
+            ({}, "Hi|null|||assistant:"),
+            ({"add_generation_prompt": False}, "Hi|null||"),
+            ({"tools": [{"name": "f"}]}, 'Hi|[{"name": "f"}]|||assistant:'),
+            ({"chat_template_kwargs": {"enable_thinking": False, "level": 3}}, "Hi|null|False|3|assistant:"),
+            ({"chat_template_kwargs": {"add_generation_prompt": False}}, "Hi|null||"),
+        ):
+            (output,) = llm.chat(conversation, one_token, **options)
+            assert output.prompt == rendered
+            assert output.prompt_token_ids == list(rendered.encode())
+            assert llm.generate({"messages": conversation, **options}, one_token)[0].prompt == rendered
+        with pytest.raises(ValidationError, match=r"^chat_template_kwargs=5; accepted: an object") as caught:
+            llm.chat(conversation, chat_template_kwargs=5)  # type: ignore[arg-type]
+        assert caught.value.param == "chat_template_kwargs"
+        with pytest.raises(ValidationError, match=r"^add_generation_prompt='no'; accepted: true or false"):
+            llm.chat(conversation, add_generation_prompt="no")  # type: ignore[arg-type]
 
 
 class Terminal(io.StringIO):

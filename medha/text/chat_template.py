@@ -53,7 +53,7 @@ class ChatTemplate:
 
 
 def template_variables(
-    messages: Any, *, add_generation_prompt: bool = True, tools: Any = None, chat_template_kwargs: Any = None
+    messages: Any, *, add_generation_prompt: Any = True, tools: Any = None, chat_template_kwargs: Any = None
 ) -> dict[str, Any]:
     """Check what a template is given, and copy it as plain dicts, lists and strings.
 
@@ -69,6 +69,12 @@ def template_variables(
     """
     if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(t, Mapping) for t in tools)):
         raise ValidationError(f"tools={tools!r:.80}; accepted: a list of objects", param="tools", value=tools)
+    if not isinstance(add_generation_prompt, bool):
+        raise ValidationError(
+            f"add_generation_prompt={add_generation_prompt!r:.80}; accepted: true or false",
+            param="add_generation_prompt",
+            value=add_generation_prompt,
+        )
     kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
     if not isinstance(kwargs, Mapping) or "messages" in kwargs:
         raise ValidationError(
@@ -77,7 +83,7 @@ def template_variables(
             value=kwargs,
         )
     return {
-        "add_generation_prompt": bool(add_generation_prompt),
+        "add_generation_prompt": add_generation_prompt,
         "tools": _plain_value(tools, "tools", _MAX_DEPTH),
         "documents": None,
         **_plain_value(kwargs, "chat_template_kwargs", _MAX_DEPTH),
