@@ -230,9 +230,15 @@ class LLM:
         requests added to :attr:`engine` share the batches.
 
         Raises:
-            ValidationError: as :meth:`generate`.
+            ValidationError: as :meth:`generate`; several prompts.
             UnsupportedFeatureError: there are several ranks.
         """
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, Mapping, list, tuple)):
+            raise ValidationError(
+                f"stream takes one prompt, and this is a list of {len(prompt)}; accepted: text, token ids or a mapping",
+                param="prompt",
+                value=prompt,
+            )
         if not self._open_role.is_alone:
             raise UnsupportedFeatureError("stream runs on one rank; drive llm.engine, with follow() on the others")
         request = self.engine.prepare(self._new_id(), prompt, sampling_params, slo=slo)

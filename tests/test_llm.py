@@ -384,6 +384,12 @@ def test_a_stream_is_checked_when_it_is_made(llm: LLM) -> None:
         llm.stream("x", {"temperature": 0})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("prompts", [["a"], ("a", "b"), [[1, 2]], [{"prompt": "a"}]])
+def test_a_stream_is_of_one_prompt(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ValidationError, match=rf"^stream takes one prompt, and this is a list of {len(prompts)};"):
+        llm.stream(prompts)
+
+
 def test_requests_of_ones_own_go_on_beside_others(llm: LLM, expected: list[list[int]]) -> None:
     """Outputs go to whoever they belong to, whoever steps."""
     llm.engine.add_request("mine", TEXTS[0], GREEDY.reported("delta"))
