@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -382,6 +383,28 @@ def test_a_stream_is_checked_when_it_is_made(llm: LLM) -> None:
             llm.stream(prompt)  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="sampling_params"):
         llm.stream("x", {"temperature": 0})  # type: ignore[arg-type]
+
+
+def test_a_stream_goes_on_while_generate_tokenises(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream(TEXTS[0], GREEDY)
+    tokens = next(stream).outputs[0].token_ids
+    tokenizer, (live,) = llm.engine.tokenizer, llm.engine._live.values()
+    assert tokenizer is not None
+    encode, threads = tokenizer.encode_array, []
+
+    def patient(text: str, **options: Any) -> Any:
+        threads.append(threading.get_ident())
+        end_s = time.monotonic() + 60
+        while len(live.completions[0].token_ids) < 9:
+            assert time.monotonic() < end_s, "the stream stands still"
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode_array", patient)
+    assert token_ids(llm.generate(TEXTS[1], GREEDY)) == [expected[1]]
+    assert threads and threading.get_ident() not in threads
+    assert tokens + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[0]
 
 
 @pytest.mark.parametrize("prompts", [["a"], ("a", "b"), [[1, 2]], [{"prompt": "a"}]])

@@ -341,7 +341,7 @@ class Tokenizer:
         if self.chat_template is None:
             raise ChatTemplateError(
                 f"{self.name} has no chat template: neither chat_template.jinja nor a default chat_template in "
-                "tokenizer_config.json"
+                "tokenizer_config.json; give the text that the model was trained on as prompt"
             )
         return self.chat_template.render(variables)
 
