@@ -6,7 +6,8 @@ Nothing here changes state: a request that is refused leaves no trace.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import ChatTemplateError, ContextLengthError, KVCapacityError, TokenizerError, ValidationError
-from medha.request import SLO, SamplingParams, check_priority
+from medha.request import CHAT_OPTIONS, SLO, SamplingParams, check_priority
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
 
@@ -22,10 +23,12 @@ logger = logging.getLogger("medha")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids (an array or tensor of them too), or a mapping with exactly one of ``prompt`` (text),
-``prompt_token_ids`` and ``messages``. A prompt of millions of tokens is best an integer array: 10M are checked
-and copied in 8 ms, while a list of them takes half a second, in which nobody else gets a token."""
+``prompt_token_ids`` and ``messages``, the last with :data:`medha.request.CHAT_OPTIONS`
+where they are wanted."""
 
 _FORMS = ("prompt", "prompt_token_ids", "messages")
+_PIECE, _PAUSE = 16_384, 3.0
+_IDS = "accepted: a list of token ids, or text as prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +54,14 @@ class ModelLimits:
 class PreparedRequest:
     """A request that has been tokenised and checked, not yet queued.
 
-    Token ids are int32 from here on: 10M of them are 40 MB, checked in milliseconds; as Python integers they would
-    stall whoever decodes meanwhile.
+    Token ids are int32 from here on: 10M of them are 40 MB. The list of them that outputs hold is made piece by piece
+    where they are many, so that whoever decodes meanwhile is not stalled.
 
     Attributes:
-        prompt: its text, or None where ids or messages were given.
+        prompt: its text, that of messages as the chat template wrote it; None where ids were given.
         prompt_ids: its tokens, a copy of our own.
         params: every field has a value, and ``max_tokens`` fits the room after the prompt.
-        id_list: the same tokens as the list that was given or that the tokenizer made; None until it is asked for
-            where they came as an array.
+        id_list: the same tokens as a list; None until it is asked for where they came as an array.
     """
 
     request_id: str
@@ -71,10 +73,18 @@ class PreparedRequest:
     priority: str = "normal"
 
     @property
+    def max_tokens(self) -> int:
+        """Most tokens of a completion."""
+        assert self.params.max_tokens is not None, "admission has capped it"
+        return self.params.max_tokens
+
+    @property
     def prompt_token_ids(self) -> list[int]:
-        """The tokens as a list, made once: the very list that was given, or a new one from an array."""
+        """The tokens as a list of our own, made once."""
         if self.id_list is None:
-            self.id_list = self.prompt_ids.tolist()
+            self.id_list = []
+            for part in _pieces(len(self.prompt_ids)):
+                self.id_list += self.prompt_ids[part].tolist()
         return self.id_list
 
 
@@ -104,93 +114,128 @@ def prepare_request(
     Raises:
         ValidationError, ContextLengthError, KVCapacityError: the request is wrong; ``param`` says where.
     """
-    _check_type("request_id", request_id, str)
+    check_type("request_id", request_id, str)
     if not request_id:
         raise ValidationError("request_id is empty; accepted: a string", param="request_id", value=request_id)
     params = SamplingParams() if params is None else params
-    _check_type("sampling_params", params, SamplingParams)
+    check_type("sampling_params", params, SamplingParams)
     if slo is not None:
-        _check_type("slo", slo, SLO)
+        check_type("slo", slo, SLO)
     check_priority(priority)
     text, ids, id_list = _tokenise(prompt, tokenizer, limits.vocab_size)
     params = params.resolve(limits.sampling_defaults)
     if params.stop_strings and tokenizer is None:
         raise _no_tokenizer("stop", params.stop, "use stop_token_ids")
     _checked_ids(params.stop_token_ids or (), "stop_token_ids", limits.vocab_size)
-    params = _capped(params, len(ids), limits.max_model_len)
-    _check_pool(params, len(ids), scheduler)
-    return PreparedRequest(request_id, text, ids, params, slo, id_list, priority)
+    end_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else limits.eos_token_ids)}
+    if params.min_tokens and len(end_ids) >= limits.vocab_size:
+        raise ValidationError(
+            f"min_tokens={params.min_tokens} leaves nothing to draw: each of the {limits.vocab_size} ids ends the "
+            "sequence; accepted: 0, or fewer stop_token_ids",
+            param="min_tokens",
+            value=params.min_tokens,
+        )
+    params = _capped(params, len(ids), limits.max_model_len, scheduler)
+    request = PreparedRequest(request_id, text, ids, params, slo, id_list, priority)
+    _check_pool(len(ids), request.max_tokens, scheduler)
+    if len(ids) > _PIECE:
+        assert len(request.prompt_token_ids) == len(ids), "it is made now, not when the first output is"
+    return request
 
 
 def _tokenise(
     prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[str | None, npt.NDArray[np.int32], list[int] | None]:
     """(text, ids, the same as a list) of a prompt in any of its forms; None for what it did not come with."""
-    id_list: list[int] | None = None
-    form, value = _form(prompt)
-    if value is None or isinstance(value, Mapping):
+    form, value, options = _form(prompt)
+    if value is None or isinstance(value, Mapping) or (form == "prompt" and not isinstance(value, str)):
         raise _wrong_prompt(form, value)
-    if form == "prompt":
-        if not isinstance(value, str):
-            raise _wrong_prompt(form, value)
-        if tokenizer is None:
-            raise _no_tokenizer(form, value, "give prompt_token_ids")
-        id_list = tokenizer.encode(value)
-    elif form == "messages":
-        if tokenizer is None:
-            raise _no_tokenizer(form, value, "give prompt_token_ids")
+    text, id_list = None, None
+    if form == "prompt_token_ids":
+        ids, id_list = _checked_ids(value, form, vocab_size)
+    elif tokenizer is None:
+        raise _no_tokenizer(form, value, "give prompt_token_ids")
+    else:
         try:
-            id_list = tokenizer.encode_chat(value)
+            if form == "messages":
+                text, ids = tokenizer.encode_chat_array(value, **options)
+            else:
+                text, ids = value, tokenizer.encode_array(value)
         except (ChatTemplateError, TokenizerError) as error:
-            raise ValidationError(str(error), param="messages", value=value) from error
-    elif isinstance(value, list):
-        id_list = value
-    ids = _checked_ids(value, form, vocab_size) if form == "prompt_token_ids" else np.array(id_list, np.int32)
+            raise ValidationError(str(error), param=form, value=value) from error
     if len(ids) == 0:
         raise ValidationError(f"{form}={value!r:.80} has no token; accepted: at least one", param=form, value=value)
-    return value if form == "prompt" else None, ids, id_list
+    return text, ids, id_list
 
 
-def _form(prompt: Prompt) -> tuple[str, Any]:
-    """Which form a prompt has, and the text, ids or messages in it."""
+def _form(prompt: Prompt) -> tuple[str, Any, dict[str, Any]]:
+    """Which form a prompt has, the text, ids or messages in it, and the chat options beside messages."""
     if not isinstance(prompt, Mapping):
-        return ("prompt" if isinstance(prompt, str) else "prompt_token_ids"), prompt
+        return ("prompt" if isinstance(prompt, str) else "prompt_token_ids"), prompt, {}
     given = {name: value for name, value in prompt.items() if value is not None}
-    unknown = sorted(str(name) for name in given if name not in _FORMS)
-    if unknown or len(given) != 1:
+    options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
+    if len(given) != 1 or next(iter(given)) not in _FORMS:
         raise ValidationError(
             f"a prompt mapping with {', '.join(map(str, given)) or 'nothing'}; accepted: one of {', '.join(_FORMS)}",
             param="prompt",
             value=prompt,
         )
-    return next(iter(given.items()))
+    form, value = next(iter(given.items()))
+    if form != "messages" and any(options.values()):
+        name = next(name for name, option in options.items() if option)
+        raise ValidationError(f"{name} beside {form}; accepted: beside messages", param=name, value=options[name])
+    return form, value, options
 
 
-def _checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]:
-    """A copy of token ids in the vocabulary; names the first that is not one. 10M of an array take 10 ms."""
-    array = _integer_array(value)
-    if array is None:
-        ids = value.tolist() if hasattr(value, "tolist") else value
-        if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
-            raise _wrong_prompt(name, value)
-        array = _list_as_array(ids)
-        if array is None:
-            index = next(i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < vocab_size)
-            raise _wrong_id(name, index, ids[index], vocab_size)
-    if len(array) and (array.min() < 0 or array.max() >= vocab_size):
-        index = int(np.argmax((array < 0) | (array >= vocab_size)))
-        raise _wrong_id(name, index, array[index].item(), vocab_size)
-    return np.array(array, np.int32)
-
-
-def _list_as_array(ids: Sequence[Any]) -> npt.NDArray[np.int64] | None:
-    """Integers as an array, without a Python loop; None if one is no integer, or too large for any vocabulary."""
-    if not set(map(type, ids)) <= {int}:  # numpy would take True for 1
-        return None
+def _checked_ids(value: Any, name: str, vocab_size: int) -> tuple[npt.NDArray[np.int32], list[int] | None]:
+    """A copy of token ids in the vocabulary, and as a list where they came as one; names the first that is not one."""
     try:
-        return np.array(ids, np.int64)
-    except OverflowError:
+        array = _integer_array(value)
+    except (RuntimeError, TypeError) as error:  # a tensor on the meta device, a sparse one
+        raise ValidationError(
+            f"{name}: its values cannot be read ({error}); {_IDS}", param=name, value=value
+        ) from error
+    if array is not None:
+        wrong = _first_wrong(array, vocab_size)
+        if wrong is not None:
+            raise _wrong_id(name, wrong, array[wrong].item(), vocab_size)
+        return np.array(array, np.int32), None
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(listed, (str, bytes, bytearray)) or not isinstance(listed, Sequence):
+        raise _wrong_prompt(name, value)
+    ids, copied = np.empty(len(listed), np.int32), []
+    for part in _pieces(len(listed)):
+        some = list(listed[part])
+        wrong = _first_wrong(some, vocab_size)
+        if wrong is not None:
+            raise _wrong_id(name, part.start + wrong, some[wrong], vocab_size)
+        ids[part] = some
+        copied += some
+    return ids, copied
+
+
+def _first_wrong(ids: list[Any] | npt.NDArray[np.integer[Any]], vocab_size: int) -> int | None:
+    """Index of the first that is no token id; no Python loop where all are."""
+    if isinstance(ids, list):
+        if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab_size)):
+            return None
+        return next(i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < vocab_size)
+    if len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab_size):
         return None
+    return int(np.argmax((ids < 0) | (ids >= vocab_size)))
+
+
+def _pieces(length: int) -> Iterator[slice]:
+    """Parts of many ids, with a pause after each that is :data:`_PAUSE` times as long as what was done with it.
+
+    Work on Python integers holds the interpreter lock. In a pause a thread that wants it gets it at once; otherwise
+    whoever decodes would wait for it at every operator.
+    """
+    for start in range(0, length, _PIECE):
+        began_s = time.perf_counter()
+        yield slice(start, min(start + _PIECE, length))
+        if length > _PIECE:
+            time.sleep(_PAUSE * (time.perf_counter() - began_s))
 
 
 def _integer_array(value: Any) -> npt.NDArray[np.integer[Any]] | None:
@@ -201,8 +246,8 @@ def _integer_array(value: Any) -> npt.NDArray[np.integer[Any]] | None:
     return value if is_integers else None
 
 
-def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-    """``params`` with ``max_tokens`` capped to the room that the prompt leaves."""
+def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, scheduler: Scheduler) -> SamplingParams:
+    """``params`` with ``max_tokens`` capped to the room that the prompt leaves; where it is None, all of it."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise ContextLengthError(
@@ -211,29 +256,34 @@ def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) 
             param="prompt",
             value=num_prompt_tokens,
         )
+    if params.max_tokens is None:
+        in_pool = scheduler.memory.max_request_tokens + 1 - num_prompt_tokens
+        return params.capped(max(1, min(room, in_pool)))
     if params.max_tokens <= room:
         return params
     logger.info("max_tokens=%d is capped to %d, the room after the prompt", params.max_tokens, room)
     return params.capped(room)
 
 
-def _check_pool(params: SamplingParams, num_prompt_tokens: int, scheduler: Scheduler) -> None:
+def _check_pool(num_prompt_tokens: int, max_tokens: int, scheduler: Scheduler) -> None:
     memory = scheduler.memory
-    needed = num_prompt_tokens + params.max_tokens - 1  # the last sampled token is never written
+    needed = num_prompt_tokens + max_tokens - 1  # the last sampled token is never written
     if needed <= memory.max_request_tokens:
         return
-    groups = f" on each of {memory.num_groups} groups" if memory.num_groups > 1 else ""
+    is_pools = memory.max_kv_per_group == memory.num_blocks * memory.block_size
+    remedy = "kv_memory" if is_pools else "max_kv_per_group"
+    groups = f", {memory.max_kv_per_group} on each of {memory.num_groups} groups" if memory.num_groups > 1 else ""
     prompt_fits = num_prompt_tokens <= memory.max_request_tokens
     raise KVCapacityError(
-        f"{num_prompt_tokens} prompt tokens and max_tokens={params.max_tokens} need {needed} tokens of KV cache; "
-        f"accepted: at most {memory.max_request_tokens} ({memory.max_kv_per_group}{groups}, the pool has "
-        f"{memory.num_blocks} blocks of {memory.block_size})",
+        f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache; accepted: at "
+        f"most {memory.max_request_tokens}{groups}, or more with a larger {remedy}",
         param="max_tokens" if prompt_fits else "prompt",
-        value=params.max_tokens if prompt_fits else num_prompt_tokens,
+        value=max_tokens if prompt_fits else num_prompt_tokens,
     )
 
 
-def _check_type(name: str, value: Any, kind: type) -> None:
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Raise ValidationError unless ``value`` is of a type."""
     if not isinstance(value, kind):
         raise ValidationError(f"{name}={value!r:.80}; accepted: {kind.__name__}", param=name, value=value)
 
@@ -245,8 +295,8 @@ def _wrong_id(name: str, index: int, token: object, vocab_size: int) -> Validati
 
 
 def _wrong_prompt(name: str, value: Any) -> ValidationError:
-    accepted = {"prompt": "text", "messages": "a list of messages"}.get(name, "a list of token ids, or text as prompt")
-    return ValidationError(f"{name} of type {type(value).__name__}; accepted: {accepted}", param=name, value=value)
+    accepted = {"prompt": "accepted: text", "messages": "accepted: a list of messages"}.get(name, _IDS)
+    return ValidationError(f"{name} of type {type(value).__name__}; {accepted}", param=name, value=value)
 
 
 def _no_tokenizer(name: str, value: Any, instead: str) -> ValidationError:

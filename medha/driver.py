@@ -1,20 +1,29 @@
-"""Runs an engine over requests that arrive in time: feed what is due, step, hand on what changed."""
+"""Runs an engine over requests that arrive in time: feed what is due, step, hand on what changed.
+
+Prompts are tokenised in threads, never where the engine steps: it goes on meanwhile, and takes a request when it is
+ready. A prompt of millions of characters is overtaken by the short ones that arrive after it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medha.errors import EngineDeadError, MedhaError
 from medha.request import SLO, CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from medha.engine import Engine, Prompt
+    from medha.engine import Engine, PreparedRequest, Prompt
+
+LONG_PROMPT = 100_000
+"""Characters or ids of the longest prompt that is prepared among the short ones."""
 
 _MAX_SLEEP_S = 0.1
+_MOST_BEGUN = 256  # of the arrivals that are due, between two steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,70 +66,144 @@ def drive(
     """
     start = engine.now()
     upcoming = deque(arrivals)
-    while upcoming or engine.has_unfinished:
-        if should_stop():  # what is in flight runs to its end, on every rank
-            engine.abort_all()
-            yield from (unserved(arrival, start) for arrival in upcoming)
-            upcoming.clear()
-        while upcoming and upcoming[0].arrival_s <= engine.now() - start:
-            refused = _add(engine, upcoming.popleft(), start)
-            if refused is not None:
-                yield refused
-        if engine.has_unfinished:
+    with _Preparing(engine) as preparing:
+        while upcoming or preparing.pending or engine.has_unfinished:
+            if should_stop():  # what is in flight runs to its end, on every rank
+                engine.abort_all()
+                yield from (unserved(arrival, start) for arrival in (*preparing.drop(), *upcoming))
+                upcoming.clear()
+            for _ in range(min(len(upcoming), _MOST_BEGUN)):
+                if upcoming[0].arrival_s > engine.now() - start:
+                    break
+                preparing.begin(upcoming.popleft())
             try:
-                outputs = engine.step()
+                for arrival, request in preparing.ready():
+                    refused = _add(engine, arrival, request, start)
+                    if refused is not None:
+                        yield refused
+                        if isinstance(refused.error, EngineDeadError):
+                            raise refused.error
+                if engine.has_unfinished:
+                    outputs = engine.step()
+                    yield from outputs
+                    on_step()
+                    continue
             except EngineDeadError as error:
                 yield from error.outputs
-                yield from (unserved(arrival, start, error=error) for arrival in upcoming)
+                yield from (unserved(arrival, start, error=error) for arrival in (*preparing.drop(), *upcoming))
                 raise
-            yield from outputs
-            on_step()
-        elif upcoming:
-            time.sleep(min(_MAX_SLEEP_S, max(0.0, upcoming[0].arrival_s - (engine.now() - start))))
+            wait_s = min(_MAX_SLEEP_S, upcoming[0].arrival_s - (engine.now() - start)) if upcoming else _MAX_SLEEP_S
+            if preparing.pending:
+                preparing.wait(wait_s)
+            elif wait_s > 0 and upcoming:
+                time.sleep(wait_s)
+
+
+class _Preparing:
+    """Prepares arrivals in threads, long prompts in one and the others in another; the engine goes on meanwhile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
+        self._lanes: list[deque[tuple[int, Arrival, futures.Future[PreparedRequest]]]] = [deque(), deque()]
+        self._num_begun = 0
+
+    def __enter__(self) -> _Preparing:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def pending(self) -> int:
+        """Arrivals that :meth:`begin` took, and that have not come out again."""
+        return sum(map(len, self._lanes))
+
+    def begin(self, arrival: Arrival) -> None:
+        """Prepare an arrival, after those of its lane."""
+        lane = int(_is_long(arrival.prompt))
+        self._lanes[lane].append((self._num_begun, arrival, self._threads[lane].submit(self._prepare, arrival)))
+        self._num_begun += 1
+
+    def ready(self) -> Iterator[tuple[Arrival, futures.Future[PreparedRequest]]]:
+        """Those that are done, in the order in which they arrived; a lane's are done in order."""
+        while done := [lane for lane in self._lanes if lane and lane[0][2].done()]:
+            _, arrival, request = min(done, key=lambda lane: lane[0][0]).popleft()
+            yield arrival, request
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when one is done, or after a time."""
+        futures.wait([lane[0][2] for lane in self._lanes if lane], max(0.0, timeout_s), futures.FIRST_COMPLETED)
+
+    def drop(self) -> list[Arrival]:
+        """Give up what is not done; returns it in order of arrival."""
+        dropped = sorted(item[:2] for lane in self._lanes for item in lane)
+        for lane in self._lanes:
+            for _, _, request in lane:
+                request.cancel()
+            lane.clear()
+        return [arrival for _, arrival in dropped]
+
+    def _prepare(self, arrival: Arrival) -> PreparedRequest:
+        if arrival.error is not None:
+            raise arrival.error
+        return self._engine.prepare(
+            arrival.request_id, arrival.prompt, arrival.params, slo=arrival.slo, priority=arrival.priority
+        )
+
+
+def _is_long(prompt: Any) -> bool:
+    """Whether a prompt has a text, or so many ids, that short ones should not wait for it."""
+    parts = [*prompt.values()] if isinstance(prompt, Mapping) else [prompt]
+    conversations = [part for part in parts if isinstance(part, list) and part and isinstance(part[0], Mapping)]
+    parts += [m.get("content") for messages in conversations for m in messages if isinstance(m, Mapping)]
+    return any(_length(part) > LONG_PROMPT for part in parts)
+
+
+def _length(value: Any) -> int:
+    try:
+        return len(value)
+    except TypeError:  # a number, or a tensor of no axis
+        return 0
 
 
 class Joiner:
     """Puts the outputs of requests whose ``output_kind`` is ``delta`` together again."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, list[CompletionOutput]] = {}
+        self._pieces: dict[str, dict[int, list[CompletionOutput]]] = {}
 
     def add(self, output: RequestOutput) -> RequestOutput | None:
         """Take an output; returns the whole one if it was its request's last."""
-        pieces = self._pieces.setdefault(output.request_id, [])
-        last = output.outputs[0]
-        pieces.append(last)
+        by_index = self._pieces.setdefault(output.request_id, {})
+        for piece in output.outputs:
+            by_index.setdefault(piece.index, []).append(piece)
         if not output.finished:
             return None
         del self._pieces[output.request_id]
-        whole = replace(
-            last,
-            text=None if last.text is None else "".join(piece.text or "" for piece in pieces),
-            token_ids=[token for piece in pieces for token in piece.token_ids],
-            logprobs=None if last.logprobs is None else [step for piece in pieces for step in piece.logprobs or ()],
-        )
-        return replace(output, outputs=[whole])
+        return replace(output, outputs=[_joined(pieces) for _, pieces in sorted(by_index.items())])
 
 
-def _add(engine: Engine, arrival: Arrival, start: float) -> RequestOutput | None:
+def _joined(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
+    last = pieces[-1]
+    return replace(
+        last,
+        text=None if last.text is None else "".join(piece.text or "" for piece in pieces),
+        token_ids=[token for piece in pieces for token in piece.token_ids],
+        logprobs=None if last.logprobs is None else [step for piece in pieces for step in piece.logprobs or ()],
+    )
+
+
+def _add(
+    engine: Engine, arrival: Arrival, request: futures.Future[PreparedRequest], start: float
+) -> RequestOutput | None:
     """Queue an arrival; returns its output when it is refused."""
-    error = arrival.error
-    if error is None:
-        try:
-            engine.add_request(
-                arrival.request_id,
-                arrival.prompt,
-                arrival.params,
-                slo=arrival.slo,
-                priority=arrival.priority,
-                arrival_s=start + arrival.arrival_s,
-            )
-            return None
-        except EngineDeadError:
-            raise
-        except MedhaError as refusal:
-            error = refusal
-    return unserved(arrival, start, error=error, now=engine.now())
+    try:
+        engine.add_prepared(request.result(), arrival_s=start + arrival.arrival_s)
+        return None
+    except MedhaError as refusal:
+        return unserved(arrival, start, error=refusal, now=engine.now())
 
 
 def unserved(

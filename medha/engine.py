@@ -14,17 +14,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TextIO, cast
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from medha.admission import ModelLimits, PreparedRequest, Prompt, prepare_request
+from medha.admission import ModelLimits, PreparedRequest, Prompt, check_type, prepare_request
 from medha.batch import Batch
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
 from medha.explanation import Explanation
-from medha.live import LiveRequest
-from medha.request import PRIORITIES, SLO, RequestOutput, SamplingParams
+from medha.live import Completion, LiveRequest
+from medha.request import PRIORITIES, SLO, RequestOutput, SamplingParams, check_seconds
 from medha.runner import StepResult
 from medha.sched.correction import KINDS, ErrorFigures, Kind
 from medha.sched.journal import Journal
@@ -33,8 +34,13 @@ from medha.sched.packer import Prediction
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.text import Tokenizer
 from medha.timeline import Timeline
+from medha.turns import Turns
 
 __all__ = ["Engine", "ModelLimits", "PreparedRequest", "Prompt"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class PendingResult(Protocol):
@@ -73,8 +79,39 @@ class BatchRunner(Protocol):
         ...
 
 
+def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """A method for which a thread has the engine to itself."""
+
+    @wraps(method)
+    def call(self: Engine, /, *args: P.args, **options: P.kwargs) -> R:
+        with self.turns:
+            return method(self, *args, **options)
+
+    return call
+
+
+def _or_abandoned(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """A method that changes the engine; where an interrupt strikes in it, the requests are lost, the engine is not."""
+
+    @wraps(method)
+    def call(self: Engine, /, *args: P.args, **options: P.kwargs) -> R:
+        try:
+            return method(self, *args, **options)
+        except Exception:
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+
+    return call
+
+
 class Engine:
     """Continuous batching on one model.
+
+    An engine has one owner at a time: a call from another thread takes its turn, and those that wait come in the order
+    in which they asked. What :meth:`step` returns goes to the thread that called it. Two calls wait for nobody:
+    :meth:`prepare`, which changes nothing, and :meth:`fail`.
 
     Args:
         runner: runs batches.
@@ -85,6 +122,7 @@ class Engine:
         timeline: records what ran when, if given.
 
     Attributes:
+        turns: who has the engine; held from one call to the next (``with engine.turns:``) it lets nobody between.
         on_step: called with each batch that is done, what was predicted of it before it was sent (None where the
             scheduler predicts nothing) and its busy seconds.
         num_preemptions: how often requests gave up their KV memory, to be computed again or swapped in.
@@ -122,25 +160,30 @@ class Engine:
         self._clock = clock
         self._start = clock()
         self._live: dict[str, LiveRequest] = {}  # not ended
-        self._by_slot: dict[int, LiveRequest] = {}  # those, and ended ones with chunks in flight
+        self._by_slot: dict[int, Completion] = {}  # theirs, and of ended ones those with chunks in flight
         self._free_slots: list[int] = []
         self._num_added = 0
         self._in_flight: deque[tuple[Batch, Prediction | None, PendingResult]] = deque()
-        self._ended: list[RequestOutput] = []  # outputs that the next step returns
+        self._unreturned: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
         self._dying = threading.Lock()
+        self.turns = Turns()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything left to do or to return."""
-        return bool(self._live or self._ended or self._in_flight)
+        return bool(self._live or self._unreturned or self._in_flight)
 
     @property
     def num_unfinished(self) -> int:
         """Requests queued or running."""
         return len(self._live)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether a request of this id is queued or running."""
+        return request_id in self._live
 
     @property
     def predicted_s(self) -> float:
@@ -151,7 +194,7 @@ class Engine:
         """The unfinished requests and the batches in flight, a line each; for another thread, while :meth:`step` is
         stuck."""
         lines = [f"{len(self._live)} unfinished requests, {len(self._in_flight)} batches in flight"]
-        lines += [f"  {live}" for live in list(self._live.values())]
+        lines += [f"  {one}" for live in list(self._live.values()) for one in live.completions]
         lines += [str(batch) for batch, _, _ in list(self._in_flight)]
         return "\n".join(lines)
 
@@ -164,12 +207,14 @@ class Engine:
         """
         return self._host_s / self._num_host_steps if self._num_host_steps else None
 
+    @_in_turn
     def prefills(self, *, min_tokens: int = 1) -> list[tuple[str, int, int]]:
         """(request id, prompt tokens computed, prompt tokens) of admitted prompts of at least ``min_tokens``."""
         return [
-            (live.request_id, self.scheduler.num_computed_tokens(live.slot), live.metrics.num_prompt_tokens)
+            (one.name, self.scheduler.num_computed_tokens(one.slot), one.metrics.num_prompt_tokens)
             for live in self._live.values()
-            if live.is_prefilling and live.metrics.num_prompt_tokens >= min_tokens
+            for one in live.completions
+            if one.is_prefilling and one.finish_reason is None and one.metrics.num_prompt_tokens >= min_tokens
         ]
 
     @property
@@ -180,6 +225,7 @@ class Engine:
             return {}
         return {kind: predictor.correction.errors.figures(kind) for kind in KINDS}
 
+    @_in_turn
     def record(self, journal: TextIO) -> None:
         """Write down what is asked of the scheduler from now on, and what it decides, for ``medha replay``.
 
@@ -195,6 +241,7 @@ class Engine:
         self.scheduler = cast(Scheduler, Journal(self.scheduler, journal))
         self._ledger = Ledger(self.scheduler)
 
+    @_in_turn
     def explain(self, request_id: str) -> Explanation:
         """Where the seconds of an unfinished request went until its first token, or so far; ``text()`` prints it.
 
@@ -203,14 +250,14 @@ class Engine:
         Raises:
             ValidationError: no unfinished request has this id.
         """
-        live = self._live.get(request_id)
+        live = self._find(request_id)
         if live is None:
             raise ValidationError(
                 f"request_id={request_id!r:.80} is not running; accepted: an unfinished request",
                 param="request_id",
                 value=request_id,
             )
-        return live.metrics.explanation or self._ledger.of(live.slot)
+        return live.first.metrics.explanation or self._ledger.of(live.first.slot)
 
     def now(self) -> float:
         """Seconds since the engine was made, the clock of all metrics."""
@@ -253,7 +300,7 @@ class Engine:
         slo: SLO | None = None,
         priority: str = "normal",
     ) -> PreparedRequest:
-        """Tokenise and check a request without queueing it; raises as :meth:`add_request`."""
+        """Tokenise and check a request without queueing it, in any thread; raises as :meth:`add_request`."""
         if self._dead is not None:
             raise self._dead
         return prepare_request(
@@ -267,43 +314,70 @@ class Engine:
             scheduler=self.scheduler,
         )
 
-    def add_prepared(self, request: PreparedRequest, *, arrival_s: float) -> None:
+    @_in_turn
+    @_or_abandoned
+    def add_prepared(
+        self, request: PreparedRequest, *, arrival_s: float, sink: Callable[[RequestOutput], None] | None = None
+    ) -> None:
         """Queue a request that :meth:`prepare` returned.
 
+        Args:
+            request: what to queue.
+            arrival_s: when it arrived, on the engine's clock.
+            sink: takes its outputs, whoever steps; None lets :meth:`step` return them.
+
         Raises:
-            ValidationError: its id is in flight already.
+            ValidationError: its id is in flight already, or ``arrival_s`` is no time.
             DeadlineError: it cannot meet its TTFT objective, and the option ``admission`` is ``refuse``.
             EngineDeadError: the engine has failed before.
         """
         if self._dead is not None:
             raise self._dead
+        arrival_s = check_seconds("arrival_s", arrival_s)
         if request.request_id in self._live:
             raise ValidationError(
                 f"request_id={request.request_id!r} is in flight already; accepted: an id not in use",
                 param="request_id",
                 value=request.request_id,
             )
-        slot = self._free_slots[-1] if self._free_slots else len(self._by_slot)
-        head = self._admitted(request, slot, arrival_s)
-        live = LiveRequest(request, slot, arrival_s, limits=self.limits, tokenizer=self.tokenizer)
-        live.metrics.is_relegated = head.is_relegated
+        slots = self._unused_slots(request.params.n)
+        head = self._admitted(request, slots[0], arrival_s)
+        live = LiveRequest(
+            request,
+            slots,
+            arrival_s,
+            limits=self.limits,
+            tokenizer=self.tokenizer,
+            sink=sink or self._unreturned.append,
+        )
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed * 1_000_003 + self._num_added
-        self._num_added += 1
-        self.runner.open(slot, request.prompt_ids, params, seed=seed, end_ids=tuple(sorted(live.end_ids)))
-        deadline_s = self.scheduler.add(head)
-        self._ledger.added(head, deadline_s, request.request_id)
-        live.metrics.deadline_s = deadline_s if math.isfinite(deadline_s) else None
-        live.metrics.deadline_is_derived = live.metrics.deadline_s is not None and live.metrics.ttft_slo_s is None
-        self._live[request.request_id] = self._by_slot[slot] = live
-        if self._free_slots:
-            self._free_slots.pop()
+        self._num_added += params.n
+        for one in live.completions:
+            one.metrics.is_relegated = head.is_relegated
+            end_ids = tuple(sorted(one.end_ids))
+            self.runner.open(one.slot, request.prompt_ids, params, seed=seed + one.index, end_ids=end_ids)
+            head = replace(head, slot=one.slot)
+            deadline_s = self.scheduler.add(head)
+            self._ledger.added(head, deadline_s, one.name)
+            one.metrics.deadline_s = deadline_s if math.isfinite(deadline_s) else None
+            one.metrics.deadline_is_derived = one.metrics.deadline_s is not None and one.metrics.ttft_slo_s is None
+            self._by_slot[one.slot] = one
+            if self._free_slots:
+                self._free_slots.pop()
+        self._live[request.request_id] = live
+
+    def _unused_slots(self, count: int) -> list[int]:
+        """So many slots that nobody has, in the order in which they are taken: free ones from the end, then new."""
+        free = self._free_slots[::-1][:count]
+        first = len(self._by_slot) + len(self._free_slots)
+        return [*free, *range(first, first + count - len(free))]
 
     def _admitted(self, request: PreparedRequest, slot: int, arrival_s: float) -> RequestHead:
         """What the scheduler is to know of a request; raises DeadlineError if it is not taken."""
         priority = PRIORITIES.index(request.priority)
         length = len(request.prompt_ids)
-        head = RequestHead(slot, length, request.params.max_tokens, arrival_s, request.slo, priority)
+        head = RequestHead(slot, length, request.max_tokens, arrival_s, request.slo, priority)
         admission = self.scheduler.config.admission
         predicted_s = None if admission == "all" else self.scheduler.admission_s(head, self.now())
         if predicted_s is None:
@@ -320,17 +394,25 @@ class Engine:
             value=objective_s,
         )
 
+    @_in_turn
+    @_or_abandoned
     def abort(self, request_id: str) -> None:
-        """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown."""
-        live = self._live.get(request_id)
-        if live is not None:
-            live.finish("abort", self.now())
-            self._keep_explanation(live)
-            self._retire(live)
-            closed = self.scheduler.cancel(live.slot)
-            self._ledger.cancelled(live.slot)
+        """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown.
+
+        Raises:
+            ValidationError: ``request_id`` is no string.
+        """
+        live = self._find(request_id)
+        if live is None:
+            return
+        running = [one for one in live.completions if one.finish_reason is None]
+        self._finish(live)
+        for one in running:
+            closed = self.scheduler.cancel(one.slot)
+            self._ledger.cancelled(one.slot)
             self._release(closed)
 
+    @_in_turn
     def abort_all(self) -> None:
         """End every request now; batches in flight are completed by the next steps."""
         for request_id in list(self._live):
@@ -338,6 +420,7 @@ class Engine:
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
+    @_in_turn
     def step(self) -> list[RequestOutput]:
         """Fill the pipeline, complete its oldest batch, and return the outputs that changed.
 
@@ -348,24 +431,27 @@ class Engine:
             EngineDeadError: a step failed; every unfinished request has ended with that error, and the exception's
                 ``outputs`` holds them.
         """
+        self.advance()
+        outputs = self._unreturned.copy()
+        self._unreturned.clear()
+        return outputs
+
+    @_in_turn
+    @_or_abandoned
+    def advance(self) -> bool:
+        """As :meth:`step`, but outputs without a sink wait for the next step; returns whether a batch was completed."""
         if self._dead is not None:
             raise self._dead
         try:
-            outputs = self._step() + self._ended
+            return self._advance()
         except Exception as error:
             raise self.fail(error) from error
-        except BaseException:  # an interrupt: the requests are lost, the engine is not
-            self.abandon()
-            raise
-        self._ended = []
-        return outputs
 
+    @_in_turn
     def abandon(self) -> None:
         """Abort everything and forget what is in flight; the next :meth:`step` returns the aborted requests."""
         for live in list(self._live.values()):
-            live.finish("abort", self.now())
-            self._keep_explanation(live)
-            self._retire(live)
+            self._finish(live)
         # An interrupt may have struck anywhere in a step, so nothing is undone: scheduler and runner start afresh.
         self._by_slot.clear()
         self._free_slots.clear()
@@ -374,37 +460,39 @@ class Engine:
         self._ledger = Ledger(self.scheduler)
         self.runner.reset()
 
-    def _step(self) -> list[RequestOutput]:
-        """One step; returns the outputs of requests that got a token and go on."""
+    def _advance(self) -> bool:
+        """One step; returns whether there was a batch to complete."""
         start = self._clock()
         self._fill_pipeline()
         if not self._in_flight:
             if self._live:
                 raise RuntimeError(f"the scheduler runs none of the unfinished requests:\n{self.describe()}")
-            return []
+            return False
         batch, prediction, pending = self._in_flight[0]
         result = pending.result()
         self._in_flight.popleft()
         now = self.now()
         self._note_step(batch, prediction, now, result.busy_s)
         self._ledger.completed(batch, now, result.busy_s)  # before any output is made, which holds what it says
-        results, going_on = [], []
+        results, changed = [], dict[str, LiveRequest]()
         for row, sampled in zip(result.rows, result.sampled, strict=True):
-            live = self._by_slot[row.slot]
-            if live.finish_reason is not None:
+            one = self._by_slot[row.slot]
+            if one.finish_reason is not None:
                 continue  # aborted while in flight: the result is dropped
-            has_ended = live.take(sampled, now)
-            self._keep_explanation(live)
+            has_ended = one.take(sampled, now)
+            self._keep_explanation(one)
             results.append((row.slot, 1, has_ended))
-            if has_ended:
-                self._retire(live)
-            elif live.request.params.output_kind != "final_only":
-                going_on.append(live.output())
+            changed[one.live.request_id] = one.live
+            if one.live.has_ended:
+                self._retire(one.live)
         self._release(self.scheduler.complete(batch.batch_id, now, results, result.busy_s))
         if result.host_wait_s is not None:
             self._host_s += self._clock() - start - result.host_wait_s
             self._num_host_steps += 1
-        return going_on
+        for live in changed.values():
+            if not live.has_ended and live.request.params.output_kind != "final_only":
+                live.emit()
+        return True
 
     def _fill_pipeline(self) -> None:
         """Schedule and run batches until no more may enter."""
@@ -422,9 +510,14 @@ class Engine:
                 self.timeline.count_slack(start, {self._id_of(s): self.scheduler.slack_s(s, start) for s in chunks})
             self._in_flight.append((batch, self.scheduler.last_prediction, pending))
 
+    def _find(self, request_id: str) -> LiveRequest | None:
+        """The unfinished request of an id; raises ValidationError for what is no id."""
+        check_type("request_id", request_id, str)
+        return self._live.get(request_id)
+
     def _id_of(self, slot: int) -> str:
         """Who has a slot."""
-        return self._by_slot[slot].request_id
+        return self._by_slot[slot].name
 
     def _schedule(self, now: float) -> Batch | None:
         """The next batch; counts those that gave way to it."""
@@ -452,14 +545,22 @@ class Engine:
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _keep_explanation(self, live: LiveRequest) -> None:
-        """Note where the time of a request went that has its first token, or ends without one."""
-        if live.metrics.explanation is None:
-            live.metrics.explanation = self._ledger.of(live.slot)
+    def _keep_explanation(self, one: Completion) -> None:
+        """Note where the time of a completion went that has its first token, or ends without one."""
+        if one.metrics.explanation is None:
+            one.metrics.explanation = self._ledger.of(one.slot)
+
+    def _finish(self, live: LiveRequest) -> None:
+        """Abort what still runs of a request, and hand out its last output."""
+        for one in live.completions:
+            if one.finish_reason is None:
+                one.finish("abort", self.now())
+                self._keep_explanation(one)
+        self._retire(live)
 
     def _retire(self, live: LiveRequest) -> None:
-        """Put the output of a request that has ended among those to return."""
-        self._ended.append(live.output())
+        """Hand out the output of a request that has ended."""
+        live.emit()
         del self._live[live.request_id]
 
     def _release(self, closed: Sequence[int]) -> None:
@@ -472,7 +573,7 @@ class Engine:
     def fail(self, cause: Exception) -> EngineDeadError:
         """End every request with the error that stopped the engine; only the first call has an effect.
 
-        The one method that another thread may call, while :meth:`step` is stuck.
+        Another thread may call it while :meth:`step` is stuck: it waits for no turn.
 
         Args:
             cause: what happened.
@@ -494,7 +595,9 @@ class Engine:
         self._dead = dead
         dead.__cause__ = cause
         for live in list(self._live.values()):
-            live.finish("error", self.now(), error=dead, flush_text=False)  # the tokenizer may be what failed
+            for one in live.completions:
+                one.finish("error", self.now(), error=dead, flush_text=False)  # the tokenizer may be what failed
             self._retire(live)
-        dead.outputs, self._ended = self._ended, []
+        dead.outputs = self._unreturned.copy()
+        self._unreturned.clear()
         self._in_flight.clear()

@@ -1,6 +1,7 @@
 """Request files in, output files out: one JSON object a line.
 
-A request line holds ``id`` (optional), one of ``prompt``, ``prompt_token_ids``, ``messages``, any field of
+A request line holds ``id`` (optional), one of ``prompt``, ``prompt_token_ids``, ``messages`` (and with it ``tools``,
+``chat_template_kwargs``, ``add_generation_prompt``), any field of
 :class:`medha.SamplingParams`, ``arrival_s``, ``slo`` {``ttft_s``, ``tpot_s``} and ``priority``. A line that is wrong
 becomes an arrival with an error, so that the rest still run. Fields nobody knows are ignored and named once in the log;
 known ones that medha does not implement are errors. :class:`OutputLines` writes one line for each request, also where
@@ -13,6 +14,7 @@ import dataclasses
 import json
 import logging
 import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,14 +24,22 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from medha.driver import Arrival, Joiner, unserved
 from medha.errors import ConfigError, MedhaError, RankFailedError, RequestError, ValidationError
-from medha.request import FIELD_ALIASES, SLO, UNSUPPORTED_FIELDS, RequestOutput, SamplingParams, check_priority
+from medha.request import (
+    CHAT_OPTIONS,
+    FIELD_ALIASES,
+    SLO,
+    UNSUPPORTED_FIELDS,
+    RequestOutput,
+    SamplingParams,
+    check_priority,
+)
 
 if TYPE_CHECKING:
     from medha.engine import Engine
 
 logger = logging.getLogger("medha")
 
-_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages", *CHAT_OPTIONS)
 _OTHER_FIELDS = ("id", "request_id", "arrival_s", "slo", "priority")
 _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
 
@@ -170,6 +180,8 @@ def emptied(file: TextIO) -> TextIO:
 def output_line(output: RequestOutput) -> dict[str, Any]:
     """The output line of a finished request; times in seconds, null where there is none.
 
+    With ``n`` completions ``text`` and the like are those of the first, and ``outputs`` has all of them.
+
     ``ttft_parts_s`` says where the time to the first token went, ``held_up_by`` which other requests took most of it;
     ``met_slo`` is null without an objective, and false for a request that was refused, aborted or relegated.
     """
@@ -182,7 +194,7 @@ def output_line(output: RequestOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "num_prompt_tokens": len(output.prompt_token_ids),
-        "num_output_tokens": len(completion.token_ids),
+        "num_output_tokens": sum(len(one.token_ids) for one in output.outputs),
         "queue_s": metrics.queue_time,
         "ttft_s": metrics.ttft,
         "ttft_parts_s": None if explanation is None else explanation.parts_s,
@@ -197,6 +209,9 @@ def output_line(output: RequestOutput) -> dict[str, Any]:
         line["logprobs"] = [
             {str(i): _finite_or_none(entry.logprob) for i, entry in step.items()} for step in completion.logprobs
         ]
+    if len(output.outputs) > 1:
+        names = ("index", "text", "token_ids", "finish_reason", "stop_reason")
+        line["outputs"] = [{name: getattr(one, name) for name in names} for one in output.outputs]
     return line
 
 
@@ -271,7 +286,7 @@ def _slo(value: Any) -> SLO | None:
 def _seconds(value: Any) -> float:
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
         raise ValidationError(
             f"arrival_s={value!r:.80}; accepted: seconds, finite and not negative", param="arrival_s", value=value
         )

@@ -11,10 +11,12 @@ from __future__ import annotations
 import atexit
 import itertools
 import sys
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from numbers import Number
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from medha.build import Role, build_role
 from medha.config import EngineConfig
 from medha.engine import Engine, PreparedRequest, Prompt
-from medha.errors import DeadlineError, EngineDeadError, RequestError, UnsupportedFeatureError, ValidationError
+from medha.errors import DeadlineError, EngineDeadError, UnsupportedFeatureError, ValidationError
 from medha.jsonl import emptied, opened
 from medha.live import refused_output
 from medha.parallel.launch import is_first_rank
@@ -38,6 +40,9 @@ from medha.timeline import Timeline
 
 class LLM:
     """One model, ready to serve.
+
+    Threads may share an LLM: the requests of their calls share the batches, each thread gets the outputs of its own,
+    and steps are made in turn. Over several ranks one call is served after the other.
 
     Under torchrun every rank builds the same LLM and calls the same methods in the same order. Rank 0's arguments
     count, and it alone gets the outputs (``is_driver`` is true there); the others return empty lists.
@@ -68,7 +73,7 @@ class LLM:
         if not self._role.is_alone:
             atexit.register(_close_at_exit, weakref.ref(self))
         self._ids = map(str, itertools.count())
-        self._streams: dict[str, deque[RequestOutput]] = {}  # outputs that each open stream has not yielded yet
+        self._calls = threading.RLock()  # over several ranks one call at a time
 
     def _build(self, timeline: Timeline | None, journal: Path | None) -> Role:
         """This rank's part; a journal that cannot be written is found before the model is loaded."""
@@ -151,35 +156,31 @@ class LLM:
         """:meth:`generate` on the rank that drives."""
         engine = self.engine
         arrival_s = engine.now()
-        requests = self._prepare(prompts, sampling_params, slo, priority)
-        self._refuse_strangers()
+        requests = self._beside(lambda: self._prepare(prompts, sampling_params, slo, priority))
         outputs: dict[str, RequestOutput | None] = {request.request_id: None for request in requests}
-        num_left = len(requests)
+        box: deque[RequestOutput] = deque()
+        added: list[str] = []
         try:
-            for request in requests:
-                try:
-                    engine.add_prepared(request, arrival_s=arrival_s)
-                except DeadlineError as error:
-                    outputs[request.request_id] = refused_output(request, arrival_s, engine.now(), error)
-                    num_left -= 1
-            with _Progress(len(requests), enabled=use_tqdm) as progress:
-                while num_left:
-                    num_finished = _collect(outputs, self._step())
-                    num_left -= num_finished
-                    progress.advance(num_finished)
+            try:
+                for request in requests:
+                    try:
+                        engine.add_prepared(request, arrival_s=arrival_s, sink=box.append)
+                        added.append(request.request_id)
+                    except DeadlineError as error:
+                        box.append(refused_output(request, arrival_s, engine.now(), error))
+                with _Progress(len(requests), enabled=use_tqdm) as progress:
+                    for _ in requests:
+                        output = self._next(box)
+                        outputs[output.request_id] = output
+                        progress.advance(1)
+            finally:
+                _end(engine, added)
         except KeyboardInterrupt as interrupt:
-            engine.abandon()
-            _collect(outputs, self._step())
-            interrupt.outputs = _present(outputs)  # type: ignore[attr-defined]
+            interrupt.outputs = _present(outputs, box)  # type: ignore[attr-defined]
             raise
         except EngineDeadError as error:
-            _collect(outputs, error.outputs)
-            error.outputs = _present(outputs)
-            raise
-        finally:
-            for request_id in outputs:
-                engine.abort(request_id)
-        return _present(outputs)
+            raise _own_error(error, _present(outputs, box)) from error
+        return _present(outputs, box)
 
     def chat(
         self,
@@ -189,12 +190,32 @@ class LLM:
         slo: SLO | Sequence[SLO | None] | None = None,
         priority: str | Sequence[str] = "normal",
         use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one conversation or several with the model's chat template; otherwise as :meth:`generate`."""
+        """Complete one conversation or several with the model's chat template; otherwise as :meth:`generate`.
+
+        ``prompt`` of an output is the text that the template wrote.
+
+        Args:
+            messages: one conversation or several; each is a list of mappings with ``role`` and ``content``.
+            sampling_params, slo, priority, use_tqdm: as of :meth:`generate`.
+            add_generation_prompt: whether the template opens the assistant's turn.
+            tools: functions that the model may call, for templates that describe them.
+            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+
+        Raises:
+            ValidationError, EngineDeadError, KeyboardInterrupt: as :meth:`generate`.
+        """
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
 
         def run() -> list[RequestOutput]:
-            conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-            prompts = [{"messages": conversation} for conversation in conversations]
+            prompts = [{"messages": conversation, **options} for conversation in _conversations(messages)]
             return self._generate(prompts, sampling_params, slo, priority, use_tqdm)
 
         return self._on_every_rank("chat", run)
@@ -205,15 +226,22 @@ class LLM:
         """Complete one prompt, yielding each new piece (``outputs[0].text`` and ``token_ids`` are the new part).
 
         The prompt is checked now and queued when the first piece is asked for. Leaving the loop early aborts the
-        request. Several streams may be open at once; they, and a :meth:`generate` meanwhile, share the batches.
+        request. Several streams may be open at once, also in several threads; they, a :meth:`generate` meanwhile and
+        requests added to :attr:`engine` share the batches.
 
         Raises:
-            ValidationError: as :meth:`generate`.
+            ValidationError: as :meth:`generate`; several prompts.
             UnsupportedFeatureError: there are several ranks.
         """
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, Mapping, list, tuple)):
+            raise ValidationError(
+                f"stream takes one prompt, and this is a list of {len(prompt)}; accepted: text, token ids or a mapping",
+                param="prompt",
+                value=prompt,
+            )
         if not self._open_role.is_alone:
             raise UnsupportedFeatureError("stream runs on one rank; drive llm.engine, with follow() on the others")
-        request = self.engine.prepare(next(self._ids), prompt, sampling_params, slo=slo)
+        request = self.engine.prepare(self._new_id(), prompt, sampling_params, slo=slo)
         request.params = request.params.reported("delta")
         return self._stream(request)
 
@@ -254,10 +282,25 @@ class LLM:
     def _on_every_rank(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         """Run a call where the engine is, and take part in it elsewhere; all raise the same."""
         role = self._open_role
-        if role.follower is not None:
-            role.follower.join(name)
-            return []
-        return run() if role.caller is None else role.caller.call(name, run)
+        if role.is_alone:
+            return run()
+        with self._calls:
+            if role.follower is not None:
+                role.follower.join(name)
+                return []
+            assert role.caller is not None, "rank 0 of several tells the others"
+            return role.caller.call(name, run)
+
+    def _beside(self, prepare: Callable[[], list[PreparedRequest]]) -> list[PreparedRequest]:
+        """Prepare requests; in a thread of its own where something runs already, which goes on meanwhile."""
+        engine = self.engine
+        if not engine.num_unfinished:
+            return prepare()
+        with ThreadPoolExecutor(1) as worker:
+            requests = worker.submit(prepare)
+            while engine.num_unfinished and not requests.done():
+                engine.advance()
+            return requests.result()
 
     def _prepare(
         self,
@@ -277,7 +320,7 @@ class LLM:
         ):
             try:
                 request = self.engine.prepare(
-                    next(self._ids), prompt, one_params, slo=one_slo, priority=one_class or "normal"
+                    self._new_id(), prompt, one_params, slo=one_slo, priority=one_class or "normal"
                 )
             except ValidationError as error:
                 if len(listed) > 1:
@@ -288,44 +331,49 @@ class LLM:
             requests.append(request)
         return requests
 
+    def _new_id(self) -> str:
+        """An id that no request has which was added to the engine directly."""
+        return next(request_id for request_id in self._ids if not self.engine.is_unfinished(request_id))
+
     def _stream(self, request: PreparedRequest) -> Iterator[RequestOutput]:
-        engine, request_id = self.engine, request.request_id
-        self._refuse_strangers()
-        engine.add_prepared(request, arrival_s=engine.now())
-        pieces = self._streams[request_id] = deque()
-        finished = False
+        engine, box = self.engine, deque[RequestOutput]()
+        engine.add_prepared(request, arrival_s=engine.now(), sink=box.append)
         try:
+            finished = False
             while not finished:
-                while not pieces:
-                    if not engine.has_unfinished:
-                        raise RequestError("the outputs of this stream were taken by a call of LLM.engine.step")
-                    self._step()
-                piece = pieces.popleft()
+                piece = self._next(box)
                 finished = piece.finished
                 yield piece
         finally:
-            del self._streams[request_id]
+            _end(engine, [request.request_id])
+
+    def _next(self, box: deque[RequestOutput]) -> RequestOutput:
+        """The next output for whoever waits at ``box``; steps, in turn with other threads, until there is one."""
+        engine = self.engine
+        while not box:
+            with engine.turns:
+                if not box:
+                    engine.advance()
+        error = box[0].error
+        if isinstance(error, EngineDeadError):  # another thread stepped
+            raise _own_error(error, []) from error
+        return box.popleft()
+
+
+def _end(engine: Engine, request_ids: Iterable[str]) -> None:
+    """Abort what still runs of some requests; where nothing else does, leave nothing of them in flight."""
+    with suppress(EngineDeadError):  # it has been raised already, and has ended them
+        for request_id in request_ids:
             engine.abort(request_id)
-            while engine.has_unfinished and not engine.num_unfinished:
-                self._hand_out(engine.step())  # nothing runs; this drops what is in flight of it
+        while not engine.num_unfinished and engine.advance():
+            pass
 
-    def _step(self) -> list[RequestOutput]:
-        return self._hand_out(self.engine.step())
 
-    def _hand_out(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Keep what belongs to a stream for it; returns all of ``outputs``."""
-        for output in outputs:
-            if output.request_id in self._streams:
-                self._streams[output.request_id].append(output)
-        return outputs
-
-    def _refuse_strangers(self) -> None:
-        """Stepping would swallow the outputs of requests that were added to the engine directly."""
-        num_streaming = sum(not (pieces and pieces[-1].finished) for pieces in self._streams.values())
-        if self.engine.num_unfinished > num_streaming:
-            raise ValidationError(
-                "requests added through LLM.engine are unfinished; accepted: step() until they end, then generate"
-            )
+def _own_error(error: EngineDeadError, outputs: list[RequestOutput]) -> EngineDeadError:
+    """The engine's error for one of those that it concerns, with the outputs of his own requests."""
+    own = type(error)(str(error))
+    own.outputs = outputs
+    return own
 
 
 def _close_at_exit(llm: weakref.ref[LLM]) -> None:
@@ -337,11 +385,11 @@ def _close_at_exit(llm: weakref.ref[LLM]) -> None:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list of prompts."""
-    if getattr(prompts, "ndim", None) == 1:
-        return [prompts]  # type: ignore[list-item]  # an array of token ids
-    listed: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # numpy and torch
-    if isinstance(listed, (str, Mapping)):
+    listed: Any = prompts
+    if isinstance(listed, (str, Mapping)) or getattr(listed, "ndim", 0) == 1:  # numpy and torch: an array of token ids
         return [listed]
+    if getattr(listed, "ndim", 0) > 1:
+        return list(listed)
     if not isinstance(listed, Sequence) or isinstance(listed, (bytes, bytearray)):
         raise ValidationError(
             f"prompts of type {type(prompts).__name__}; accepted: a prompt or a list of prompts",
@@ -351,6 +399,17 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and isinstance(listed[0], Number):
         return [listed]  # token ids
     return list(listed)
+
+
+def _conversations(messages: Any) -> Sequence[Any]:
+    """One conversation or several as a list of conversations."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise ValidationError(
+            f"messages of type {type(messages).__name__}; accepted: a list of messages, or a list of such lists",
+            param="messages",
+            value=messages,
+        )
+    return [messages] if messages and isinstance(messages[0], Mapping) else messages
 
 
 def _spread(name: str, value: Any, count: int) -> list[Any]:
@@ -364,15 +423,10 @@ def _spread(name: str, value: Any, count: int) -> list[Any]:
     return list(value)
 
 
-def _collect(outputs: dict[str, RequestOutput | None], new: Sequence[RequestOutput]) -> int:
-    """Fill in, in place, the finished outputs of requests that ``outputs`` waits for; returns how many there were."""
-    waiting = [output for output in new if output.finished and output.request_id in outputs]
-    outputs.update((output.request_id, output) for output in waiting)
-    return len(waiting)
-
-
-def _present(outputs: Mapping[str, RequestOutput | None]) -> list[RequestOutput]:
-    return [output for output in outputs.values() if output is not None]
+def _present(outputs: Mapping[str, RequestOutput | None], box: Iterable[RequestOutput]) -> list[RequestOutput]:
+    """The outputs that there are, in order; those in the box were not taken yet."""
+    found = {**outputs, **{output.request_id: output for output in box}}
+    return [output for output in found.values() if output is not None]
 
 
 class _Progress:

@@ -7,15 +7,18 @@ refused with :class:`~medha.errors.UnsupportedFeatureError`, never ignored.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 from medha.errors import UnsupportedFeatureError, ValidationError
 from medha.explanation import Explanation
 
+T = TypeVar("T")
 FinishReason = Literal["stop", "length", "abort", "error"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
@@ -34,28 +37,59 @@ UNSUPPORTED_FIELDS = (
     "beam_search",
     "best_of",
     "chat_template",
-    "chat_template_kwargs",
     "echo",
+    "extra_args",
+    "flat_logprobs",
     "functions",
+    "guided_decoding",
     "guided_json",
     "guided_regex",
+    "length_penalty",
     "logit_bias",
     "logits_processors",
+    "logprob_token_ids",
+    "prompt_logprob_start",
+    "prompt_logprob_token_ids",
     "prompt_logprobs",
+    "repetition_detection",
     "response_format",
+    "skip_reading_prefix_cache",
+    "spaces_between_special_tokens",
+    "stream_interval",
     "structured_outputs",
     "suffix",
+    "thinking_token_budget",
     "tool_choice",
-    "tools",
     "truncate_prompt_tokens",
     "use_beam_search",
 )
 
 
+CHAT_OPTIONS = ("add_generation_prompt", "tools", "chat_template_kwargs")
+"""What a prompt of ``messages`` may have beside them: arguments of the chat template."""
+
 # Names by which users of other interfaces know a field.
 FIELD_ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 
 
+def _names_checked(cls: type[T]) -> type[T]:
+    """A dataclass that says what is wrong with a keyword that it does not have."""
+    init, names = cls.__init__, [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @wraps(init)
+    def checked(self: T, *args: Any, **fields: Any) -> None:
+        for name in fields.keys() - set(names):
+            refuse_unsupported(name, fields[name])
+            if name not in UNSUPPORTED_FIELDS:
+                raise _unknown(name, fields[name], names)
+            del fields[name]  # asks for nothing
+        init(self, *args, **fields)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@_names_checked
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends. Checked when built.
@@ -64,13 +98,14 @@ class SamplingParams:
     silent, the value in brackets; :meth:`resolve` does it at admission.
 
     Args:
-        n: number of completions; only 1 is implemented.
+        n: number of completions, each drawn with a seed of its own: ``seed``, ``seed + 1``, … They are as many
+            requests under one id; each reads the prompt by itself.
         temperature: [1.0] finite, 0 to 2; below 1e-5 is greedy.
         top_p: [1.0] in (0, 1].
         top_k: [0] 0 or -1 is off.
         min_p: [0.0] in [0, 1].
         presence_penalty, frequency_penalty: -2 to 2, over the generated tokens.
-        repetition_penalty: [1.0] > 0, over prompt and generated tokens.
+        repetition_penalty: [1.0] 1e-6 to 1e6, over prompt and generated tokens.
         seed: makes the draw of this request repeatable; it depends on (seed, token index) alone, never on the
             company in the batch or the chunking.
         stop: string or strings that end the text; not part of it unless ``include_stop_str_in_output``.
@@ -78,7 +113,7 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence ids.
         min_tokens: before that many tokens are out, no end-of-sequence or stop id can be drawn, and no stop string
             that begins there is looked for.
-        max_tokens: at most so many tokens.
+        max_tokens: at most so many tokens; None is as many as the context and the KV pool have room for.
         logprobs: None, or 0 to 20: log-probabilities of the drawn token and of so many of the likeliest.
         detokenize: whether to produce text.
         skip_special_tokens: leave special tokens out of the text.
@@ -86,8 +121,8 @@ class SamplingParams:
             ``final_only`` (nothing).
 
     Raises:
-        ValidationError: a value is outside its range (``param`` names the field).
-        UnsupportedFeatureError: ``n`` > 1.
+        ValidationError: a value is outside its range, or a field is not known (``param`` names it).
+        UnsupportedFeatureError: a field that other engines have and medha has not.
     """
 
     n: int = 1
@@ -103,7 +138,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -112,24 +147,26 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, 16384)
-        if self.n != 1:
-            raise UnsupportedFeatureError(f"n={self.n} is not implemented; accepted: 1", param="n", value=self.n)
         _check_float("temperature", self.temperature, 0.0, 2.0, optional=True)
         _check_float("top_p", self.top_p, 0.0, 1.0, optional=True, open_low=True)
         _check_int("top_k", self.top_k, -1, 2**31 - 1, optional=True)
         _check_float("min_p", self.min_p, 0.0, 1.0, optional=True)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 1e6, optional=True, open_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, 1e-6, 1e6, optional=True)
         _check_int("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        if self.n > 1 and self.is_greedy:
+            raise _bad("n", self.n, "1 with temperature=0: the completions would all be the same")
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValidationError(
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}",
                 param="min_tokens",
                 value=self.min_tokens,
             )
+        if self.logprobs == -1:
+            raise _bad("logprobs", -1, f"0 to {MAX_LOGPROBS}; the whole vocabulary at each token is not implemented")
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
@@ -166,9 +203,9 @@ class SamplingParams:
 
     def capped(self, max_tokens: int) -> SamplingParams:
         """A copy that asks for at most ``max_tokens`` tokens."""
-        return dataclasses.replace(
-            self, max_tokens=min(self.max_tokens, max_tokens), min_tokens=min(self.min_tokens, max_tokens)
-        )
+        if self.max_tokens is not None:
+            max_tokens = min(self.max_tokens, max_tokens)
+        return dataclasses.replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
     def reported(self, output_kind: OutputKind) -> SamplingParams:
         """A copy with another ``output_kind``."""
@@ -182,13 +219,7 @@ class SamplingParams:
             ValidationError: a value or a name is wrong.
             UnsupportedFeatureError: a known field that medha does not implement has a value.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
-        fields = {FIELD_ALIASES.get(name, name): value for name, value in fields.items()}
-        for name, value in fields.items():
-            refuse_unsupported(name, value)
-            if name not in known and name not in UNSUPPORTED_FIELDS:
-                raise _bad(name, value, f"one of {', '.join(sorted(known))}")
-        return cls(**{k: v for k, v in fields.items() if k in known})
+        return cls(**{FIELD_ALIASES.get(name, name): value for name, value in fields.items()})
 
 
 _RESOLVED_DEFAULTS: dict[str, float | int] = {
@@ -254,6 +285,9 @@ class RequestMetrics:
     seconds of computing it again or moving it. ``explanation`` says where the time to the first token went, or to the
     end of a request without one; None before, and where the request was refused or the engine failed. ``is_relegated``
     says that it was served without a deadline, because its TTFT objective could not be met, and counts as missed.
+
+    Of ``num_completions`` the first token is that of any, the end that of the last, counts are sums, and ``tpot`` is
+    over the tokens that a completion has on average.
     """
 
     arrival: float
@@ -272,6 +306,7 @@ class RequestMetrics:
     deadline_is_derived: bool = False
     is_relegated: bool = False
     explanation: Explanation | None = None
+    num_completions: int = 1
 
     @property
     def queue_time(self) -> float | None:
@@ -291,9 +326,10 @@ class RequestMetrics:
     @property
     def tpot(self) -> float | None:
         """Mean time between tokens after the first, seconds; None with fewer than two tokens."""
-        if self.finished is None or self.first_token is None or self.num_output_tokens < 2:
+        num_more = self.num_output_tokens / self.num_completions - 1
+        if self.finished is None or self.first_token is None or num_more <= 0:
             return None
-        return (self.finished - self.first_token) / (self.num_output_tokens - 1)
+        return (self.finished - self.first_token) / num_more
 
     @property
     def met_slo(self) -> bool | None:
@@ -309,9 +345,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """The generated part of a request.
+    """The generated part of a request, or one of its ``n``.
 
     Attributes:
+        index: which of the ``n``, from 0.
         text: generated text, or None without a tokenizer or with ``detokenize=False``.
         finish_reason: ``stop``, ``length``, ``abort``, ``error``; None only while unfinished.
         stop_reason: the stop string or token id that ended it; None for end-of-sequence.
@@ -333,6 +370,8 @@ class RequestOutput:
     """State of one request as a user sees it.
 
     Attributes:
+        prompt: its text, that of messages as the chat template wrote it; None where ids were given.
+        outputs: its completions by index; as ``delta`` those that have something new.
         error: what went wrong when ``finish_reason`` is ``error``; the tokens produced before it are kept.
     """
 
@@ -346,10 +385,34 @@ class RequestOutput:
     num_cached_tokens: int = field(default=0)
 
 
+def _unknown(name: str, value: Any, known: Iterable[str]) -> ValidationError:
+    """The error about a field that nobody knows."""
+    near = [FIELD_ALIASES[name]] if name in FIELD_ALIASES else difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"accepted: one of {', '.join(sorted(known))}"
+    return ValidationError(f"{name}={_shown(value)}; {hint}", param=name, value=value)
+
+
+def check_seconds(name: str, value: Any) -> float:
+    """A time.
+
+    Raises:
+        ValidationError: not a finite number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise _bad(name, value, "seconds, a finite number")
+    return float(value)
+
+
 def _bad(name: str, value: Any, accepted: str) -> ValidationError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return ValidationError(f"{name}={shown}; accepted: {accepted}", param=name, value=value)
+    return ValidationError(f"{name}={_shown(value)}; accepted: {accepted}", param=name, value=value)
+
+
+def _shown(value: Any) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer of thousands of digits has no repr
+        return f"<{type(value).__name__}>"
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def _check_int(name: str, value: Any, low: int, high: int, *, optional: bool = False) -> None:

@@ -242,7 +242,12 @@ class Runner:
         self._drawn.pop(slot, None)
 
     def reset(self) -> None:
-        """Forget every request and block table, after a step that did not finish."""
+        """Forget every request and block table, after a step that did not finish.
+
+        Copies that it began, and that no compute of it came behind, end first: their blocks are given out anew.
+        """
+        if self.host is not None:
+            self.host.finish()
         self._prompts.clear()
         self._sampling.clear()
         self._drawn.clear()

@@ -78,7 +78,7 @@ def sample(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequ
         slots: the request of each row.
         indices: index of the token to draw among the request's generated tokens, from 0.
     """
-    finite = torch.isfinite(logits_SV.sum(dim=-1)).tolist()
+    finite = _are_finite(logits_SV).tolist()
     tokens = logits_SV.argmax(dim=-1).tolist()
     results: list[Sampled] = []
     for row, (slot, index) in enumerate(zip(slots, indices, strict=True)):
@@ -127,8 +127,13 @@ def draw(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequen
             slot.output_ids.append(int(tokens_S[row]))
         wanted = slot.params.logprobs
         logprobs.append(None if wanted is None else _start_logprobs(logits_SV[row], tokens_S[row], wanted))
-    finite = torch.isfinite(logits_SV.sum(dim=-1))
+    finite = _are_finite(logits_SV)
     return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite.long()])), logprobs)
+
+
+def _are_finite(logits_SV: torch.Tensor) -> torch.Tensor:
+    """Whether all logits of each row are finite; a NaN is the largest and the smallest of its row."""
+    return torch.isfinite(logits_SV.amax(dim=-1)) & torch.isfinite(logits_SV.amin(dim=-1))
 
 
 def _needs_draw(slot: SlotSampling, index: int) -> bool:
@@ -196,8 +201,8 @@ def _penalise_(logits_V: torch.Tensor, slot: SlotSampling) -> None:
         seen = output if slot.prompt_ids is None else torch.cat([slot.prompt_ids.to(output), output])
         seen = torch.unique(seen)
         values = logits_V[seen]
-        penalty = params.repetition_penalty
-        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        penalty, largest = params.repetition_penalty, torch.finfo(logits_V.dtype).max
+        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp(-largest, largest)
     if len(output):
         ids, counts = torch.unique(output, return_counts=True)
         logits_V[ids] -= params.frequency_penalty * counts + params.presence_penalty

@@ -150,6 +150,10 @@ class HostCache:
         self._line.begin()
         return Moves([self._line.issue(partial(self._move, layer, out, back)) for layer in range(len(self.k))])
 
+    def finish(self) -> None:
+        """Wait on the host until all that :meth:`move` began is copied."""
+        self._line.finish()
+
     def measure_block_s(self) -> float:
         """Seconds in which a block moves one way, least of a few; what the device's pool holds stays as it is."""
         blocks = min(_MEASURED_BLOCKS, self.num_blocks, self._cache.num_blocks)
@@ -158,7 +162,7 @@ class HostCache:
         for _ in range(1 + _MEASURED_TIMES):
             start = time.perf_counter()
             self.move(run, run)
-            self._line.finish()
+            self.finish()
             seconds.append(time.perf_counter() - start)
         return min(seconds[1:]) / (2 * blocks)  # the first touches the memory
 

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import math
 import platform
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields, replace
-from itertools import pairwise, product
+from functools import partial
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any, Literal
 
 from medha.batch import Batch
 
+logger = logging.getLogger("medha")
+
 _RECORDS_KEPT = 1 << 16
+_EVENTS_KEPT = 1 << 20
+_EVENTS_A_PIECE = 1000
+
+_Event = dict[str, Any]
+_Lanes = dict[str, int]
+"""The thread of each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,39 +158,38 @@ def decode_records(data: bytes) -> RankRecords:
 class Timeline:
     """Collects one slice a batch and one a row of it, then writes them as Chrome Trace Event JSON.
 
-    Process 0 is the stages (one thread a rank), process 1 the requests (one thread each).
+    Process 0 is the stages (one thread a rank), process 1 the requests (one thread each). What is kept are the batches
+    themselves, the newest of them; slices are made of them as they are written.
+
+    Args:
+        kept: how many slices and points of counters; older ones are dropped, with a warning when the trace is written.
     """
 
-    def __init__(self) -> None:
-        self._events: list[dict[str, Any]] = [name_event("process_name", 0, 0, "stages")]
-        self._events += [name_event("thread_name", 0, 0, "stage 0"), name_event("process_name", 1, 0, "requests")]
-        self._threads: dict[str, int] = {}
+    def __init__(self, *, kept: int = _EVENTS_KEPT) -> None:
+        self._kept = kept
+        self._parts: deque[tuple[int, Callable[[_Lanes], Iterator[_Event]]]] = deque()  # each with how many it makes
+        self._num_events = self._num_dropped = 0
         self._gather: Callable[[], Sequence[RankRecords]] | None = None
         self._zero_s = 0.0
         self._ranks: dict[int, list[RankRecords]] = defaultdict(list)
 
     def record(self, batch: Batch, start_s: float, end_s: float, request_id: Callable[[int], str]) -> None:
         """Add a batch that ran from ``start_s`` to ``end_s``; ``request_id`` names a slot."""
-        args = {"batch": batch.batch_id, "decodes": batch.num_decodes, "tokens": batch.num_tokens}
-        self._events.append(slice_event(f"batch {batch.batch_id}", 0, 0, start_s, end_s, args))
-        for row in batch.rows:
-            thread = self._thread(request_id(row.slot))
-            name = "decode" if row.is_decode else f"chunk [{row.position}:{row.kv_len}]"
-            row_args = {"batch": batch.batch_id, "position": row.position, "tokens": row.q_len}
-            self._events.append(slice_event(name, 1, thread, start_s, end_s, row_args))
+        names = tuple(request_id(row.slot) for row in batch.rows)
+        self._keep(1 + len(names), partial(_batch_events, batch, start_s, end_s, names))
 
     def count_step(self, time_s: float, predicted_s: float, busy_s: float, *, budget_s: float) -> None:
         """Add a batch that is done to the counters: what was predicted of it, what it took, what it might take."""
         times = {"predicted": predicted_s * 1e3, "busy": busy_s * 1e3}
         budget = {"budget": budget_s * 1e3, "left": (budget_s - busy_s) * 1e3}
-        self._events.append(counter_event("step time (ms)", time_s, times))
-        self._events.append(counter_event("step budget (ms)", time_s, budget))
+        self._keep(1, partial(_counter_events, "step time (ms)", time_s, times))
+        self._keep(1, partial(_counter_events, "step budget (ms)", time_s, budget))
 
     def count_slack(self, time_s: float, slack_s: Mapping[str, float]) -> None:
         """Add to the counters for how many seconds requests could still wait and have their first token in time."""
         finite = {request_id: seconds for request_id, seconds in slack_s.items() if math.isfinite(seconds)}
         if finite:
-            self._events.append(counter_event("slack (s)", time_s, finite))
+            self._keep(1, partial(_counter_events, "slack (s)", time_s, finite))
 
     def gather_from(self, gather: Callable[[], Sequence[RankRecords]], *, zero_s: float) -> None:
         """Show the lanes of several ranks.
@@ -204,17 +213,45 @@ class Timeline:
     def write(self, path: Path) -> None:
         """Write the trace; gzip when the name ends in ``.gz``. With several ranks that still run it asks them first."""
         self.collect()
-        events = self._events
-        if self._ranks:
-            events = [event for event in events if event["pid"] != 0]
-            events += _stage_events([_joined(parts) for _, parts in sorted(self._ranks.items())], self._zero_s)
-        write_events(path, events)
+        if self._num_dropped:
+            logger.warning("%s holds the newest %d events; %d are left out", path, self._num_events, self._num_dropped)
+        write_events(path, self._events())
 
-    def _thread(self, request_id: str) -> int:
-        if request_id not in self._threads:
-            self._threads[request_id] = len(self._threads)
-            self._events.append(name_event("thread_name", 1, self._threads[request_id], request_id))
-        return self._threads[request_id]
+    def _keep(self, num_events: int, make: Callable[[_Lanes], Iterator[_Event]]) -> None:
+        self._parts.append((num_events, make))
+        self._num_events += num_events
+        while self._num_events > self._kept and len(self._parts) > 1:
+            oldest = self._parts.popleft()[0]
+            self._num_events -= oldest
+            self._num_dropped += oldest
+
+    def _events(self) -> Iterator[_Event]:
+        yield name_event("process_name", 0, 0, "stages")
+        if self._ranks:
+            yield from _stage_events([_joined(parts) for _, parts in sorted(self._ranks.items())], self._zero_s)
+        else:
+            yield name_event("thread_name", 0, 0, "stage 0")
+        yield name_event("process_name", 1, 0, "requests")
+        lanes: _Lanes = {}
+        for _, make in self._parts:
+            yield from (event for event in make(lanes) if event["pid"] != 0 or not self._ranks)
+
+
+def _batch_events(batch: Batch, start_s: float, end_s: float, names: Sequence[str], lanes: _Lanes) -> Iterator[_Event]:
+    """A slice of a batch and one of each of its rows, whose requests ``names`` are; ``lanes`` grows by new ones."""
+    args = {"batch": batch.batch_id, "decodes": batch.num_decodes, "tokens": batch.num_tokens}
+    yield slice_event(f"batch {batch.batch_id}", 0, 0, start_s, end_s, args)
+    for row, request_id in zip(batch.rows, names, strict=True):
+        if request_id not in lanes:
+            lanes[request_id] = len(lanes)
+            yield name_event("thread_name", 1, lanes[request_id], request_id)
+        name = "decode" if row.is_decode else f"chunk [{row.position}:{row.kv_len}]"
+        row_args = {"batch": batch.batch_id, "position": row.position, "tokens": row.q_len}
+        yield slice_event(name, 1, lanes[request_id], start_s, end_s, row_args)
+
+
+def _counter_events(name: str, time_s: float, values: dict[str, float], lanes: _Lanes) -> Iterator[_Event]:
+    yield counter_event(name, time_s, values)
 
 
 def _joined(parts: Sequence[RankRecords]) -> RankRecords:
@@ -223,32 +260,29 @@ def _joined(parts: Sequence[RankRecords]) -> RankRecords:
     return replace(first, batches=tuple(b for part in parts for b in part.batches))
 
 
-def _stage_events(ranks: Sequence[RankRecords], zero_s: float) -> list[dict[str, Any]]:
+def _stage_events(ranks: Sequence[RankRecords], zero_s: float) -> Iterator[_Event]:
     """A lane a rank, a slice a batch, and arrows along which hidden states went."""
-    events = [name_event("process_name", 0, 0, "stages")]
     num_tp = 1 + max(rank.tp_rank for rank in ranks)
     num_groups = 1 + max(rank.group for rank in ranks)
     for rank in ranks:
         name = f"group {rank.group}, " if num_groups > 1 else ""
         name += f"stage {rank.stage}" + (f", tp {rank.tp_rank}" if num_tp > 1 else "")
-        events.append(name_event("thread_name", 0, rank.rank, name))
-        events += [_batch_slice(rank.rank, record, zero_s) for record in rank.batches]
+        yield name_event("thread_name", 0, rank.rank, name)
+        yield from (_batch_slice(rank.rank, record, zero_s) for record in rank.batches)
     for place in product(range(num_groups), range(num_tp)):
         column = sorted((rank for rank in ranks if (rank.group, rank.tp_rank) == place), key=lambda rank: rank.stage)
         for before, after in pairwise(column):
-            events += _arrows(before, after, zero_s)
-    return events
+            yield from _arrows(before, after, zero_s)
 
 
-def _batch_slice(rank: int, record: BatchRecord, zero_s: float) -> dict[str, Any]:
+def _batch_slice(rank: int, record: BatchRecord, zero_s: float) -> _Event:
     waits = ("control_wait_s", "hidden_wait_s", "report_wait_s", "send_wait_s", "merge_wait_s")
     args = {"batch": record.batch_id, "tokens": record.num_tokens} | {name: getattr(record, name) for name in waits}
     return slice_event(f"batch {record.batch_id}", 0, rank, record.start_s - zero_s, record.end_s - zero_s, args)
 
 
-def _arrows(before: RankRecords, after: RankRecords, zero_s: float) -> list[dict[str, Any]]:
+def _arrows(before: RankRecords, after: RankRecords, zero_s: float) -> Iterator[_Event]:
     """From the end of each batch on one rank to its start on another."""
-    events = []
     starts = {record.batch_id: record.start_s for record in after.batches}
     for record in before.batches:
         if record.batch_id in starts:
@@ -256,10 +290,9 @@ def _arrows(before: RankRecords, after: RankRecords, zero_s: float) -> list[dict
             common["id"] = f"{before.rank}-{after.rank}-{record.batch_id}"
             # An arrow belongs to the slice that is open at its time, so it leaves just before the end.
             leaves = max(record.start_s, record.end_s - 1e-6) - zero_s
-            events.append({**common, "ph": "s", "tid": before.rank, "ts": microseconds(leaves)})
+            yield {**common, "ph": "s", "tid": before.rank, "ts": microseconds(leaves)}
             arrives = microseconds(starts[record.batch_id] - zero_s)
-            events.append({**common, "ph": "f", "bp": "e", "tid": after.rank, "ts": arrives})
-    return events
+            yield {**common, "ph": "f", "bp": "e", "tid": after.rank, "ts": arrives}
 
 
 def _epoch_s() -> float:
@@ -267,10 +300,21 @@ def _epoch_s() -> float:
     return time.time() - time.perf_counter()
 
 
-def write_events(path: Path, events: Sequence[dict[str, Any]]) -> None:
-    """Write a Chrome trace; gzip when the name ends in ``.gz``. The same events give the same bytes."""
-    data = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+def write_events(path: Path, events: Iterable[_Event]) -> None:
+    """Write a Chrome trace; gzip when the name ends in ``.gz``. The same events give the same bytes.
+
+    It goes out in pieces, so that the interpreter lock is never held for long: the job that was traced still lives.
+    """
+    with path.open("wb") as file, ExitStack() as stack:
+        is_zipped = path.suffix == ".gz"
+        out = stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0)) if is_zipped else file
+        out.write(b'{"traceEvents": [')
+        rest = iter(events)
+        before = b""
+        while piece := list(islice(rest, _EVENTS_A_PIECE)):
+            out.write(before + json.dumps(piece)[1:-1].encode())
+            before = b", "
+        out.write(b'], "displayTimeUnit": "ms"}')
 
 
 def microseconds(seconds: float) -> float:

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from medha import LLM, SLO, SamplingParams
+from medha.admission import ModelLimits, prepare_request
+from medha.config import SchedulerConfig
 from medha.engine import Engine
-from medha.errors import ContextLengthError, KVCapacityError, UnsupportedFeatureError, ValidationError
-from tests.serving import GREEDY, Model, assert_empty, make_byte_model, serve_one, write_byte_model
+from medha.errors import ContextLengthError, KVCapacityError, ValidationError
+from medha.sched.scheduler import Scheduler
+from tests.serving import GREEDY, Model, assert_empty, finish, make_byte_model, serve_one, write_byte_model
 
 MAX_MODEL_LEN = 400
 POOL_TOKENS = 256
@@ -57,6 +60,7 @@ PROMPTS: dict[str, tuple[Any, str, str]] = {
     "array of floats": (np.array([1.0]), "prompt_token_ids", r"^prompt_token_ids\[0\]=1\.0; accepted"),
     "array of booleans": (torch.tensor([True]), "prompt_token_ids", r"^prompt_token_ids\[0\]=True; accepted"),
     "array field of two axes": ({"prompt_token_ids": np.array([[5]])}, "prompt_token_ids", r"^prompt_token_ids\[0\]="),
+    "array without values": (torch.empty(3, dtype=torch.int64, device="meta"), "prompt_token_ids", "cannot be read"),
     "array field of no axis": ({"prompt_token_ids": np.array(5)}, "prompt_token_ids", "of type ndarray; accepted"),
     "text as ids": ({"prompt_token_ids": "hello"}, "prompt_token_ids", "of type str; accepted"),
     "mapping as ids": ({"prompt_token_ids": {"prompt": "hello"}}, "prompt_token_ids", "of type dict; accepted"),
@@ -70,6 +74,12 @@ PROMPTS: dict[str, tuple[Any, str, str]] = {
     "no messages": ({"messages": []}, "messages", "non-empty list"),
     "text as messages": ({"messages": "hi"}, "messages", "non-empty list"),
     "mapping as messages": ({"messages": {"role": "user"}}, "messages", "^messages of type dict; accepted: a list"),
+    "tools beside text": ({"prompt": "a", "tools": [{}]}, "tools", "^tools beside prompt; accepted: beside messages$"),
+    "tools that are none": (
+        {"messages": [{"role": "u", "content": "a"}], "tools": 5},
+        "tools",
+        "^tools=5; accepted: a",
+    ),
     "message without role": ({"messages": [{"content": "hi"}]}, "messages", "role"),
     "lone surrogate": ("a\ud800", "prompt", "lone surrogate"),
 }
@@ -145,7 +155,7 @@ def test_request_that_never_fits_the_pool(model: Model, length: int, max_tokens:
         engine.add_request("bad", [1] * length, SamplingParams(max_tokens=max_tokens))
     assert str(caught.value) == (
         f"{length} prompt tokens and max_tokens={max_tokens} need 257 tokens of KV cache; "
-        "accepted: at most 256 (256, the pool has 16 blocks of 16)"
+        "accepted: at most 256, or more with a larger kv_memory"
     )
     assert (caught.value.param, caught.value.value) == (param, max_tokens if param == "max_tokens" else length)
     assert_empty(engine)
@@ -168,6 +178,24 @@ def test_bad_request_id(model: Model, name: Any) -> None:
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("name", [None, 5, [1]])
+@pytest.mark.parametrize("method", ["abort", "explain"])
+def test_what_is_no_id_is_refused(model: Model, method: str, name: Any) -> None:
+    with pytest.raises(ValidationError, match=r"^request_id=.*; accepted: str$"):
+        getattr(make_engine(model), method)(name)
+
+
+@pytest.mark.parametrize("arrival_s", [float("nan"), float("-inf"), "0", 10**400, 10**5000, [], True], ids=range(7))
+def test_an_arrival_that_is_no_time_changes_nothing(model: Model, arrival_s: Any) -> None:
+    engine = make_engine(model)
+    engine.add_request("before", "good", GREEDY)
+    with pytest.raises(ValidationError, match=r"^arrival_s=.*; accepted: seconds, a finite number$") as caught:
+        engine.add_request("bad", "good", GREEDY, arrival_s=arrival_s)
+    assert caught.value.param == "arrival_s"
+    engine.add_request("after", "good", GREEDY, arrival_s=-1)
+    assert {i: len(output.outputs[0].token_ids) for i, output in finish(engine).items()} == {"before": 16, "after": 16}
+
+
 def test_bad_parameters(model: Model, llm: LLM) -> None:
     engine = make_engine(model)
     bad: Any
@@ -186,6 +214,17 @@ def test_bad_parameters(model: Model, llm: LLM) -> None:
     assert_empty(engine)
 
 
+def test_min_tokens_that_hold_every_id_back(model: Model) -> None:
+    every = list(range(256))
+    engine = make_engine(model)
+    with pytest.raises(ValidationError, match=r"^min_tokens=1 leaves nothing to draw: each of the 256 ids") as caught:
+        engine.add_request("bad", "good", SamplingParams(min_tokens=1, stop_token_ids=every))
+    assert caught.value.param == "min_tokens"
+    params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=every[:-1])
+    assert serve_one(engine, "good", params).outputs[0].token_ids[0] == 255
+    assert serve_one(engine, "good", SamplingParams(stop_token_ids=every)).outputs[0].finish_reason == "stop"
+
+
 @pytest.mark.parametrize("field", ["sampling_params", "slo"])
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_lists_of_different_length(llm: LLM, field: str, count: int) -> None:
@@ -196,10 +235,29 @@ def test_lists_of_different_length(llm: LLM, field: str, count: int) -> None:
     assert_empty(llm.engine)
 
 
-@pytest.mark.parametrize("field", ["n", "logit_bias"])
-def test_unsupported_fields_are_named(field: str) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=field):
-        SamplingParams.from_dict({field: 2})
+def test_the_kv_capacity_of_groups() -> None:
+    """Two groups, each of which takes up to 32 tokens of a request, though its pool has 256."""
+    config = SchedulerConfig("sarathi", max_kv_per_group=32)
+    scheduler = Scheduler(config, num_blocks=16, block_size=16, num_groups=2)
+    with pytest.raises(KVCapacityError) as caught:
+        prepare_request(
+            "bad", [1] * 65, None, slo=None, limits=ModelLimits(256, 999), tokenizer=None, scheduler=scheduler
+        )
+    assert str(caught.value) == (
+        "65 prompt tokens and max_tokens=16 need 80 tokens of KV cache; "
+        "accepted: at most 64, 32 on each of 2 groups, or more with a larger max_kv_per_group"
+    )
+
+
+@pytest.mark.parametrize(("length", "room"), [(10, 247), (256, 1)])
+def test_max_tokens_of_none_is_what_there_is_room_for(model: Model, length: int, room: int) -> None:
+    """The KV pool takes 256 tokens, and the last one drawn is never written; the context of 400 would take more."""
+    completion = serve_one(make_engine(model), [1] * length, SamplingParams(temperature=0.0, max_tokens=None)).outputs[
+        0
+    ]
+    assert (len(completion.token_ids), completion.finish_reason) == (room, "length")
+    with pytest.raises(KVCapacityError):
+        make_engine(model).add_request("bad", [1] * 257, SamplingParams(max_tokens=None))
 
 
 @pytest.mark.parametrize("bad", ["prompt", "context", "pool"])
@@ -251,12 +309,14 @@ def test_chat_without_a_template(model: Model, monkeypatch: pytest.MonkeyPatch) 
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("messages", ["hi", [[]], [["hi"]], [[{"role": "user"}]], [5]])
+@pytest.mark.parametrize(
+    "messages", ["hi", None, {"role": "user", "content": "hi"}, [[]], [["hi"]], [[{"role": "user"}]], [5]]
+)
 def test_bad_messages(llm: LLM, messages: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         llm.chat(messages)
     assert caught.value.param == "messages"
-    assert caught.value.index == 0
+    assert caught.value.index == (0 if isinstance(messages, list) else None)
     assert_empty(llm.engine)
 
 

@@ -9,19 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import medha.driver
 from medha.batch import Batch
 from medha.build import build_engine
 from medha.config import EngineConfig
-from medha.driver import Arrival, Joiner, drive
+from medha.driver import LONG_PROMPT, Arrival, Joiner, drive
 from medha.engine import Engine, PendingResult
 from medha.errors import ContextLengthError, EngineDeadError, RankFailedError, ValidationError
 from medha.jsonl import OutputLines
 from medha.models.needle import write_needle
 from medha.request import RequestOutput, SamplingParams
 from medha.runner import StepResult
+from medha.text import Tokenizer
+from tests.text.samples import PANIC, panicking
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
 
@@ -99,6 +103,113 @@ def test_a_refused_request_does_not_stop_the_others(engine: Engine) -> None:
         assert output.metrics.e2e is not None
     served = final([output for output in outputs if output.error is None])
     assert served["good"].outputs[0].finish_reason == "length"
+
+
+def test_a_prompt_that_the_tokenizer_chokes_on_ends_that_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "tokenizer", Tokenizer(panicking()))
+    arrivals = [Arrival("before", "hello", DELTA), Arrival("bad", PANIC, DELTA), Arrival("after", "hello", DELTA)]
+    outputs = final(list(drive(engine, arrivals)))
+    assert {i: output.outputs[0].finish_reason for i, output in outputs.items()} == {
+        "before": "length",
+        "bad": "error",
+        "after": "length",
+    }
+    assert isinstance(outputs["bad"].error, ValidationError)
+    assert "cannot encode this: PanicException" in str(outputs["bad"].error)
+
+
+class Gated:
+    """Holds the encoding of some texts up until it is told to go on, and notes the threads that encode."""
+
+    def __init__(self, tokenizer: Tokenizer, *held: str) -> None:
+        self.gates = {text: threading.Event() for text in held}
+        self.threads: set[int] = set()
+        self._encode = tokenizer.encode_array
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.threads.add(threading.get_ident())
+        if text in self.gates:
+            assert self.gates[text].wait(60.0), "the engine has not gone on"
+        return self._encode(text, **options)
+
+
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=10**6, ignore_eos=True, output_kind="delta")
+
+
+def test_the_engine_goes_on_while_a_prompt_is_tokenised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread of its own; its TTFT counts from its arrival all the same."""
+    assert engine.tokenizer is not None
+    gated = Gated(engine.tokenizer, "slow")
+    monkeypatch.setattr(engine.tokenizer, "encode_array", gated)
+    arrivals = [Arrival("running", "hello", ENDLESS), Arrival("slow", "slow", DELTA, arrival_s=0.01)]
+    num_tokens = 0
+    begun_s = engine.now()
+    for output in drive(engine, arrivals):
+        num_tokens += output.request_id == "running"
+        if num_tokens == 100:
+            gated.gates["slow"].set()
+            ready_s = engine.now()
+        if output.request_id == "slow" and output.finished:
+            assert output.metrics.arrival == pytest.approx(begun_s + 0.01, abs=0.005)
+            assert output.metrics.ttft is not None and output.metrics.ttft > ready_s - begun_s - 0.02
+            engine.abort_all()
+    assert num_tokens > 100
+    assert gated.threads and threading.get_ident() not in gated.threads
+
+
+def test_a_long_prompt_is_overtaken_and_the_others_keep_their_order(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.tokenizer is not None
+    long = "x" * (LONG_PROMPT + 1)
+    gated = Gated(engine.tokenizer, long, "first", "second")
+    monkeypatch.setattr(engine.tokenizer, "encode_array", gated)
+    arrivals = [Arrival(text[:9], text, DELTA) for text in (long, "first", "second", "third")]
+    added: list[str] = []
+    add = engine.add_prepared
+    monkeypatch.setattr(
+        engine, "add_prepared", lambda request, **rest: (added.append(request.request_id), add(request, **rest))
+    )
+    for text in ("second", "first"):  # the thread takes them in order, whichever may go on
+        gated.gates[text].set()
+    for output in drive(engine, arrivals):
+        if output.request_id == "third" and output.finished:
+            gated.gates[long].set()
+        if output.request_id == "x" * 9:
+            assert "max_model_len" in str(output.error)
+    assert added == ["first", "second", "third"]
+
+
+def test_a_stop_returns_what_is_being_tokenised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.tokenizer is not None
+    gated = Gated(engine.tokenizer, "held")
+    monkeypatch.setattr(engine.tokenizer, "encode_array", gated)
+    outputs: list[RequestOutput] = []
+    arrivals = [Arrival("held", "held", DELTA), Arrival("behind", "hello", DELTA)]
+    outputs.extend(drive(engine, arrivals, should_stop=lambda: bool(gated.threads)))
+    gated.gates["held"].set()
+    assert {i: o.outputs[0].finish_reason for i, o in final(outputs).items()} == {"held": "abort", "behind": "abort"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_long"),
+    [
+        ("x" * LONG_PROMPT, False),
+        ("x" * (LONG_PROMPT + 1), True),
+        ({"prompt": "x" * (LONG_PROMPT + 1)}, True),
+        ({"prompt_token_ids": [1] * (LONG_PROMPT + 1)}, True),
+        (np.zeros(LONG_PROMPT + 1, np.int32), True),
+        ({"messages": [{"role": "user", "content": "x"}, {"content": "x" * (LONG_PROMPT + 1)}]}, True),
+        ({"messages": [{"role": "user", "content": "x"}, 5]}, False),
+        (torch.tensor(5), False),
+        (None, False),
+    ],
+    ids=range(9),
+)
+def test_which_prompts_short_ones_do_not_wait_for(prompt: Any, is_long: bool) -> None:
+    assert medha.driver._is_long(prompt) == is_long
 
 
 def test_a_stop_returns_every_request(engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 import medha.runner
 from medha.config import SchedulerConfig
+from medha.driver import Joiner
 from medha.engine import Engine
 from medha.errors import DeadlineError, EngineDeadError, NonFiniteLogitsError, ValidationError
 from medha.request import SLO, Logprob, RequestOutput, SamplingParams
@@ -114,6 +116,14 @@ def test_an_output_does_not_change_later(bytes_model: Model) -> None:
     assert len(first.outputs[0].token_ids) == 1
 
 
+def test_the_callers_list_is_his_own(needle: Model) -> None:
+    engine, prompt = needle.engine(), [65, 66, 67]
+    engine.add_request("a", prompt, GREEDY)
+    first = engine.step()[0]
+    prompt.append(68)
+    assert first.prompt_token_ids == finish(engine)["a"].prompt_token_ids == [65, 66, 67]
+
+
 def test_nothing_to_do(bytes_model: Model) -> None:
     engine = bytes_model.engine()
     assert not engine.has_unfinished
@@ -153,6 +163,128 @@ def test_prompts_of_any_sequence(bytes_model: Model, length: int) -> None:
     ]
     assert all(r.prompt_token_ids == ids and type(r.prompt_token_ids[0]) is int for r in results)
     assert len({tuple(r.outputs[0].token_ids) for r in results}) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several completions
+
+
+DRAWN = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=NUM_TOKENS)
+
+
+def drawn_alone(model: Model, prompt: list[int], seed: int, **options: Any) -> list[int]:
+    params = replace(DRAWN, n=1, seed=seed, **options)
+    return serve_one(model.engine(**SMALL), prompt, params).outputs[0].token_ids
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("kind", ["final_only", "cumulative", "delta"])
+def test_n_completions_are_n_requests_under_one_id(bytes_model: Model, kind: str, depth: int) -> None:
+    wanted = [drawn_alone(bytes_model, PROMPTS[0], seed) for seed in (7, 8, 9)]
+    assert len({tuple(tokens) for tokens in wanted}) == 3
+    engine, joiner = bytes_model.engine(**SMALL, depth=depth), Joiner()
+    engine.add_request("a", PROMPTS[0], DRAWN.reported(kind))  # type: ignore[arg-type]
+    engine.add_request("b", PROMPTS[1], PARAMS)
+    assert engine.num_unfinished == 2
+    outputs = []
+    while engine.has_unfinished:
+        outputs += [output for output in engine.step() if output.request_id == "a"]
+    assert_empty(engine)
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert (len(outputs) == 1) == (kind == "final_only")
+    whole = outputs[-1]
+    if kind == "delta":
+        whole = next(filter(None, map(joiner.add, outputs)))
+        assert all(output.outputs for output in outputs)
+        assert any(len(output.outputs) < 3 for output in outputs)
+    assert [completion.index for completion in whole.outputs] == [0, 1, 2]
+    assert [completion.token_ids for completion in whole.outputs] == wanted
+    assert [completion.finish_reason for completion in whole.outputs] == ["length"] * 3
+    assert [completion.text for completion in whole.outputs] == [bytes_model.tokenizer.decode(t) for t in wanted]
+
+
+def test_metrics_of_n_completions(bytes_model: Model) -> None:
+    end = drawn_alone(bytes_model, PROMPTS[0], 8)[2]  # one of them ends with its third token
+    engine = bytes_model.engine(**SMALL, eos=(end,))
+    engine.add_request("a", PROMPTS[0], DRAWN, slo=SLO(ttft_s=60.0))
+    running = [engine._live["a"].completions[i] for i in range(3)]
+    output = finish(engine)["a"]
+    assert len(output.outputs[1].token_ids) == 3
+    metrics, parts = output.metrics, [one.metrics for one in running]
+    assert metrics.num_completions == 3
+    assert metrics.arrival == parts[0].arrival
+    assert metrics.first_scheduled == min(part.first_scheduled for part in parts)  # type: ignore[type-var]
+    assert metrics.first_token == min(part.first_token for part in parts)  # type: ignore[type-var]
+    assert metrics.finished == max(part.finished for part in parts)  # type: ignore[type-var]
+    assert metrics.num_prompt_tokens == len(PROMPTS[0])
+    assert metrics.num_output_tokens == sum(len(completion.token_ids) for completion in output.outputs)
+    assert metrics.num_chunks == sum(part.num_chunks for part in parts)
+    assert metrics.explanation is not None and metrics.met_slo is True
+    assert metrics.tpot == pytest.approx(
+        (metrics.finished - metrics.first_token) / (metrics.num_output_tokens / 3 - 1)  # type: ignore[operator]
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_abort_ends_all_completions(bytes_model: Model, expected: list[list[int]], depth: int) -> None:
+    engine = bytes_model.engine(**SMALL, depth=depth)
+    engine.add_request("a", PROMPTS[0], replace(DRAWN, output_kind="delta"))
+    engine.add_request("b", PROMPTS[1], PARAMS)
+    joiner, outputs = Joiner(), list[RequestOutput]()
+    while not any(output.request_id == "a" for output in outputs):
+        outputs += engine.step()
+    assert engine.explain("a").parts_s
+    engine.abort("a")
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert_empty(engine)
+    whole = next(filter(None, map(joiner.add, [output for output in outputs if output.request_id == "a"])))
+    assert [completion.finish_reason for completion in whole.outputs] == ["abort"] * 3
+    for seed, completion in enumerate(whole.outputs, start=7):
+        assert completion.token_ids == drawn_alone(bytes_model, PROMPTS[0], seed)[: len(completion.token_ids)]
+    assert [output.outputs[0].token_ids for output in outputs if output.request_id == "b"][-1] == expected[1]
+
+
+def test_completions_without_a_seed_are_all_different_and_repeat(bytes_model: Model) -> None:
+    params = replace(DRAWN, seed=None)
+
+    def run() -> list[list[int]]:
+        engine = bytes_model.engine(**SMALL)
+        for name in "ab":
+            engine.add_request(name, PROMPTS[0], params)
+        ends = finish(engine)
+        return [completion.token_ids for name in "ab" for completion in ends[name].outputs]
+
+    first = run()
+    assert len({tuple(tokens) for tokens in first}) == 6
+    assert run() == first
+
+
+def test_bad_logits_end_one_completion(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = bytes_model.engine(block_size=16)
+    sample = medha.runner.sample
+
+    def poisoned(logits_SV: torch.Tensor, slots: Any, indices: Any) -> Any:
+        rows = [
+            row for row, (slot, index) in enumerate(zip(slots, indices, strict=True)) if (slot.seed, index) == (8, 2)
+        ]
+        logits_SV[rows] = torch.nan
+        return sample(logits_SV, slots, indices)
+
+    monkeypatch.setattr(medha.runner, "sample", poisoned)
+    output = serve_one(engine, PROMPTS[0], DRAWN)
+    assert [completion.finish_reason for completion in output.outputs] == ["length", "error", "length"]
+    assert [len(completion.token_ids) for completion in output.outputs] == [NUM_TOKENS, 2, NUM_TOKENS]
+    assert isinstance(output.error, NonFiniteLogitsError) and "'one[1]'" in str(output.error)
+
+
+def test_n_completions_are_refused_as_one(bytes_model: Model) -> None:
+    engine = admitting_engine(bytes_model, "refuse")
+    with pytest.raises(DeadlineError):
+        engine.add_request("a", PROMPTS[0], DRAWN, slo=SLO(ttft_s=1e-9))
+    assert_empty(engine)
+    engine.add_request("a", PROMPTS[0], DRAWN)
+    assert len(finish(engine)["a"].outputs) == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------

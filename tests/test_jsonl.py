@@ -71,6 +71,34 @@ def test_forms_of_prompts_and_ids(tmp_path: Path) -> None:
     assert (third.request_id, third.prompt) == ("12", {"messages": messages})
 
 
+def test_chat_options_of_a_line(tmp_path: Path) -> None:
+    options = {"tools": [{"name": "f"}], "chat_template_kwargs": {"enable_thinking": False}, "n": 2}
+    messages = [{"role": "user", "content": "Hi"}]
+    (arrival,) = read_requests(write(tmp_path / "r.jsonl", {"messages": messages, **options}), {})
+    assert arrival.error is None and arrival.params is not None
+    assert arrival.prompt == {
+        "messages": messages,
+        "tools": options["tools"],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert arrival.params.n == 2
+
+
+def test_a_line_of_several_completions() -> None:
+    completions = [CompletionOutput(i, text=f"t{i}", token_ids=[i] * (i + 1), finish_reason="length") for i in range(2)]
+    metrics = RequestMetrics(
+        1.0, first_scheduled=1.5, first_token=2.0, finished=4.0, num_output_tokens=3, num_completions=2
+    )
+    line = output_line(RequestOutput("a", "x", [1], completions, True, metrics))
+    assert (line["text"], line["token_ids"], line["num_output_tokens"]) == ("t0", [0], 3)
+    assert line["outputs"] == [
+        {"index": 0, "text": "t0", "token_ids": [0], "finish_reason": "length", "stop_reason": None},
+        {"index": 1, "text": "t1", "token_ids": [1, 1], "finish_reason": "length", "stop_reason": None},
+    ]
+    assert line["tpot_s"] == 4.0  # 2 s for half a token more than the first, on average
+    assert "outputs" not in output_line(RequestOutput("a", "x", [1], completions[:1], True, metrics))
+
+
 def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Path) -> None:
     rows = [{"id": name, "prompt": "x", "arrival_s": at} for name, at in zip("abcd", [2, 0, 1, 0], strict=True)]
     assert [a.request_id for a in read_requests(write(tmp_path / "r.jsonl", *rows), {})] == ["b", "d", "c", "a"]
@@ -88,9 +116,9 @@ def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Pat
         ({"prompt": "x", "id": ""}, ValidationError, "line 1: id=''; accepted: a string or an integer"),
         ({"prompt": "x", "id": True}, ValidationError, "line 1: id=True; accepted"),
         ({"prompt": "x", "id": [1]}, ValidationError, "line 1: id="),
-        ({"prompt": "x", "n": 2}, UnsupportedFeatureError, "n=2 is not implemented"),
+        ({"prompt": "x", "n": 2, "temperature": 0}, ValidationError, "n=2; accepted: 1 with temperature=0"),
         ({"prompt": "x", "logit_bias": {"5": 1}}, UnsupportedFeatureError, "logit_bias is not implemented"),
-        ({"prompt": "x", "tools": [{}]}, UnsupportedFeatureError, "tools is not implemented"),
+        ({"prompt": "x", "tool_choice": "auto"}, UnsupportedFeatureError, "tool_choice is not implemented"),
         ({"prompt": "x", "max_tokens": 0}, ValidationError, "max_tokens=0; accepted"),
         ({"prompt": "x", "max_tokens": "9"}, ValidationError, "max_tokens='9'; accepted"),
         ('{"prompt": "x", "temperature": NaN}', ValidationError, "temperature=nan; accepted"),
@@ -100,6 +128,7 @@ def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Pat
         ({"prompt": "x", "arrival_s": True}, ValidationError, "arrival_s=True; accepted: seconds"),
         ('{"prompt": "x", "arrival_s": NaN}', ValidationError, "arrival_s=nan; accepted: seconds"),
         ('{"prompt": "x", "arrival_s": 1e999}', ValidationError, "arrival_s=inf; accepted: seconds"),
+        ('{"prompt": "x", "arrival_s": 1' + "0" * 400 + "}", ValidationError, "arrival_s=1000"),
         ({"prompt": "x", "slo": 3}, ValidationError, "slo=3; accepted: an object"),
         ({"prompt": "x", "slo": {"ttft": 3}}, ValidationError, "slo={'ttft': 3}; accepted: an object"),
         ({"prompt": "x", "slo": {"ttft_s": 0}}, ValidationError, r"slo.ttft_s=0; accepted"),

@@ -9,8 +9,10 @@ import os
 import shutil
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +22,7 @@ import pytest
 import torch
 
 from medha import LLM, SLO, RequestOutput, SamplingParams
-from medha.errors import ConfigError, DeadlineError, EngineDeadError, RequestError, ValidationError
+from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
 from medha.models.needle import make_haystack, write_needle
 from medha.sched.journal import replay
 from medha.timeline import Timeline
@@ -153,7 +155,7 @@ def test_chat(llm: LLM) -> None:
         llm.generate([{"messages": conversation}], GREEDY),
     ):
         assert token_ids(outputs) == token_ids([truth])
-        assert (outputs[0].prompt, outputs[0].prompt_token_ids) == (None, truth.prompt_token_ids)
+        assert (outputs[0].prompt, outputs[0].prompt_token_ids) == (rendered, truth.prompt_token_ids)
     two = llm.chat([conversation, [{"role": "user", "content": "x"}]], GREEDY)
     assert len(two) == 2
     assert two[0].outputs == outputs[0].outputs
@@ -173,14 +175,14 @@ def test_requests_without_a_seed_repeat_with_the_seed_of_the_llm(byte_folder: tu
 def test_ttft_includes_tokenisation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(np.arange(0.0, 1e6, 1.0))
     monkeypatch.setattr(llm.engine, "_clock", lambda: next(clock))
-    encode = llm.engine.tokenizer.encode  # type: ignore[union-attr]
+    encode = llm.engine.tokenizer.encode_array  # type: ignore[union-attr]
 
-    def slow(*args: Any, **options: Any) -> list[int]:
+    def slow(*args: Any, **options: Any) -> Any:
         for _ in range(500):
             next(clock)
         return encode(*args, **options)
 
-    monkeypatch.setattr(llm.engine.tokenizer, "encode", slow)
+    monkeypatch.setattr(llm.engine.tokenizer, "encode_array", slow)
     (output,) = llm.generate(TEXTS[0], GREEDY)
     assert output.metrics.ttft is not None
     assert output.metrics.ttft > 500
@@ -193,6 +195,49 @@ def test_timeline(needle_folder: Path, tmp_path: Path) -> None:
     timeline.write(tmp_path / "trace.json")
     names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
     assert {"chunk [0:64]", "chunk [64:128]", "chunk [128:192]", "chunk [192:200]", "decode"} <= set(names)
+
+
+def test_n_completions(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8)
+    wanted = [token_ids(llm.generate(TEXTS[0], replace(params, n=1, seed=5 + i)))[0] for i in range(3)]
+    two = llm.generate(TEXTS[:2], params)
+    assert [[completion.index for completion in output.outputs] for output in two] == [[0, 1, 2]] * 2
+    assert [completion.token_ids for completion in two[0].outputs] == wanted
+    streamed: list[list[int]] = [[], [], []]
+    for piece in llm.stream(TEXTS[0], params):
+        for completion in piece.outputs:
+            streamed[completion.index] += completion.token_ids
+    assert piece.finished
+    assert streamed == wanted
+    assert_empty(llm.engine)
+
+
+def test_chat_options_reach_the_template(byte_folder: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = shutil.copytree(byte_folder[0], tmp_path / "model")
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}|{{ tools | tojson }}|{{ enable_thinking }}|{{ level }}"
+        "{% if add_generation_prompt %}|assistant:{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    conversation = [{"role": "user", "content": "Hi"}]
+    one_token = SamplingParams(temperature=0.0, max_tokens=1)
+    with LLM(folder, **SMALL) as llm:
+        for options, rendered in (
+            ({}, "Hi|null|||assistant:"),
+            ({"add_generation_prompt": False}, "Hi|null||"),
+            ({"tools": [{"name": "f"}]}, 'Hi|[{"name": "f"}]|||assistant:'),
+            ({"chat_template_kwargs": {"enable_thinking": False, "level": 3}}, "Hi|null|False|3|assistant:"),
+            ({"chat_template_kwargs": {"add_generation_prompt": False}}, "Hi|null||"),
+        ):
+            (output,) = llm.chat(conversation, one_token, **options)
+            assert output.prompt == rendered
+            assert output.prompt_token_ids == list(rendered.encode())
+            assert llm.generate({"messages": conversation, **options}, one_token)[0].prompt == rendered
+        with pytest.raises(ValidationError, match=r"^chat_template_kwargs=5; accepted: an object") as caught:
+            llm.chat(conversation, chat_template_kwargs=5)  # type: ignore[arg-type]
+        assert caught.value.param == "chat_template_kwargs"
+        with pytest.raises(ValidationError, match=r"^add_generation_prompt='no'; accepted: true or false"):
+            llm.chat(conversation, add_generation_prompt="no")  # type: ignore[arg-type]
 
 
 class Terminal(io.StringIO):
@@ -340,27 +385,169 @@ def test_a_stream_is_checked_when_it_is_made(llm: LLM) -> None:
         llm.stream("x", {"temperature": 0})  # type: ignore[arg-type]
 
 
-def test_requests_of_ones_own_must_end_first(llm: LLM, expected: list[list[int]]) -> None:
-    """Stepping inside generate would swallow their outputs."""
-    llm.engine.add_request("mine", TEXTS[0], GREEDY)
-    for use in (lambda: llm.generate("x"), lambda: next(llm.stream("x"))):
-        with pytest.raises(ValidationError, match=r"added through LLM\.engine are unfinished"):
-            use()
-    outputs = []
-    while llm.engine.has_unfinished:
-        outputs = llm.engine.step()
-    assert token_ids(outputs) == [expected[0]]
-    assert token_ids(llm.generate(TEXTS[1], GREEDY)) == [expected[1]]
-
-
-def test_a_stream_whose_outputs_were_taken_is_an_error_and_not_a_hang(llm: LLM) -> None:
+def test_a_stream_goes_on_while_generate_tokenises(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = llm.stream(TEXTS[0], GREEDY)
-    next(stream)
+    tokens = next(stream).outputs[0].token_ids
+    tokenizer, (live,) = llm.engine.tokenizer, llm.engine._live.values()
+    assert tokenizer is not None
+    encode, threads = tokenizer.encode_array, []
+
+    def patient(text: str, **options: Any) -> Any:
+        threads.append(threading.get_ident())
+        end_s = time.monotonic() + 60
+        while len(live.completions[0].token_ids) < 9:
+            assert time.monotonic() < end_s, "the stream stands still"
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode_array", patient)
+    assert token_ids(llm.generate(TEXTS[1], GREEDY)) == [expected[1]]
+    assert threads and threading.get_ident() not in threads
+    assert tokens + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[0]
+
+
+@pytest.mark.parametrize("prompts", [["a"], ("a", "b"), [[1, 2]], [{"prompt": "a"}]])
+def test_a_stream_is_of_one_prompt(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ValidationError, match=rf"^stream takes one prompt, and this is a list of {len(prompts)};"):
+        llm.stream(prompts)
+
+
+def test_requests_of_ones_own_go_on_beside_others(llm: LLM, expected: list[list[int]]) -> None:
+    """Outputs go to whoever they belong to, whoever steps."""
+    llm.engine.add_request("mine", TEXTS[0], GREEDY.reported("delta"))
+    stream = llm.stream(TEXTS[1], GREEDY)
+    first = next(stream).outputs[0].token_ids
+    assert token_ids(llm.generate(TEXTS[2:], GREEDY)) == expected[2:]
+    mine = []
     while llm.engine.has_unfinished:
-        llm.engine.step()
-    with pytest.raises(RequestError, match=r"taken by a call of LLM\.engine\.step"):
-        next(stream)
+        mine += llm.engine.step()
+    assert {output.request_id for output in mine} == {"mine"}
+    assert [token for output in mine for token in output.outputs[0].token_ids] == expected[0]
+    assert first + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[1]
     assert_empty(llm.engine)
+
+
+@pytest.mark.parametrize("when", ["running", "aborted"])
+def test_ones_own_ids_are_not_mistaken_for_those_of_generate(
+    byte_folder: tuple[Path, Any], expected: list[list[int]], when: str
+) -> None:
+    """The ids that generate gives its requests begin at 0, too."""
+    with LLM(str(byte_folder[0]), **SMALL) as llm:
+        llm.engine.add_request("0", TEXTS[0], GREEDY)
+        if when == "aborted":
+            llm.engine.abort("0")
+        assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
+        outputs = []
+        while llm.engine.has_unfinished:
+            outputs += llm.engine.step()
+        (mine,) = [output for output in outputs if output.finished]
+    assert (mine.request_id, mine.outputs[0].finish_reason) == ("0", "abort" if when == "aborted" else "length")
+    assert mine.outputs[0].token_ids == (expected[0] if when == "running" else [])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Threads
+
+
+@pytest.fixture
+def _restless() -> Iterator[None]:
+    """Threads give way to each other at almost any bytecode."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(*uses: Callable[[], Any]) -> list[Any]:
+    """What each use returns or raises, all run at once."""
+    results: list[Any] = [None] * len(uses)
+    barrier = threading.Barrier(len(uses))
+
+    def run(i: int) -> None:
+        barrier.wait()
+        try:
+            results[i] = uses[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(uses))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.mark.usefixtures("_restless")
+def test_threads_that_generate_and_stream_get_their_own(llm: LLM, expected: list[list[int]]) -> None:
+    def generate() -> list[list[int]]:
+        return token_ids(llm.generate(TEXTS, GREEDY))
+
+    def stream(i: int) -> list[int]:
+        return [token for piece in llm.stream(TEXTS[i], GREEDY) for token in piece.outputs[0].token_ids]
+
+    for _ in range(5):
+        results = in_threads(generate, lambda: stream(0), generate, lambda: stream(1), lambda: stream(1), generate)
+        assert results == [expected, expected[0], expected, expected[1], expected[1], expected]
+    assert_empty(llm.engine)
+    assert not llm.engine.has_unfinished
+
+
+@pytest.mark.usefixtures("_restless")
+def test_threads_that_add_and_abort_beside_one_that_steps(llm: LLM, expected: list[list[int]]) -> None:
+    engine, done, outputs = llm.engine, threading.Event(), []
+
+    def add(name: str) -> None:
+        for i in range(30):
+            engine.add_request(f"{name}{i}", TEXTS[i % 4], GREEDY)
+            if i % 3 == 0:
+                engine.abort(f"{name}{i}")
+
+    def step() -> None:
+        while engine.has_unfinished or not done.is_set():
+            outputs.extend(engine.step())
+
+    stepping = threading.Thread(target=step, daemon=True)
+    stepping.start()
+    assert in_threads(lambda: add("a"), lambda: add("b"), lambda: token_ids(llm.generate(TEXTS, GREEDY))) == [
+        None,
+        None,
+        expected,
+    ]
+    done.set()
+    stepping.join(300)
+    ended = [output for output in outputs if output.finished]
+    assert sorted(output.request_id for output in ended) == sorted(f"{name}{i}" for name in "ab" for i in range(30))
+    for output in ended:
+        tokens, reason = output.outputs[0].token_ids, output.outputs[0].finish_reason
+        assert tokens == expected[int(output.request_id[1:]) % 4][: len(tokens)]
+        assert reason == ("abort" if int(output.request_id[1:]) % 3 == 0 and len(tokens) < 16 else "length")
+    assert_empty(engine)
+
+
+def test_every_thread_hears_of_the_engines_death(
+    byte_folder: tuple[Path, Any], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(byte_folder[0]), **SMALL) as llm:
+        run = llm.engine.runner.run
+
+        def failing(batch: Any, input_ids: Any) -> Any:
+            if llm.engine.num_unfinished == 5:
+                raise RuntimeError("lost")
+            return run(batch, input_ids)
+
+        monkeypatch.setattr(llm.engine.runner, "run", failing)
+        errors = in_threads(
+            lambda: llm.generate(TEXTS[:2], GREEDY),
+            lambda: llm.generate(TEXTS[2:], GREEDY),
+            lambda: list(llm.stream(TEXTS[0], GREEDY)),
+        )
+    for error, texts in zip(errors, (TEXTS[:2], TEXTS[2:], []), strict=True):
+        assert isinstance(error, EngineDeadError), error
+        assert "a step failed: RuntimeError: lost" in str(error)
+        assert [output.prompt for output in error.outputs] == texts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -484,13 +671,13 @@ class InterruptAtLine:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         if f"{os.sep}medha{os.sep}" not in frame.f_code.co_filename:
             return None
-        if event == "call" and frame.f_code.co_qualname == "Engine.step":
+        if event == "call" and frame.f_code.co_qualname == "Engine.advance":
             self.depth = 1
         if event == "line" and self.depth:
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
-        if event == "return" and frame.f_code.co_qualname == "Engine.step":
+        if event == "return" and frame.f_code.co_qualname == "Engine.advance":
             self.depth = 0
         return self
 
@@ -530,13 +717,13 @@ def test_a_step_that_fails(byte_folder: tuple[Path, Any], expected: list[list[in
             llm.generate(TEXTS, PARTIAL)
         check_partial(caught.value.outputs, expected, "error")
         assert isinstance(caught.value.__cause__, RuntimeError)
-        assert [output.error for output in caught.value.outputs] == [caught.value, None, caught.value, caught.value]
-        outputs = list(caught.value.outputs)
+        dead = caught.value.__cause__  # the engine's own error, and whose cause is that of the step
+        assert isinstance(dead, EngineDeadError) and str(dead.__cause__) == "lost"
+        assert [output.error for output in caught.value.outputs] == [dead, None, dead, dead]
         for use in (lambda: llm.generate(TEXTS), lambda: llm.stream("x")):
             with pytest.raises(EngineDeadError) as again:
                 use()
-            assert again.value is caught.value
-        assert caught.value.outputs == outputs
+            assert again.value is dead
 
 
 def test_a_request_that_fails_alone(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import math
+import pickle
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,7 +48,7 @@ ACCEPTED = {
     "stop_token_ids": "None",
     "ignore_eos": "True",
     "min_tokens": "0",
-    "max_tokens": "",
+    "max_tokens": "None",
     "logprobs": "0 None",
     "detokenize": "True",
     "skip_special_tokens": "True",
@@ -53,14 +57,14 @@ ACCEPTED = {
 }
 # The ends of each range: accepted, and just outside.
 EDGES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
-    "n": ((1,), ()),
+    "n": ((1, 2, 16384), (0, 16385)),
     "temperature": ((0.0, 1e-5, 2, 2.0), (-1e-9, 2.0000001, 2**63)),
     "top_p": ((1e-9, 1, 1.0), (0.0, 1.0000001)),
     "top_k": ((1, 2**31 - 1), (-2, 2**31)),
     "min_p": ((0.0, 1, 1.0), (-1e-9, 1.0000001)),
     "presence_penalty": ((-2, -2.0, 2, 2.0), (-2.0000001, 2.0000001)),
     "frequency_penalty": ((-2, -2.0, 2, 2.0), (-2.0000001, 2.0000001)),
-    "repetition_penalty": ((1e-9, 1e6), (0.0, 1e6 + 1)),
+    "repetition_penalty": ((1e-6, 1e6), (0.0, 1e-38, 1e6 + 1)),
     "seed": ((-(2**63), 2**63 - 1), (-(2**63) - 1,)),
     "stop": ((["a"] * 16, "x" * 256, [], ()), (["a"] * 17, "x" * 257, "", [""], [1], ["a", None], b"a", {"a"})),
     "stop_token_ids": (([0, 2**31 - 1], [], ()), ([-1], [2**31], [True], [1.0], ["1"], [None], {1}, 7)),
@@ -127,12 +131,21 @@ def test_defaults() -> None:
         SamplingParams().seed = 1  # type: ignore[misc]
 
 
-def test_more_than_one_completion_is_unsupported() -> None:
-    for n in (2, 16384):
-        with pytest.raises(UnsupportedFeatureError, match=f"^n={n} is not implemented") as caught:
-            SamplingParams(n=n)
-        assert (caught.value.param, caught.value.value) == ("n", n)
-    refuse("n", 16385)
+def test_more_than_one_completion_is_not_greedy() -> None:
+    """The rule of vLLM; a temperature that generation_config.json brings counts, too."""
+    for temperature in (0, 9e-6):
+        with pytest.raises(ValidationError, match=r"^n=2; accepted: 1 with temperature=0: the completions") as caught:
+            SamplingParams(n=2, temperature=temperature)
+        assert (caught.value.param, caught.value.value) == ("n", 2)
+    with pytest.raises(ValidationError, match=r"^n=2; accepted: 1 with temperature=0"):
+        SamplingParams(n=2).resolve({"temperature": 0.0})
+    assert SamplingParams(n=2).resolve({}).temperature == 1.0
+
+
+def test_all_logprobs_are_refused_with_the_reason() -> None:
+    assert str(refuse("logprobs", -1)) == (
+        "logprobs=-1; accepted: 0 to 20; the whole vocabulary at each token is not implemented"
+    )
 
 
 def test_min_tokens_above_max_tokens() -> None:
@@ -209,6 +222,7 @@ def test_capped() -> None:
     assert params.capped(1000) == params
     assert params.capped(70) == SamplingParams(max_tokens=70, min_tokens=50, seed=1)
     assert params.capped(20) == SamplingParams(max_tokens=20, min_tokens=20, seed=1)
+    assert SamplingParams(max_tokens=None, min_tokens=50).capped(20) == SamplingParams(max_tokens=20, min_tokens=20)
 
 
 def test_reported() -> None:
@@ -222,8 +236,7 @@ def test_from_dict() -> None:
     )
     with pytest.raises(ValidationError, match=r"^top_p=2;"):
         SamplingParams.from_dict({"top_p": 2})
-    with pytest.raises(UnsupportedFeatureError, match=r"^n=2 "):
-        SamplingParams.from_dict({"n": 2})
+    assert SamplingParams.from_dict({"max_new_tokens": 3}) == SamplingParams(max_tokens=3)
 
 
 UNSUPPORTED: dict[str, Any] = {
@@ -233,32 +246,44 @@ UNSUPPORTED: dict[str, Any] = {
     "beam_search": True,
     "best_of": 2,
     "chat_template": "{{ messages }}",
-    "chat_template_kwargs": {"enable_thinking": False},
     "echo": True,
+    "extra_args": {"a": 1},
+    "flat_logprobs": True,
     "functions": [{"name": "f"}],
+    "guided_decoding": {"regex": "a"},
     "guided_json": {"type": "object"},
     "guided_regex": "a*",
+    "length_penalty": 1.0,
     "logit_bias": {"5": -100},
     "logits_processors": ["a.b"],
+    "logprob_token_ids": [1],
+    "prompt_logprob_start": 1,
+    "prompt_logprob_token_ids": [1],
     "prompt_logprobs": 1,
+    "repetition_detection": {"min_count": 2},
     "response_format": {"type": "json_object"},
+    "skip_reading_prefix_cache": True,
+    "spaces_between_special_tokens": True,
+    "stream_interval": 2,
     "structured_outputs": {"regex": "a"},
     "suffix": "tail",
+    "thinking_token_budget": 100,
     "tool_choice": "auto",
-    "tools": [{"type": "function"}],
     "truncate_prompt_tokens": 10,
     "use_beam_search": True,
 }
+BUILDERS = [lambda **fields: SamplingParams(**fields), lambda **fields: SamplingParams.from_dict(fields)]
 
 
 def test_the_table_covers_every_unsupported_field() -> None:
     assert tuple(UNSUPPORTED) == UNSUPPORTED_FIELDS
 
 
+@pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize(("name", "value"), UNSUPPORTED.items())
-def test_unsupported_field_is_refused_by_name(name: str, value: Any) -> None:
+def test_unsupported_field_is_refused_by_name(name: str, value: Any, build: Any) -> None:
     with pytest.raises(UnsupportedFeatureError) as caught:
-        SamplingParams.from_dict({"temperature": 0.5, name: value})
+        build(temperature=0.5, **{name: value})
     assert str(caught.value) == f"{name} is not implemented; leave it out"
     assert (caught.value.param, caught.value.value) == (name, value)
 
@@ -266,7 +291,8 @@ def test_unsupported_field_is_refused_by_name(name: str, value: Any) -> None:
 @pytest.mark.parametrize("empty", [None, False, [], {}, ""], ids=repr)
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_field_may_be_empty(name: str, empty: Any) -> None:
-    assert SamplingParams.from_dict({"seed": 4, name: empty}) == SamplingParams(seed=4)
+    for build in BUILDERS:
+        assert build(seed=4, **{name: empty}) == SamplingParams(seed=4)
 
 
 def test_zero_prompt_logprobs_asks_for_something() -> None:
@@ -275,12 +301,36 @@ def test_zero_prompt_logprobs_asks_for_something() -> None:
         SamplingParams.from_dict({"prompt_logprobs": 0})
 
 
-@pytest.mark.parametrize("name", ["temprature", "max_new_token", "Temperature", "stop_strings", ""])
-def test_unknown_name_is_refused(name: str) -> None:
-    for value in (1, None):
-        with pytest.raises(ValidationError, match=f"^{name}={value}; accepted: one of detokenize, ") as caught:
-            SamplingParams.from_dict({name: value})
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("temprature", "did you mean temperature?"),
+        ("maxtokens", "did you mean max_tokens?"),
+        ("max_new_token", "did you mean max_tokens?"),
+        ("Temperature", "did you mean temperature?"),
+        ("stop_string_ids", "did you mean stop_token_ids?"),
+        ("sampling_temperatures_of_each", "accepted: one of detokenize, frequency_penalty, "),
+        ("", "accepted: one of detokenize, "),
+    ],
+)
+def test_unknown_name_is_refused(name: str, hint: str) -> None:
+    for value, build in product((1, None), BUILDERS):
+        with pytest.raises(ValidationError, match=f"^{name}={value}; ") as caught:
+            build(**{name: value})
+        assert hint in str(caught.value)
         assert (caught.value.param, caught.value.value) == (name, value)
+
+
+def test_a_name_of_another_interface_is_known_where_it_comes_from() -> None:
+    assert SamplingParams.from_dict({"max_completion_tokens": 3}) == SamplingParams(max_tokens=3)
+    with pytest.raises(ValidationError, match=r"^max_completion_tokens=3; did you mean max_tokens\?$"):
+        SamplingParams(max_completion_tokens=3)  # type: ignore[call-arg]
+
+
+def test_it_is_still_a_dataclass() -> None:
+    params = SamplingParams(2, 0.5, seed=3)
+    assert params == copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == dataclasses.replace(params)
+    assert list(inspect.signature(SamplingParams).parameters) == [f.name for f in dataclasses.fields(SamplingParams)]
 
 
 @pytest.mark.parametrize("name", ["ttft_s", "tpot_s"])

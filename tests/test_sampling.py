@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from medha import sampling
 from medha.request import SamplingParams
-from medha.sampling import Sampled, SlotSampling, sample, uniform
+from medha.sampling import Sampled, SlotSampling, draw, sample, uniform
 
 VOCAB = 16
 FILTERS: list[dict[str, Any]] = [
@@ -356,3 +356,21 @@ def test_large_finite_logits_are_finite() -> None:
     logits = torch.full((1, VOCAB), -1e4)
     logits[0, 6] = 1e4
     assert sample(logits, [slot(temperature=0.5, top_p=0.9)], [0]) == [Sampled(6, finite=True)]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_finite_logits_whose_sum_is_not(sign: int) -> None:
+    logits = torch.full((2, VOCAB), sign * 3e38)
+    logits[:, 6] = 3.2e38
+    wanted = [Sampled(6, finite=True)] * 2
+    slots = [slot(temperature=1.0, top_p=0.9), slot(temperature=0.0)]
+    assert sample(logits, slots, [0, 0]) == draw(logits, slots, [0, 0]).read() == wanted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_smallest_repetition_penalty_of_large_logits(temperature: float) -> None:
+    """Penalised logits past the largest float32 are that, and not infinite: their softmax is no NaN."""
+    logits = torch.full((1, VOCAB), -1e36)
+    logits[0, 3] = 1e36
+    drawing = slot(temperature=temperature, repetition_penalty=1e-6, prompt=[3, 5])
+    assert tokens(sample(logits, [drawing], [0])) == [3]

@@ -25,6 +25,7 @@ from medha.engine import Engine
 from medha.errors import ConfigError
 from medha.kv_cache import BlockTables, KVCache
 from medha.request import SamplingParams
+from medha.runner import Runner
 from medha.swap import AtOnce, CopyLine, HostCache, Moves
 from tests.attention import fake_flashinfer
 from tests.serving import Model, finish, make_byte_model, random_ids
@@ -236,6 +237,27 @@ def test_compute_that_does_not_wait_is_noticed(model: Model, monkeypatch: pytest
     monkeypatch.setattr(Moves, "before", lambda self, attend: attend)
     with pytest.raises(Exception, match="comes after all of its copies"):
         run(model.engine(**(SMALL | SWAP), line=Late()), GREEDY)
+
+
+def test_what_comes_after_an_interrupt_comes_after_its_copies(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It struck when copies had begun, and before the compute that would have waited for them."""
+    line = Late()
+    engine = model.engine(**(SMALL | SWAP), line=line)
+    forward = Runner._forward
+
+    def interrupted(runner: Runner, batch: Batch, ids: Any, moves: Moves | None, **options: Any) -> Any:
+        if moves is not None:
+            assert line._queued
+            raise KeyboardInterrupt
+        return forward(runner, batch, ids, moves, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "_forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, GREEDY)
+    assert not line._queued
+    engine.step()  # returns what was aborted
+    assert run(engine, GREEDY)[0] == undisturbed(model, GREEDY)
 
 
 def test_a_graph_comes_after_all_copies(model: Model) -> None:

@@ -86,6 +86,38 @@ def test_names_places_and_durations(tmp_path: Path) -> None:
     ]
 
 
+def test_the_newest_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    timeline = Timeline(kept=7)
+    for batch_id in range(100):
+        timeline.record(
+            Batch(batch_id, SECOND.rows), float(batch_id), batch_id + 0.5, lambda slot, i=batch_id: f"{i}-{slot}"
+        )
+        timeline.count_slack(batch_id, {"a": 1.0})
+    timeline.write(tmp_path / "a.json")
+    events = read(tmp_path / "a.json")["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["batch 99", "decode", "chunk [8:12]"]
+    assert [e["ts"] for e in events if e["ph"] == "C"] == [98e6, 99e6]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"][3:] == ["99-1", "99-0"]
+    assert "holds the newest 5 events; 395 are left out" in caplog.text
+
+
+def test_no_piece_of_a_trace_is_encoded_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """json.dumps holds the interpreter lock, and the job that was traced still lives."""
+    timeline, sizes = Timeline(), []
+    for batch_id in range(2000):
+        timeline.record(Batch(batch_id, SECOND.rows), 0.0, 1.0, str)
+
+    def dumps(value: Any, dumps: Any = json.dumps) -> str:
+        sizes.append(len(text := dumps(value)))
+        return text
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dumps", dumps)
+        timeline.write(tmp_path / "a.json")
+    assert sum(event["ph"] == "X" for event in read(tmp_path / "a.json")["traceEvents"]) == 6000
+    assert max(sizes) < 200_000
+
+
 def test_a_reused_slot_gets_a_thread_of_its_own(tmp_path: Path) -> None:
     timeline = Timeline()
     timeline.record(FIRST, 0.0, 1.0, lambda slot: "old")

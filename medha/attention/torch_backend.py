@@ -27,6 +27,9 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 # Scores that the plain fallback holds at once, in elements.
 _MATH_SCORES = 1 << 26
 
+# The first GPUs that torch's FlashAttention-2 has code for.
+_FLASH_SM = (8, 0)
+
 # Queries of a tile of causal attention on the CPU, and tokens of the longest chunk that is cut into tiles.
 _TILE = 64
 _MOST_TILED = 1024
@@ -139,7 +142,8 @@ def _gather(pool_PKH: torch.Tensor, ranges: Ranges) -> torch.Tensor:
 def _kernel(q: torch.Tensor) -> Kernel:
     if q.device.type == "cpu":
         return _cpu_flash
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
+    is_fit = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+    if is_fit and q.is_cuda and torch.cuda.get_device_capability(q.device) >= _FLASH_SM:
         return _cuda_flash
     return _math
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from medha.config import ModelConfig
+from medha.errors import ConfigError
 from medha.models.layers import DecoderLayer, LinearFn, RMSNorm, TensorShard, local_part, packed_weight
 
 LayerAttendFn = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -147,13 +148,24 @@ def build_decoder(
         dtype, device: of the parameters.
         layers: which layers; all by default.
         parallelize_: turns parameters into DTensors, in place, while they are still without memory.
+
+    Raises:
+        ConfigError: the memory cannot be had.
     """
     with torch.device("meta"):
         decoder = Decoder(config, layers).to(dtype)
     decoder.requires_grad_(False)
     if parallelize_ is not None:
         parallelize_(decoder)
-    decoder.to_empty(device=device)
+    num_bytes = sum(local_part(parameter).nbytes for parameter in decoder.parameters())
+    try:
+        decoder.to_empty(device=device)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"the weights held here take {num_bytes} bytes on {device}, which does not give them ({reason}); accepted: "
+            "a smaller model or dtype, or more ranks"
+        ) from error
     decoder.tie_()
     return decoder.eval()
 

@@ -54,7 +54,7 @@ def load_generation_config(folder: Path, vocab_size: int) -> GenerationDefaults:
         top_p=reader.optional_number("top_p", 0, 1, above=True),
         top_k=reader.optional_integer("top_k", -1, 2**31 - 1),
         min_p=reader.optional_number("min_p", 0, 1),
-        repetition_penalty=reader.optional_number("repetition_penalty", 0, 1e6, above=True),
+        repetition_penalty=reader.optional_number("repetition_penalty", 1e-6, 1e6),
         do_sample=do_sample,
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
         max_new_tokens=reader.optional_integer("max_new_tokens", 1, MAX_LENGTH),

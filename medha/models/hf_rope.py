@@ -86,7 +86,7 @@ def _rope_parameters(reader: Fields) -> dict[str, Any]:
     new = _flat_rope(reader, "rope_parameters")
     theta = reader.raw.get("rope_theta")
     for other in (old, new):
-        if theta is not None and other.get("rope_theta", theta) != theta:
+        if theta is not None and "rope_theta" in other and other["rope_theta"] != theta:
             raise ConfigError(
                 f"{reader.where}: rope_theta={short_repr(theta)}, and rope_theta={short_repr(other['rope_theta'])} "
                 "inside rope_scaling or rope_parameters, disagree; accepted: one of them, or the same value"

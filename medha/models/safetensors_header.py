@@ -21,6 +21,7 @@ MAX_JSON_BYTES = 100_000_000
 MAX_ENTRIES = 10**6
 
 _MAX_DIMS = 64
+_MAX_NAME = 200
 # fmt: off
 _BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -123,6 +124,8 @@ def _parse_header(text: bytes, file_bytes: int, file: str) -> list[TensorInfo]:
 
 def _parse_entry(name: str, entry: Any, file: str) -> TensorInfo:
     where = f"{file}: tensor {short_repr(name)}"
+    if not name.isprintable() or len(name) > _MAX_NAME:  # messages and logs may show it as it is from here on
+        raise WeightsError(f"{where}: its name; accepted: at most {_MAX_NAME} printable characters")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise WeightsError(f"{where}: {short_repr(entry)}; accepted: an object of dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -49,6 +49,8 @@ class Checkpoint:
         self._open: dict[str, Any] = {}  # safe_open handles, which safetensors leaves untyped
         files, weight_map = _find_files(folder)
         for file in files:
+            if not file.isprintable():
+                raise WeightsError(f"{folder}: a file called {file!r}; accepted: names of printable characters")
             infos, self._stamps[file] = read_header(folder / file)
             for info in infos:
                 if info.name in self._infos:
@@ -311,4 +313,10 @@ def load_parameters(
 def _listing(names: Iterable[str]) -> str:
     shown = list(names)
     more = f", and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
-    return ", ".join(name if len(name) <= 200 else name[:197] + "..." for name in shown[:_MAX_LISTED]) + more
+    return ", ".join(map(_shown, shown[:_MAX_LISTED])) + more
+
+
+def _shown(name: str) -> str:
+    """A name for a terminal: what would steer it escaped, and cut."""
+    name = name if name.isprintable() else repr(name)
+    return name if len(name) <= 200 else name[:197] + "..."

@@ -228,9 +228,18 @@ def _scheduler(head: dict[str, Any]) -> Scheduler:
     predictor = None
     if head["predictor"] is not None:
         coefficients = Coefficients.from_json(json.dumps(head["predictor"]["coefficients"]), source="journal")
-        predictor = Predictor(coefficients, max_tokens=head["predictor"]["max_tokens"])
-    sizes = {name: head[name] for name in ("num_blocks", "block_size", "num_groups", "max_prompt_tokens")}
+        predictor = Predictor(coefficients, max_tokens=_size(head["predictor"], "max_tokens", 2**24))
+    bounds = {"num_blocks": 2**31, "block_size": 2**16, "num_groups": 2**16, "max_prompt_tokens": 2**31}
+    sizes = {name: _size(head, name, most) for name, most in bounds.items()}
     return Scheduler(SchedulerConfig(**head["config"]), predictor=predictor, **sizes)
+
+
+def _size(fields: dict[str, Any], name: str, most: int) -> int:
+    """A number of something that memory is taken for, or that is counted to."""
+    value = fields[name]
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{name}={value!r:.80}; accepted: an integer from 1 to {most}")
+    return value
 
 
 def _call(entry: dict[str, Any]) -> tuple[_Call, _Decision]:
@@ -281,7 +290,7 @@ def _parsed(number: int, value: Any, parse: Callable[[Any], Any]) -> Any:
     """``parse(value)``, whose errors name the line of the journal."""
     try:
         return parse(value)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RecursionError) as error:
         raise ConfigError(f"journal line {number} cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,11 @@ class Columns:
 
     def __len__(self) -> int:
         return self.arrival_s.size
+
+    if not TYPE_CHECKING:  # a type checker knows the columns
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"no column {name!r}; accepted: {', '.join(COLUMN_NAMES)}", name=name, obj=self)
 
     def rows(self, start: int, stop: int) -> Columns:
         """The requests ``start`` to ``stop - 1``."""
@@ -342,19 +347,20 @@ def load_policy(spec: str | Policy) -> Ranking:
             ``package.module:name``; or the function itself.
 
     Raises:
-        ConfigError: the name is unknown, the module cannot be imported, or what it names is no function.
+        ConfigError: the name is unknown, the module cannot be imported, what it names is no function, or that asks for
+            a column that there is not.
     """
     if not isinstance(spec, str):
         if not callable(spec):
             raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}, or a function of (columns, now_s)")
-        return Ranking(_function_name(spec), spec)
+        return Ranking(_function_name(spec), _tried(spec, _function_name(spec)))
     if spec in BUILT_IN:
         return Ranking(spec, BUILT_IN[spec])
     head, colon, rest = spec.partition(":")
     if head == CLASS_FIRST:
         return _load_class_first(rest if colon else DEFAULT_POLICY)
     if colon:
-        return Ranking(spec, _import_policy(spec, module_name=head, function_name=rest))
+        return Ranking(spec, _tried(_import_policy(spec, module_name=head, function_name=rest), spec))
     near = difflib.get_close_matches(spec.lower(), [*BUILT_IN, CLASS_FIRST], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}{hint}")
@@ -379,6 +385,19 @@ def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy
         near = difflib.get_close_matches(function_name, functions, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"policy={spec!r}: {module_name} has no function {function_name!r}{hint}")
+    return policy
+
+
+def _tried(policy: Policy, name: str) -> Policy:
+    """A user's policy that has been asked about one request: a column that there is not is found before the first."""
+    one, count = np.ones(1, _FLOAT), np.ones(1, _INT)
+    try:
+        policy(Columns(one, one, one, one, count, count, count), 0.0)
+    except AttributeError as error:
+        if isinstance(error.obj, Columns):
+            raise ConfigError(f"policy {name}: {error}") from error
+    except Exception:  # it may hold for this request alone; of a real one it is a PolicyError
+        return policy
     return policy
 
 

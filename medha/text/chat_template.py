@@ -1,35 +1,22 @@
 """Chat messages to the text a model was trained on, by the template that came with its weights.
 
-A chat template is a program that came with somebody's weights. It runs in minijinja, which has no way from a value to
-the interpreter, on plain copies of the messages, with bounded fuel (executed instructions), bounded written text and
-bounded expression length. Not bounded is what one instruction may allocate: a template that doubles a string forty
-times stays within any fuel and exhausts memory, so a template from an untrusted source still needs a process limit.
+A chat template is a program that came with somebody's weights: it gets plain copies of what the caller gave, and runs
+in a child process (:mod:`medha.child.render`), because it can crash or exhaust whatever it runs in.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
 from typing import Any
 
-import minijinja
-
+from medha.child import render
+from medha.child.process import Child, ChildError
 from medha.errors import ChatTemplateError, ValidationError
 
-MAX_FUEL = 1_000_000
-"""Most template instructions executed in one rendering (tens of milliseconds)."""
-
-MAX_OUTPUT_CHARS = 8_000_000
-"""Most text a template may write, beside twice the text of its messages."""
-
 _MAX_TEMPLATE_CHARS = 262_144
-_MAX_TAG_CHARS = 4_000  # outside string literals; the compiler recurses once per operator and has a finite stack
-_MAX_MESSAGE_DEPTH = 64
-_LITERAL_CHARS = 128  # literal text longer than this is charged to the output budget when it is written
-_CALL_CHARS = 64  # what each call from the template into Python costs of that budget, beside its text
+_MAX_DEPTH = 64
+_GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
 
 
 class ChatTemplate:
@@ -37,7 +24,7 @@ class ChatTemplate:
 
     Args:
         source: Jinja source; it is checked at the first rendering.
-        special_tokens: what the template may write by name, such as ``bos_token``; all that it may ask for.
+        special_tokens: what the template may write by name, such as ``bos_token``.
         name: what messages call the tokenizer it belongs to.
     """
 
@@ -45,45 +32,63 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._name = name
+        self._child = Child("medha.child.render")
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Render messages.
-
-        Args:
-            messages: what :func:`plain_messages` returned.
-            add_generation_prompt: whether to open the assistant's turn.
-
-        Returns:
-            The rendered text.
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Render what :func:`template_variables` returned.
 
         Raises:
-            ChatTemplateError: the template fails or exceeds a limit.
+            ChatTemplateError: the template fails, or takes too much time or memory.
         """
-        num_chars = sum(map(len, strings(messages)))
-        budget = _OutputBudget(MAX_OUTPUT_CHARS + 2 * num_chars + _CALL_CHARS * 16 * len(messages))
-        environment = _environment(budget, min(MAX_FUEL, 100_000 + 2_000 * len(messages)))
-        # Copies: a template can call methods such as append on the lists it is given.
-        try:
-            rendered: str = environment.render_str(
-                self._program,
-                "chat_template",
-                messages=map_strings(messages, str),
-                add_generation_prompt=bool(add_generation_prompt),
-                tools=None,
-                documents=None,
-                **self._special_tokens,
+        if len(self.source) > _MAX_TEMPLATE_CHARS:
+            raise ChatTemplateError(
+                f"chat template of {self._name} has {len(self.source)} characters, more than {_MAX_TEMPLATE_CHARS}"
             )
-            budget.check_total(len(rendered))
-        except ChatTemplateError as error:
+        # Blocks that mark text for training become plain ones with the same whitespace rules.
+        source = _GENERATION.sub(lambda m: f"{m[1]} {'endif' if m[2] else 'if true'} {m[3]}", self.source)
+        try:
+            return self._child.ask(render.message(source, {**self._special_tokens, **variables})).decode()
+        except (ChildError, ValueError) as error:  # an integer of thousands of digits is no JSON
             raise ChatTemplateError(f"chat template of {self._name}: {error}") from error
-        except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:500]
-            raise ChatTemplateError(f"chat template of {self._name} failed: {reason}") from error
-        return rendered
 
-    @cached_property
-    def _program(self) -> str:
-        return _prepare_template(self.source)
+
+def template_variables(
+    messages: Any, *, add_generation_prompt: Any = True, tools: Any = None, chat_template_kwargs: Any = None
+) -> dict[str, Any]:
+    """Check what a template is given, and copy it as plain dicts, lists and strings.
+
+    Args:
+        messages: each with a ``role`` and a ``content``: a str, or a list of text parts, which are joined. Further
+            keys are handed to the template as they are.
+        add_generation_prompt: whether to open the assistant's turn.
+        tools: functions that the model may call, as JSON objects; None for none.
+        chat_template_kwargs: further variables of the template, by name; they win over the other arguments.
+
+    Raises:
+        ValidationError: one of them is malformed; ``index`` is the message's position.
+    """
+    if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(t, Mapping) for t in tools)):
+        raise ValidationError(f"tools={tools!r:.80}; accepted: a list of objects", param="tools", value=tools)
+    if not isinstance(add_generation_prompt, bool):
+        raise ValidationError(
+            f"add_generation_prompt={add_generation_prompt!r:.80}; accepted: true or false",
+            param="add_generation_prompt",
+            value=add_generation_prompt,
+        )
+    kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(kwargs, Mapping) or "messages" in kwargs:
+        raise ValidationError(
+            f"chat_template_kwargs={kwargs!r:.80}; accepted: an object of the template's variables but messages",
+            param="chat_template_kwargs",
+            value=kwargs,
+        )
+    return {
+        "add_generation_prompt": add_generation_prompt,
+        "tools": _plain_value(tools, "tools", _MAX_DEPTH),
+        "documents": None,
+        **_plain_value(kwargs, "chat_template_kwargs", _MAX_DEPTH),
+        "messages": plain_messages(messages),
+    }
 
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:
@@ -103,10 +108,10 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     plain = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise _message_error(index, f"must be a dict, got {type(message).__name__}")
+            raise _wrong(f"messages[{index}]", f"must be a dict, got {type(message).__name__}")
         if not isinstance(message.get("role"), str):
-            raise _message_error(index, "needs a str role")
-        copied = _plain_value(dict(message), index, _MAX_MESSAGE_DEPTH)
+            raise _wrong(f"messages[{index}]", "needs a str role")
+        copied = _plain_value(dict(message), f"messages[{index}]", _MAX_DEPTH)
         copied["content"] = _content_text(copied.get("content"), index)
         plain.append(copied)
     return plain
@@ -136,13 +141,12 @@ def map_strings(value: Any, function: Callable[[str], str]) -> Any:
     return value
 
 
-def check_utf8(text: str, *, param: str, index: int | None = None) -> None:
+def check_utf8(text: str, where: str) -> None:
     """Check that text can be written as UTF-8.
 
     Args:
         text: any str.
-        param: the field it came in, for the error.
-        index: position of its message, for the error.
+        where: the parameter that it came in, and which item of it in brackets, if one.
 
     Raises:
         ValidationError: it holds a lone surrogate.
@@ -150,166 +154,39 @@ def check_utf8(text: str, *, param: str, index: int | None = None) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValidationError(
-            f"{param} holds the lone surrogate {text[error.start]!r} at character {error.start}",
-            param=param,
-            index=index,
-        ) from None
+        raise _wrong(where, f"holds the lone surrogate {text[error.start]!r} at character {error.start}") from None
 
 
 def _content_text(content: Any, index: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _message_error(index, f"needs a content of str or text parts, got {type(content).__name__}")
+        raise _wrong(f"messages[{index}]", f"needs a content of str or text parts, got {type(content).__name__}")
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise _message_error(index, 'has a content part that is not {"type": "text", "text": str}')
+            raise _wrong(f"messages[{index}]", 'has a content part that is not {"type": "text", "text": str}')
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _plain_value(value: Any, index: int, depth: int) -> Any:
+def _plain_value(value: Any, where: str, depth: int) -> Any:
     """Copy a JSON-like value; nothing else may reach a template."""
     if depth == 0:
-        raise _message_error(index, f"is nested deeper than {_MAX_MESSAGE_DEPTH}")
+        raise _wrong(where, f"is nested deeper than {_MAX_DEPTH}")
     if isinstance(value, str):
-        check_utf8(value, param="messages", index=index)
+        check_utf8(value, where)
         return str(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain_value(item, index, depth - 1) for item in value]
+        return [_plain_value(item, where, depth - 1) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {_plain_value(key, index, depth): _plain_value(item, index, depth - 1) for key, item in value.items()}
-    raise _message_error(index, f"holds a {type(value).__name__}, which is not JSON")
+        return {_plain_value(key, where, depth): _plain_value(item, where, depth - 1) for key, item in value.items()}
+    raise _wrong(where, f"holds a {type(value).__name__}, which is not JSON")
 
 
-def _message_error(index: int, problem: str) -> ValidationError:
-    return ValidationError(f"messages[{index}] {problem}", param="messages", index=index)
-
-
-class _OutputBudget:
-    """Characters a template may still write."""
-
-    def __init__(self, num_chars: int) -> None:
-        self._limit = num_chars
-        self._left = num_chars
-
-    def charge(self, num_chars: int) -> str:
-        self._left -= abs(num_chars) + _CALL_CHARS  # a template can call this with any number
-        if self._left < 0:
-            raise ChatTemplateError(f"it writes more than {self._limit} characters")
-        return ""
-
-    def check_total(self, num_chars: int) -> None:
-        if num_chars > self._limit:
-            raise ChatTemplateError(f"it writes more than {self._limit} characters")
-
-
-def _environment(budget: _OutputBudget, fuel: int) -> minijinja.Environment:
-    """A template environment with the settings and functions that Hugging Face templates expect."""
-
-    def raise_exception(message: Any = "") -> None:
-        raise ChatTemplateError(f"raise_exception: {str(message)[:500]}")
-
-    def strftime_now(layout: str) -> str:
-        budget.charge(len(layout))
-        return datetime.now().strftime(layout)
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        if indent is not None and len(str(indent)) > 2:
-            raise ChatTemplateError("tojson: indent must be below 100")
-        if separators is not None:
-            separators = tuple(separators)
-        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-        budget.charge(len(text))
-        return text
-
-    def finalizer(value: Any) -> Any:
-        budget.charge(len(value) if isinstance(value, str) else 0)
-        return value
-
-    environment = minijinja.Environment(
-        filters={"tojson": tojson},
-        globals={
-            "raise_exception": raise_exception,
-            "strftime_now": strftime_now,
-            "medha_charge": budget.charge,
-        },
-        debug=False,
-        fuel=fuel,
-        auto_escape_callback=lambda name: False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalizer=finalizer,
-        pycompat=True,
-    )
-    environment.remove_global("debug")
-    return environment
-
-
-_TAG_START = re.compile(r"\{[{%#]")
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_RAW = re.compile(r"\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}", re.DOTALL)
-_TAG_PART = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+"|[^'"()\[\]{}%]++|.""", re.DOTALL)
-_GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
-
-
-def _prepare_template(source: str) -> str:
-    """Turn a template into what is executed.
-
-    ``generation`` blocks, which mark text for training, become plain blocks with the same whitespace rules. A call
-    that charges the output budget is put inside each long literal text, which minijinja writes without a callback.
-
-    Raises:
-        ChatTemplateError: the template, one expression, or a blank text is too long.
-    """
-    if len(source) > _MAX_TEMPLATE_CHARS:
-        raise ChatTemplateError(f"it has {len(source)} characters, more than {_MAX_TEMPLATE_CHARS}")
-    parts: list[str] = []
-    position = 0
-    while position < len(source):
-        tag_start = _TAG_START.search(source, position)
-        start = tag_start.start() if tag_start else len(source)
-        parts.append(_charged(source[position:start]))
-        if start == len(source):
-            break
-        skipped = _COMMENT.match(source, start) or _RAW.match(source, start)
-        position = skipped.end() if skipped else _tag_end(source, start)
-        tag = source[start:position]
-        if skipped and tag.startswith("{%") and len(tag) > _LITERAL_CHARS:
-            parts.append("{{ medha_charge(" + str(len(tag)) + ") }}")
-        parts.append(_GENERATION.sub(lambda m: f"{m[1]} {'endif' if m[2] else 'if true'} {m[3]}", tag))
-    return "".join(parts)
-
-
-def _tag_end(source: str, start: int) -> int:
-    """Where a ``{{`` or ``{%`` tag ends, found as the template compiler does: outside strings and brackets."""
-    closer = "}}" if source[start + 1] == "{" else "%}"
-    position, depth, num_chars = start + 2, 0, 0
-    while position < len(source):
-        if depth == 0 and source.startswith(closer, position):
-            return position + 2
-        part = _TAG_PART.match(source, position)
-        assert part is not None, "the last alternative matches any character"
-        text = part.group()
-        depth += (text in "([{") - (depth > 0 and text in ")]}")
-        num_chars += 1 if text[0] in "'\"" else len(text)
-        if num_chars > _MAX_TAG_CHARS:
-            raise ChatTemplateError(f"one expression has more than {_MAX_TAG_CHARS} characters")
-        position = part.end()
-    return len(source)
-
-
-def _charged(literal: str) -> str:
-    if len(literal) <= _LITERAL_CHARS:
-        return literal
-    # Between two visible characters a tag changes no whitespace; not next to a brace, where it would join it.
-    place = re.search(r"[^\s{}%#](?=[^\s{}%#])", literal)
-    if place is None:
-        raise ChatTemplateError(f"it has {len(literal)} blank characters in a row")
-    return literal[: place.end()] + "{{ medha_charge(" + str(len(literal)) + ") }}" + literal[place.end() :]
+def _wrong(where: str, problem: str) -> ValidationError:
+    """An error about a parameter, or about one item of it."""
+    param, _, index = where.rstrip("]").partition("[")
+    return ValidationError(f"{where} {problem}", param=param, index=int(index) if index else None)

@@ -9,20 +9,27 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import tokenizers
 
+from medha.child import encode
+from medha.child.process import Child, ChildError
 from medha.errors import ChatTemplateError, TokenizerError, ValidationError
-from medha.text.chat_template import ChatTemplate, check_utf8, map_strings, plain_messages, strings
+from medha.text.chat_template import ChatTemplate, check_utf8, map_strings, strings, template_variables
 
 logger = logging.getLogger("medha")
 
 MAX_FILE_BYTES = 100_000_000
+
+# Longer texts, in characters, are encoded in a child process.
+_LONG_TEXT = 100_000
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _ANCHOR = "\U0010fffdmedha\U0010fffd"
@@ -59,7 +66,7 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
         template: str | None = _read(template_file)
     else:
         template = _configured_template(config.get("chat_template"), path / "tokenizer_config.json")
-    return Tokenizer(backend, special_tokens=specials, chat_template=template, name=str(path))
+    return Tokenizer(backend, special_tokens=specials, chat_template=template, name=str(path), source=data)
 
 
 class Tokenizer:
@@ -70,6 +77,7 @@ class Tokenizer:
         special_tokens: text of ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``, where they exist.
         chat_template: Jinja source, or None.
         name: what messages call this tokenizer.
+        source: the backend as JSON, where that is at hand.
     """
 
     def __init__(
@@ -79,11 +87,13 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
         name: str = "tokenizer",
+        source: str | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.name = name
+        self._encoder = _Encoder(backend, backend.to_str if source is None else lambda: source, name=name)
         self.special_tokens = dict(special_tokens or {})
         self.chat_template: ChatTemplate | None = None
         if chat_template is not None:
@@ -125,12 +135,17 @@ class Tokenizer:
 
         Raises:
             ValidationError: ``text`` cannot be written as UTF-8.
+            TokenizerError: the tokenizer has no ids for it, or fails.
         """
+        ids: list[int] = self.encode_array(text, add_special_tokens=add_special_tokens).tolist()
+        return ids
+
+    def encode_array(self, text: str, *, add_special_tokens: bool = True) -> npt.NDArray[np.int32]:
+        """As :meth:`encode`; other threads run meanwhile, however long the text."""
         if not isinstance(text, str):
             raise ValidationError(f"prompt must be a str, got {type(text).__name__}", param="prompt", value=text)
-        check_utf8(text, param="prompt")
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        check_utf8(text, "prompt")
+        return self._encoder(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode token ids; bytes that are not UTF-8 become U+FFFD and ids outside the vocabulary are dropped.
@@ -141,8 +156,12 @@ class Tokenizer:
 
         Returns:
             The text.
+
+        Raises:
+            TokenizerError: the tokenizer fails.
         """
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        with _failures_named(self.name, "decode"):
+            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     @cached_property
     def adds_bos(self) -> bool:
@@ -154,68 +173,78 @@ class Tokenizer:
         """Whether chat messages can be rendered."""
         return self.chat_template is not None
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Render messages to the text the model was trained on.
 
         Args:
             messages: each with a ``role`` and a ``content``: a str, or a list of text parts, which are joined. Further
                 keys are handed to the template as they are.
-            add_generation_prompt: whether to open the assistant's turn.
+            options: ``add_generation_prompt``, ``tools`` and ``chat_template_kwargs`` of
+                :func:`medha.text.chat_template.template_variables`.
 
         Returns:
             The rendered text.
 
         Raises:
-            ValidationError: ``messages`` is malformed; ``index`` is the message's position.
+            ValidationError: an argument is malformed; ``index`` is the message's position.
             ChatTemplateError: there is no template, or it fails or exceeds a limit.
         """
-        return self._render(plain_messages(messages), add_generation_prompt)
+        return self._render(template_variables(messages, **options))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of :meth:`encode_chat_array`, which has the arguments."""
+        ids: list[int] = self.encode_chat_array(messages, **options)[1].tolist()
+        return ids
+
+    def encode_chat_array(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> tuple[str, npt.NDArray[np.int32]]:
         """Render messages and encode the result, with one BOS if the tokenizer uses one.
 
-        Special-token text inside a message becomes ordinary text, while the template's own becomes control tokens.
-        The template sees each such text in a message as one private-use character.
+        Special-token text in what the caller gives becomes ordinary text, while the template's own becomes control
+        tokens. The template sees each such text as one private-use character.
 
         Args:
-            messages: as for :meth:`render_chat`.
-            add_generation_prompt: whether to open the assistant's turn.
+            messages, options: as for :meth:`render_chat`.
 
         Returns:
-            Token ids.
+            The rendered text, and its token ids.
 
         Raises:
-            ValidationError: ``messages`` is malformed, or holds special-token text that this vocabulary cannot
+            ValidationError: an argument is malformed, or holds special-token text that this vocabulary cannot
                 spell; ``index`` is the message's position where known.
             ChatTemplateError: there is no template, or it fails or exceeds a limit.
+            TokenizerError: the tokenizer has no ids for the text, or fails.
         """
-        plain = plain_messages(messages)
+        variables = template_variables(messages, **options)
         found: set[str] = set()
-        for text in strings(plain):
+        for text in strings([*variables.values()]):
             found.update(match.group() for match in self._control_re.finditer(text))
-        if found:
-            stand_ins = self._stand_ins(sorted(found), plain)
-            marked = map_strings(plain, lambda text: self._control_re.sub(lambda m: stand_ins[m.group()], text))
-            ids = self._encode_marked(self._render(marked, add_generation_prompt), stand_ins)
-        else:
-            ids = self.encode(self._render(plain, add_generation_prompt), add_special_tokens=False)
-        return self._with_one_bos(ids)
+        if not found:
+            rendered = self._render(variables)
+            return rendered, self._with_one_bos(self.encode_array(rendered, add_special_tokens=False))
+        stand_ins = self._stand_ins(sorted(found), [*variables.values()])
+        marked = map_strings([*variables.values()], lambda text: self._control_re.sub(lambda m: stand_ins[m[0]], text))
+        rendered = self._render(dict(zip(variables, marked, strict=True)))
+        ids = self._with_one_bos(self._encode_marked(rendered, stand_ins))
+        return rendered.translate({ord(mark): text for text, mark in stand_ins.items()}), ids
 
     def _named_id(self, key: str) -> int | None:
         text = self.special_tokens.get(key)
         return None if text is None else self.backend.token_to_id(text)
 
-    def _with_one_bos(self, ids: list[int]) -> list[int]:
+    def _with_one_bos(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         bos = self.bos_token_id
         if bos is None:
             return ids
-        rest = list(dropwhile(lambda token_id: token_id == bos, ids))
-        return [bos, *rest] if self.adds_bos or len(rest) < len(ids) else ids
+        others = np.flatnonzero(ids != bos)
+        rest = ids[others[0] if len(others) else len(ids) :]
+        return np.concatenate([_as_ids([bos]), rest]) if self.adds_bos or len(rest) < len(ids) else ids
 
-    def _stand_ins(self, texts: Sequence[str], messages: list[dict[str, Any]]) -> dict[str, str]:
+    def _stand_ins(self, texts: Sequence[str], given: list[Any]) -> dict[str, str]:
         """One private-use character per special text, of those that occur nowhere in the input or in such a text."""
         source = "" if self.chat_template is None else self.chat_template.source
-        taken = set(source).union(*strings(messages), *self._control_flags)
+        taken = set(source).union(*strings(given), *self._control_flags)
         free = (chr(code) for code in _PRIVATE_USE if chr(code) not in taken)
         try:
             return {text: next(free) for text in texts}
@@ -237,16 +266,16 @@ class Tokenizer:
         return re.compile("(" + ("|".join(parts) or r"(?!)") + ")")
 
     @cached_property
-    def _literal_backend(self) -> tokenizers.Tokenizer:
+    def _literal_encoder(self) -> _Encoder:
         """A second tokenizer, to which special-token text is ordinary text."""
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         # An added token that is not special is matched all the same. Text after it is encoded as in the middle of a
         # sequence: no space is put before it.
         backend.add_tokens([tokenizers.AddedToken(_ANCHOR, special=False, normalized=False)])
-        return backend
+        return _Encoder(backend, backend.to_str, name=self.name)
 
-    def _encode_marked(self, rendered: str, stand_ins: dict[str, str]) -> list[int]:
+    def _encode_marked(self, rendered: str, stand_ins: dict[str, str]) -> npt.NDArray[np.int32]:
         """Encode text in which stand-in characters mean special-token text that is to be ordinary text.
 
         The text between two of the template's control tokens is encoded whole, by the literal tokenizer if it holds
@@ -254,7 +283,7 @@ class Tokenizer:
         """
         texts = {mark: text for text, mark in stand_ins.items()}
         mark_re = re.compile("[" + "".join(texts) + "]")
-        ids: list[int] = []
+        parts: list[npt.NDArray[np.int32]] = []
         usual = ""
         at_start = True
         for section in self._control_span_re.split(rendered):
@@ -263,54 +292,58 @@ class Tokenizer:
                 usual += section
                 continue
             if usual:
-                ids += self.encode(usual, add_special_tokens=False)
+                parts.append(self.encode_array(usual, add_special_tokens=False))
                 at_start = False
             usual = ""
-            ids += self._encode_literal(mark_re.split(section), [texts[mark] for mark in marks], at_start)
+            parts.append(self._encode_literal(mark_re.split(section), [texts[mark] for mark in marks], at_start))
             at_start = False
-        return ids + self.encode(usual, add_special_tokens=False) if usual else ids
+        if usual:
+            parts.append(self.encode_array(usual, add_special_tokens=False))
+        return np.concatenate(parts)
 
-    def _encode_literal(self, between: list[str], specials: list[str], at_start: bool) -> list[int]:
+    def _encode_literal(self, between: list[str], specials: list[str], at_start: bool) -> npt.NDArray[np.int32]:
         """Encode ``between[0] specials[0] between[1] ...`` as ordinary text."""
-        forbidden = {self.backend.token_to_id(text) for text in specials} - {self._unk_id}
+        found = map(self.backend.token_to_id, specials)
+        forbidden = [token_id for token_id in found if token_id not in (None, self._unk_id)]
         whole = between[0] + "".join(s + b for s, b in zip(specials, between[1:], strict=True))
         ids = self._encode_anchored(whole, at_start)
-        if forbidden.isdisjoint(ids):
+        if not np.isin(ids, np.array(forbidden, np.int32)).any():
             return ids
         # The model itself knows the text as one piece: cut each after its first character.
         pieces = [between[0]]
         for special, rest in zip(specials, between[1:], strict=True):
             pieces[-1] += special[0]
             pieces.append(special[1:] + rest)
-        ids = []
+        parts: list[npt.NDArray[np.int32]] = []
         for piece in filter(None, pieces):
-            ids += self._encode_anchored(piece, at_start and not ids)
-        if not forbidden.isdisjoint(ids):
+            parts.append(self._encode_anchored(piece, at_start and not any(map(len, parts))))
+        ids = np.concatenate(parts)
+        if np.isin(ids, np.array(forbidden, np.int32)).any():
             raise ValidationError(
                 f"messages hold special-token text that the tokenizer cannot encode as text: {sorted(set(specials))}",
                 param="messages",
             )
         return ids
 
-    def _encode_anchored(self, text: str, at_start: bool) -> list[int]:
-        check_utf8(text, param="messages")
+    def _encode_anchored(self, text: str, at_start: bool) -> npt.NDArray[np.int32]:
+        check_utf8(text, "messages")
         text = text.replace(_ANCHOR, "\ufffd")
         if at_start:
-            return list(self._literal_backend.encode(text, add_special_tokens=False).ids)
-        return list(self._literal_backend.encode(_ANCHOR + text, add_special_tokens=False).ids[1:])
+            return self._literal_encoder(text, add_special_tokens=False)
+        return self._literal_encoder(_ANCHOR + text, add_special_tokens=False)[1:]
 
     @cached_property
     def _unk_id(self) -> int | None:
         text = getattr(self.backend.model, "unk_token", None) or self.special_tokens.get("unk_token")
         return self.backend.token_to_id(text) if text else None
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(self, variables: dict[str, Any]) -> str:
         if self.chat_template is None:
             raise ChatTemplateError(
                 f"{self.name} has no chat template: neither chat_template.jinja nor a default chat_template in "
-                "tokenizer_config.json"
+                "tokenizer_config.json; give the text that the model was trained on as prompt"
             )
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.chat_template.render(variables)
 
     @cached_property
     def decoder_types(self) -> tuple[str, ...]:
@@ -320,6 +353,45 @@ class Tokenizer:
             return ()
         state = json.loads(decoder.__getstate__())
         return tuple(part["type"] for part in state.get("decoders", [state]))
+
+
+class _Encoder:
+    """Text to token ids, long texts in a child process.
+
+    Args:
+        backend: the tokenizer proper.
+        source: the same as JSON; asked for by the first long text.
+        name: what messages call it.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, source: Callable[[], str], *, name: str) -> None:
+        literal = backend.encode_special_tokens
+        self._backend = backend
+        self._name = name
+        self._child = Child("medha.child.encode", setup=lambda: encode.setup(source(), encode_special_tokens=literal))
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
+        with _failures_named(self._name, "encode"):
+            if len(text) <= _LONG_TEXT:
+                return _as_ids(encode.encode(self._backend, text, add_special_tokens=add_special_tokens))
+            answer = self._child.ask(encode.message(text, add_special_tokens=add_special_tokens))
+            return np.frombuffer(answer, np.int32)
+
+
+def _as_ids(ids: list[int]) -> npt.NDArray[np.int32]:
+    return np.array(ids, np.int32)
+
+
+@contextmanager
+def _failures_named(name: str, what: str) -> Iterator[None]:
+    """Within, whatever a tokenizer raises is a TokenizerError; a panic of its Rust code is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
+        raise TokenizerError(f"{name} cannot {what} this: {kind}{str(error)[:500]}") from error
 
 
 def _read(file: Path) -> str:

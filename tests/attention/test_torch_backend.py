@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,6 +226,25 @@ def test_a_causal_segment_needs_as_many_keys_as_queries(q_len: int, kv_len: int)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The plain fallback
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "name"),
+    [
+        ((7, 5), torch.float16, 64, "_math"),
+        ((7, 0), torch.bfloat16, 64, "_math"),
+        ((8, 0), torch.float16, 64, "_cuda_flash"),
+        ((12, 0), torch.bfloat16, 256, "_cuda_flash"),
+        ((9, 0), torch.float32, 64, "_math"),
+        ((9, 0), torch.float16, 257, "_math"),
+    ],
+)
+def test_a_gpu_gets_a_kernel_that_it_has(
+    capability: tuple[int, int], dtype: torch.dtype, head_dim: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype, shape=(1, 4, head_dim))
+    assert torch_backend._kernel(q) is getattr(torch_backend, name)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

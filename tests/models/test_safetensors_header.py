@@ -50,6 +50,8 @@ HEADERS: dict[str, tuple[bytes | dict[str, Any], bytes, int | None, str]] = {
         None,
         "'a' is given twice",
     ),
+    "name that steers a terminal": ({"\x1b[2J\n": entry(0, 16)}, DATA, None, "'\\x1b[2J\\n': its name; accepted"),
+    "name of a megabyte": ({"a" * 10**6: entry(0, 16)}, DATA, None, "aaa...: its name; accepted: at most 200"),
     "entry not an object": ({"a": 3}, DATA, None, "'a': 3"),
     "entry without dtype": ({"a": {"shape": [4], "data_offsets": [0, 16]}}, DATA, None, "dtype, shape"),
     "entry with more": ({"a": {**entry(0, 16), "x": 1}}, DATA, None, "'x': 1"),

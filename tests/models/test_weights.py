@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from medha.config import ModelConfig, RopeConfig
-from medha.errors import WeightsError
+from medha.errors import ConfigError, WeightsError
 from medha.models import weights
 from medha.models.decoder import build_decoder
 from medha.models.weights import INDEX_NAME, Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
@@ -265,6 +265,14 @@ def test_other_formats_are_refused_unopened(tmp_path: Path, file: str) -> None:
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("file", ["\x1b[2J\n.safetensors", "\x1b[2J\n.bin"])
+def test_names_of_files_steer_no_terminal(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(WeightsError, match=r"\\x1b\[2J\\n") as caught:
+        Checkpoint(tmp_path)
+    assert str(caught.value).isprintable()
+
+
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="no weights; accepted:"):
         Checkpoint(tmp_path)
@@ -350,6 +358,11 @@ def test_what_may_be_ignored() -> None:
     assert not is_ignored("lm_head.weight", untied)
     assert is_ignored("model.layers.0.self_attn.rotary_emb.inv_freq", untied)
     assert not is_ignored("model.layers.0.self_attn.q_proj.weight", untied)
+
+
+def test_weights_beyond_memory_are_a_named_error() -> None:
+    with pytest.raises(ConfigError, match=r"^the weights held here take \d{14} bytes on cpu, which does not give them"):
+        build_decoder(make_config(vocab_size=2**40), dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
 def test_parameters_that_do_not_fit(tmp_path: Path) -> None:

@@ -182,6 +182,22 @@ def test_what_is_no_journal_is_refused(lines: list[str], message: str) -> None:
         replay(lines)
 
 
+@pytest.mark.parametrize("field", ["max_prompt_tokens", "num_blocks", "block_size", "num_groups", "max_tokens"])
+@pytest.mark.parametrize("value", [10**400, 1e308, 0], ids=range(3))
+def test_sizes_beyond_reason_are_a_named_error(recorded: list[str], field: str, value: float) -> None:
+    head = json.loads(recorded[0])
+    (head if field in head else head["predictor"])[field] = value
+    with pytest.raises(ConfigError, match=rf"^journal line 1 cannot be read: ValueError: {field}=.*; accepted: an int"):
+        replay([json.dumps(head), *recorded[1:]])
+
+
+def test_coefficients_that_overflow_are_a_named_error(recorded: list[str]) -> None:
+    head = json.loads(recorded[0])
+    head["predictor"]["coefficients"]["host_s"] = 10**400
+    with pytest.raises(ConfigError, match=r"^journal line 1 cannot be read: "):
+        replay([json.dumps(head), *recorded[1:]])
+
+
 @pytest.mark.parametrize("line", ['{"call": "other", "now_s": 1}', '{"call": "schedule", "now_s": 1}', '"x"', "\x00"])
 def test_a_line_that_is_no_call_is_named(recorded: list[str], line: str) -> None:
     with pytest.raises(ConfigError, match="journal line 2 cannot be read"):

@@ -403,3 +403,27 @@ def test_a_name_that_does_not_load_is_a_config_error(spec: str, message: str) ->
     with pytest.raises(ConfigError) as caught:
         load_policy(spec)
     assert message in str(caught.value)
+
+
+def test_a_column_that_there_is_not_is_found_when_the_policy_is_loaded() -> None:
+    message = (
+        r"^policy .*<lambda>: no column 'slack_s'; accepted: arrival_s, deadline_s, work_total_s, work_left_s, num_"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_policy(lambda columns, now_s: columns.slack_s)  # type: ignore[attr-defined]
+
+
+def test_a_column_that_is_asked_for_later_is_named_with_those_there_are() -> None:
+    def late(columns: Columns, now_s: float) -> Floats:
+        return columns.arrival_s if len(columns) == 1 else columns.slack_s
+
+    columns = columns_of([Waiting(), Waiting()])
+    with pytest.raises(PolicyError, match="AttributeError: no column 'slack_s'; accepted: arrival_s, deadline_s"):
+        order(load_policy(late), columns, slots=slots_of([Waiting(), Waiting()]), now_s=0.0)
+
+
+def test_what_a_policy_raises_of_one_request_alone_is_not_held_against_it() -> None:
+    def picky(columns: Columns, now_s: float) -> Floats:
+        raise ZeroDivisionError
+
+    assert load_policy(picky).key is picky

@@ -35,6 +35,21 @@ def byte_level(adds_bos: bool = False) -> tokenizers.Tokenizer:
     return backend
 
 
+def panicking() -> tokenizers.Tokenizer:
+    """Bytes, and a pattern that takes exponentially long for :data:`PANIC`: the library panics."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    split = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+PANIC = "a" * 40 + "b"
+
+
 def sentencepiece(scheme: str = "first", strip_decoder: bool = False) -> tokenizers.Tokenizer:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for byte in range(256):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -187,6 +188,8 @@ HOSTILE = {
     "include": "{% include '/etc/passwd' %}",
     "undefined": "{{ nothing.at.all }}",
     "missing": None,
+    "namespace in itself": "{% set ns = namespace() %}{% set ns.a = ns %}{{ ns }}",
+    "memory": "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}x",
 }
 
 
@@ -198,6 +201,74 @@ def test_hostile_templates(name: str) -> None:
         with pytest.raises(ChatTemplateError):
             method([{"role": "user", "content": "hi <|eot_id|>"}])
     assert time.monotonic() - start < HOSTILE_SECONDS
+
+
+def nested(opening: str, closing: str, depth: int = 9000) -> str:
+    return opening * depth + "x" + closing * depth
+
+
+GROW = "{% set ns = namespace(a=0) %}{% for i in range(20000) %}{% set ns.a = [ns.a] %}{% endfor %}"
+DEEP = {
+    "elif": "{% if 0 %}" + "{% elif 0 %}" * 9000 + "{% endif %}",
+    "if": nested("{% if 1 %}", "{% endif %}"),
+    "else": nested("{% if 0 %}{% else %}", "{% endif %}"),
+    "for": nested("{% for a in [1] %}", "{% endfor %}", 3000),
+    "for else": nested("{% for a in [] %}{% else %}", "{% endfor %}", 3000),
+    "with": nested("{% with %}", "{% endwith %}"),
+    "set": nested("{% set a %}", "{% endset %}"),
+    "macro": nested("{% macro a() %}", "{% endmacro %}", 3000),
+    "call": "{% macro a() %}{{ caller() }}{% endmacro %}" + nested("{% call a() %}", "{% endcall %}", 3000),
+    "filter": nested("{% filter upper %}", "{% endfilter %}", 3000),
+    "autoescape": nested("{% autoescape true %}", "{% endautoescape %}", 3000),
+    "block": "".join(f"{{% block b{i} %}}" for i in range(3000)) + "{% endblock %}" * 3000,
+    "list": "{{ " + "[" * 9000 + "]" * 9000 + " }}",
+    "not": "{{ " + "not " * 9000 + "1 }}",
+    "minus": "{{ " + "-" * 9000 + "1 }}",
+    "sum": "{{ " + "1+" * 9000 + "1 }}",
+    "power": "{{ " + "1**" * 9000 + "1 }}",
+    "tilde": "{{ " + "1~" * 9000 + "1 }}",
+    "attribute": "{{ a" + ".b" * 9000 + " }}",
+    "item": "{{ a" + "[0]" * 9000 + " }}",
+    "call of call": "{{ a" + "()" * 9000 + " }}",
+    "filters": "{{ a" + "|string" * 9000 + " }}",
+    "tests": "{{ 1" + " is defined" * 9000 + " }}",
+    "inline if": "{{ " + "1 if 1 else " * 9000 + "1 }}",
+    "straight sets": "{% set a = 0 %}" + "{% set a = [a] %}" * 9000 + "{{ a }}",
+    "grown": GROW + "{{ ns.a }}",
+    "grown and dropped": GROW + "x",
+    "grown as JSON": GROW + "{{ ns.a | tojson }}",
+    "grown and compared": GROW + "{{ ns.a == ns.a }}",
+    "two namespaces": "{% set a = namespace() %}{% set b = namespace(a=a) %}{% set a.b = b %}{{ a }}",
+    "in a list": "{% set a = namespace() %}{% set a.b = [{'c': [a]}] %}{{ a.b | string | length }}",
+    "as JSON": "{% set a = namespace() %}{% set a.a = a %}{{ a | tojson }}",
+    "compared": "{% set a = namespace() %}{% set a.a = a %}{% set b = namespace(a=a) %}{{ a == b }}",
+    "list in itself": "{% set _ = messages.append(messages) %}{{ messages == messages }}{{ messages }}",
+    "loop in a namespace": "{% set a = namespace() %}{% for x in [a, a] %}{% set a.b = loop %}{{ a }}{% endfor %}",
+    "macro that calls itself": "{% macro a(x) %}{{ a([x]) }}{% endmacro %}{{ a(1) }}",
+    "recursive loop": "{% for a in [1] recursive %}{{ loop([[a]]) }}{% endfor %}",
+    "kill": "{{ raise_exception.__globals__ }}{{ strftime_now('%1000000000d') }}",
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_no_template_ends_the_process(name: str) -> None:
+    """Depth of any kind ends in text or in an error, and the next conversation is served."""
+    template = "{% if messages[0].content == 'good' %}fine{% else %}" + DEEP[name] + "{% endif %}"
+    for source in (DEEP[name], template):
+        tokenizer = chat_tokenizer(source)
+        with suppress(ChatTemplateError):
+            assert isinstance(tokenizer.render_chat([{"role": "user", "content": "bad"}]), str)
+    with suppress(ChatTemplateError):  # of what does not compile
+        assert tokenizer.render_chat([{"role": "user", "content": "good"}]) == "fine"
+
+
+def test_a_renderer_that_died_is_followed_by_another() -> None:
+    crash = "{% if messages[0].content == 'bad' %}" + HOSTILE["namespace in itself"] + "{% else %}fine{% endif %}"
+    tokenizer = chat_tokenizer(crash)
+    for _ in range(2):
+        with pytest.raises(ChatTemplateError, match=r"^chat template of tokenizer: the process ended with SIG"):
+            tokenizer.render_chat([{"role": "user", "content": "bad"}])
+        assert tokenizer.render_chat([{"role": "user", "content": "good"}]) == "fine"
 
 
 def test_template_errors_say_why() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import AddedToken, pre_tokenizers
 
 from medha.errors import TokenizerError, ValidationError
 from medha.text import Tokenizer, load_tokenizer
-from tests.text.samples import LLAMA3, byte_level, chat_tokenizer, sentencepiece, word_level
+from tests.text.samples import LLAMA3, PANIC, byte_level, chat_tokenizer, panicking, sentencepiece, word_level
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -107,6 +108,63 @@ def test_lone_surrogate_is_a_validation_error() -> None:
     with pytest.raises(ValidationError, match="surrogate") as caught:
         Tokenizer(byte_level()).encode("ab\ud800")
     assert caught.value.param == "prompt"
+
+
+LONG = "hello <|eot_id|> né→ <think> " * 5000
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_long_text_has_the_same_ids_from_the_child(
+    tmp_path: Path, adds_bos: bool, add_special_tokens: bool, loaded: bool
+) -> None:
+    backend = byte_level(adds_bos)
+    tokenizer = load_tokenizer(save(tmp_path, backend)) if loaded else Tokenizer(backend)
+    assert tokenizer is not None
+    for text in (LONG, LONG[:1000]):
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        assert ids == backend.encode(text, add_special_tokens=add_special_tokens).ids
+    assert tokenizer._encoder._child._process is not None
+
+
+def test_special_text_in_a_long_message_is_text() -> None:
+    tokenizer = chat_tokenizer(LLAMA3)
+    message = [{"role": "user", "content": LONG + "x"}]
+    rendered, ids = tokenizer.encode_chat_array(message)
+    assert rendered == tokenizer.render_chat(message)
+    assert tokenizer.decode(ids.tolist(), skip_special_tokens=False) == rendered
+    controls = [i for i in ids.tolist() if i in tokenizer.special_ids]
+    assert controls == [
+        i for i in tokenizer.encode_chat([{"role": "user", "content": "x"}]) if i in tokenizer.special_ids
+    ]
+
+
+@pytest.mark.parametrize("prefix", ["", "hello " * 20_000])
+def test_what_the_encoder_raises_is_named(prefix: str) -> None:
+    """Also a panic, which is no Exception, and what happens in the child."""
+    panic, unknown = Tokenizer(panicking()), word_level()
+    unknown.model.unk_token = "not there"
+    for tokenizer, text, reason in (
+        (panic, PANIC, "PanicException: .*retry-limit-in-match"),
+        (Tokenizer(unknown), " 9", "Exception: WordLevel error: Missing"),
+    ):
+        with pytest.raises(TokenizerError, match=f"^tokenizer cannot encode this: {reason}"):
+            tokenizer.encode(prefix + text)
+        assert len(tokenizer.encode(prefix + "x")) > 0
+
+
+def test_what_the_decoder_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicError(BaseException):
+        pass
+
+    def panic(*args: Any, **options: Any) -> str:
+        raise PanicError("index out of bounds")
+
+    tokenizer = Tokenizer(byte_level())
+    monkeypatch.setattr(tokenizer, "backend", SimpleNamespace(decode=panic))
+    with pytest.raises(TokenizerError, match=r"^tokenizer cannot decode this: PanicError: index out of bounds$"):
+        tokenizer.decode([1])
 
 
 def test_bos_and_truncation() -> None:

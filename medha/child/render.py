@@ -1,0 +1,92 @@
+"""The child that renders chat templates, run by ``python -m medha.child.render``.
+
+A chat template is a program that came with somebody's weights. It runs in minijinja, which has no way from a value to
+the interpreter, with bounded fuel (executed instructions); what a single instruction may take of memory and time, and a
+value nested so deep that the stack ends, are bounded by the process: its end is an error of that rendering.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import minijinja
+
+from medha.child.process import ChildError, serve
+
+MAX_FUEL = 1_000_000
+"""Most template instructions executed in one rendering (tens of milliseconds)."""
+
+MAX_OUTPUT_CHARS = 8_000_000
+"""Most text a template may write, beside twice the text that it is given."""
+
+_MEMORY_BYTES = 1 << 28  # that a rendering may take, beside so many bytes for each that came in
+_MEMORY_PER_BYTE = 64
+_CPU_S = 10
+
+
+def message(source: str, context: dict[str, Any]) -> bytes:
+    """A template and its variables, as JSON has them; the answer is text in UTF-8."""
+    return json.dumps([source, context]).encode()
+
+
+def _render(sent: bytes) -> bytes:
+    source, context = json.loads(sent)
+    _limit_resources(len(sent))
+    environment = _environment(min(MAX_FUEL, 100_000 + 2_000 * len(context["messages"])))
+    try:
+        rendered: str = environment.render_str(source, "chat_template", **context)
+    except minijinja.TemplateError as error:
+        raise ChildError((str(error).splitlines() or ["it fails"])[0][:500]) from None
+    if len(rendered) > (limit := MAX_OUTPUT_CHARS + 2 * len(sent)):
+        raise ChildError(f"it writes more than {limit} characters")
+    return rendered.encode()
+
+
+def _limit_resources(num_bytes: int) -> None:
+    """Let this process take so much more than it has taken so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    limits = {resource.RLIMIT_CPU: int(usage.ru_utime + usage.ru_stime) + 1 + _CPU_S + num_bytes // 1_000_000}
+    with suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:  # Linux has it
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+        limits[resource.RLIMIT_AS] = taken + _MEMORY_BYTES + _MEMORY_PER_BYTE * num_bytes
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _environment(fuel: int) -> minijinja.Environment:
+    """A template environment with the settings and functions that Hugging Face templates expect."""
+
+    def raise_exception(reason: Any = "") -> None:
+        raise ChildError(f"raise_exception: {str(reason)[:500]}")
+
+    def strftime_now(layout: str) -> str:
+        return datetime.now().strftime(layout)
+
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        if separators is not None:
+            separators = tuple(separators)
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = minijinja.Environment(
+        filters={"tojson": tojson},
+        globals={"raise_exception": raise_exception, "strftime_now": strftime_now},
+        debug=False,
+        fuel=fuel,
+        auto_escape_callback=lambda name: False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        pycompat=True,
+    )
+    environment.remove_global("debug")
+    return environment
+
+
+if __name__ == "__main__":
+    serve(_render)

@@ -1,0 +1,161 @@
+"""A child that answers: errors, deaths, interrupts, threads, and that it goes with whoever asked it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from medha.child.process import Child, ChildError
+
+ECHO = """
+import os, sys, time
+from medha.child.process import ChildError, serve
+
+state = {}
+
+def answer(message):
+    if message == b"pid":
+        return str(os.getpid()).encode()
+    if message == b"first":
+        return state["first"]
+    if message == b"refuse":
+        raise ChildError("no")
+    if message == b"raise":
+        raise SystemExit("x" * 10_000)
+    if message == b"die":
+        os.abort()
+    if message == b"exit":
+        os._exit(7)
+    if message == b"sleep":
+        time.sleep(60)
+    return message
+
+if __name__ == "__main__":
+    serve(answer, setup=lambda message: state.update(first=message))
+"""
+
+
+@pytest.fixture
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Child]:
+    (tmp_path / "echo_child.py").write_text(ECHO)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda **options: Child("echo_child", **options)
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pid: int) -> None:
+    end = time.monotonic() + 20
+    while is_there(pid):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("size", [0, 1, 10_000_000])
+def test_answers_of_any_size(echo: Callable[..., Child], size: int) -> None:
+    data = os.urandom(size)
+    assert echo().ask(data) == data
+
+
+def test_what_is_raised_is_an_answer(echo: Callable[..., Child]) -> None:
+    child = echo()
+    pid = child.ask(b"pid")
+    with pytest.raises(ChildError, match=r"^no$"):
+        child.ask(b"refuse")
+    with pytest.raises(ChildError, match=r"^SystemExit: x+$") as caught:
+        child.ask(b"raise")
+    assert len(str(caught.value)) == 1000
+    assert child.ask(b"pid") == pid
+
+
+@pytest.mark.parametrize(("message", "end"), [(b"die", "SIGABRT"), (b"exit", "exit status 7")])
+def test_after_a_death_there_is_another(echo: Callable[..., Child], message: bytes, end: str) -> None:
+    child = echo(setup=lambda: b"hello")
+    first = child.ask(b"pid")
+    with pytest.raises(ChildError, match=rf"^the process ended with {end}$"):
+        child.ask(message)
+    assert child.ask(b"pid") != first
+    assert child.ask(b"first") == b"hello"
+
+
+def test_a_child_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ChildError, match="exit status 1"):
+        Child("no.such.module").ask(b"")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(ChildError, match=r"cannot be started: .*No such file"):
+        Child("json").ask(b"")
+
+
+def test_an_interrupt_leaves_no_answer_behind(echo: Callable[..., Child]) -> None:
+    child = echo()
+    pid = int(child.ask(b"pid"))
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        child.ask(b"sleep")
+    assert not is_there(pid)
+    assert child.ask(b"again") == b"again"
+
+
+def test_threads_get_their_own_answers(echo: Callable[..., Child]) -> None:
+    child, wrong = echo(), []
+
+    def ask(number: int) -> None:
+        for i in range(50):
+            message = f"{number} {i}".encode()
+            if child.ask(message) != message:
+                wrong.append(message)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_it_goes_with_its_owner(echo: Callable[..., Child]) -> None:
+    gc.collect()
+    fds = os.listdir("/proc/self/fd")
+    child = echo()
+    pid = int(child.ask(b"pid"))
+    del child
+    gc.collect()
+    assert not is_there(pid)
+    assert len(os.listdir("/proc/self/fd")) == len(fds)
+
+
+@pytest.mark.parametrize("message", ["", "sleep"])
+def test_it_goes_with_a_parent_that_is_killed(tmp_path: Path, message: str) -> None:
+    """Also in the middle of an answer."""
+    (tmp_path / "echo_child.py").write_text(ECHO)
+    code = f"""
+from medha.child.process import Child
+child = Child("echo_child")
+print(child.ask(b"pid").decode(), flush=True)
+child.ask(b"{message}")
+input()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_there(pid)
+        parent.kill()
+    wait_until_gone(pid)
