@@ -12,16 +12,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import typer
 
 from medha.config import OPTION_ALIASES
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
 from medha.parallel.launch import is_first_rank, is_launched
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 logger = logging.getLogger("medha")
 
@@ -70,8 +73,12 @@ def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = 
     Returns:
         The exit code.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character is no reason to end
+    sys.stderr, _ = lossy(sys.stderr)  # nor is a log that nobody takes
     try:
         return int(app(args=arguments, prog_name=prog_name, standalone_mode=False) or 0)
     except _UsageError as error:
@@ -89,6 +96,39 @@ def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = 
         return complain(f"{type(error).__name__}: {error}", code)
     except (KeyboardInterrupt, typer.Abort):
         return exit_code(KeyboardInterrupt())
+
+
+class _Lossy(io.FileIO):
+    """A stream of this process that takes everything, also when its reader has gone or its disk is full.
+
+    Attributes:
+        failure: why what is written is lost; None while it is not.
+    """
+
+    failure: OSError | None = None
+
+    def write(self, data: Buffer, /) -> int:
+        if self.failure is None:
+            try:
+                return super().write(data)
+            except OSError as error:
+                self.failure = error
+        return memoryview(data).nbytes
+
+
+def lossy(stream: TextIO) -> tuple[TextIO, Callable[[], OSError | None]]:
+    """A stream like ``stdout`` or ``stderr`` that never fails, and what tells the reason since when all is lost.
+
+    What is no file of the process (the stand-in of a test, None where it was closed) is returned as it is.
+    """
+    try:
+        raw = _Lossy(stream.fileno(), "w", closefd=False)
+    except (AttributeError, OSError, ValueError):
+        return stream, lambda: None
+    buffer = io.BufferedWriter(raw)
+    return io.TextIOWrapper(
+        buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=stream is sys.stderr or raw.isatty()
+    ), lambda: raw.failure
 
 
 def end_process(code: int) -> NoReturn:

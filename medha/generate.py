@@ -6,6 +6,8 @@ With no argument at all it runs the demo (:mod:`medha.demo`). Exit codes and str
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +24,7 @@ from medha.command import (
     end_process,
     first_interrupt,
     ignore_signals,
+    lossy,
     make_app,
     run_app,
     start_logging,
@@ -31,10 +34,11 @@ from medha.console import report_console
 from medha.display import Display, StreamedText, print_explanation
 from medha.driver import Arrival, drive
 from medha.errors import ConfigError
-from medha.jsonl import OutputLines, emptied, full_disk_reported, opened, read_requests
+from medha.jsonl import STDIN, OutputLines, emptied, opened, read_input, read_requests, unwritable_reported
 from medha.models.hf_config import parse_hf_overrides
-from medha.parallel.launch import is_first_rank
+from medha.parallel.launch import is_first_rank, is_launched
 from medha.request import SamplingParams
+from medha.resume import Earlier, drop_lines, read_earlier
 from medha.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -94,8 +98,12 @@ def generate(
         ),
     ] = _DEFAULT.cuda_graphs,
     prompt: Annotated[list[str] | None, _request_option(help="Text to complete; may be repeated.")] = None,
-    prompt_file: Annotated[Path | None, _request_option(help="File whose text is one prompt.")] = None,
-    requests: Annotated[Path | None, _request_option(help="JSON lines, one request each.")] = None,
+    prompt_file: Annotated[
+        Path | None, _request_option(help="File whose text is one prompt, to the byte; - is stdin, as is a pipe alone.")
+    ] = None,
+    requests: Annotated[
+        Path | None, _request_option(help="JSON lines, one request each, OpenAI's batch lines too; - is stdin.")
+    ] = None,
     chat: Annotated[bool, _request_option("--chat", help="Put prompts into the model's chat template.")] = False,
     max_tokens: Annotated[int, _sampling_option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, _sampling_option(help="0 is greedy.")] = 0.0,
@@ -186,10 +194,24 @@ def generate(
     dry_run: Annotated[
         bool, _parallel_option("--dry-run", help="Print rank map, memory and longest context; load nothing.")
     ] = False,
-    output: Annotated[Path | None, _output_option(help="File of JSON lines, one as each request ends.")] = None,
+    output: Annotated[
+        Path | None, _output_option(help="New or empty file for JSON lines, one as each request ends.")
+    ] = None,
+    overwrite: Annotated[bool, _output_option("--overwrite", help="Start --output anew.")] = False,
+    resume: Annotated[
+        bool,
+        _output_option(
+            "--resume",
+            help="Go on with the --output of a run of the same --requests and options that was cut short. What has a "
+            "line there is skipped, also with an error of its own; what was aborted, or lost with the engine, runs "
+            "again. The tokens are those of one whole run.",
+        ),
+    ] = False,
     json_lines: Annotated[bool, _output_option("--json", help="The same lines on stdout in place of text.")] = False,
-    timeline: Annotated[Path | None, _output_option(help="Chrome trace of what ran (.json or .json.gz).")] = None,
-    journal: Annotated[Path | None, _output_option(help="What the scheduler was asked and decided.")] = None,
+    timeline: Annotated[
+        Path | None, _output_option(help="Chrome trace of what ran (.json or .json.gz), replaced.")
+    ] = None,
+    journal: Annotated[Path | None, _output_option(help="What the scheduler was asked and decided; replaced.")] = None,
     explain: Annotated[bool, _output_option("--explain", help="Say on stderr where each TTFT went.")] = False,
     log_level: Annotated[str, _output_option(help="debug, info, warning or error.", envvar="MEDHA_LOG_LEVEL")] = "info",
     no_progress: Annotated[
@@ -213,21 +235,24 @@ def generate(
         return run_dry(config, report_console())
     if not is_first_rank():
         return _follow(config)
-    arrivals = _arrivals(context.params)
-    for path in filter(None, (output, timeline, journal)):
-        _check_not_an_input(path, (prompt_file, requests))
+    arrivals, earlier = _work(context.params)
+    if earlier.done and not arrivals and not is_launched():
+        logger.info("every request is in %s already", output)
+        return FAILED_REQUESTS if earlier.num_failed else 0
     with ExitStack() as stack:
         files = [None if path is None else stack.enter_context(opened(path)) for path in (output, timeline, journal)]
-        return _serve(
+        code = _serve(
             config,
             arrivals,
             output=files[0],
             timeline=files[1],
             journal=files[2],
+            overwrites=overwrite,
             json_lines=json_lines,
             explain=explain,
             live=not no_progress,
         )
+    return code or (FAILED_REQUESTS if earlier.num_failed else 0)
 
 
 def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
@@ -253,33 +278,75 @@ def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
     """The requests that the parameters of the command hold or name."""
     sampling = {name: given[name] for name in _SAMPLING if given[name] is not None} | {"output_kind": "delta"}
     params = SamplingParams.from_dict(sampling)
-    texts = list(given["prompt"] or [])
-    if given["prompt_file"] is not None:
-        texts.append(_read_prompt(Path(given["prompt_file"])))
-    if bool(texts) == (given["requests"] is not None):
-        both = "both" if texts else "neither"
-        raise ConfigError(f"{both} of prompts and --requests given; accepted: --prompt, --prompt-file or --requests")
-    if given["requests"] is not None:
+    texts, file, requests = list(given["prompt"] or []), given["prompt_file"], given["requests"]
+    if not texts and file is None and requests is None and _is_pipe(sys.stdin):
+        logger.info("the prompt comes from standard input")
+        file = STDIN
+    if (bool(texts) or file is not None) == (requests is not None):
+        both = "neither" if requests is None else "both"
+        raise ConfigError(
+            f"{both} of prompts and --requests given; accepted: --prompt, --prompt-file, a pipe, or --requests"
+        )
+    if requests is not None:
         if given["chat"]:
             raise ConfigError("--chat is for --prompt and --prompt-file; accepted in a request file: messages")
-        return read_requests(Path(given["requests"]), sampling)
+        return read_requests(requests, sampling, seed=given["seed"])
+    if file is not None:
+        texts.append(_read_prompt(file))
     prompts = [{"messages": [{"role": "user", "content": text}]} if given["chat"] else text for text in texts]
     return [Arrival(f"prompt-{i}", prompt, params) for i, prompt in enumerate(prompts)]
 
 
 def _read_prompt(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise ConfigError(f"prompt file {path}: {error.strerror}") from error
+        return read_input(path, "prompt file").decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompt file {path}: not UTF-8 at byte {error.start}") from error
 
 
-def _check_not_an_input(path: Path, inputs: Sequence[Path | None]) -> None:
-    for other in filter(None, inputs):
-        if path.exists() and path.samefile(other):
-            raise ConfigError(f"output file {path} is {other}, which is read; accepted: another file")
+def _is_pipe(stream: TextIO | None) -> bool:
+    """Whether somebody has put something into standard input; a terminal, or nothing at all, is not meant."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode if stream is not None else 0
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _work(given: Mapping[str, Any]) -> tuple[list[Arrival], Earlier]:
+    """The requests to run, and what an earlier run has done; nothing is written that says anything new."""
+    output, requests = given["output"], given["requests"]
+    _check_apart([given[name] for name in ("output", "timeline", "journal")], [given["prompt_file"], requests])
+    for name in ("overwrite", "resume"):
+        if given[name] and output is None:
+            raise ConfigError(f"--{name} without --output; accepted: with the file that it is about")
+    if given["overwrite"] and given["resume"]:
+        raise ConfigError("--overwrite and --resume given; accepted: one of them")
+    if given["resume"] and requests is None:
+        raise ConfigError("--resume without --requests; accepted: the same request file as before")
+    arrivals = _arrivals(given)
+    if given["resume"]:
+        earlier = read_earlier(output, arrivals)
+        left = earlier.left(arrivals)
+        logger.info("%d of %d requests are in %s; %d to run", len(earlier.done), len(arrivals), output, len(left))
+        drop_lines(output, earlier.dropped)
+        return left, earlier
+    if output is not None and output.is_file() and output.stat().st_size and not given["overwrite"]:
+        raise ConfigError(
+            f"output file {output} is not empty; accepted: another file, --resume (go on with it), --overwrite"
+        )
+    return arrivals, Earlier()
+
+
+def _check_apart(writes: Sequence[Path | None], reads: Sequence[Path | None]) -> None:
+    """Refuse a file that is written twice, or written and read; a device takes everything."""
+    files = [(path, "is read") for path in reads if path is not None]
+    for path in filter(None, writes):
+        for other, what in files:
+            is_same = path.samefile(other) if path.exists() and other.exists() else path.resolve() == other.resolve()
+            if is_same and (path.is_file() or not path.exists()):
+                raise ConfigError(f"output file {path} is {other}, which {what}; accepted: another file")
+        files.append((path, "is written too"))
 
 
 def _serve(
@@ -289,6 +356,7 @@ def _serve(
     output: TextIO | None,
     timeline: TextIO | None,
     journal: TextIO | None,
+    overwrites: bool,
     json_lines: bool,
     explain: bool,
     live: bool,
@@ -308,16 +376,20 @@ def _serve(
         if journal is not None:
             engine.record(emptied(journal))
         interrupted = stack.enter_context(first_interrupt())
+        stdout_failure = stack.enter_context(_lasting_stdout())
         view = _view(engine, len(arrivals), json_lines=json_lines, live=live)
         stack.enter_context(view)
-        files = [] if output is None else [emptied(output)]
-        files += [sys.stdout] if json_lines else []
-        lines = OutputLines(engine, arrivals, files)
+        files = [] if output is None else [emptied(output) if overwrites else output]
+        lines = OutputLines(engine, arrivals, files + [sys.stdout] * json_lines)
         stack.callback(lines.close)
         if role.caller is not None:
             role.caller.ranks.monitor.before_end = lines.fail
         num_failed = 0
-        for piece in drive(engine, arrivals, should_stop=lambda: bool(interrupted), on_step=view.refresh):
+
+        def should_stop() -> bool:
+            return bool(interrupted) or (not files and stdout_failure() is not None)
+
+        for piece in drive(engine, arrivals, should_stop=should_stop, on_step=view.refresh):
             view.update(piece)
             whole = lines.add(piece)
             if whole is not None:
@@ -325,13 +397,44 @@ def _serve(
                 if explain:
                     print_explanation(whole)
                 num_failed += whole.error is not None
+        sys.stdout.flush()
+        lost = stdout_failure()
     role.close()
     if engine.mean_host_s is not None:
         logger.debug("host %.2f ms a step beside the compute", 1e3 * engine.mean_host_s)
     if interrupted:
         logger.warning("interrupted; what was produced is kept")
         return 128 + interrupted[0]
+    return _end_of(num_failed, lost, has_file=bool(files))
+
+
+def _end_of(num_failed: int, lost: OSError | None, *, has_file: bool) -> int:
+    """The exit code of a run whose stdout may have failed; where its reader had enough, nothing is said of it.
+
+    Raises:
+        RequestError: stdout could not be written, and the answers are nowhere else.
+    """
+    if lost is not None and has_file:
+        logger.warning("stdout could not be written (%s); all answers are in the output file", lost.strerror)
+    elif isinstance(lost, BrokenPipeError):
+        return 1
+    elif lost is not None:
+        with unwritable_reported("stdout"):
+            raise lost
     return FAILED_REQUESTS if num_failed else 0
+
+
+@contextmanager
+def _lasting_stdout() -> Iterator[Callable[[], OSError | None]]:
+    """Within, stdout takes everything; yields what tells why it is lost since when."""
+    before = sys.stdout
+    sys.stdout, failure = lossy(before)
+    try:
+        yield failure
+    finally:
+        if sys.stdout is not before:
+            sys.stdout.flush()
+        sys.stdout = before
 
 
 @contextmanager
@@ -371,7 +474,7 @@ def _view(engine: Engine, num_requests: int, *, json_lines: bool, live: bool) ->
 
 
 def _write_trace(trace: Timeline, path: Path) -> None:
-    with full_disk_reported(path):
+    with unwritable_reported(path):
         trace.write(path)
 
 

@@ -36,6 +36,7 @@ from medha.sched.journal import replay
 ROOT = Path(medha.__file__).parents[1]
 ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
 BRUNO = "The code of Bruno is 58-fern.\nThe code of Bruno is"
+EARLIER = "what an earlier run left\n"
 KEYS = {"id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "ttft_s", "tpot_s", "e2e_s", "error"}
 EXTRA_KEYS = {"stop_reason", "num_output_tokens", "queue_s", "ttft_parts_s", "held_up_by", "met_slo", "is_relegated"}
 
@@ -167,6 +168,29 @@ def test_prompt_file_is_one_prompt_to_the_byte(run: Command, tmp_path: Path) -> 
     assert done.rows[0]["num_prompt_tokens"] == len(path.read_bytes())
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(run: Command, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text(ADA, encoding="utf-8-sig")
+    assert run("--prompt-file", path, "--json").rows[0]["num_prompt_tokens"] == len(ADA)
+
+
+def test_standard_input(folder: Path) -> None:
+    for options, given in (
+        ([], ADA),
+        (["--prompt-file", "-"], ADA),
+        (["--requests", "-", "--output", "/dev/stdout"], json.dumps({"prompt": ADA}) + "\n"),
+    ):
+        process = spawn(
+            folder, "--num-kv-blocks", "8", "--log-level", "warning", *options,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        out, err = process.communicate(given, timeout=60)
+        assert (process.returncode, err) == (0, "")
+        assert " 31-plum." in out
+    nothing = spawn(folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert "neither of prompts and --requests given; accepted" in nothing.communicate(timeout=60)[1]
+
+
 def test_json_lines_on_stdout(run: Command) -> None:
     done = run("--prompt", ADA, "--prompt", "", "--json", "--logprobs", "1")
     assert done.code == 3
@@ -187,8 +211,9 @@ def test_request_file_to_output_file(run: Command, tmp_path: Path) -> None:
         {"prompt": ADA, "max_tokens": None},
     ]
     output = tmp_path / "out.jsonl"
-    output.write_text("what an earlier run left\n" * 100)
-    done = run("--requests", write_lines(tmp_path / "in.jsonl", *rows), "--output", output, "--max-tokens", "8")
+    output.write_text(EARLIER)
+    requests = write_lines(tmp_path / "in.jsonl", *rows)
+    done = run("--requests", requests, "--output", output, "--overwrite", "--max-tokens", "8")
     assert done.code == 0
     assert len(done.out.splitlines()) == 4
     found = {row["id"]: row for row in parse(output.read_text())}
@@ -398,6 +423,16 @@ NO_CUDA = pytest.mark.skipif(medha.build.torch.cuda.is_available(), reason="need
         (["{model}", "--prompt", "x", "--timeline", "{tmp}/gone/t.json"], "t.json: No such file or directory"),
         (["{model}", "--requests", "{requests}", "--chat"], "ConfigError: --chat is for --prompt and --prompt-file"),
         (["{model}", "--requests", "{requests}", "--output", "{requests}"], "which is read; accepted: another file"),
+        (["{model}", "--prompt", "x", "--output", "{tmp}/old.jsonl"], "old.jsonl is not empty; accepted: another file"),
+        (["{model}", "--prompt", "x", "--overwrite"], "ConfigError: --overwrite without --output"),
+        (["{model}", "--prompt", "x", "--resume", "--output", "{tmp}/o"], "ConfigError: --resume without --requests"),
+        (
+            ["{model}", "--requests", "{requests}", "--resume", "--overwrite", "--output", "{tmp}/o"],
+            "ConfigError: --overwrite and --resume given",
+        ),
+        (["{model}", "--prompt", "x", "--output", "{tmp}/o", "--timeline", "{tmp}/./o"], "which is written too"),
+        (["{model}", "--prompt", "x", "--output", "{tmp}/o", "--journal", "{tmp}/o"], "which is written too"),
+        (["{model}", "--prompt", "x", "--timeline", "{tmp}/o", "--journal", "{tmp}/o"], "which is written too"),
         (["{model}", "--prompt", "x", "--hf-overrides", "[1]"], "ConfigError: hf_overrides"),
         (["{model}", "--prompt", "x", "--hf-overrides", "{{"], "ConfigError: hf_overrides"),
         (["{model}", "--prompt", "x", "--rope-scaling", "{{"], "ConfigError: "),
@@ -426,6 +461,7 @@ def test_bad_usage_is_one_line_before_the_model_is_loaded(
     monkeypatch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
     requests = write_lines(tmp_path / "requests.jsonl", {"prompt": "x"})
     (tmp_path / "latin-1.txt").write_bytes(b"Zo\xeb")
+    (tmp_path / "old.jsonl").write_text(EARLIER)
     names = {"model": folder, "requests": requests, "tmp": tmp_path}
     done = bare(*(argument.format(**names) for argument in arguments))
     assert done.code == 2
@@ -434,6 +470,7 @@ def test_bad_usage_is_one_line_before_the_model_is_loaded(
     assert done.err.count("\n") == 1
     assert message in done.err
     assert requests.read_text() == '{"prompt": "x"}\n'
+    assert (tmp_path / "old.jsonl").read_text() == EARLIER
 
 
 @pytest.mark.parametrize(
@@ -455,14 +492,14 @@ def test_a_model_that_cannot_be_served(
     config = json.loads((folder / "config.json").read_text()) | {"architectures": ["OtherForCausalLM"]}
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
     output = tmp_path / "out.jsonl"
-    output.write_text("what an earlier run left\n")
+    output.write_text(EARLIER)
     names = {"model": folder, "tmp": tmp_path}
     formatted = [argument.format(**names) for argument in arguments]
-    done = bare(*formatted, "--output", output, "--log-level", "warning")
+    done = bare(*formatted, "--output", output, "--overwrite", "--log-level", "warning")
     assert done.code == 2
     assert message.format(**names) in done.err
     assert done.err.count("\n") == 1
-    assert output.read_text() == "what an earlier run left\n"
+    assert output.read_text() == EARLIER
 
 
 @pytest.mark.parametrize("admission", ["all", "refuse", "relegate"])
@@ -521,14 +558,16 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
     output = tmp_path / "out.jsonl"
     done = run("--requests", path, "--output", output, "--max-model-len", "256", "--log-level", "warning")
     assert done.code == 3
-    assert done.err == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}\n"
+    ignored, wrong = done.err.splitlines()
+    assert ignored == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}"
+    assert re.fullmatch(rf"medha: 1\d of 28 requests in {path} cannot be run; the first is line 2: not JSON: .*", wrong)
     rows = parse(output.read_text())
     assert len(rows) == len(BAD_LINES) + 2
     served = [row for row in rows if row["error"] is None]
     assert [(row["id"], row["text"]) for row in served] == [("twice", " 31-plum."), ("extra", " 31-plum.")]
     failed = [row for row in rows if row["error"] is not None]
     names = [
-        line.get("id", f"line-{i}") if isinstance(line, dict) else f"line-{i}"
+        line["id"] if isinstance(line, dict) and line.get("id", "twice") != "twice" else f"line-{i}"
         for i, (line, _) in enumerate(BAD_LINES, 2)
     ]
     assert {row["id"]: row["error"]["type"] for row in failed} == {
@@ -537,7 +576,7 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
     for row in failed:
         assert set(row) == KEYS | EXTRA_KEYS
         assert set(row["error"]) == {"type", "message"}
-        assert 10 < len(row["error"]["message"]) < 400
+        assert 10 <= len(row["error"]["message"]) < 400
         assert (row["finish_reason"], row["token_ids"], row["ttft_s"]) == ("error", [], None)
 
 
@@ -666,6 +705,42 @@ def test_a_closed_pipe_ends_quietly(folder: Path) -> None:
     finally:
         process.kill()
     assert "Traceback" not in err
+
+
+def test_answers_go_on_into_the_file_when_nobody_reads_the_others(folder: Path, tmp_path: Path) -> None:
+    """The readers of stdout and of stderr go away in the middle of a run."""
+    rows = [{"id": str(i), "prompt": ADA, "max_tokens": 30 + 10 * i, "ignore_eos": True} for i in range(4)]
+    requests, output = write_lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    process = spawn(
+        folder, "--num-kv-blocks", "8", "--requests", requests, "--output", output, "--json", "--explain",
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.stderr.close()
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+    assert sorted(row["id"] for row in parse(output.read_text())) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout(folder: Path, tmp_path: Path) -> None:
+    answers = [folder, "--num-kv-blocks", "8", "--prompt", ADA, "--prompt", BRUNO, "--log-level", "warning"]
+    output = tmp_path / "out.jsonl"
+    with Path("/dev/full").open("w") as full:
+        lost = spawn(*answers, stdout=full, stderr=subprocess.PIPE)
+        kept = spawn(*answers, "--output", output, stdout=full, stderr=subprocess.PIPE)
+        ends = [(process.communicate(timeout=60)[1], process.returncode) for process in (lost, kept)]
+    assert ends == [
+        ("error: RequestError: output file stdout: No space left on device; what was written before is kept\n", 3),
+        ("medha: stdout could not be written (No space left on device); all answers are in the output file\n", 0),
+    ]
+    assert len(parse(output.read_text())) == 2
 
 
 # -- terminals, logs, help ---------------------------------------------------------------------------------------
