@@ -21,7 +21,7 @@ import typer
 
 from medha.config import OPTION_ALIASES
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
-from medha.parallel.launch import is_first_rank, is_launched
+from medha.parallel.launch import is_first_rank, is_launched, tell_launcher
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -80,10 +80,16 @@ def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = 
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character is no reason to end
     sys.stderr, _ = lossy(sys.stderr)  # nor is a log that nobody takes
     try:
-        return int(app(args=arguments, prog_name=prog_name, standalone_mode=False) or 0)
+        return run_guarded(lambda: int(app(args=arguments, prog_name=prog_name, standalone_mode=False) or 0))
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
         return complain(f"{message} (see {prog_name} --help)", 2)
+
+
+def run_guarded(run: Callable[[], int]) -> int:
+    """Call what returns an exit code; an error of ours becomes one line on stderr, and its code."""
+    try:
+        return run()
     except MedhaError as error:
         root: BaseException = error
         while (
@@ -143,8 +149,10 @@ def end_process(code: int) -> NoReturn:
 
 def complain(message: str, code: int) -> int:
     """Write an error to stderr, on one line, on the rank that speaks; returns ``code``."""
+    line = " ".join(message.split())
     if is_first_rank():
-        print("error:", " ".join(message.split()), file=sys.stderr, flush=True)
+        print("error:", line, file=sys.stderr, flush=True)
+        tell_launcher(line)
     elif code == _BAD_INPUT:
         time.sleep(_SPEAK_S)  # the launcher ends every rank as soon as one has ended, and rank 0 has to speak yet
     return code

@@ -5,6 +5,7 @@ With no argument at all it runs the demo (:mod:`medha.demo`). Exit codes and str
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import stat
@@ -23,7 +24,6 @@ from medha.command import (
     FAILED_REQUESTS,
     end_process,
     first_interrupt,
-    ignore_signals,
     lossy,
     make_app,
     run_app,
@@ -36,7 +36,7 @@ from medha.driver import Arrival, drive
 from medha.errors import ConfigError
 from medha.jsonl import STDIN, OutputLines, emptied, opened, read_input, read_requests, unwritable_reported
 from medha.models.hf_config import parse_hf_overrides
-from medha.parallel.launch import is_first_rank, is_launched
+from medha.parallel.launch import is_first_rank, is_launched, own_ranks, read_launch
 from medha.request import SamplingParams
 from medha.resume import Earlier, drop_lines, read_earlier
 from medha.timeline import Timeline
@@ -223,23 +223,33 @@ def generate(
     Options may be spelled with _ for -, and by the names that vLLM and SGLang have for them.
     """
     start_logging(log_level)
-    sources = [context.get_parameter_source(name) for name in context.params]
-    if not any(source is not None and source.name == "COMMANDLINE" for source in sources):
+    if not _given(context, *context.params):
         from medha.demo import run_demo  # here because it loads torch, which takes seconds
 
         return run_demo(live=not no_progress)
-    config = _engine_config(context.params)
+    options = _engine_options(context.params)
+    launch = read_launch()
+    if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp"):
+        from medha.dryrun import choose_layout  # here because it loads torch
+
+        options |= choose_layout(EngineConfig.from_flat(**options), launch)
+    config = EngineConfig.from_flat(**options)
     if dry_run:
         from medha.dryrun import run_dry  # here because it loads torch
 
         return run_dry(config, report_console())
     if not is_first_rank():
-        return _follow(config)
+        from medha.follow import follow  # here because it loads torch
+
+        return follow(config)
     arrivals, earlier = _work(context.params)
     if earlier.done and not arrivals and not is_launched():
         logger.info("every request is in %s already", output)
         return FAILED_REQUESTS if earlier.num_failed else 0
     with ExitStack() as stack:
+        if launch is None and config.parallel.world_size > 1:
+            logger.info("starting %d ranks on this machine", config.parallel.world_size)
+            stack.enter_context(own_ranks(config.parallel.world_size, ["medha.follow", json.dumps(options)]))
         files = [None if path is None else stack.enter_context(opened(path)) for path in (output, timeline, journal)]
         code = _serve(
             config,
@@ -255,14 +265,20 @@ def generate(
     return code or (FAILED_REQUESTS if earlier.num_failed else 0)
 
 
-def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
-    """The engine that the parameters of the command ask for."""
+def _given(context: typer.Context, *names: str) -> bool:
+    """Whether one of these parameters stands in the command line."""
+    sources = [context.get_parameter_source(name) for name in names]
+    return any(source is not None and source.name == "COMMANDLINE" for source in sources)
+
+
+def _engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine that the parameters of the command ask for, by the flat names of EngineConfig."""
     if given["model_argument"] is not None and given["model"] is not None:
         raise ConfigError(f"the model is given twice: {given['model_argument']!r} and --model {given['model']!r}")
     model = given["model_argument"] or given["model"]
     if model is None:
         raise ConfigError("no model; accepted: --model with a Hugging Face folder or hub id (or no argument: the demo)")
-    options = {name: given[name] for name in _ENGINE}
+    options = {"model": model} | {name: given[name] for name in _ENGINE}
     if given["kv_memory"] is not None:
         options["kv_memory"] = parse_bytes(given["kv_memory"])
     rope_scaling = given["rope_scaling"]
@@ -271,7 +287,7 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
         options["rope_scaling"] = parse_hf_overrides(rope_scaling) if is_object else rope_scaling
     if given["hf_overrides"] is not None:
         options["hf_overrides"] = parse_hf_overrides(given["hf_overrides"])
-    return EngineConfig.from_flat(model, **options)
+    return options
 
 
 def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
@@ -453,16 +469,6 @@ def _capture_bar(*, live: bool) -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=done)
 
         yield captured
-
-
-def _follow(config: EngineConfig) -> int:
-    """What every rank but the first does: its part of the model, as rank 0 says."""
-    from medha.build import build_role  # here because it loads torch
-
-    role = build_role(config)
-    ignore_signals()  # from here on rank 0 tells this rank when to stop
-    role.close()
-    return 0
 
 
 def _view(engine: Engine, num_requests: int, *, json_lines: bool, live: bool) -> Display | StreamedText:
