@@ -23,6 +23,8 @@ from collections.abc import Callable
 
 from torch._C._distributed_c10d import Store
 
+from medha.errors import exit_code
+
 logger = logging.getLogger("medha")
 
 EXIT_CODE = 4
@@ -255,7 +257,7 @@ class Monitor:
         self.linger(2.0)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(EXIT_CODE)
+        os._exit(EXIT_CODE if cause is None else exit_code(cause))  # the program's own error is no failed engine
 
 
 def _run_for(limit_s: float, save: Callable[[str], None], message: str) -> None:
