@@ -634,7 +634,7 @@ def _num_swap_blocks(config: EngineConfig, part: Part, dtype: torch.dtype) -> in
     if 0 < cache.swap_bytes < block_bytes:
         raise ConfigError(
             f"swap_space={cache.swap_bytes} bytes; accepted: 0, or at least a block of {cache.block_size} tokens, "
-            f"{block_bytes} bytes (GiB are text as '4GiB', or a float)"
+            f"{block_bytes} bytes (a number is GiB; or text as '512MiB')"
         )
     return cache.swap_bytes // block_bytes
 

@@ -6,21 +6,25 @@ failed, 130 interrupted. Text that was asked for goes to stdout, everything else
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, get_args
 
 import typer
+import typer.core
 
-from medha.config import OPTION_ALIASES
+from medha.config import OPTION_ALIASES, parse_size
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
+from medha.foreign_options import FOREIGN_OPTIONS, is_flag, note_foreign
 from medha.parallel.launch import is_first_rank, is_launched, tell_launcher
 
 if TYPE_CHECKING:
@@ -38,13 +42,100 @@ _ECHO_S = 2.0  # a signal that follows another within so long comes from the lau
 # Other names of options; those of the engine's are known to medha.config.
 _ALIASES = {**OPTION_ALIASES, "model_path": "model", "max_new_tokens": "max_tokens"}
 
+_SHORT_OPTIONS = {
+    "-tp": "--tp",
+    "-pp": "--spp",
+    "-kvp": "--kvp",
+    "-dp": "--data-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-q": "--quantization",
+}
+
 # Wrong usage of the command line in click's terms; typer brings its own copy of click or imports it, by version.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+class _Command(typer.core.TyperCommand):
+    """A command that knows vLLM's options and short forms, and takes ``1k``, ``128K`` or ``10M`` for any integer."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._own(args))
+
+    def _own(self, arguments: Sequence[str]) -> list[str]:
+        """The arguments in terms of the options that there are.
+
+        Raises:
+            ConfigError: an option of another engine asks for what medha does not do.
+        """
+        kinds = self._kinds()
+        left, own = deque(arguments), list[str]()
+        while left:
+            typed = left.popleft()
+            if typed == "--":
+                return [*own, typed, *left]
+            head, equals, value = typed.partition("=")
+            head = _SHORT_OPTIONS.get(head, head)
+            name = head.lstrip("-").replace("-", "_")
+            kind = kinds.get(_canonical(name)) if head.startswith("-") else None
+            if kind is None and head.startswith("--") and name.removeprefix("no_") in FOREIGN_OPTIONS:
+                _note_foreign(name, typed, left)
+                continue
+            own.append(head)
+            if not equals and left and kind in (int, str):
+                own.append(left.popleft())
+            elif equals:
+                own[-1] += equals + value
+            if kind is int:
+                head, equals, value = own.pop().rpartition("=")
+                own.append(head + equals + _plain_integer(value))
+        return own
+
+    def _kinds(self) -> dict[str, type]:
+        """Of each option by its canonical names: int, bool (it stands without a value), or str for all others."""
+        hints = inspect.signature(self.callback or (lambda: None), eval_str=True).parameters
+        found: dict[str, type] = {}
+        for parameter in self.params:
+            base = get_args(hints[parameter.name].annotation)[:1] if parameter.name in hints else (bool,)  # --help
+            kinds = {*base, *(get_args(base[0]) if base else ())}
+            kind = next((kind for kind in (int, bool) if kind in kinds), str)
+            names = (*parameter.opts, *parameter.secondary_opts)
+            found |= {_canonical(name.lstrip("-")): kind for name in names if name.startswith("-")}
+        return found
+
+
+def _note_foreign(name: str, typed: str, left: deque[str]) -> None:
+    """Say that an option of another engine changes nothing; its value is taken from what is ``left``."""
+    bare, value = name.removeprefix("no_"), typed.partition("=")[2]
+    if is_flag(bare) and not value:
+        given: Any = bare == name
+    else:
+        if not value and left and not left[0].startswith("--"):
+            value = left.popleft()
+            typed = f"{typed} {value}"
+        given = value
+    note = note_foreign(bare, given, typed)
+    if is_first_rank():
+        print("medha:", note, file=sys.stderr)
+
+
+def _plain_integer(text: str) -> str:
+    """A length such as ``128K`` in digits; anything else as it is, for whoever refuses it by the option's name."""
+    with suppress(ConfigError):
+        return str(parse_size(text)) if text[-1:].isalpha() else text
+    return text
+
+
+class _App(typer.Typer):
+    """An app of such commands."""
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        return super().command(name, cls=_Command, **options)
+
+
 def make_app(*, help: str | None = None) -> typer.Typer:
     """A typer app whose options may go by their aliases, and with ``_`` for ``-``; run it with :func:`run_app`."""
-    return typer.Typer(
+    return _App(
         help=help,
         add_completion=False,
         rich_markup_mode="rich",

@@ -29,7 +29,7 @@ from medha.command import (
     run_app,
     start_logging,
 )
-from medha.config import ATTENTION_BACKENDS, SCHEDULERS, EngineConfig, parse_bytes
+from medha.config import ATTENTION_BACKENDS, SCHEDULERS, EngineConfig
 from medha.console import report_console
 from medha.display import Display, StreamedText, print_explanation
 from medha.driver import Arrival, drive
@@ -122,8 +122,8 @@ def generate(
         float, _memory_option(help="Share of the GPU's memory to use.")
     ] = _DEFAULT.cache.gpu_memory_utilization,
     swap_space: Annotated[
-        str, _memory_option(help="Host memory of a rank for KV of requests that give way, for example 4GiB.")
-    ] = str(_DEFAULT.cache.swap_bytes),
+        str, _memory_option(help="Host memory of a rank for KV of requests that give way: GiB, or as 512MiB.")
+    ] = "0",
     max_num_seqs: Annotated[int, _memory_option(help="Most requests at once.")] = _DEFAULT.scheduler.max_num_seqs,
     max_batch_tokens: Annotated[
         int, _memory_option(help="Most tokens of a step.")
@@ -280,7 +280,7 @@ def _engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("no model; accepted: --model with a Hugging Face folder or hub id (or no argument: the demo)")
     options = {"model": model} | {name: given[name] for name in _ENGINE}
     if given["kv_memory"] is not None:
-        options["kv_memory"] = parse_bytes(given["kv_memory"])
+        options["kv_memory"] = given["kv_memory"]
     rope_scaling = given["rope_scaling"]
     if rope_scaling is not None:
         is_object = rope_scaling.lstrip().startswith("{")

@@ -17,6 +17,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., E
         raise ConfigError("no model is loaded here")
 
     monkeypatch.setattr(medha.build, "build_role", build_role)
+    monkeypatch.setattr("medha.generate.own_ranks", lambda *_: nullcontext())
 
     def configure(*arguments: str) -> EngineConfig:
         done = run("--prompt", "x", *arguments)
@@ -379,7 +381,7 @@ def test_stream_is_a_flag_of_two_names(configured: Callable[..., EngineConfig]) 
 @pytest.mark.parametrize(("alias", "name"), [pair for pair in OPTION_ALIASES.items() if pair[1] in _ENGINE])
 def test_other_names_of_options(configured: Callable[..., EngineConfig], alias: str, name: str) -> None:
     for spelling in (alias, alias.replace("_", "-")):
-        text = "edf" if name == "policy" else "32"
+        text = {"policy": "edf", "gpu_memory_utilization": "0.5"}.get(name, "32")
         assert str(found(configured(f"--{spelling}", text), name)) == text
 
 
@@ -391,6 +393,31 @@ def test_kv_memory_and_model_path(bare: Command, configured: Callable[..., Engin
     with pytest.raises(AssertionError, match="num_kv_blocks and kv_memory both size the KV pool"):
         configured("--kv-memory", "1GiB")
     assert "no model is loaded here" in bare("--model_path", folder, "--prompt", "x", "--kv-memory=1GiB").err
+
+
+def test_options_of_vllm(configured: Callable[..., EngineConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["-tp", "2", "-pp=3", "--dtype", "half", "--max-model-len", "2K", "--max-num-batched-tokens=1k"]
+    config = configured(*arguments, "--long_threshold", "10M", "--swap-space", "4")
+    assert (config.parallel.tp, config.parallel.spp, config.dtype) == (2, 3, "float16")
+    lengths = (config.max_model_len, config.scheduler.max_batch_tokens, config.scheduler.long_threshold)
+    assert lengths == (2048, 1000, 10 << 20)
+    assert config.cache.swap_bytes == 4 << 30
+    idle = ["--trust-remote-code", "--no-enable-prefix-caching", "--served-model-name", "x", "--kv_cache_dtype=auto"]
+    assert configured(*idle) == configured()
+
+
+def test_options_of_vllm_that_change_nothing_are_noted(run: Command) -> None:
+    done = run("--prompt", ADA, "--trust-remote-code", "--served_model_name", "x", "--log-level", "error")
+    assert (done.code, done.out) == (0, " 31-plum.\n")
+    assert done.err.splitlines() == [
+        "medha: --trust-remote-code changes nothing: no code of a checkpoint runs",
+        "medha: --served_model_name x changes nothing: there is no server that would need it",
+    ]
+
+
+def test_a_value_may_look_like_an_option(run: Command) -> None:
+    assert run("--prompt", "--trust-remote-code", "--max-tokens", "1").err.count("changes nothing") == 0
+    assert run("--prompt", ADA, "--stop", "-tp").out == " 31-plum.\n"
 
 
 def test_sampling_options(run: Command) -> None:
@@ -436,7 +463,7 @@ NO_CUDA = pytest.mark.skipif(medha.build.torch.cuda.is_available(), reason="need
         (["{model}", "--prompt", "x", "--hf-overrides", "[1]"], "ConfigError: hf_overrides"),
         (["{model}", "--prompt", "x", "--hf-overrides", "{{"], "ConfigError: hf_overrides"),
         (["{model}", "--prompt", "x", "--rope-scaling", "{{"], "ConfigError: "),
-        (["{model}", "--prompt", "x", "--kv-memory", "lots"], "ConfigError: size 'lots'; accepted"),
+        (["{model}", "--prompt", "x", "--kv-memory", "lots"], "ConfigError: kv_memory='lots'; accepted: as in '4GiB'"),
         (["{model}", "--prompt", "x", "--dtype", "bogus"], "ConfigError: dtype='bogus'; accepted: auto, float32"),
         (["{model}", "--prompt", "x", "--device", "tpu"], "ConfigError: device='tpu'; accepted"),
         (["{model}", "--prompt", "x", "--attention-backend", "x"], "ConfigError: attention_backend='x'; accepted"),
@@ -452,6 +479,9 @@ NO_CUDA = pytest.mark.skipif(medha.build.torch.cuda.is_available(), reason="need
         (["{model}", "--requests", "{requests}", "--top-p", "7"], "ValidationError: top_p=7.0; accepted"),
         (["{model}", "--prompt", "x", "--max-tokens", "many"], "Invalid value for '--max-tokens': "),
         (["{model}", "--prompt", "x", "--bogus"], "No such option"),
+        (["{model}", "--prompt", "x", "--port=80"], "ConfigError: --port=80 is not among medha's options: there is no"),
+        (["{model}", "--prompt", "x", "-q", "awq"], "ConfigError: -q awq is not among medha's options: quantised"),
+        (["{model}", "--enable_prefix_caching", "--prompt", "x"], "--enable_prefix_caching is not among medha's"),
         (["{model}", "--prompt"], "--prompt"),
     ],
 )

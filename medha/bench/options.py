@@ -107,7 +107,7 @@ SERVING: Group = {
     "swap_space": (
         Annotated[
             str | None,
-            scheduling_option("--swap-space", help="Host memory for KV of requests that give way.", show_default="0"),
+            scheduling_option("--swap-space", help="GiB of host memory for KV of who gives way.", show_default="0"),
         ],
         None,
     ),
