@@ -68,6 +68,8 @@ class _Command(typer.core.TyperCommand):
         Raises:
             ConfigError: an option of another engine asks for what medha does not do.
         """
+        if self.context_settings.get("ignore_unknown_options"):
+            return list(arguments)
         kinds = self._kinds()
         left, own = deque(arguments), list[str]()
         while left:

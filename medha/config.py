@@ -370,17 +370,11 @@ class EngineConfig:
                 f"decode_lag=1 with {self.parallel.world_size} ranks: the others get a token from the first one; "
                 "accepted: 0 or None"
             )
-        self._round_max_kv_per_group()
+        whole = whole_blocks(self.scheduler.max_kv_per_group, self.cache.block_size)
+        if whole != self.scheduler.max_kv_per_group:
+            object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler, max_kv_per_group=whole))
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r}; accepted: auto, cpu, cuda, cuda:N")
-
-    def _round_max_kv_per_group(self) -> None:
-        """Whole blocks lie on a group."""
-        given, block_size = self.scheduler.max_kv_per_group, self.cache.block_size
-        if given is not None and given % block_size:
-            whole = max(1, given // block_size) * block_size
-            logger.warning("max_kv_per_group=%d is taken as %d, blocks of %d tokens", given, whole, block_size)
-            object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler, max_kv_per_group=whole))
 
     @classmethod
     def from_flat(cls, model: str, **options: Any) -> EngineConfig:
@@ -473,6 +467,15 @@ _OPTION_SECTIONS: dict[str, tuple[str, str]] = {
         if f.name not in ("model", "cache", "scheduler", "parallel")
     },
 }
+
+
+def whole_blocks(max_kv_per_group: int | None, block_size: int) -> int | None:
+    """What of it blocks fill, one at least; says so where that is another number."""
+    if max_kv_per_group is None or max_kv_per_group % block_size == 0:
+        return max_kv_per_group
+    whole = max(1, max_kv_per_group // block_size) * block_size
+    logger.warning("max_kv_per_group=%d is taken as %d, blocks of %d tokens", max_kv_per_group, whole, block_size)
+    return whole
 
 
 def parse_size(text: str) -> int:

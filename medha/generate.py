@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,12 +32,11 @@ from medha.console import report_console
 from medha.display import Display, StreamedText, print_explanation
 from medha.driver import Arrival, drive
 from medha.errors import ConfigError
-from medha.jsonl import STDIN, OutputLines, emptied, opened, read_input, read_requests, unwritable_reported
+from medha.jsonl import OutputLines, emptied, opened, unwritable_reported
 from medha.models.hf_config import parse_hf_overrides
 from medha.parallel.launch import is_first_rank, is_launched, own_ranks, read_launch
-from medha.request import SamplingParams
-from medha.resume import Earlier, drop_lines, read_earlier
 from medha.timeline import Timeline
+from medha.work import requested
 
 if TYPE_CHECKING:
     from medha.engine import Engine
@@ -55,10 +52,7 @@ _scheduling_option = partial(typer.Option, rich_help_panel="Scheduling")
 _parallel_option = partial(typer.Option, rich_help_panel="Parallel layout, under torchrun")
 _output_option = partial(typer.Option, rich_help_panel="Output")
 
-# Which parameters of the command go where, by the name that they have there too.
-_SAMPLING = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos", "logprobs",
-)  # fmt: skip
+# Parameters of the command that are options of the engine, by the name that they have there too.
 _ENGINE = (
     "tokenizer", "revision", "dtype", "device", "attention_backend", "cuda_graphs", "load_format", "seed",
     "max_model_len", "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens",
@@ -242,7 +236,7 @@ def generate(
         from medha.follow import follow  # here because it loads torch
 
         return follow(config)
-    arrivals, earlier = _work(context.params)
+    arrivals, earlier = requested(context.params, config)
     if earlier.done and not arrivals and not is_launched():
         logger.info("every request is in %s already", output)
         return FAILED_REQUESTS if earlier.num_failed else 0
@@ -290,81 +284,6 @@ def _engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
-    """The requests that the parameters of the command hold or name."""
-    sampling = {name: given[name] for name in _SAMPLING if given[name] is not None} | {"output_kind": "delta"}
-    params = SamplingParams.from_dict(sampling)
-    texts, file, requests = list(given["prompt"] or []), given["prompt_file"], given["requests"]
-    if not texts and file is None and requests is None and _is_pipe(sys.stdin):
-        logger.info("the prompt comes from standard input")
-        file = STDIN
-    if (bool(texts) or file is not None) == (requests is not None):
-        both = "neither" if requests is None else "both"
-        raise ConfigError(
-            f"{both} of prompts and --requests given; accepted: --prompt, --prompt-file, a pipe, or --requests"
-        )
-    if requests is not None:
-        if given["chat"]:
-            raise ConfigError("--chat is for --prompt and --prompt-file; accepted in a request file: messages")
-        return read_requests(requests, sampling, seed=given["seed"])
-    if file is not None:
-        texts.append(_read_prompt(file))
-    prompts = [{"messages": [{"role": "user", "content": text}]} if given["chat"] else text for text in texts]
-    return [Arrival(f"prompt-{i}", prompt, params) for i, prompt in enumerate(prompts)]
-
-
-def _read_prompt(path: Path) -> str:
-    try:
-        return read_input(path, "prompt file").decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"prompt file {path}: not UTF-8 at byte {error.start}") from error
-
-
-def _is_pipe(stream: TextIO | None) -> bool:
-    """Whether somebody has put something into standard input; a terminal, or nothing at all, is not meant."""
-    try:
-        mode = os.fstat(stream.fileno()).st_mode if stream is not None else 0
-    except (OSError, ValueError):
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
-
-
-def _work(given: Mapping[str, Any]) -> tuple[list[Arrival], Earlier]:
-    """The requests to run, and what an earlier run has done; nothing is written that says anything new."""
-    output, requests = given["output"], given["requests"]
-    _check_apart([given[name] for name in ("output", "timeline", "journal")], [given["prompt_file"], requests])
-    for name in ("overwrite", "resume"):
-        if given[name] and output is None:
-            raise ConfigError(f"--{name} without --output; accepted: with the file that it is about")
-    if given["overwrite"] and given["resume"]:
-        raise ConfigError("--overwrite and --resume given; accepted: one of them")
-    if given["resume"] and requests is None:
-        raise ConfigError("--resume without --requests; accepted: the same request file as before")
-    arrivals = _arrivals(given)
-    if given["resume"]:
-        earlier = read_earlier(output, arrivals)
-        left = earlier.left(arrivals)
-        logger.info("%d of %d requests are in %s; %d to run", len(earlier.done), len(arrivals), output, len(left))
-        drop_lines(output, earlier.dropped)
-        return left, earlier
-    if output is not None and output.is_file() and output.stat().st_size and not given["overwrite"]:
-        raise ConfigError(
-            f"output file {output} is not empty; accepted: another file, --resume (go on with it), --overwrite"
-        )
-    return arrivals, Earlier()
-
-
-def _check_apart(writes: Sequence[Path | None], reads: Sequence[Path | None]) -> None:
-    """Refuse a file that is written twice, or written and read; a device takes everything."""
-    files = [(path, "is read") for path in reads if path is not None]
-    for path in filter(None, writes):
-        for other, what in files:
-            is_same = path.samefile(other) if path.exists() and other.exists() else path.resolve() == other.resolve()
-            if is_same and (path.is_file() or not path.exists()):
-                raise ConfigError(f"output file {path} is {other}, which {what}; accepted: another file")
-        files.append((path, "is written too"))
-
-
 def _serve(
     config: EngineConfig,
     arrivals: list[Arrival],
@@ -381,6 +300,7 @@ def _serve(
     from medha.build import build_role  # here because it loads torch
 
     trace = None if timeline is None else Timeline()
+    logger.info("%s", config.scheduler.budget_text(has_tpot=any(a.slo and a.slo.tpot_s for a in arrivals)))
     logger.info("loading %s", config.model)
     with _capture_bar(live=live) as captured:
         role = build_role(config, timeline=trace, captured=captured)

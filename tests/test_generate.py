@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import gzip
 import json
-import logging
 import math
 import os
 import pty
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,19 +63,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bare(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+def bare(capsys: pytest.CaptureFixture[str]) -> Command:
     """The command as typed, in this process."""
-    logger = logging.getLogger("medha")
-    handlers, level = logger.handlers[:], logger.level
 
     def command(*arguments: str | Path) -> Done:
         code = run_app(app, "medha", [str(argument) for argument in arguments])
         captured = capsys.readouterr()
         return Done(code, captured.out, captured.err)
 
-    yield command
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
+    return command
 
 
 @pytest.fixture
@@ -96,6 +91,7 @@ def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., E
 
     monkeypatch.setattr(medha.build, "build_role", build_role)
     monkeypatch.setattr("medha.generate.own_ranks", lambda *_: nullcontext())
+    monkeypatch.setattr("medha.work._checked", lambda config, arrivals: arrivals)
 
     def configure(*arguments: str) -> EngineConfig:
         done = run("--prompt", "x", *arguments)
@@ -258,14 +254,57 @@ def test_a_model_without_tokenizer_prints_ids(bare: Command, folder: Path, tmp_p
     assert (done.code, done.out) == (0, " ".join(map(str, b" 31-plum.\n")) + " \n")
 
 
-def test_chat(run: Command, bare: Command, tmp_path: Path) -> None:
-    done = run("--chat", "--prompt", ADA)
-    assert (done.code, done.out) == (3, "")
-    assert "chat template" in done.err
+def test_chat(bare: Command, tmp_path: Path) -> None:
     model = write_needle(tmp_path / "needle")
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     done = bare(model, "--num-kv-blocks", "8", "--chat", "--prompt", ADA)
     assert (done.code, done.out) == (0, " 31-plum.\n")
+
+
+def test_the_log_says_what_a_batch_may_take(run: Command, tmp_path: Path) -> None:
+    assert "medha: a batch may take 0.25 s (quantum_s), as no request has a TPOT" in run("--prompt", ADA).err
+    requests = write_lines(tmp_path / "in.jsonl", {"prompt": ADA, "slo": {"tpot_s": 0.5}})
+    assert "medha: a batch may take what its decodes' TPOT objectives leave" in run("--requests", requests).err
+
+
+def test_what_greedy_ignores_is_said(run: Command) -> None:
+    said = "medha: --top-p, --top-k and --min-p change nothing at temperature 0, the default; see --temperature\n"
+    for options, err in ((["--top-p", "0.9"], said), (["--top-k", "5", "--temperature", "1"], "")):
+        assert run("--prompt", ADA, "--max-tokens", "1", "--log-level", "warning", *options).err == err
+
+
+def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
+    bare: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids_alone = write_needle(tmp_path / "needle"), write_needle(tmp_path / "ids")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (ids_alone / name).unlink()
+    requests = write_lines(tmp_path / "in.jsonl", {"prompt": "x"}, {"prompt_token_ids": [1]}, {"messages": []})
+    with monkeypatch.context() as patch:
+        patch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
+        for arguments, message in (
+            (
+                (ids_alone, "--prompt", "x"),
+                "prompt needs a tokenizer, and the model has none; accepted: prompt_token_ids",
+            ),
+            (
+                (model, "--prompt", "x", "--chat"),
+                "messages need a chat template, and the model has none; accepted: prompt",
+            ),
+            ((model, "--prompt", ""), "the prompt is empty; accepted: at least one token"),
+        ):
+            done = bare(*arguments, "--log-level", "error")
+            assert (done.code, done.err) == (2, f"error: ConfigError: {message}\n")
+    done = bare(ids_alone, "--requests", requests, "--json", "--num-kv-blocks", "8", "--log-level", "warning")
+    assert done.code == 3
+    errors = {row["id"]: row["error"] and row["error"]["message"].partition(";")[0] for row in done.rows}
+    assert errors == {
+        "line-1": "prompt needs a tokenizer, and the model has none",
+        "line-2": None,
+        "line-3": "messages needs a tokenizer, and the model has none",
+    }
+    assert f"medha: {ids_alone} has no tokenizer.json: prompts and answers are token ids\n" in done.err
+    assert "medha: 2 of 3 requests cannot be run; the first: prompt needs a tokenizer" in done.err
 
 
 def test_requests_start_when_they_arrive(run: Command, tmp_path: Path) -> None:
@@ -588,9 +627,10 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
     output = tmp_path / "out.jsonl"
     done = run("--requests", path, "--output", output, "--max-model-len", "256", "--log-level", "warning")
     assert done.code == 3
-    ignored, wrong = done.err.splitlines()
+    ignored, wrong, text = done.err.splitlines()
     assert ignored == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}"
     assert re.fullmatch(rf"medha: 1\d of 28 requests in {path} cannot be run; the first is line 2: not JSON: .*", wrong)
+    assert text == "medha: 3 of 28 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
     rows = parse(output.read_text())
     assert len(rows) == len(BAD_LINES) + 2
     served = [row for row in rows if row["error"] is None]
@@ -765,7 +805,7 @@ def test_a_full_disk_behind_stdout(folder: Path, tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         lost = spawn(*answers, stdout=full, stderr=subprocess.PIPE)
         kept = spawn(*answers, "--output", output, stdout=full, stderr=subprocess.PIPE)
-        ends = [(process.communicate(timeout=60)[1], process.returncode) for process in (lost, kept)]
+        ends = [(process.communicate(timeout=200)[1], process.returncode) for process in (lost, kept)]
     assert ends == [
         ("error: RequestError: output file stdout: No space left on device; what was written before is kept\n", 3),
         ("medha: stdout could not be written (No space left on device); all answers are in the output file\n", 0),

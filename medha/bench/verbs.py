@@ -121,11 +121,12 @@ def serve(
     from medha.bench.serve import ServeOptions, run_and_print
     from medha.bench.serve_figures import Goodput, parse_metrics, parse_percentiles
 
+    goals = Goodput.parse([*(goodput or ()), *(more_goodput or ())])
     options = ServeOptions(
-        subject=subject_of(given, seed=seed),
+        subject=subject_of(given, seed=seed, has_tpot=goals.tpot_s is not None),
         workload=workload_of(given, seed=seed, request_rate=request_rate, burstiness=burstiness),
         max_concurrency=max_concurrency,
-        goodput=Goodput.parse([*(goodput or ()), *(more_goodput or ())]),
+        goodput=goals,
         metrics=parse_metrics(percentile_metrics),
         percentiles=parse_percentiles(metric_percentiles),
         probe_request_rate=probe_request_rate,

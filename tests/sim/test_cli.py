@@ -265,7 +265,10 @@ def test_plots_without_matplotlib(simulate: Simulate, tmp_path: Path, monkeypatc
         (("--trace", "no-such-file"), "trace file no-such-file"),
         (("--trace", "x", "--workload", "medha-mix"), "workload='medha-mix' and trace='x'; accepted: one of the two"),
         (("--qps", 1, "--max-model-len", 500), "tokens and max_model_len=500; accepted: at least as many"),
-        (("--qps", 1, "--max-kv-per-group", 1000), "max_kv_per_group=1000; accepted: a multiple of the block size"),
+        (
+            ("--qps", 1, "--max-kv-per-group", 10**8),
+            "max_kv_per_group=100000000; accepted: a multiple",
+        ),
         (("--qps", 1, "--gpu-memory-utilization", 2), "utilization=2.0; accepted: a finite number above 0, at most 1"),
         (("--qps", 1, "--slo-ttft-s", 0), "slo_ttft_s=0.0; accepted: a finite number above 0"),
         (("--qps", 1, "--stop-s", -1), "stop_s=-1.0; accepted: a finite number above 0"),
