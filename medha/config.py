@@ -250,7 +250,7 @@ class SchedulerConfig:
             return f"a batch may take what its decodes' TPOT objectives leave, else {self.quantum_s:g} s (quantum_s)"
         return (
             f"a batch may take {self.quantum_s:g} s (quantum_s), as no request has a TPOT objective: a decode beside "
-            "prefills waits as long for its next token; slo.tpot_s, t_target_s or quantum_s shorten it"
+            "prefills waits as long for its next token; such an objective, t_target_s or quantum_s shorten it"
         )
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from medha.build import TORCH_DTYPES, Part, pick_device
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
+from medha.console import counted
 from medha.errors import ParallelConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
@@ -99,7 +100,7 @@ def run_dry(config: EngineConfig, console: Console) -> int:
     """Print rank map, memory plan and longest context; returns 0."""
     model = _load_model_config(config)
     plans = plan_ranks(config, model)
-    table = Table(title=f"{model.architecture} on {len(plans)} ranks", title_justify="left")
+    table = Table(title=f"{model.architecture} on {counted(len(plans), 'rank')}", title_justify="left")
     for name in ("rank", "kvp", "stage", "tp", "layers", "weights", "KV a token", "KV pool"):
         table.add_column(name, justify="right", no_wrap=True)
     for plan in plans:

@@ -220,6 +220,7 @@ def generate(
     if not _given(context, *context.params):
         from medha.demo import run_demo  # here because it loads torch, which takes seconds
 
+        logger.info("no argument, so this is the demo: no download, about a minute; --help tells of the rest")
         return run_demo(live=not no_progress)
     options = _engine_options(context.params)
     launch = read_launch()

@@ -39,6 +39,15 @@ def test_help_and_version_load_no_torch(arguments: list[str]) -> None:
         assert "Usage: medha" in done.stdout
 
 
+def test_help_breaks_its_lines_at_the_width_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "medha", ["bench", "serve", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split("╭")[0].split())
+    assert "ITL: gap between tokens. E2EL: arrival to last token." in text
+    done = run_python("from medha.cli import main; main()", "bench", "serve", "--help")
+    paragraph = done.stdout.split("TTFT: arrival")[1].split("\n \n")[0].split("╭")[0].rstrip().splitlines()
+    assert all(len(line.rstrip()) > 60 for line in paragraph[1:-1])
+
+
 def test_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(app, "medha", []) == 0
     out = capsys.readouterr().out
@@ -78,6 +87,23 @@ def test_bad_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixtu
     assert captured.err.startswith("error: ")
     assert captured.err.endswith("(see medha --help)\n")
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "passive"), ("active", "active")])
+def test_threads_sleep_while_they_wait(given: str | None, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    found = []
+    looking = make_app()
+
+    @looking.command()
+    def look() -> int:
+        found.append(os.environ["OMP_WAIT_POLICY"])
+        return 0
+
+    assert run_app(looking, "looking", []) == 0
+    assert found == [seen]
 
 
 @pytest.mark.parametrize(

@@ -869,7 +869,9 @@ def test_log_level(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_argument_is_the_demo(bare: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(medha.demo, "run_demo", lambda *, live: seen.append(live) or 0)
-    assert bare().code == 0
+    done = bare()
+    said = "medha: no argument, so this is the demo: no download, about a minute; --help tells of the rest\n"
+    assert (done.code, done.err) == (0, said)
     monkeypatch.setenv("MEDHA_NO_PROGRESS", "1")
     assert bare().code == 0
     assert seen == [True, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from medha.config import parse_size
@@ -21,9 +22,8 @@ def parse_lengths(name: str, text: str) -> tuple[int, ...]:
     Raises:
         ConfigError: not a list of positive integers.
     """
-    try:
-        return tuple(parse_size(part) for part in text.replace("_", "").split(","))
-    except ConfigError:
-        raise ConfigError(
-            f"{name}={text!r}; accepted: positive integers such as 2048 or 16K, comma separated"
-        ) from None
+    parts = text.replace("_", "").split(",")
+    with suppress(ConfigError):
+        if all(part.strip().isdecimal() or part.strip()[-1:].isalpha() for part in parts):
+            return tuple(parse_size(part) for part in parts)
+    raise ConfigError(f"{name}={text!r}; accepted: positive integers such as 2048 or 16K, comma separated")

@@ -135,6 +135,17 @@ def test_a_trace_brings_its_own_requests_and_objectives(simulate: Simulate, tmp_
     assert (reports(out)["runs"][0]["completed"], reports(out)["runs"][0]["request_rate"]) == (2, 7.0)
 
 
+def test_what_a_batch_may_take_is_said(simulate: Simulate) -> None:
+    systems = ("--scheduler", "medha,sarathi,vllm,orca", "--policy", "lars,edf", "--qps", 1, "--num-requests", 5)
+    text = " ".join(simulate(*systems, "--workload", "fixed:100,2").out.split())
+    assert text.count("a batch may take 0.25 s (quantum_s), as no request has a TPOT objective") == 1
+    assert "scheduler sarathi: batches of at most 2,048 tokens, chunks of at most 512 " in text
+    assert "scheduler vllm: batches of at most 2,048 tokens, chunks of at most 2,048 " in text
+    assert "scheduler orca: batches of at most 2,048 tokens, whole prompts " in text
+    given = simulate("--qps", 1, "--num-requests", 5, "--workload", "fixed:100,2", "--slo-tpot-s", 0.1)
+    assert "a batch may take what its decodes' TPOT objectives leave" in given.out
+
+
 def test_lengths_alone_need_a_rate(simulate: Simulate, tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n5,6\n7,8\n")
