@@ -248,10 +248,8 @@ class SchedulerConfig:
             return f"a batch may take {self.t_target_s:g} s (t_target_s)"
         if has_tpot:
             return f"a batch may take what its decodes' TPOT objectives leave, else {self.quantum_s:g} s (quantum_s)"
-        return (
-            f"a batch may take {self.quantum_s:g} s (quantum_s), as no request has a TPOT objective: a decode beside "
-            "prefills waits as long for its next token; such an objective, t_target_s or quantum_s shorten it"
-        )
+        why = "quantum_s, as there is no TPOT objective"
+        return f"a batch may take {self.quantum_s:g} s ({why}), and so may a token beside prefills"
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,6 @@ def generate(
         return follow(config)
     arrivals, earlier = requested(context.params, config)
     if earlier.done and not arrivals and not is_launched():
-        logger.info("every request is in %s already", output)
         return FAILED_REQUESTS if earlier.num_failed else 0
     with ExitStack() as stack:
         if launch is None and config.parallel.world_size > 1:

@@ -84,8 +84,6 @@ def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> 
                 arrival = _wrong(f"line-{number}", f"id {arrival.request_id!r:.80} is in the file already")
             seen.add(arrival.request_id)
             arrivals[number] = arrival
-    if unknown:
-        logger.warning("request fields ignored (with how many lines): %s", dict(unknown))
     wrong = [number for number, arrival in arrivals.items() if arrival.error is not None]
     if wrong:
         what = f"{len(wrong)} of {len(arrivals)} requests in {path} cannot be run"
@@ -94,6 +92,8 @@ def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> 
             _refuse_trace(path, lines)
             raise ConfigError(f"{what}; {first}")
         logger.warning("%s; the first is %s", what, first)
+    if unknown:
+        logger.warning("request fields ignored (with how many lines): %s", dict(unknown))
     return sorted(arrivals.values(), key=lambda a: a.arrival_s)
 
 

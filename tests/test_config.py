@@ -156,7 +156,7 @@ def test_vllm_has_the_budget_of_the_batch_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "has_tpot", "text"),
     [
-        ({}, False, "a batch may take 0.25 s (quantum_s), as no request has a TPOT objective: "),
+        ({}, False, "a batch may take 0.25 s (quantum_s, as there is no TPOT objective), and so may a token"),
         ({}, True, "a batch may take what its decodes' TPOT objectives leave, else 0.25 s (quantum_s)"),
         ({"t_target_s": 0.05}, False, "a batch may take 0.05 s (t_target_s)"),
         ({"scheduler": "vllm"}, False, "scheduler vllm: batches of at most 2,048 tokens, chunks of at most 2,048"),

@@ -262,7 +262,7 @@ def test_chat(bare: Command, tmp_path: Path) -> None:
 
 
 def test_the_log_says_what_a_batch_may_take(run: Command, tmp_path: Path) -> None:
-    assert "medha: a batch may take 0.25 s (quantum_s), as no request has a TPOT" in run("--prompt", ADA).err
+    assert "medha: a batch may take 0.25 s (quantum_s, as there is no TPOT objective)" in run("--prompt", ADA).err
     requests = write_lines(tmp_path / "in.jsonl", {"prompt": ADA, "slo": {"tpot_s": 0.5}})
     assert "medha: a batch may take what its decodes' TPOT objectives leave" in run("--requests", requests).err
 
@@ -627,7 +627,7 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
     output = tmp_path / "out.jsonl"
     done = run("--requests", path, "--output", output, "--max-model-len", "256", "--log-level", "warning")
     assert done.code == 3
-    ignored, wrong, text = done.err.splitlines()
+    wrong, ignored, text = done.err.splitlines()
     assert ignored == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}"
     assert re.fullmatch(rf"medha: 1\d of 28 requests in {path} cannot be run; the first is line 2: not JSON: .*", wrong)
     assert text == "medha: 3 of 28 requests cannot be run; the first: the prompt is empty; accepted: at least one token"

@@ -115,7 +115,8 @@ def tell_launcher(message: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+            extra = {"timestamp": str(int(time.time()))}
+            Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def launch_variables(size: int) -> list[dict[str, str]]:

@@ -72,7 +72,7 @@ def test_lengths_that_a_model_does_not_take_are_left_out(tmp_path: Path, capsys:
 @pytest.mark.parametrize("has_tpot", [True, False])
 def test_what_a_batch_may_take_is_said(has_tpot: bool, capsys: pytest.CaptureFixture[str]) -> None:
     subject_of(defaults(MODEL, SCHEDULING), has_tpot=has_tpot)
-    said = "decodes' TPOT objectives leave" if has_tpot else "0.25 s (quantum_s), as no request has a TPOT objective"
+    said = "decodes' TPOT objectives leave" if has_tpot else "0.25 s (quantum_s, as there is no TPOT objective)"
     assert said in capsys.readouterr().err
     subject_of(defaults(MODEL))
     assert capsys.readouterr().err == ""

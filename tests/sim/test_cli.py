@@ -138,7 +138,7 @@ def test_a_trace_brings_its_own_requests_and_objectives(simulate: Simulate, tmp_
 def test_what_a_batch_may_take_is_said(simulate: Simulate) -> None:
     systems = ("--scheduler", "medha,sarathi,vllm,orca", "--policy", "lars,edf", "--qps", 1, "--num-requests", 5)
     text = " ".join(simulate(*systems, "--workload", "fixed:100,2").out.split())
-    assert text.count("a batch may take 0.25 s (quantum_s), as no request has a TPOT objective") == 1
+    assert text.count("a batch may take 0.25 s (quantum_s, as there is no TPOT objective)") == 1
     assert "scheduler sarathi: batches of at most 2,048 tokens, chunks of at most 512 " in text
     assert "scheduler vllm: batches of at most 2,048 tokens, chunks of at most 2,048 " in text
     assert "scheduler orca: batches of at most 2,048 tokens, whole prompts " in text
