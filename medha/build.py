@@ -238,7 +238,7 @@ def _build(
         predictor=predictor,
         max_prompt_tokens=limits.max_model_len,
     )
-    attention = f"{backend.name} ({why})"
+    attention = backend.name if device.type == "cpu" else f"{backend.name} ({why})"
     _log_start(model_config, limits, scheduler, device=device, dtype=dtype, profile=config.profile, attention=attention)
     if ranks is None:
         return Role(
@@ -431,26 +431,30 @@ def _log_start(
     attention: str,
 ) -> None:
     memory = scheduler.memory
+    pool = memory.num_blocks * memory.block_size
     groups = ""
     if memory.num_groups > 1:
-        groups = f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group} tokens of a request on one"
-    logger.info(
-        "%s on %s in %s, attention %s, context %d, KV pool %d blocks of %d tokens%s, longest request that fits %d "
-        "tokens; sampling defaults %s, end-of-sequence ids %s, step times %s",
-        model.architecture, device, dtype, attention, limits.max_model_len, memory.num_blocks, memory.block_size,
-        groups, memory.max_request_tokens, dict(limits.sampling_defaults), list(limits.eos_token_ids),
-        f"from profile {profile}" if profile else "from a rough sheet of the machine, as no profile was given",
-    )  # fmt: skip
+        groups = f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group:,} of a request on one"
+    source = f"profile {profile}" if profile else "a rough sheet of the machine; medha profile measures them"
+    lines = [
+        f"{model.architecture}, {model.num_layers} layers, {str(dtype).removeprefix('torch.')} on {device}, attention "
+        f"{attention}",
+        f"longest request {min(limits.max_model_len, memory.max_request_tokens):,} tokens: context "
+        f"{limits.max_model_len:,}, KV pool {pool:,} tokens{groups}",
+        f"step times from {source}",
+    ]
+    if limits.sampling_defaults:
+        lines.append(f"sampling defaults {dict(limits.sampling_defaults)}, from generation_config.json")
+    for line in lines:
+        logger.info("%s", line)
+    logger.debug("end-of-sequence ids %s", list(limits.eos_token_ids))
 
 
 def _check_max_kv_per_group(config: EngineConfig, num_blocks: int) -> None:
-    """Refuse what is no multiple of the block size, or more than the pool."""
-    block_size, pool = config.cache.block_size, num_blocks * config.cache.block_size
-    given = config.scheduler.max_kv_per_group
-    if given is not None and (given % block_size or given > pool):
-        raise ConfigError(
-            f"max_kv_per_group={given}; accepted: multiples of block_size={block_size} up to the pool's {pool} tokens"
-        )
+    """Refuse more than the pool."""
+    pool, given = num_blocks * config.cache.block_size, config.scheduler.max_kv_per_group
+    if given is not None and given > pool:
+        raise ConfigError(f"max_kv_per_group={given}; accepted: at most the pool's {pool} tokens")
 
 
 def _checkpoint_facts(config: EngineConfig, folder: Path) -> list[object]:
@@ -656,7 +660,7 @@ def _num_swap_blocks(config: EngineConfig, part: Part, dtype: torch.dtype) -> in
     if 0 < cache.swap_bytes < block_bytes:
         raise ConfigError(
             f"swap_space={cache.swap_bytes} bytes; accepted: 0, or at least a block of {cache.block_size} tokens, "
-            f"{block_bytes} bytes (GiB are text as '4GiB', or a float)"
+            f"{block_bytes} bytes (a number is GiB; or text as '512MiB')"
         )
     return cache.swap_bytes // block_bytes
 

@@ -6,25 +6,34 @@ failed, 130 interrupted. Text that was asked for goes to stdout, everything else
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, get_args
 
 import typer
+import typer.core
 
-from medha.config import OPTION_ALIASES
+from medha.config import OPTION_ALIASES, parse_size
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
-from medha.parallel.health import write_state
-from medha.parallel.launch import is_first_rank, is_launched
+from medha.foreign_options import FOREIGN_OPTIONS, is_flag, note_foreign
+from medha.parallel.health import printable, write_state
+from medha.parallel.launch import is_first_rank, is_launched, tell_launcher
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 logger = logging.getLogger("medha")
 
@@ -38,13 +47,106 @@ _ECHO_S = 2.0  # a signal that follows another within so long comes from the lau
 # Other names of options; those of the engine's are known to medha.config.
 _ALIASES = {**OPTION_ALIASES, "model_path": "model", "max_new_tokens": "max_tokens"}
 
+_SHORT_OPTIONS = {
+    "-tp": "--tp",
+    "-pp": "--spp",
+    "-kvp": "--kvp",
+    "-dp": "--data-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-q": "--quantization",
+}
+
 # Wrong usage of the command line in click's terms; typer brings its own copy of click or imports it, by version.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+class _Command(typer.core.TyperCommand):
+    """A command that knows vLLM's options and short forms, and takes ``1k``, ``128K`` or ``10M`` for any integer."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help or "")  # a docstring's lines are not those of a terminal
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._own(args))
+
+    def _own(self, arguments: Sequence[str]) -> list[str]:
+        """The arguments in terms of the options that there are.
+
+        Raises:
+            ConfigError: an option of another engine asks for what medha does not do.
+        """
+        if self.context_settings.get("ignore_unknown_options"):
+            return list(arguments)
+        kinds = self._kinds()
+        left, own = deque(arguments), list[str]()
+        while left:
+            typed = left.popleft()
+            if typed == "--":
+                return [*own, typed, *left]
+            head, equals, value = typed.partition("=")
+            head = _SHORT_OPTIONS.get(head, head)
+            name = head.lstrip("-").replace("-", "_")
+            kind = kinds.get(_canonical(name)) if head.startswith("-") else None
+            if kind is None and head.startswith("--") and name.removeprefix("no_") in FOREIGN_OPTIONS:
+                _note_foreign(name, typed, left)
+                continue
+            own.append(head)
+            if not equals and left and kind in (int, str):
+                own.append(left.popleft())
+            elif equals:
+                own[-1] += equals + value
+            if kind is int:
+                head, equals, value = own.pop().rpartition("=")
+                own.append(head + equals + _plain_integer(value))
+        return own
+
+    def _kinds(self) -> dict[str, type]:
+        """Of each option by its canonical names: int, bool (it stands without a value), or str for all others."""
+        hints = inspect.signature(self.callback or (lambda: None), eval_str=True).parameters
+        found: dict[str, type] = {}
+        for parameter in self.params:
+            base = get_args(hints[parameter.name].annotation)[:1] if parameter.name in hints else (bool,)  # --help
+            kinds = {*base, *(get_args(base[0]) if base else ())}
+            kind = next((kind for kind in (int, bool) if kind in kinds), str)
+            names = (*parameter.opts, *parameter.secondary_opts)
+            found |= {_canonical(name.lstrip("-")): kind for name in names if name.startswith("-")}
+        return found
+
+
+def _note_foreign(name: str, typed: str, left: deque[str]) -> None:
+    """Say that an option of another engine changes nothing; its value is taken from what is ``left``."""
+    bare, value = name.removeprefix("no_"), typed.partition("=")[2]
+    if is_flag(bare) and not value:
+        given: Any = bare == name
+    else:
+        if not value and left and not left[0].startswith("--"):
+            value = left.popleft()
+            typed = f"{typed} {value}"
+        given = value
+    note = note_foreign(bare, given, typed)
+    if is_first_rank():
+        print("medha:", note, file=sys.stderr)
+
+
+def _plain_integer(text: str) -> str:
+    """A length such as ``128K`` in digits; anything else as it is, for whoever refuses it by the option's name."""
+    with suppress(ConfigError):
+        return str(parse_size(text)) if text[-1:].isalpha() else text
+    return text
+
+
+class _App(typer.Typer):
+    """An app of such commands."""
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        return super().command(name, cls=_Command, **options)
+
+
 def make_app(*, help: str | None = None) -> typer.Typer:
     """A typer app whose options may go by their aliases, and with ``_`` for ``-``; run it with :func:`run_app`."""
-    return typer.Typer(
+    return _App(
         help=help,
         add_completion=False,
         rich_markup_mode="rich",
@@ -73,25 +175,71 @@ def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = 
     Returns:
         The exit code.
     """
+    # Read when torch is imported. A thread that spins while it waits takes the core from what it waits for: beside one
+    # busy program two threads took 75 times as long. Without one, sleeping costs up to 10 % with layers 1,024 wide or
+    # more, and a third of a small model's decode.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character is no reason to end
+    sys.stderr, _ = lossy(sys.stderr)  # nor is a log that nobody takes
     try:
-        return int(app(args=arguments, prog_name=prog_name, standalone_mode=False) or 0)
+        return run_guarded(lambda: int(app(args=arguments, prog_name=prog_name, standalone_mode=False) or 0))
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
         return complain(f"{message} (see {prog_name} --help)", 2)
+
+
+def run_guarded(run: Callable[[], int]) -> int:
+    """Call what returns an exit code; an error of ours becomes one line on stderr, and its code."""
+    try:
+        return run()
     except MedhaError as error:
         root: BaseException = error
-        while (
-            isinstance(root, MedhaError) and root.__cause__ is not None
-        ):  # the failed rank shows where, the others not
+        while isinstance(root, MedhaError) and root.__cause__ is not None:
             root = root.__cause__
-        if isinstance(error, EngineDeadError) and not isinstance(root, MedhaError):
-            logger.error("the engine failed", exc_info=root)
+        if isinstance(error, EngineDeadError) and not isinstance(root, MedhaError):  # the failed rank shows where
+            where = "".join(traceback.format_tb(root.__traceback__))
+            logger.error("the engine failed\n%s%s: %s", where, type(root).__name__, printable(str(root)))
         code = FAILED_REQUESTS if isinstance(error, RequestError) else exit_code(error)
         return complain(f"{type(error).__name__}: {error}", code)
     except (KeyboardInterrupt, typer.Abort):
         return exit_code(KeyboardInterrupt())
+
+
+class _Lossy(io.FileIO):
+    """A stream of this process that takes everything, also when its reader has gone or its disk is full.
+
+    Attributes:
+        failure: why what is written is lost; None while it is not.
+    """
+
+    failure: OSError | None = None
+
+    def write(self, data: Buffer, /) -> int:
+        if self.failure is None:
+            try:
+                return super().write(data)
+            except OSError as error:
+                self.failure = error
+        return memoryview(data).nbytes
+
+
+def lossy(stream: TextIO) -> tuple[TextIO, Callable[[], OSError | None]]:
+    """A stream like ``stdout`` or ``stderr`` that never fails, and what tells the reason since when all is lost.
+
+    What is no file of the process (the stand-in of a test, None where it was closed) is returned as it is.
+    """
+    try:
+        raw = _Lossy(stream.fileno(), "w", closefd=False)
+    except (AttributeError, OSError, ValueError):
+        return stream, lambda: None
+    buffer = io.BufferedWriter(raw)
+    return io.TextIOWrapper(
+        buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=stream is sys.stderr or raw.isatty()
+    ), lambda: raw.failure
 
 
 def end_process(code: int) -> NoReturn:
@@ -106,8 +254,10 @@ def end_process(code: int) -> NoReturn:
 
 def complain(message: str, code: int) -> int:
     """Write an error to stderr, on one line, on the rank that speaks; returns ``code``."""
+    line = " ".join(message.split())
     if is_first_rank():
-        print("error:", " ".join(message.split()), file=sys.stderr, flush=True)
+        print("error:", line, file=sys.stderr, flush=True)
+        tell_launcher(line)
     elif code == _BAD_INPUT:
         time.sleep(_SPEAK_S)  # the launcher ends every rank as soon as one has ended, and rank 0 has to speak yet
     return code

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from medha.errors import ConfigError
+from medha.foreign_options import FOREIGN_OPTIONS, note_foreign
+
+logger = logging.getLogger("medha")
 
 DTYPES = ("float32", "bfloat16", "float16")
 RopeType = Literal["default", "linear", "llama3", "yarn"]
@@ -115,7 +119,7 @@ class CacheConfig:
         value = self.gpu_memory_utilization
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
             raise ConfigError(f"gpu_memory_utilization={value!r}; accepted: a number above 0, at most 1")
-        _check_int("swap_space", self.swap_bytes, 2**60)
+        _check_int("swap_space in bytes", self.swap_bytes, 2**60)
 
 
 SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm", "token-budget")
@@ -134,7 +138,7 @@ class SchedulerConfig:
         max_num_seqs: requests started and not finished at once, and rows of a batch.
         max_batch_tokens: query tokens of a batch.
         chunk_size: query tokens of one prefill in a batch; None is whatever the time budget holds with the medha
-            scheduler, and 512 with the others that cut prompts into chunks.
+            scheduler, ``max_batch_tokens`` with ``vllm``, and 512 with the others that cut prompts into chunks.
         t_target_s: seconds that a batch may take. None derives it from the tightest TPOT objective among the running
             decodes and the depth, and is ``quantum_s`` where there is none.
         quantum_s: seconds of a batch when no decode asks for less: how long a running prefill may hold up the others.
@@ -201,7 +205,7 @@ class SchedulerConfig:
                 "accepted: all"
             )
         if self.scheduler != "medha" and self.chunk_size is None:
-            object.__setattr__(self, "chunk_size", 512)
+            object.__setattr__(self, "chunk_size", self.max_batch_tokens if self.scheduler == "vllm" else 512)
         _check_positive_int("max_num_seqs", self.max_num_seqs, 65536)
         _check_positive_int("max_batch_tokens", self.max_batch_tokens, 2**24)
         _check_positive_int("chunk_size", self.chunk_size, 2**24, optional=True)
@@ -229,6 +233,23 @@ class SchedulerConfig:
         seconds = self.swap_block_s
         if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
             raise ConfigError(f"swap_block_s={seconds!r}; accepted: a finite number from 0")
+
+    def budget_text(self, *, has_tpot: bool) -> str:
+        """What a batch may hold, and why, in words.
+
+        Args:
+            has_tpot: whether some request has a TPOT objective.
+        """
+        if self.scheduler != "medha":
+            whole = self.scheduler in ("static", "orca")
+            chunks = "whole prompts" if whole else f"chunks of at most {self.chunk_size:,}"
+            return f"scheduler {self.scheduler}: batches of at most {self.max_batch_tokens:,} tokens, {chunks}"
+        if self.t_target_s is not None:
+            return f"a batch may take {self.t_target_s:g} s (t_target_s)"
+        if has_tpot:
+            return f"a batch may take what its decodes' TPOT objectives leave, else {self.quantum_s:g} s (quantum_s)"
+        why = "quantum_s, as there is no TPOT objective"
+        return f"a batch may take {self.quantum_s:g} s ({why}), and so may a token beside prefills"
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +368,9 @@ class EngineConfig:
                 f"decode_lag=1 with {self.parallel.world_size} ranks: the others get a token from the first one; "
                 "accepted: 0 or None"
             )
+        whole = whole_blocks(self.scheduler.max_kv_per_group, self.cache.block_size)
+        if whole != self.scheduler.max_kv_per_group:
+            object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler, max_kv_per_group=whole))
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r}; accepted: auto, cpu, cuda, cuda:N")
 
@@ -355,8 +379,8 @@ class EngineConfig:
         """Build the tree from flat keyword arguments, the names that :class:`medha.LLM` takes.
 
         vLLM's names are accepted as aliases (``max_num_batched_tokens``, ``num_gpu_blocks_override``, ...), and its
-        ``enforce_eager`` as the opposite of ``cuda_graphs``. ``swap_space`` is bytes as an integer or text (``4GiB``),
-        and as a float GiB, as there.
+        ``enforce_eager`` as the opposite of ``cuda_graphs``; what only others have is in
+        :mod:`medha.foreign_options`. ``kv_memory`` is bytes, ``swap_space`` GiB as in vLLM, or both text (``4GiB``).
 
         Raises:
             ConfigError: an unknown name (the message proposes the nearest), a name given twice, or a bad value.
@@ -367,6 +391,9 @@ class EngineConfig:
             if name == "enforce_eager" and isinstance(value, bool):
                 name, value = "cuda_graphs", not value
             canonical = OPTION_ALIASES.get(name, name)
+            if name in FOREIGN_OPTIONS:
+                logger.info("%s", note_foreign(name, value, f"{name}={value!r}"))
+                continue
             if canonical not in _OPTION_SECTIONS:
                 near = difflib.get_close_matches(name, [*_OPTION_SECTIONS, *OPTION_ALIASES], n=1)
                 hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(_OPTION_SECTIONS))}"
@@ -375,7 +402,13 @@ class EngineConfig:
                 raise ConfigError(f"{canonical} is given twice, under its own name or an alias")
             seen.add(canonical)
             if canonical == "swap_space":
-                value = _swap_bytes(value)
+                value = _swap_bytes(given := value)
+                if value is math.nan:
+                    raise ConfigError(f"{name}={given!r}; accepted: GiB from 0 to {2**30}, or text as in '512MiB'")
+            elif canonical == "kv_memory":
+                value = _bytes(name, value)
+            elif canonical == "dtype" and isinstance(value, str):
+                value = _DTYPE_ALIASES.get(value, value)
             section, field_name = _OPTION_SECTIONS[canonical]
             sections[section][field_name] = value
         return cls(
@@ -389,18 +422,26 @@ class EngineConfig:
 
 ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
 
+_DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+
 # Other names by which users of vLLM and SGLang know an option.
 OPTION_ALIASES = {
     "max_num_batched_tokens": "max_batch_tokens",
     "num_gpu_blocks_override": "num_kv_blocks",
+    "kv_cache_memory_bytes": "kv_memory",
+    "mem_fraction_static": "gpu_memory_utilization",
     "max_running_requests": "max_num_seqs",
     "context_length": "max_model_len",
     "chunked_prefill_size": "chunk_size",
     "page_size": "block_size",
+    "tokenizer_path": "tokenizer",
     "tensor_parallel_size": "tp",
+    "tp_size": "tp",
     "pipeline_parallel_size": "spp",
+    "pp_size": "spp",
     "kv_parallel_size": "kvp",
     "scheduling_policy": "policy",
+    "schedule_policy": "policy",
 }
 
 # What an engine finds out itself: given, it could contradict the memory that there is.
@@ -426,34 +467,52 @@ _OPTION_SECTIONS: dict[str, tuple[str, str]] = {
 }
 
 
-def parse_bytes(text: str) -> int:
-    """A size such as ``4GiB``, ``512MB`` or ``1073741824`` in bytes.
+def whole_blocks(max_kv_per_group: int | None, block_size: int) -> int | None:
+    """What of it blocks fill, one at least; says so where that is another number."""
+    if max_kv_per_group is None or max_kv_per_group % block_size == 0:
+        return max_kv_per_group
+    whole = max(1, max_kv_per_group // block_size) * block_size
+    logger.warning("max_kv_per_group=%d is taken as %d, blocks of %d tokens", max_kv_per_group, whole, block_size)
+    return whole
+
+
+def parse_size(text: str) -> int:
+    """A size in bytes or a length in tokens, in any of its spellings.
+
+    As in vLLM ``1k`` is 1,000 and ``1K`` 1,024, likewise m, g and t; with a B (``KB``) they are 1,000s and with an i
+    (``KiB``, ``Ki``) 1,024s in either case.
 
     Raises:
         ConfigError: not a positive number with a known unit.
     """
-    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(?:([kmgt])(i?))?b?\s*", text, flags=re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(?:([kmgt])(i?))?(b?)\s*", text, flags=re.IGNORECASE)
     if not match:
-        raise ConfigError(f"size {text!r}; accepted: a number with KiB, MiB, GiB, TiB (or KB, MB, GB, TB)")
-    power = " kmgt".index((match[2] or " ").lower())
-    size = int(Decimal(match[1]) * (1024 if match[3] else 1000) ** power)
+        raise ConfigError(f"size {text!r}; accepted: a number, alone or with k, K, KB, KiB (or M, G, T so)")
+    unit = match[2] or ""
+    is_binary = match[3] or (unit.isupper() and not match[4])
+    size = int(Decimal(match[1]) * (1024 if is_binary else 1000) ** " kmgt".index(unit.lower() or " "))
     if size < 1:
-        raise ConfigError(f"size {text!r}; accepted: at least one byte")
+        raise ConfigError(f"size {text!r}; accepted: at least 1")
     return size
 
 
+def _bytes(name: str, value: Any) -> Any:
+    """Bytes of a size that is text; anything else is left to its check."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={value!r}; accepted: as in '4GiB' ({error})") from None
+
+
 def _swap_bytes(value: Any) -> Any:
-    """Bytes of ``swap_space`` where it is text or GiB; anything else is left to its check."""
-    if value == "0":
-        return 0
-    if isinstance(value, str):
-        try:
-            return parse_bytes(value)
-        except ConfigError as error:
-            raise ConfigError(f"swap_space={value!r}; accepted: 0, or as in '4GiB' ({error})") from None
-    if isinstance(value, float) and 0 <= value < math.inf:
-        return int(value * 2**30)
-    return value
+    """Bytes of ``swap_space``: a number, be it text, is GiB as in vLLM; what is none is left to its check."""
+    try:
+        gib = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        return _bytes("swap_space", value)
+    return int(gib * 2**30) if 0 <= gib <= 2**30 else math.nan
 
 
 def _check_int(name: str, value: Any, high: int) -> None:

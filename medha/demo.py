@@ -131,7 +131,8 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
         lars = _act(stage, LARS, Path(name), lambda engine, display: _serve(engine, asked, display))
         if lars is not None:
             console.print(results_table(lars, expected=expected))
-            console.print(f"{_num_right(lars, expected)} of {len(expected)} answers right.\n")
+            console.print(f"{_num_right(lars, expected)} of {len(expected)} answers right.")
+            console.print("TPOT is long while the document is read: each token waits for a batch with a part of it.\n")
         fcfs = _act(stage, FCFS, Path(name), lambda engine, display: _serve_again(engine, lars or [], display))
         if lars is None or fcfs is None:
             return 0

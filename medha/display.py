@@ -34,6 +34,7 @@ _REFRESH_S = 0.125
 _MAX_ROWS = 8
 _MAX_CHARS = 400
 _ID_WIDTH = 16
+_ANSWER_WIDTH = 16
 
 
 class Display:
@@ -207,9 +208,9 @@ def results_table(outputs: Iterable[RequestOutput], *, expected: Mapping[str, st
     """
     table = Table()
     table.add_column("request")
-    for name in ("prompt tokens", "arrived at", "TTFT", "TPOT"):
+    for name in ("prompt\ntokens", "arrived at", "TTFT", "TPOT"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("answer", overflow="fold")
+    table.add_column("answer", overflow="fold", min_width=_ANSWER_WIDTH)
     table.add_column("")
     for output in outputs:
         metrics, answer = output.metrics, shown_text(output.outputs[0])
@@ -266,7 +267,9 @@ def _tail_line(request_id: str, tail: str, width: int) -> Text:
 
 
 def _short_id(request_id: str) -> str:
-    return _one_line(request_id if len(request_id) <= _ID_WIDTH else request_id[: _ID_WIDTH - 1] + "…")
+    """Cut in the middle: names of one kind differ at their ends."""
+    half = _ID_WIDTH // 2
+    return _one_line(request_id if len(request_id) <= _ID_WIDTH else request_id[: half - 1] + "…" + request_id[-half:])
 
 
 def _one_line(text: str) -> str:

@@ -33,6 +33,7 @@ class Arrival:
     Attributes:
         arrival_s: seconds after the start of :func:`drive`.
         error: why the request could not even be read; it is then returned at once.
+        has_custom_id: its id came as OpenAI's ``custom_id``; its output line is to have it under that name too.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Arrival:
     arrival_s: float = 0.0
     priority: str = "normal"
     error: MedhaError | None = None
+    has_custom_id: bool = False
 
 
 def drive(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from medha.build import TORCH_DTYPES, Part
-from medha.config import EngineConfig, ModelConfig
+from medha.build import TORCH_DTYPES, Part, pick_device
+from medha.config import EngineConfig, ModelConfig, ParallelConfig
+from medha.console import counted
+from medha.errors import ParallelConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
+from medha.parallel.launch import Launch
 from medha.parallel.mesh import check_layout
+
+logger = logging.getLogger("medha")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +67,40 @@ def plan_ranks(config: EngineConfig, model: ModelConfig) -> list[RankPlan]:
     return plans
 
 
-def run_dry(config: EngineConfig, console: Console) -> int:
-    """Print rank map, memory plan and longest context; returns 0."""
-    folder = resolve_model(config.model, revision=config.revision)
-    model = load_model_config(
-        folder,
+def choose_layout(config: EngineConfig, launch: Launch) -> dict[str, int]:
+    """Degrees for a model where none were asked for; every rank says the same.
+
+    On GPUs as much tensor parallelism as a node and the heads allow, with which a token comes quickest there; on
+    CPUs as little, since each of its many transfers takes a millisecond. The rest are stages, as far as layers go.
+    """
+    model, size = _load_model_config(config), launch.world_size
+    is_gpu = pick_device(config.device).type == "cuda"
+    degrees = [tp for tp in range(1, launch.local_world_size + 1) if size % tp == 0]
+    layouts = [ParallelConfig(tp=tp, spp=size // tp) for tp in sorted(degrees, reverse=is_gpu)]
+    for layout in (*layouts, ParallelConfig(kvp=size)):
+        with suppress(ParallelConfigError):
+            check_layout(layout, model, size)
+            break
+    chosen = {"tp": layout.tp, "spp": layout.spp, "kvp": layout.kvp}
+    named = " x ".join(f"{axis}={degree}" for axis, degree in chosen.items() if degree > 1)
+    logger.info("layout of %d ranks: %s, as none was asked for with --tp, --spp or --kvp", size, named)
+    return chosen
+
+
+def _load_model_config(config: EngineConfig) -> ModelConfig:
+    return load_model_config(
+        resolve_model(config.model, revision=config.revision),
         hf_overrides=config.hf_overrides,
         rope_scaling=config.rope_scaling,
         max_model_len=config.max_model_len,
     )
+
+
+def run_dry(config: EngineConfig, console: Console) -> int:
+    """Print rank map, memory plan and longest context; returns 0."""
+    model = _load_model_config(config)
     plans = plan_ranks(config, model)
-    table = Table(title=f"{model.architecture} on {len(plans)} ranks", title_justify="left")
+    table = Table(title=f"{model.architecture} on {counted(len(plans), 'rank')}", title_justify="left")
     for name in ("rank", "kvp", "stage", "tp", "layers", "weights", "KV a token", "KV pool"):
         table.add_column(name, justify="right", no_wrap=True)
     for plan in plans:

@@ -5,9 +5,10 @@ With no argument at all it runs the demo (:mod:`medha.demo`). Exit codes and str
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,22 +22,22 @@ from medha.command import (
     FAILED_REQUESTS,
     end_process,
     first_interrupt,
-    ignore_signals,
+    lossy,
     make_app,
     run_app,
     start_logging,
     state_on_signal,
 )
-from medha.config import ATTENTION_BACKENDS, SCHEDULERS, EngineConfig, parse_bytes
+from medha.config import ATTENTION_BACKENDS, SCHEDULERS, EngineConfig
 from medha.console import report_console
 from medha.display import Display, StreamedText, print_explanation
 from medha.driver import Arrival, drive
 from medha.errors import ConfigError
-from medha.jsonl import OutputLines, emptied, full_disk_reported, opened, read_requests
+from medha.jsonl import OutputLines, emptied, opened, unwritable_reported
 from medha.models.hf_config import parse_hf_overrides
-from medha.parallel.launch import is_first_rank
-from medha.request import SamplingParams
+from medha.parallel.launch import is_first_rank, is_launched, own_ranks, read_launch
 from medha.timeline import Timeline
+from medha.work import requested
 
 if TYPE_CHECKING:
     from medha.engine import Engine
@@ -52,10 +53,7 @@ _scheduling_option = partial(typer.Option, rich_help_panel="Scheduling")
 _parallel_option = partial(typer.Option, rich_help_panel="Parallel layout, under torchrun")
 _output_option = partial(typer.Option, rich_help_panel="Output")
 
-# Which parameters of the command go where, by the name that they have there too.
-_SAMPLING = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos", "logprobs",
-)  # fmt: skip
+# Parameters of the command that are options of the engine, by the name that they have there too.
 _ENGINE = (
     "tokenizer", "revision", "dtype", "device", "attention_backend", "cuda_graphs", "load_format", "seed",
     "max_model_len", "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens",
@@ -95,8 +93,12 @@ def generate(
         ),
     ] = _DEFAULT.cuda_graphs,
     prompt: Annotated[list[str] | None, _request_option(help="Text to complete; may be repeated.")] = None,
-    prompt_file: Annotated[Path | None, _request_option(help="File whose text is one prompt.")] = None,
-    requests: Annotated[Path | None, _request_option(help="JSON lines, one request each.")] = None,
+    prompt_file: Annotated[
+        Path | None, _request_option(help="File whose text is one prompt, to the byte; - is stdin, as is a pipe alone.")
+    ] = None,
+    requests: Annotated[
+        Path | None, _request_option(help="JSON lines, one request each, OpenAI's batch lines too; - is stdin.")
+    ] = None,
     chat: Annotated[bool, _request_option("--chat", help="Put prompts into the model's chat template.")] = False,
     max_tokens: Annotated[int, _sampling_option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, _sampling_option(help="0 is greedy.")] = 0.0,
@@ -115,8 +117,8 @@ def generate(
         float, _memory_option(help="Share of the GPU's memory to use.")
     ] = _DEFAULT.cache.gpu_memory_utilization,
     swap_space: Annotated[
-        str, _memory_option(help="Host memory of a rank for KV of requests that give way, for example 4GiB.")
-    ] = str(_DEFAULT.cache.swap_bytes),
+        str, _memory_option(help="Host memory of a rank for KV of requests that give way: GiB, or as 512MiB.")
+    ] = "0",
     max_num_seqs: Annotated[int, _memory_option(help="Most requests at once.")] = _DEFAULT.scheduler.max_num_seqs,
     max_batch_tokens: Annotated[
         int, _memory_option(help="Most tokens of a step.")
@@ -187,10 +189,24 @@ def generate(
     dry_run: Annotated[
         bool, _parallel_option("--dry-run", help="Print rank map, memory and longest context; load nothing.")
     ] = False,
-    output: Annotated[Path | None, _output_option(help="File of JSON lines, one as each request ends.")] = None,
+    output: Annotated[
+        Path | None, _output_option(help="New or empty file for JSON lines, one as each request ends.")
+    ] = None,
+    overwrite: Annotated[bool, _output_option("--overwrite", help="Start --output anew.")] = False,
+    resume: Annotated[
+        bool,
+        _output_option(
+            "--resume",
+            help="Go on with the --output of a run of the same --requests and options that was cut short. What has a "
+            "line there is skipped, also with an error of its own; what was aborted, or lost with the engine, runs "
+            "again. The tokens are those of one whole run.",
+        ),
+    ] = False,
     json_lines: Annotated[bool, _output_option("--json", help="The same lines on stdout in place of text.")] = False,
-    timeline: Annotated[Path | None, _output_option(help="Chrome trace of what ran (.json or .json.gz).")] = None,
-    journal: Annotated[Path | None, _output_option(help="What the scheduler was asked and decided.")] = None,
+    timeline: Annotated[
+        Path | None, _output_option(help="Chrome trace of what ran (.json or .json.gz), replaced.")
+    ] = None,
+    journal: Annotated[Path | None, _output_option(help="What the scheduler was asked and decided; replaced.")] = None,
     explain: Annotated[bool, _output_option("--explain", help="Say on stderr where each TTFT went.")] = False,
     log_level: Annotated[str, _output_option(help="debug, info, warning or error.", envvar="MEDHA_LOG_LEVEL")] = "info",
     no_progress: Annotated[
@@ -202,85 +218,71 @@ def generate(
     Options may be spelled with _ for -, and by the names that vLLM and SGLang have for them.
     """
     start_logging(log_level)
-    sources = [context.get_parameter_source(name) for name in context.params]
-    if not any(source is not None and source.name == "COMMANDLINE" for source in sources):
+    if not _given(context, *context.params):
         from medha.demo import run_demo  # here because it loads torch, which takes seconds
 
+        logger.info("no argument, so this is the demo: no download, about a minute; --help tells of the rest")
         return run_demo(live=not no_progress)
-    config = _engine_config(context.params)
+    options = _engine_options(context.params)
+    launch = read_launch()
+    if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp"):
+        from medha.dryrun import choose_layout  # here because it loads torch
+
+        options |= choose_layout(EngineConfig.from_flat(**options), launch)
+    config = EngineConfig.from_flat(**options)
     if dry_run:
         from medha.dryrun import run_dry  # here because it loads torch
 
         return run_dry(config, report_console())
     if not is_first_rank():
-        return _follow(config)
-    arrivals = _arrivals(context.params)
-    for path in filter(None, (output, timeline, journal)):
-        _check_not_an_input(path, (prompt_file, requests))
+        from medha.follow import follow  # here because it loads torch
+
+        return follow(config)
+    arrivals, earlier = requested(context.params, config)
+    if earlier.done and not arrivals and not is_launched():
+        return FAILED_REQUESTS if earlier.num_failed else 0
     with ExitStack() as stack:
+        if launch is None and config.parallel.world_size > 1:
+            logger.info("starting %d ranks on this machine", config.parallel.world_size)
+            stack.enter_context(own_ranks(config.parallel.world_size, ["medha.follow", json.dumps(options)]))
         files = [None if path is None else stack.enter_context(opened(path)) for path in (output, timeline, journal)]
-        return _serve(
+        code = _serve(
             config,
             arrivals,
             output=files[0],
             timeline=files[1],
             journal=files[2],
+            overwrites=overwrite,
             json_lines=json_lines,
             explain=explain,
             live=not no_progress,
         )
+    return code or (FAILED_REQUESTS if earlier.num_failed else 0)
 
 
-def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
-    """The engine that the parameters of the command ask for."""
+def _given(context: typer.Context, *names: str) -> bool:
+    """Whether one of these parameters stands in the command line."""
+    sources = [context.get_parameter_source(name) for name in names]
+    return any(source is not None and source.name == "COMMANDLINE" for source in sources)
+
+
+def _engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine that the parameters of the command ask for, by the flat names of EngineConfig."""
     if given["model_argument"] is not None and given["model"] is not None:
         raise ConfigError(f"the model is given twice: {given['model_argument']!r} and --model {given['model']!r}")
     model = given["model_argument"] or given["model"]
     if model is None:
         raise ConfigError("no model; accepted: --model with a Hugging Face folder or hub id (or no argument: the demo)")
-    options = {name: given[name] for name in _ENGINE}
+    options = {"model": model} | {name: given[name] for name in _ENGINE}
     if given["kv_memory"] is not None:
-        options["kv_memory"] = parse_bytes(given["kv_memory"])
+        options["kv_memory"] = given["kv_memory"]
     rope_scaling = given["rope_scaling"]
     if rope_scaling is not None:
         is_object = rope_scaling.lstrip().startswith("{")
         options["rope_scaling"] = parse_hf_overrides(rope_scaling) if is_object else rope_scaling
     if given["hf_overrides"] is not None:
         options["hf_overrides"] = parse_hf_overrides(given["hf_overrides"])
-    return EngineConfig.from_flat(model, **options)
-
-
-def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
-    """The requests that the parameters of the command hold or name."""
-    sampling = {name: given[name] for name in _SAMPLING if given[name] is not None} | {"output_kind": "delta"}
-    params = SamplingParams.from_dict(sampling)
-    texts = list(given["prompt"] or [])
-    if given["prompt_file"] is not None:
-        texts.append(_read_prompt(Path(given["prompt_file"])))
-    if bool(texts) == (given["requests"] is not None):
-        both = "both" if texts else "neither"
-        raise ConfigError(f"{both} of prompts and --requests given; accepted: --prompt, --prompt-file or --requests")
-    if given["requests"] is not None:
-        if given["chat"]:
-            raise ConfigError("--chat is for --prompt and --prompt-file; accepted in a request file: messages")
-        return read_requests(Path(given["requests"]), sampling)
-    prompts = [{"messages": [{"role": "user", "content": text}]} if given["chat"] else text for text in texts]
-    return [Arrival(f"prompt-{i}", prompt, params) for i, prompt in enumerate(prompts)]
-
-
-def _read_prompt(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise ConfigError(f"prompt file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"prompt file {path}: not UTF-8 at byte {error.start}") from error
-
-
-def _check_not_an_input(path: Path, inputs: Sequence[Path | None]) -> None:
-    for other in filter(None, inputs):
-        if path.exists() and path.samefile(other):
-            raise ConfigError(f"output file {path} is {other}, which is read; accepted: another file")
+    return options
 
 
 def _serve(
@@ -290,6 +292,7 @@ def _serve(
     output: TextIO | None,
     timeline: TextIO | None,
     journal: TextIO | None,
+    overwrites: bool,
     json_lines: bool,
     explain: bool,
     live: bool,
@@ -298,6 +301,7 @@ def _serve(
     from medha.build import build_role  # here because it loads torch
 
     trace = None if timeline is None else Timeline()
+    logger.info("%s", config.scheduler.budget_text(has_tpot=any(a.slo and a.slo.tpot_s for a in arrivals)))
     logger.info("loading %s", config.model)
     with _capture_bar(live=live) as captured:
         role = build_role(config, timeline=trace, captured=captured)
@@ -310,16 +314,20 @@ def _serve(
             engine.record(emptied(journal))
         interrupted = stack.enter_context(first_interrupt())
         stack.enter_context(state_on_signal(role.describe))
+        stdout_failure = stack.enter_context(_lasting_stdout())
         view = _view(engine, len(arrivals), json_lines=json_lines, live=live)
         stack.enter_context(view)
-        files = [] if output is None else [emptied(output)]
-        files += [sys.stdout] if json_lines else []
-        lines = OutputLines(engine, arrivals, files)
+        files = [] if output is None else [emptied(output) if overwrites else output]
+        lines = OutputLines(engine, arrivals, files + [sys.stdout] * json_lines)
         stack.callback(lines.close)
         if role.caller is not None:
             role.caller.ranks.monitor.before_end = lines.fail
         num_failed = 0
-        for piece in drive(engine, arrivals, should_stop=lambda: bool(interrupted), on_step=view.refresh):
+
+        def should_stop() -> bool:
+            return bool(interrupted) or (not files and stdout_failure() is not None)
+
+        for piece in drive(engine, arrivals, should_stop=should_stop, on_step=view.refresh):
             view.update(piece)
             whole = lines.add(piece)
             if whole is not None:
@@ -327,13 +335,44 @@ def _serve(
                 if explain:
                     print_explanation(whole)
                 num_failed += whole.error is not None
+        sys.stdout.flush()
+        lost = stdout_failure()
     role.close()
     if engine.mean_host_s is not None:
         logger.debug("host %.2f ms a step beside the compute", 1e3 * engine.mean_host_s)
     if interrupted:
         logger.warning("interrupted; what was produced is kept")
         return 128 + interrupted[0]
+    return _end_of(num_failed, lost, has_file=bool(files))
+
+
+def _end_of(num_failed: int, lost: OSError | None, *, has_file: bool) -> int:
+    """The exit code of a run whose stdout may have failed; where its reader had enough, nothing is said of it.
+
+    Raises:
+        RequestError: stdout could not be written, and the answers are nowhere else.
+    """
+    if lost is not None and has_file:
+        logger.warning("stdout could not be written (%s); all answers are in the output file", lost.strerror)
+    elif isinstance(lost, BrokenPipeError):
+        return 1
+    elif lost is not None:
+        with unwritable_reported("stdout"):
+            raise lost
     return FAILED_REQUESTS if num_failed else 0
+
+
+@contextmanager
+def _lasting_stdout() -> Iterator[Callable[[], OSError | None]]:
+    """Within, stdout takes everything; yields what tells why it is lost since when."""
+    before = sys.stdout
+    sys.stdout, failure = lossy(before)
+    try:
+        yield failure
+    finally:
+        if sys.stdout is not before:
+            sys.stdout.flush()
+        sys.stdout = before
 
 
 @contextmanager
@@ -354,17 +393,6 @@ def _capture_bar(*, live: bool) -> Iterator[Callable[[int, int], None]]:
         yield captured
 
 
-def _follow(config: EngineConfig) -> int:
-    """What every rank but the first does: its part of the model, as rank 0 says."""
-    from medha.build import build_role  # here because it loads torch
-
-    role = build_role(config)
-    ignore_signals()  # from here on rank 0 tells this rank when to stop
-    with state_on_signal(role.describe):
-        role.close()
-    return 0
-
-
 def _view(engine: Engine, num_requests: int, *, json_lines: bool, live: bool) -> Display | StreamedText:
     single = num_requests == 1 and not json_lines
     lines = None if single or json_lines else Console()
@@ -374,7 +402,7 @@ def _view(engine: Engine, num_requests: int, *, json_lines: bool, live: bool) ->
 
 
 def _write_trace(trace: Timeline, path: Path) -> None:
-    with full_disk_reported(path):
+    with unwritable_reported(path):
         trace.write(path)
 
 

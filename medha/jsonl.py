@@ -1,24 +1,27 @@
 """Request files in, output files out: one JSON object a line.
 
 A request line holds ``id`` (optional), one of ``prompt``, ``prompt_token_ids``, ``messages`` (and with it ``tools``,
-``chat_template_kwargs``, ``add_generation_prompt``), any field of
-:class:`medha.SamplingParams`, ``arrival_s``, ``slo`` {``ttft_s``, ``tpot_s``} and ``priority``. A line that is wrong
-becomes an arrival with an error, so that the rest still run. Fields nobody knows are ignored and named once in the log;
-known ones that medha does not implement are errors. :class:`OutputLines` writes one line for each request, also where
-the main thread of a rank is stuck.
+``chat_template_kwargs``, ``add_generation_prompt``), any field of :class:`medha.SamplingParams`, ``arrival_s``, ``slo``
+{``ttft_s``, ``tpot_s``} and ``priority``; or, as OpenAI's batch files have it, ``custom_id`` and all else in a
+``body``. A line that is wrong becomes an arrival with an error, so that the rest still run. Fields nobody knows are
+ignored and named once in the log; known ones that medha does not implement are errors. :class:`OutputLines` writes one
+line for each request, also where the main thread of a rank is stuck.
 """
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
+import io
 import json
 import logging
 import math
+import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -35,47 +38,85 @@ from medha.request import (
 )
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
     from medha.engine import Engine
 
 logger = logging.getLogger("medha")
 
+STDIN = Path("-")
+"""What a user calls standard input."""
+
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages", *CHAT_OPTIONS)
-_OTHER_FIELDS = ("id", "request_id", "arrival_s", "slo", "priority")
+_ID_FIELDS = ("id", "request_id", "custom_id")
+_OTHER_FIELDS = (*_ID_FIELDS, "arrival_s", "slo", "priority")
+_URLS = ("/v1/chat/completions", "/v1/completions")
 _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
 
 
-def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[Arrival]:
+def read_input(path: Path, what: str) -> bytes:
+    """What a user gives to read: a file, or with ``-`` standard input; a byte order mark is left out.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: {error.strerror}") from error
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> list[Arrival]:
     """Read a request file.
 
     Args:
-        path: JSON lines; blank lines are skipped.
+        path: JSON lines; blank lines are skipped. ``-`` is standard input.
         defaults: sampling fields for lines that do not give them.
+        seed: of the run. A line that brings none draws by this and by its place in the file, so that its tokens do
+            not depend on which other lines are run.
 
     Returns:
         Arrivals in order of ``arrival_s`` (then of the file), wrong lines as arrivals with ``error`` set.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or no line of it can be run.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"request file {path}: {error.strerror}") from error
-    arrivals: list[Arrival] = []
+    arrivals: dict[int, Arrival] = {}  # by number of the line
     unknown: Counter[str] = Counter()
     seen: set[str] = set()
+    lines = read_input(path, "request file").split(b"\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            arrival = _read_line(line, number, defaults, unknown)
-            if arrival.request_id in seen and arrival.error is None:
-                arrival = _wrong(
-                    arrival.request_id, f"line {number}: id {arrival.request_id!r:.80} is in the file already"
-                )
+            arrival = _read_line(line, number, defaults, unknown, seed)
+            if arrival.request_id in seen:
+                arrival = _wrong(f"line-{number}", f"id {arrival.request_id!r:.80} is in the file already")
             seen.add(arrival.request_id)
-            arrivals.append(arrival)
+            arrivals[number] = arrival
+    wrong = [number for number, arrival in arrivals.items() if arrival.error is not None]
+    if wrong:
+        what = f"{len(wrong)} of {len(arrivals)} requests in {path} cannot be run"
+        first = f"line {wrong[0]}: {arrivals[wrong[0]].error}"
+        if len(wrong) == len(arrivals):
+            _refuse_trace(path, lines)
+            raise ConfigError(f"{what}; {first}")
+        logger.warning("%s; the first is %s", what, first)
     if unknown:
         logger.warning("request fields ignored (with how many lines): %s", dict(unknown))
-    return sorted(arrivals, key=lambda a: a.arrival_s)
+    return sorted(arrivals.values(), key=lambda a: a.arrival_s)
+
+
+def _refuse_trace(path: Path, lines: Sequence[bytes]) -> None:
+    """Raise ConfigError if a file of which no line is a request holds lengths and no prompts."""
+    from medha.workload.formats import recognised  # here because it loads numpy, which help need not wait for
+
+    head = next((line for line in lines if line.strip()), b"").decode(errors="replace")
+    kind = recognised(head)
+    if kind is not None and not any(f'"{name}"' in head for name in (*_PROMPT_FIELDS, "body")):
+        raise ConfigError(
+            f"{path} is a trace (format {kind.name}): it has lengths and no prompts; to serve random prompts of these "
+            f"lengths: medha bench serve --trace {path}, to simulate: medha simulate --trace {path}"
+        )
 
 
 class OutputLines:
@@ -91,6 +132,7 @@ class OutputLines:
         self._engine = engine
         # lines of a request file may have one id, if all but one of them are wrong
         self._unwritten: dict[tuple[str, Exception | None], Arrival] = {(a.request_id, a.error): a for a in arrivals}
+        self._custom_ids = {a.request_id for a in arrivals if a.has_custom_id}
         self._files = files
         self._joiner = Joiner()
         self._lock = threading.Lock()
@@ -105,7 +147,7 @@ class OutputLines:
             whole = self._joiner.add(piece)
             if whole is not None:
                 for file in self._files:
-                    _write_or_say_why(file, whole)
+                    self._write(file, whole)
                 if self._unwritten.pop((whole.request_id, whole.error), None) is None:
                     self._unwritten.pop((whole.request_id, None), None)
             return whole
@@ -126,48 +168,59 @@ class OutputLines:
             wholes.append(self._joiner.add(output or unserved(arrival, 0.0, error=dead)))
         for file in self._files:  # the first in full, should the second not take it
             for whole in filter(None, wholes):
-                _write_or_say_why(file, whole)
+                self._write(file, whole)
 
     def close(self) -> None:
         """Return when no line is being written; never after :meth:`fail`."""
         with self._lock:
             pass
 
-
-def _write_or_say_why(file: TextIO, whole: RequestOutput) -> None:
-    with full_disk_reported(getattr(file, "name", "stdout")):
-        write_line(file, whole)
+    def _write(self, file: TextIO, whole: RequestOutput) -> None:
+        with unwritable_reported(getattr(file, "name", "stdout")):
+            write_line(file, whole, has_custom_id=whole.request_id in self._custom_ids)
 
 
 @contextmanager
-def full_disk_reported(path: str | Path) -> Iterator[None]:
+def unwritable_reported(path: str | Path) -> Iterator[None]:
     """Within, a file that cannot be written is a RequestError with its path."""
     try:
         yield
-    except BrokenPipeError:  # whoever read stdout has gone: typer ends the process without a word
-        raise
     except OSError as error:
         raise RequestError(f"output file {path}: {error.strerror}; what was written before is kept") from error
+
+
+class _WholeWrites(io.FileIO):
+    """A file to append to, in which a write that fails half way leaves nothing."""
+
+    def write(self, data: Buffer, /) -> int:
+        rest = memoryview(data)
+        size = self.seek(0, os.SEEK_END) if self.seekable() else 0
+        try:
+            while rest:
+                rest = rest[super().write(rest) :]
+        except OSError:
+            if len(rest) < memoryview(data).nbytes and self.seekable():
+                self.truncate(size)
+            raise
+        return memoryview(data).nbytes
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
     """Open an output file without changing it yet, so that one that cannot be written is found before the run.
 
-    Each line goes to the file as it is written.
+    Each line goes to the file as it is written, whole or not at all.
 
     Raises:
         ConfigError: it cannot be opened.
     """
     try:
-        file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        # unbuffered: a line that failed must not be tried again when the file is closed
+        raw: Any = _WholeWrites(str(path), "a")
     except OSError as error:
         raise ConfigError(f"output file {path}: {error.strerror}") from error
-    try:
+    with io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True) as file:
         yield file
-    finally:
-        with suppress(OSError):  # every line was flushed when it was written, and an error reported
-            file.close()
 
 
 def emptied(file: TextIO) -> TextIO:
@@ -177,10 +230,11 @@ def emptied(file: TextIO) -> TextIO:
     return file
 
 
-def output_line(output: RequestOutput) -> dict[str, Any]:
+def output_line(output: RequestOutput, *, has_custom_id: bool = False) -> dict[str, Any]:
     """The output line of a finished request; times in seconds, null where there is none.
 
-    With ``n`` completions ``text`` and the like are those of the first, and ``outputs`` has all of them.
+    With ``n`` completions ``text`` and the like are those of the first, and ``outputs`` has all of them. With
+    ``has_custom_id`` the id is there under OpenAI's name for it too.
 
     ``ttft_parts_s`` says where the time to the first token went, ``held_up_by`` which other requests took most of it;
     ``met_slo`` is null without an objective, and false for a request that was refused, aborted or relegated.
@@ -189,6 +243,7 @@ def output_line(output: RequestOutput) -> dict[str, Any]:
     explanation = metrics.explanation
     line: dict[str, Any] = {
         "id": output.request_id,
+        **({"custom_id": output.request_id} if has_custom_id else {}),
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
@@ -219,15 +274,17 @@ def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def write_line(file: TextIO, output: RequestOutput) -> None:
+def write_line(file: TextIO, output: RequestOutput, *, has_custom_id: bool = False) -> None:
     """Append a finished request to a stream and flush it.
 
     Args:
         file: its ``errors`` must be ``backslashreplace``, by which a lone surrogate becomes the escape that JSON has.
         output: whole, not a delta.
+        has_custom_id: see :func:`output_line`.
     """
     is_utf8 = (file.encoding or "").lower().replace("-", "") == "utf8"
-    file.write(json.dumps(output_line(output), ensure_ascii=not is_utf8, allow_nan=False) + "\n")
+    line = output_line(output, has_custom_id=has_custom_id)
+    file.write(json.dumps(line, ensure_ascii=not is_utf8, allow_nan=False) + "\n")
     file.flush()
 
 
@@ -235,28 +292,46 @@ def _error_object(error: Exception | None) -> dict[str, str] | None:
     return None if error is None else {"type": type(error).__name__, "message": str(error)}
 
 
-def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: Counter[str]) -> Arrival:
+def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: Counter[str], run_seed: int) -> Arrival:
     """One arrival; whatever is wrong with the line ends up in its ``error``."""
     request_id = f"line-{number}"
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return _wrong(request_id, f"line {number} is not JSON: {error}")
+        return _wrong(request_id, f"not JSON: {error}")
     if not isinstance(fields, dict):
-        return _wrong(request_id, f"line {number} is {type(fields).__name__}; accepted: a JSON object")
-    given_id = fields.get("id", fields.get("request_id"))
+        return _wrong(request_id, f"{type(fields).__name__}; accepted: a JSON object")
+    given_id = next((fields[name] for name in _ID_FIELDS if fields.get(name) is not None), None)
     if given_id is not None:
         if isinstance(given_id, bool) or not isinstance(given_id, (str, int)) or given_id == "":
-            return _wrong(request_id, f"line {number}: id={given_id!r:.80}; accepted: a string or an integer")
+            return _wrong(request_id, f"id={given_id!r:.80}; accepted: a string or an integer")
         request_id = str(given_id)
+    seed = (run_seed * 1_000_003 + number - 1 + 2**63) % 2**64 - 2**63  # as SamplingParams takes them
     try:
-        return _arrival(request_id, fields, defaults, unknown)
+        arrival = _arrival(request_id, _flat(fields), {"seed": seed, **defaults}, unknown)
     except MedhaError as error:
-        return Arrival(request_id, "", error=error)
+        arrival = Arrival(request_id, "", error=error)
+    return dataclasses.replace(arrival, has_custom_id=fields.get("custom_id") is not None)
+
+
+def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a line; those of a ``body``, as OpenAI's batch format has it, as the line's own."""
+    line = {name: value for name, value in fields.items() if name not in ("body", "method", "url")}
+    if "body" not in fields:
+        return {**fields}
+    body, url = fields["body"], fields.get("url")
+    if url is not None and url not in _URLS:
+        raise ValidationError(f"url={url!r:.80}; accepted: {', '.join(_URLS)}", param="url", value=url)
+    if not isinstance(body, dict):
+        raise ValidationError(f"body={body!r:.80}; accepted: a JSON object", param="body", value=body)
+    body = {name: value for name, value in body.items() if name not in ("model", "stream", "stream_options")}
+    if isinstance(body.get("logprobs"), bool):  # of chats: whether, and then how many
+        top = body.pop("top_logprobs", None)
+        body["logprobs"] = (top or 0) if body["logprobs"] else None
+    return {**body, **line}
 
 
 def _arrival(request_id: str, fields: dict[str, Any], defaults: Mapping[str, Any], unknown: Counter[str]) -> Arrival:
-    prompt = {name: fields[name] for name in _PROMPT_FIELDS if fields.get(name) is not None}
     sampling = dict(defaults)
     for name, value in fields.items():
         if (name in _SAMPLING_FIELDS and value is not None) or name in UNSUPPORTED_FIELDS:
@@ -265,12 +340,26 @@ def _arrival(request_id: str, fields: dict[str, Any], defaults: Mapping[str, Any
             unknown[name] += 1
     return Arrival(
         request_id,
-        prompt,
+        _prompt(fields),
         SamplingParams.from_dict(sampling),
         _slo(fields.get("slo")),
         _seconds(fields.get("arrival_s")),
         check_priority(fields["priority"]) if fields.get("priority") is not None else "normal",
     )
+
+
+def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt of a line, in the one form that it has; whether its tokens fit the model is seen later."""
+    given = {name: fields[name] for name in _PROMPT_FIELDS if fields.get(name) is not None}
+    if len(given) != 1:
+        raise ValidationError(f"{' and '.join(given) or 'no prompt'}; accepted: one of {', '.join(_PROMPT_FIELDS)}")
+    name, value = next(iter(given.items()))
+    if name == "prompt" and isinstance(value, list):  # as OpenAI has it
+        name = "prompt_token_ids"
+    if not isinstance(value, str if name == "prompt" else list):
+        accepted = {"prompt": "text", "messages": "a list of messages"}.get(name, "a list of token ids")
+        raise ValidationError(f"{name}={value!r:.80}; accepted: {accepted}", param=name, value=value)
+    return {name: value}
 
 
 def _slo(value: Any) -> SLO | None:

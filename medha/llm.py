@@ -53,7 +53,7 @@ class LLM:
         journal: file for what the scheduler is asked and decides, which ``medha replay`` reads; rank 0 writes it.
         options: any option of :class:`medha.config.EngineConfig` by its flat name, for example ``dtype``, ``device``,
             ``max_model_len``, ``max_num_seqs``, ``max_batch_tokens``, ``chunk_size``, ``num_kv_blocks``,
-            ``kv_memory`` (bytes), ``block_size``, ``rope_scaling``, ``load_format``, ``seed``.
+            ``kv_memory`` (bytes, or as ``"4GiB"``), ``block_size``, ``rope_scaling``, ``load_format``, ``seed``.
 
     Raises:
         ConfigError: an option or the model folder is wrong, or the journal cannot be written; the subclass says what.

@@ -20,6 +20,8 @@ def replay(
     from medha.sched.journal import replay as replayed  # here because it loads numpy
 
     found = replayed(journal)
+    if found.is_truncated:
+        print(f"{journal} is truncated: its last line, which lacks its end, is left out")
     counts = f"{found.num_batches:,} batches and {found.num_calls:,} calls"
     if found.mismatch is None:
         print(f"{counts} compared: every decision is the same")

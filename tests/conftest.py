@@ -1,8 +1,10 @@
-"""Settings that every test runs under: one thread, no network."""
+"""Settings that every test runs under: one thread, no network, logging as it was."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +13,16 @@ import torch
 def pytest_configure() -> None:
     """Keep huggingface_hub off the network; it reads the variable when test modules import it, before any fixture."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _same_logging_after() -> Iterator[None]:
+    """A command line sets up logging for its whole process."""
+    logger = logging.getLogger("medha")
+    handlers, level = logger.handlers[:], logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -241,9 +241,11 @@ def test_the_log_says_at_start_where_step_times_come_from(
         path = tmp_path / "own.json"
         path.write_text(predictor.coefficients.to_json())
         build_engine(config(folder, profile=str(path)))
-    without, given = (record.getMessage() for record in caplog.records if record.levelno == logging.INFO)
-    assert without.endswith("step times from a rough sheet of the machine, as no profile was given")
-    assert given.endswith(f"step times from profile {path}")
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step times from")]
+    assert said == [
+        "step times from a rough sheet of the machine; medha profile measures them",
+        f"step times from profile {path}",
+    ]
 
 
 # -- policies of one's own ---------------------------------------------------------------------------------------

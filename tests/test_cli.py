@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,15 +19,6 @@ from medha.errors import ConfigError, EngineDeadError, RequestError, ValidationE
 from medha.models.needle import write_needle
 
 ROOT = Path(medha.__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def _same_logging_after() -> Iterator[None]:
-    logger = logging.getLogger("medha")
-    handlers, level = logger.handlers[:], logger.level
-    yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +37,15 @@ def test_help_and_version_load_no_torch(arguments: list[str]) -> None:
         assert done.stdout == f"medha {medha.__version__}\n"
     else:
         assert "Usage: medha" in done.stdout
+
+
+def test_help_breaks_its_lines_at_the_width_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "medha", ["bench", "serve", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split("╭")[0].split())
+    assert "ITL: gap between tokens. E2EL: arrival to last token." in text
+    done = run_python("from medha.cli import main; main()", "bench", "serve", "--help")
+    paragraph = done.stdout.split("TTFT: arrival")[1].split("\n \n")[0].split("╭")[0].rstrip().splitlines()
+    assert all(len(line.rstrip()) > 60 for line in paragraph[1:-1])
 
 
 def test_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +87,47 @@ def test_bad_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixtu
     assert captured.err.startswith("error: ")
     assert captured.err.endswith("(see medha --help)\n")
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "passive"), ("active", "active")])
+def test_threads_sleep_while_they_wait(given: str | None, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    found = []
+    looking = make_app()
+
+    @looking.command()
+    def look() -> int:
+        found.append(os.environ["OMP_WAIT_POLICY"])
+        return 0
+
+    assert run_app(looking, "looking", []) == 0
+    assert found == [seen]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (["serve", "some/model", "--port", "8000"], "medha generate MODEL --requests FILE --output FILE"),
+        (["run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", "m"], "medha generate MODEL --requests FILE"),
+        (["chat"], "medha generate MODEL --chat --prompt TEXT"),
+        (["complete", "--model", "m"], "medha generate MODEL --prompt TEXT"),
+        (["collect-env"], "medha env"),
+    ],
+)
+def test_verbs_of_other_engines(arguments: list[str], instead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "medha", arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: ConfigError: medha has no verb '{arguments[0]}'; accepted: ")
+    assert instead in captured.err
+    assert run_app(app, "medha", []) == 0
+    assert f" {arguments[0]} " not in capsys.readouterr().out
+
+
+def test_the_package_is_the_command() -> None:
+    done = run_python("import runpy, sys; sys.argv[0] = 'medha'; runpy.run_module('medha', run_name='__main__')", "-v")
+    assert (done.returncode, done.stdout) == (0, f"medha {medha.__version__}\n")
 
 
 @pytest.mark.parametrize(

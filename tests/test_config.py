@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any
 
@@ -16,9 +17,10 @@ from medha.config import (
     ParallelConfig,
     RopeConfig,
     SchedulerConfig,
-    parse_bytes,
+    parse_size,
 )
 from medha.errors import ConfigError
+from medha.foreign_options import FOREIGN_OPTIONS
 
 
 def test_defaults() -> None:
@@ -81,14 +83,88 @@ ALIASES = {
     "pipeline_parallel_size": "spp",
     "kv_parallel_size": "kvp",
     "scheduling_policy": "policy",
+    "schedule_policy": "policy",
+    "kv_cache_memory_bytes": "kv_memory",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "tokenizer_path": "tokenizer",
+    "tp_size": "tp",
+    "pp_size": "spp",
 }
 
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_aliases(alias: str, name: str) -> None:
     assert OPTION_ALIASES == ALIASES
-    assert EngineConfig.from_flat("m", **{alias: 77}) == EngineConfig.from_flat("m", **{name: 77})
-    assert EngineConfig.from_flat("m", **{alias: 77}) != EngineConfig.from_flat("m")
+    value: Any = {"gpu_memory_utilization": 0.5, "tokenizer": "folder"}.get(name, 77)
+    assert EngineConfig.from_flat("m", **{alias: value}) == EngineConfig.from_flat("m", **{name: value})
+    assert EngineConfig.from_flat("m", **{alias: value}) != EngineConfig.from_flat("m")
+
+
+@pytest.mark.parametrize(("alias", "dtype"), [("half", "float16"), ("float", "float32"), ("bf16", "bfloat16")])
+def test_other_names_of_dtypes(alias: str, dtype: str) -> None:
+    assert EngineConfig.from_flat("m", dtype=alias).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("trust_remote_code", True), ("enable_chunked_prefill", True), ("served_model_name", "x"), ("quantization", None)],
+)
+def test_what_asks_for_nothing_is_noted(name: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="medha"):
+        assert EngineConfig.from_flat("m", **{name: value}) == EngineConfig.from_flat("m")
+    assert f"{name}={value!r} changes nothing: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("enable_prefix_caching", True, "there is no prefix cache"),
+        ("enable_chunked_prefill", False, "prompts are read in chunks; scheduler='orca' reads them whole"),
+        ("quantization", "awq", "quantised weights are not implemented; load a float16 or bfloat16 checkpoint"),
+        ("data_parallel_size", 2, "start a job for each replica"),
+        ("data_parallel_size", True, "start a job for each replica"),
+        ("port", 8000, "there is no server; medha generate --requests FILE serves a file"),
+    ],
+)
+def test_what_others_do_is_refused_by_its_name(name: str, value: Any, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_flat("m", **{name: value})
+    assert str(caught.value) == f"{name}={value!r} is not among medha's options: {reason}"
+
+
+def test_no_option_is_here_and_elsewhere() -> None:
+    assert not set(FOREIGN_OPTIONS) & {*OPTION_ALIASES, *BAD_VALUES, "policy"}
+
+
+def test_max_kv_per_group_is_taken_in_whole_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    for given, taken in ((30_000, 29_952), (100, 256), (512, 512)):
+        assert EngineConfig.from_flat("m", max_kv_per_group=given).scheduler.max_kv_per_group == taken
+    assert [record.getMessage() for record in caplog.records] == [
+        "max_kv_per_group=30000 is taken as 29952, blocks of 256 tokens",
+        "max_kv_per_group=100 is taken as 256, blocks of 256 tokens",
+    ]
+
+
+def test_vllm_has_the_budget_of_the_batch_alone() -> None:
+    """As vLLM V1; Sarathi's chunks are 512."""
+    chunks = {name: SchedulerConfig(name).chunk_size for name in ("medha", "sarathi", "vllm")}
+    assert chunks == {"medha": None, "sarathi": 512, "vllm": 2048}
+    assert SchedulerConfig("vllm", max_batch_tokens=100).chunk_size == 100
+    assert SchedulerConfig("vllm", chunk_size=64).chunk_size == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "has_tpot", "text"),
+    [
+        ({}, False, "a batch may take 0.25 s (quantum_s, as there is no TPOT objective), and so may a token"),
+        ({}, True, "a batch may take what its decodes' TPOT objectives leave, else 0.25 s (quantum_s)"),
+        ({"t_target_s": 0.05}, False, "a batch may take 0.05 s (t_target_s)"),
+        ({"scheduler": "vllm"}, False, "scheduler vllm: batches of at most 2,048 tokens, chunks of at most 2,048"),
+        ({"scheduler": "orca"}, True, "scheduler orca: batches of at most 2,048 tokens, whole prompts"),
+    ],
+)
+def test_the_time_of_a_batch_in_words(options: dict[str, Any], has_tpot: bool, text: str) -> None:
+    assert SchedulerConfig(**options).budget_text(has_tpot=has_tpot).startswith(text)
 
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
@@ -142,8 +218,8 @@ NO_SHARE = (-0.1, 1, 1.0, 2, NAN, INF, "0.1", True, None, [0.1])
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "block_size": (*NO_INTEGER, None, 65537),
     "num_kv_blocks": (*NO_INTEGER, 2**31),
-    "kv_memory": (*NO_INTEGER, 2**60 + 1, "4GiB"),
-    "swap_space": (-1, 2**60 + 1, None, -1.0, NAN, INF, "4 gib of", "-1", "", True, [1]),
+    "kv_memory": (0, -1, 2**63, 1.0, NAN, INF, True, [1], 2**60 + 1, "4 of GiB", "-1", "0", ""),
+    "swap_space": (-1, 2**30 + 1, None, -1.0, NAN, INF, "4 gib of", "-1", "", True, [1]),
     "gpu_memory_utilization": (0, -0.5, 1.01, NAN, INF, -INF, "0.9", None, True, [0.9]),
     "max_num_seqs": (*NO_INTEGER, None, 65537),
     "max_batch_tokens": (*NO_INTEGER, None, 2**24 + 1),
@@ -187,8 +263,8 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "block_size": (1, 65536),
     "num_kv_blocks": (1, None, 2**31 - 1),
-    "kv_memory": (1, None, 2**60),
-    "swap_space": (0, 1, 2**60, 4.0, 0.0, "4GiB", "0"),
+    "kv_memory": (1, None, 2**60, "1MiB"),
+    "swap_space": (0, 1, 2**30, 4.0, 0.0, "4GiB", "0", "4"),
     "gpu_memory_utilization": (1, 1.0, 1e-9),
     "max_num_seqs": (1, 65536),
     "max_batch_tokens": (1, 2**24),
@@ -299,7 +375,12 @@ def test_kv_bytes_per_token() -> None:
         (" 4GiB ", 4 << 30),
         ("4Gi", 4 << 30),
         ("512MB", 512_000_000),
-        ("512M", 512_000_000),
+        ("512M", 512 << 20),
+        ("512m", 512_000_000),
+        ("128K", 131_072),
+        ("10M", 10 << 20),
+        ("10m", 10_000_000),
+        ("2kib", 2048),
         ("512MiB", 512 << 20),
         ("1.5KiB", 1536),
         ("1.5k", 1500),
@@ -310,8 +391,8 @@ def test_kv_bytes_per_token() -> None:
         ("9007199254740993", 2**53 + 1),
     ],
 )
-def test_parse_bytes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
+def test_parse_size(text: str, size: int) -> None:
+    assert parse_size(text) == size
 
 
 NO_SIZES = [
@@ -348,7 +429,7 @@ NO_SIZES += [
 
 
 @pytest.mark.parametrize("text", NO_SIZES)
-def test_parse_bytes_refuses(text: str) -> None:
+def test_parse_size_refuses(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_bytes(text)
+        parse_size(text)
     assert str(caught.value).startswith(f"size {text!r}; accepted: ")

@@ -105,7 +105,7 @@ def test_streaming_answers_show_their_ends_on_one_line_each() -> None:
     assert drawn[0] == "plain            one⏎two·[2J"
     assert cell_len(drawn[1]) <= 80
     assert drawn[1].endswith("漢字")
-    assert drawn[2].startswith("an-id-of-more-t… xxx")
+    assert drawn[2].startswith("an-id-o…aracters xxx")
     assert drawn[2].endswith("end")
     assert len(drawn[2]) == 80
     assert len(drawn) == 9
@@ -168,6 +168,16 @@ def test_streamed_text_alone_is_on_the_stream(caplog: pytest.LogCaptureFixture) 
         streamed.finish(output(text="one two", finished=True))
     assert out.getvalue() == "one two\n"
     assert [r.getMessage() for r in caplog.records] == ["stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s"]
+
+
+def test_a_needle_stands_on_one_line_of_80_columns() -> None:
+    screen = Screen(80)
+    whole = output("document", " 7429-amber.", finished=True)
+    whole.metrics.num_prompt_tokens = 32_768
+    screen.console.print(results_table([whole], expected={"document": " 7429-amber."}))
+    drawn = screen.lines()
+    assert sum(" 7429-amber. " in line and "right" in line for line in drawn) == 1
+    assert max(map(len, drawn)) <= 80
 
 
 def test_results_table_folds_answers_at_80_columns() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import gzip
 import json
-import logging
 import math
 import os
 import pty
@@ -16,7 +15,8 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from medha.sched.journal import replay
 ROOT = Path(medha.__file__).parents[1]
 ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
 BRUNO = "The code of Bruno is 58-fern.\nThe code of Bruno is"
+EARLIER = "what an earlier run left\n"
 KEYS = {"id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "ttft_s", "tpot_s", "e2e_s", "error"}
 EXTRA_KEYS = {"stop_reason", "num_output_tokens", "queue_s", "ttft_parts_s", "held_up_by", "met_slo", "is_relegated"}
 
@@ -62,19 +63,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bare(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+def bare(capsys: pytest.CaptureFixture[str]) -> Command:
     """The command as typed, in this process."""
-    logger = logging.getLogger("medha")
-    handlers, level = logger.handlers[:], logger.level
 
     def command(*arguments: str | Path) -> Done:
         code = run_app(app, "medha", [str(argument) for argument in arguments])
         captured = capsys.readouterr()
         return Done(code, captured.out, captured.err)
 
-    yield command
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
+    return command
 
 
 @pytest.fixture
@@ -93,6 +90,8 @@ def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., E
         raise ConfigError("no model is loaded here")
 
     monkeypatch.setattr(medha.build, "build_role", build_role)
+    monkeypatch.setattr("medha.generate.own_ranks", lambda *_: nullcontext())
+    monkeypatch.setattr("medha.work._checked", lambda config, arrivals: arrivals)
 
     def configure(*arguments: str) -> EngineConfig:
         done = run("--prompt", "x", *arguments)
@@ -167,6 +166,29 @@ def test_prompt_file_is_one_prompt_to_the_byte(run: Command, tmp_path: Path) -> 
     assert done.rows[0]["num_prompt_tokens"] == len(path.read_bytes())
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(run: Command, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text(ADA, encoding="utf-8-sig")
+    assert run("--prompt-file", path, "--json").rows[0]["num_prompt_tokens"] == len(ADA)
+
+
+def test_standard_input(folder: Path) -> None:
+    for options, given in (
+        ([], ADA),
+        (["--prompt-file", "-"], ADA),
+        (["--requests", "-", "--output", "/dev/stdout"], json.dumps({"prompt": ADA}) + "\n"),
+    ):
+        process = spawn(
+            folder, "--num-kv-blocks", "8", "--log-level", "warning", *options,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        out, err = process.communicate(given, timeout=60)
+        assert (process.returncode, err) == (0, "")
+        assert " 31-plum." in out
+    nothing = spawn(folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert "neither of prompts and --requests given; accepted" in nothing.communicate(timeout=60)[1]
+
+
 def test_json_lines_on_stdout(run: Command) -> None:
     done = run("--prompt", ADA, "--prompt", "", "--json", "--logprobs", "1")
     assert done.code == 3
@@ -187,8 +209,9 @@ def test_request_file_to_output_file(run: Command, tmp_path: Path) -> None:
         {"prompt": ADA, "max_tokens": None},
     ]
     output = tmp_path / "out.jsonl"
-    output.write_text("what an earlier run left\n" * 100)
-    done = run("--requests", write_lines(tmp_path / "in.jsonl", *rows), "--output", output, "--max-tokens", "8")
+    output.write_text(EARLIER)
+    requests = write_lines(tmp_path / "in.jsonl", *rows)
+    done = run("--requests", requests, "--output", output, "--overwrite", "--max-tokens", "8")
     assert done.code == 0
     assert len(done.out.splitlines()) == 4
     found = {row["id"]: row for row in parse(output.read_text())}
@@ -231,14 +254,57 @@ def test_a_model_without_tokenizer_prints_ids(bare: Command, folder: Path, tmp_p
     assert (done.code, done.out) == (0, " ".join(map(str, b" 31-plum.\n")) + " \n")
 
 
-def test_chat(run: Command, bare: Command, tmp_path: Path) -> None:
-    done = run("--chat", "--prompt", ADA)
-    assert (done.code, done.out) == (3, "")
-    assert "chat template" in done.err
+def test_chat(bare: Command, tmp_path: Path) -> None:
     model = write_needle(tmp_path / "needle")
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     done = bare(model, "--num-kv-blocks", "8", "--chat", "--prompt", ADA)
     assert (done.code, done.out) == (0, " 31-plum.\n")
+
+
+def test_the_log_says_what_a_batch_may_take(run: Command, tmp_path: Path) -> None:
+    assert "medha: a batch may take 0.25 s (quantum_s, as there is no TPOT objective)" in run("--prompt", ADA).err
+    requests = write_lines(tmp_path / "in.jsonl", {"prompt": ADA, "slo": {"tpot_s": 0.5}})
+    assert "medha: a batch may take what its decodes' TPOT objectives leave" in run("--requests", requests).err
+
+
+def test_what_greedy_ignores_is_said(run: Command) -> None:
+    said = "medha: --top-p, --top-k and --min-p change nothing at temperature 0, the default; see --temperature\n"
+    for options, err in ((["--top-p", "0.9"], said), (["--top-k", "5", "--temperature", "1"], "")):
+        assert run("--prompt", ADA, "--max-tokens", "1", "--log-level", "warning", *options).err == err
+
+
+def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
+    bare: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids_alone = write_needle(tmp_path / "needle"), write_needle(tmp_path / "ids")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (ids_alone / name).unlink()
+    requests = write_lines(tmp_path / "in.jsonl", {"prompt": "x"}, {"prompt_token_ids": [1]}, {"messages": []})
+    with monkeypatch.context() as patch:
+        patch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
+        for arguments, message in (
+            (
+                (ids_alone, "--prompt", "x"),
+                "prompt needs a tokenizer, and the model has none; accepted: prompt_token_ids",
+            ),
+            (
+                (model, "--prompt", "x", "--chat"),
+                "messages need a chat template, and the model has none; accepted: prompt",
+            ),
+            ((model, "--prompt", ""), "the prompt is empty; accepted: at least one token"),
+        ):
+            done = bare(*arguments, "--log-level", "error")
+            assert (done.code, done.err) == (2, f"error: ConfigError: {message}\n")
+    done = bare(ids_alone, "--requests", requests, "--json", "--num-kv-blocks", "8", "--log-level", "warning")
+    assert done.code == 3
+    errors = {row["id"]: row["error"] and row["error"]["message"].partition(";")[0] for row in done.rows}
+    assert errors == {
+        "line-1": "prompt needs a tokenizer, and the model has none",
+        "line-2": None,
+        "line-3": "messages needs a tokenizer, and the model has none",
+    }
+    assert f"medha: {ids_alone} has no tokenizer.json: prompts and answers are token ids\n" in done.err
+    assert "medha: 2 of 3 requests cannot be run; the first: prompt needs a tokenizer" in done.err
 
 
 def test_requests_start_when_they_arrive(run: Command, tmp_path: Path) -> None:
@@ -354,7 +420,7 @@ def test_stream_is_a_flag_of_two_names(configured: Callable[..., EngineConfig]) 
 @pytest.mark.parametrize(("alias", "name"), [pair for pair in OPTION_ALIASES.items() if pair[1] in _ENGINE])
 def test_other_names_of_options(configured: Callable[..., EngineConfig], alias: str, name: str) -> None:
     for spelling in (alias, alias.replace("_", "-")):
-        text = "edf" if name == "policy" else "32"
+        text = {"policy": "edf", "gpu_memory_utilization": "0.5"}.get(name, "32")
         assert str(found(configured(f"--{spelling}", text), name)) == text
 
 
@@ -366,6 +432,31 @@ def test_kv_memory_and_model_path(bare: Command, configured: Callable[..., Engin
     with pytest.raises(AssertionError, match="num_kv_blocks and kv_memory both size the KV pool"):
         configured("--kv-memory", "1GiB")
     assert "no model is loaded here" in bare("--model_path", folder, "--prompt", "x", "--kv-memory=1GiB").err
+
+
+def test_options_of_vllm(configured: Callable[..., EngineConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["-tp", "2", "-pp=3", "--dtype", "half", "--max-model-len", "2K", "--max-num-batched-tokens=1k"]
+    config = configured(*arguments, "--long_threshold", "10M", "--swap-space", "4")
+    assert (config.parallel.tp, config.parallel.spp, config.dtype) == (2, 3, "float16")
+    lengths = (config.max_model_len, config.scheduler.max_batch_tokens, config.scheduler.long_threshold)
+    assert lengths == (2048, 1000, 10 << 20)
+    assert config.cache.swap_bytes == 4 << 30
+    idle = ["--trust-remote-code", "--no-enable-prefix-caching", "--served-model-name", "x", "--kv_cache_dtype=auto"]
+    assert configured(*idle) == configured()
+
+
+def test_options_of_vllm_that_change_nothing_are_noted(run: Command) -> None:
+    done = run("--prompt", ADA, "--trust-remote-code", "--served_model_name", "x", "--log-level", "error")
+    assert (done.code, done.out) == (0, " 31-plum.\n")
+    assert done.err.splitlines() == [
+        "medha: --trust-remote-code changes nothing: no code of a checkpoint runs",
+        "medha: --served_model_name x changes nothing: there is no server that would need it",
+    ]
+
+
+def test_a_value_may_look_like_an_option(run: Command) -> None:
+    assert run("--prompt", "--trust-remote-code", "--max-tokens", "1").err.count("changes nothing") == 0
+    assert run("--prompt", ADA, "--stop", "-tp").out == " 31-plum.\n"
 
 
 def test_sampling_options(run: Command) -> None:
@@ -398,10 +489,20 @@ NO_CUDA = pytest.mark.skipif(medha.build.torch.cuda.is_available(), reason="need
         (["{model}", "--prompt", "x", "--timeline", "{tmp}/gone/t.json"], "t.json: No such file or directory"),
         (["{model}", "--requests", "{requests}", "--chat"], "ConfigError: --chat is for --prompt and --prompt-file"),
         (["{model}", "--requests", "{requests}", "--output", "{requests}"], "which is read; accepted: another file"),
+        (["{model}", "--prompt", "x", "--output", "{tmp}/old.jsonl"], "old.jsonl is not empty; accepted: another file"),
+        (["{model}", "--prompt", "x", "--overwrite"], "ConfigError: --overwrite without --output"),
+        (["{model}", "--prompt", "x", "--resume", "--output", "{tmp}/o"], "ConfigError: --resume without --requests"),
+        (
+            ["{model}", "--requests", "{requests}", "--resume", "--overwrite", "--output", "{tmp}/o"],
+            "ConfigError: --overwrite and --resume given",
+        ),
+        (["{model}", "--prompt", "x", "--output", "{tmp}/o", "--timeline", "{tmp}/./o"], "which is written too"),
+        (["{model}", "--prompt", "x", "--output", "{tmp}/o", "--journal", "{tmp}/o"], "which is written too"),
+        (["{model}", "--prompt", "x", "--timeline", "{tmp}/o", "--journal", "{tmp}/o"], "which is written too"),
         (["{model}", "--prompt", "x", "--hf-overrides", "[1]"], "ConfigError: hf_overrides"),
         (["{model}", "--prompt", "x", "--hf-overrides", "{{"], "ConfigError: hf_overrides"),
         (["{model}", "--prompt", "x", "--rope-scaling", "{{"], "ConfigError: "),
-        (["{model}", "--prompt", "x", "--kv-memory", "lots"], "ConfigError: size 'lots'; accepted"),
+        (["{model}", "--prompt", "x", "--kv-memory", "lots"], "ConfigError: kv_memory='lots'; accepted: as in '4GiB'"),
         (["{model}", "--prompt", "x", "--dtype", "bogus"], "ConfigError: dtype='bogus'; accepted: auto, float32"),
         (["{model}", "--prompt", "x", "--device", "tpu"], "ConfigError: device='tpu'; accepted"),
         (["{model}", "--prompt", "x", "--attention-backend", "x"], "ConfigError: attention_backend='x'; accepted"),
@@ -417,6 +518,9 @@ NO_CUDA = pytest.mark.skipif(medha.build.torch.cuda.is_available(), reason="need
         (["{model}", "--requests", "{requests}", "--top-p", "7"], "ValidationError: top_p=7.0; accepted"),
         (["{model}", "--prompt", "x", "--max-tokens", "many"], "Invalid value for '--max-tokens': "),
         (["{model}", "--prompt", "x", "--bogus"], "No such option"),
+        (["{model}", "--prompt", "x", "--port=80"], "ConfigError: --port=80 is not among medha's options: there is no"),
+        (["{model}", "--prompt", "x", "-q", "awq"], "ConfigError: -q awq is not among medha's options: quantised"),
+        (["{model}", "--enable_prefix_caching", "--prompt", "x"], "--enable_prefix_caching is not among medha's"),
         (["{model}", "--prompt"], "--prompt"),
     ],
 )
@@ -426,6 +530,7 @@ def test_bad_usage_is_one_line_before_the_model_is_loaded(
     monkeypatch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
     requests = write_lines(tmp_path / "requests.jsonl", {"prompt": "x"})
     (tmp_path / "latin-1.txt").write_bytes(b"Zo\xeb")
+    (tmp_path / "old.jsonl").write_text(EARLIER)
     names = {"model": folder, "requests": requests, "tmp": tmp_path}
     done = bare(*(argument.format(**names) for argument in arguments))
     assert done.code == 2
@@ -434,6 +539,7 @@ def test_bad_usage_is_one_line_before_the_model_is_loaded(
     assert done.err.count("\n") == 1
     assert message in done.err
     assert requests.read_text() == '{"prompt": "x"}\n'
+    assert (tmp_path / "old.jsonl").read_text() == EARLIER
 
 
 @pytest.mark.parametrize(
@@ -455,14 +561,14 @@ def test_a_model_that_cannot_be_served(
     config = json.loads((folder / "config.json").read_text()) | {"architectures": ["OtherForCausalLM"]}
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
     output = tmp_path / "out.jsonl"
-    output.write_text("what an earlier run left\n")
+    output.write_text(EARLIER)
     names = {"model": folder, "tmp": tmp_path}
     formatted = [argument.format(**names) for argument in arguments]
-    done = bare(*formatted, "--output", output, "--log-level", "warning")
+    done = bare(*formatted, "--output", output, "--overwrite", "--log-level", "warning")
     assert done.code == 2
     assert message.format(**names) in done.err
     assert done.err.count("\n") == 1
-    assert output.read_text() == "what an earlier run left\n"
+    assert output.read_text() == EARLIER
 
 
 @pytest.mark.parametrize("admission", ["all", "refuse", "relegate"])
@@ -521,14 +627,17 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
     output = tmp_path / "out.jsonl"
     done = run("--requests", path, "--output", output, "--max-model-len", "256", "--log-level", "warning")
     assert done.code == 3
-    assert done.err == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}\n"
+    wrong, ignored, text = done.err.splitlines()
+    assert ignored == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}"
+    assert re.fullmatch(rf"medha: 1\d of 28 requests in {path} cannot be run; the first is line 2: not JSON: .*", wrong)
+    assert text == "medha: 3 of 28 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
     rows = parse(output.read_text())
     assert len(rows) == len(BAD_LINES) + 2
     served = [row for row in rows if row["error"] is None]
     assert [(row["id"], row["text"]) for row in served] == [("twice", " 31-plum."), ("extra", " 31-plum.")]
     failed = [row for row in rows if row["error"] is not None]
     names = [
-        line.get("id", f"line-{i}") if isinstance(line, dict) else f"line-{i}"
+        line["id"] if isinstance(line, dict) and line.get("id", "twice") != "twice" else f"line-{i}"
         for i, (line, _) in enumerate(BAD_LINES, 2)
     ]
     assert {row["id"]: row["error"]["type"] for row in failed} == {
@@ -537,7 +646,7 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
     for row in failed:
         assert set(row) == KEYS | EXTRA_KEYS
         assert set(row["error"]) == {"type", "message"}
-        assert 10 < len(row["error"]["message"]) < 400
+        assert 10 <= len(row["error"]["message"]) < 400
         assert (row["finish_reason"], row["token_ids"], row["ttft_s"]) == ("error", [], None)
 
 
@@ -668,6 +777,42 @@ def test_a_closed_pipe_ends_quietly(folder: Path) -> None:
     assert "Traceback" not in err
 
 
+def test_answers_go_on_into_the_file_when_nobody_reads_the_others(folder: Path, tmp_path: Path) -> None:
+    """The readers of stdout and of stderr go away in the middle of a run."""
+    rows = [{"id": str(i), "prompt": ADA, "max_tokens": 30 + 10 * i, "ignore_eos": True} for i in range(4)]
+    requests, output = write_lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    process = spawn(
+        folder, "--num-kv-blocks", "8", "--requests", requests, "--output", output, "--json", "--explain",
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.stderr.close()
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+    assert sorted(row["id"] for row in parse(output.read_text())) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout(folder: Path, tmp_path: Path) -> None:
+    answers = [folder, "--num-kv-blocks", "8", "--prompt", ADA, "--prompt", BRUNO, "--log-level", "warning"]
+    output = tmp_path / "out.jsonl"
+    with Path("/dev/full").open("w") as full:
+        lost = spawn(*answers, stdout=full, stderr=subprocess.PIPE)
+        kept = spawn(*answers, "--output", output, stdout=full, stderr=subprocess.PIPE)
+        ends = [(process.communicate(timeout=200)[1], process.returncode) for process in (lost, kept)]
+    assert ends == [
+        ("error: RequestError: output file stdout: No space left on device; what was written before is kept\n", 3),
+        ("medha: stdout could not be written (No space left on device); all answers are in the output file\n", 0),
+    ]
+    assert len(parse(output.read_text())) == 2
+
+
 # -- terminals, logs, help ---------------------------------------------------------------------------------------
 
 
@@ -724,7 +869,9 @@ def test_log_level(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_argument_is_the_demo(bare: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(medha.demo, "run_demo", lambda *, live: seen.append(live) or 0)
-    assert bare().code == 0
+    done = bare()
+    said = "medha: no argument, so this is the demo: no download, about a minute; --help tells of the rest\n"
+    assert (done.code, done.err) == (0, said)
     monkeypatch.setenv("MEDHA_NO_PROGRESS", "1")
     assert bare().code == 0
     assert seen == [True, False]

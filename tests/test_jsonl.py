@@ -6,14 +6,17 @@ import io
 import json
 import logging
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from medha.errors import ConfigError, UnsupportedFeatureError, ValidationError
+from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, ValidationError
 from medha.explanation import Explanation
-from medha.jsonl import output_line, read_requests, write_line
+from medha.jsonl import opened, output_line, read_requests, unwritable_reported, write_line
 from medha.request import SLO, CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 KEYS = {"id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "ttft_s", "tpot_s", "e2e_s", "error"}
@@ -50,7 +53,7 @@ def test_a_line_with_every_field(tmp_path: Path) -> None:
     assert arrival.error is None
     assert arrival.request_id == "a"
     assert arrival.prompt == {"prompt": "hello"}
-    assert arrival.params == SamplingParams(max_tokens=7, temperature=0.5, stop=["x"], top_k=3)
+    assert arrival.params == SamplingParams(max_tokens=7, temperature=0.5, stop=["x"], top_k=3, seed=0)
     assert arrival.slo == SLO(2.0, 0.1)
     assert arrival.arrival_s == 1.5
 
@@ -107,15 +110,15 @@ def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Pat
 @pytest.mark.parametrize(
     ("line", "kind", "message"),
     [
-        ("{", ValidationError, "line 1 is not JSON"),
-        (b'{"prompt": "\xff"}', ValidationError, "line 1 is not JSON"),
-        ("[" * 100_000, ValidationError, "line 1 is not JSON"),
-        ('{"prompt": "x", "seed": 1' + "0" * 5000 + "}", ValidationError, "line 1 is not JSON"),
-        ('"prompt"', ValidationError, "line 1 is str; accepted: a JSON object"),
-        ("null", ValidationError, "line 1 is NoneType; accepted: a JSON object"),
-        ({"prompt": "x", "id": ""}, ValidationError, "line 1: id=''; accepted: a string or an integer"),
-        ({"prompt": "x", "id": True}, ValidationError, "line 1: id=True; accepted"),
-        ({"prompt": "x", "id": [1]}, ValidationError, "line 1: id="),
+        ("{", ValidationError, "not JSON"),
+        (b'{"prompt": "\xff"}', ValidationError, "not JSON"),
+        ("[" * 100_000, ValidationError, "not JSON"),
+        ('{"prompt": "x", "seed": 1' + "0" * 5000 + "}", ValidationError, "not JSON"),
+        ('"prompt"', ValidationError, "str; accepted: a JSON object"),
+        ("null", ValidationError, "NoneType; accepted: a JSON object"),
+        ({"prompt": "x", "id": ""}, ValidationError, "id=''; accepted: a string or an integer"),
+        ({"prompt": "x", "id": True}, ValidationError, "id=True; accepted"),
+        ({"prompt": "x", "id": [1]}, ValidationError, "id="),
         ({"prompt": "x", "n": 2, "temperature": 0}, ValidationError, "n=2; accepted: 1 with temperature=0"),
         ({"prompt": "x", "logit_bias": {"5": 1}}, UnsupportedFeatureError, "logit_bias is not implemented"),
         ({"prompt": "x", "tool_choice": "auto"}, UnsupportedFeatureError, "tool_choice is not implemented"),
@@ -147,11 +150,11 @@ def test_a_wrong_line_is_an_arrival_with_an_error(
 def test_an_id_is_taken_once(tmp_path: Path) -> None:
     rows = [{"id": "a", "prompt": "x"}, {"id": 1, "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": "1", "prompt": ""}]
     arrivals = read_requests(write(tmp_path / "r.jsonl", *rows), {})
-    assert [str(a.error) if a.error else None for a in arrivals] == [
-        None,
-        None,
-        "line 3: id 'a' is in the file already",
-        "line 4: id '1' is in the file already",
+    assert [(a.request_id, a.error and str(a.error)) for a in arrivals] == [
+        ("a", None),
+        ("1", None),
+        ("line-3", "id 'a' is in the file already"),
+        ("line-4", "id '1' is in the file already"),
     ]
 
 
@@ -239,3 +242,115 @@ def test_lines_are_json_whatever_the_text_and_the_stream() -> None:
     plain = io.StringIO()
     write_line(plain, make_output("ü"))
     assert json.loads(plain.getvalue())["text"] == "ü"
+
+
+def test_openai_batch_lines(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    chat = {"method": "POST", "url": "/v1/chat/completions"}
+    path = write(
+        tmp_path / "r.jsonl",
+        {"custom_id": "a", **chat, "body": {"model": "m", "messages": messages, "max_completion_tokens": 5}},
+        {
+            "custom_id": "b",
+            **chat,
+            "body": {"messages": messages, "logprobs": True, "top_logprobs": 3, "stream": False},
+        },
+        {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": [1, 2], "logprobs": 2}, "arrival_s": 1},
+        {"custom_id": "d", "url": "/v1/embeddings", "body": {"input": "x"}},
+        {"custom_id": "e", **chat, "body": "x"},
+        {"custom_id": "f", **chat, "body": {"model": "m"}},
+        {"id": "g", "prompt": "x"},
+    )
+    chats = read_requests(path, {"max_tokens": 9})
+    by_id = {arrival.request_id: arrival for arrival in chats}
+    assert [by_id[i].prompt for i in "abc"] == [{"messages": messages}] * 2 + [{"prompt_token_ids": [1, 2]}]
+    params = [by_id[i].params for i in "abc"]
+    assert [(p.max_tokens, p.logprobs) for p in params if p is not None] == [(5, None), (9, 3), (9, 2)]
+    assert by_id["c"].arrival_s == 1.0
+    assert [str(by_id[i].error).partition(";")[0] for i in "def"] == ["url='/v1/embeddings'", "body='x'", "no prompt"]
+    assert [by_id[i].has_custom_id for i in "abcdefg"] == [True] * 6 + [False]
+    assert list(output_line(make_output(), has_custom_id=True).items())[:2] == [("id", "r"), ("custom_id", "r")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"arrival_s": 5},
+        {"prompt": 7, "arrival_s": 5},
+        {"prompt_token_ids": "abc", "arrival_s": 5},
+        {"messages": {}, "arrival_s": 5},
+        {"prompt": "a", "messages": [], "arrival_s": 5},
+    ],
+)
+def test_what_is_wrong_with_a_line_is_known_before_it_arrives(
+    tmp_path: Path, line: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "medha"):
+        wrong, _ = read_requests(write(tmp_path / "r.jsonl", line, {"prompt": "x", "arrival_s": 1}), {})
+    assert isinstance(wrong.error, ValidationError)
+    assert wrong.arrival_s == 0.0
+    assert f"1 of 2 requests in {tmp_path / 'r.jsonl'} cannot be run; the first is line 1: " in caplog.text
+
+
+def test_a_file_without_a_line_that_can_be_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"2 of 2 requests in .*r\.jsonl cannot be run; line 1: no prompt; accepted"):
+        read_requests(write(tmp_path / "r.jsonl", {"max_tokens": 5}, "{"), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("medha", [{"id": "a", "arrival_s": 0.5, "num_prompt_tokens": 5, "num_output_tokens": 5}]),
+        ("mooncake", [{"timestamp": 0, "input_length": 5, "output_length": 5}]),
+        ("vidur", ["arrived_at,num_prefill_tokens,num_decode_tokens", "0,5,5"]),
+    ],
+)
+def test_a_trace_is_no_request_file(tmp_path: Path, name: str, lines: list[Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"is a trace \(format {name}\).*medha bench serve --trace .*r\.jsonl"):
+        read_requests(write(tmp_path / "r.jsonl", *lines), {})
+
+
+def test_seeds_go_by_the_place_in_the_file(tmp_path: Path) -> None:
+    """Whatever else is run, or in which order."""
+    rows = [{"prompt": "x", "arrival_s": 1}, "{", {"prompt": "x", "seed": 5}, {"prompt": "x"}]
+    found = {a.request_id: a.params.seed for a in read_requests(write(tmp_path / "r", *rows), {}, seed=2) if a.params}
+    assert found == {"line-1": 2_000_006, "line-3": 5, "line-4": 2_000_009}
+    large = read_requests(write(tmp_path / "r", *rows), {}, seed=2**63 - 1)
+    assert all(arrival.error is None for arrival in large if arrival.request_id != "line-2")
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'\xef\xbb\xbf{"prompt": "x"}\n')))
+    assert [arrival.prompt for arrival in read_requests(Path("-"), {})] == [{"prompt": "x"}]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from medha.errors import RequestError
+from medha.jsonl import opened, unwritable_reported
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+path = Path(sys.argv[1])
+try:
+    with opened(path) as file, unwritable_reported(path):
+        for _ in range(9):
+            file.write("a line of thirty characters..\\n")
+except RequestError as error:
+    print(error)
+"""
+
+
+def test_a_file_at_its_limit_ends_with_a_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"output file {path}: File too large; what was written before is kept\n", done.stderr
+    assert path.read_text() == "a line of thirty characters..\n" * 3
+
+
+def test_a_pipe_whose_reader_has_gone_is_named(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "pipe")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with opened(path) as file, pytest.raises(RequestError, match=r"output file .*pipe: Broken pipe"):  # noqa: PT012
+        os.close(reader)
+        with unwritable_reported(path):
+            write_line(file, make_output())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,6 @@ ROWS = [
     {"id": "wrong", "prompt": ""},
     {"id": "later", "prompt": ADA, "arrival_s": 0.3, "priority": "high"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _same_logging_after() -> Iterator[None]:
-    logger = logging.getLogger("medha")
-    handlers, level = logger.handlers[:], logger.level
-    yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +89,15 @@ def test_another_decision_is_printed(folder: Path, tmp_path: Path, capsys: pytes
     ("content", "message"),
     [
         (None, "error: ConfigError: journal {path}: No such file or directory"),
-        (b"", "error: ConfigError: journal line 1 cannot be read: "),
-        (b"\xff\xfe{", "error: ConfigError: journal line 1 cannot be read: JSONDecodeError: "),
-        (b"[" * 100_000, "error: ConfigError: journal line 1 cannot be read: RecursionError: "),
-        (b'{"id": "a request file"}', "error: ConfigError: journal line 1 cannot be read: KeyError: 'format'"),
+        (b"", "error: ConfigError: {path} is not a medha journal; accepted: what medha generate --journal wrote"),
+        (b"\xff\xfe{", "error: ConfigError: {path} is not a medha journal; "),
+        (b"[" * 100_000, "error: ConfigError: {path} is not a medha journal; "),
+        (b'{"id": "a request file"}\n', "error: ConfigError: {path} is not a medha journal; "),
+        (
+            b'{"format":"medha-journal","version":1,',
+            "error: ConfigError: journal {path} is truncated in its first line",
+        ),
+        (b'{"format":"medha-journal","version":9}\n', "error: ConfigError: journal line 1 cannot be read: ValueError"),
     ],
 )
 def test_a_bad_file_is_one_line(

@@ -285,7 +285,7 @@ BLOCK_BYTES = 2 * 3 * 2 * 16 * 4 * 16  # keys and values, layers, KV heads, head
 
 def test_swap_space_is_host_memory_of_a_rank(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCache, "measure_block_s", lambda self: 0.125)
-    engine = build(model, num_kv_blocks=8, overcommit=True, swap_space=5 * BLOCK_BYTES + 1)
+    engine = build(model, num_kv_blocks=8, overcommit=True, swap_space=f"{5 * BLOCK_BYTES + 1}B")
     config = engine.scheduler.config
     assert (config.num_swap_blocks, config.swap_block_s) == (5, 0.125)
     assert engine.runner.host.num_blocks == 5  # type: ignore[attr-defined]
@@ -296,12 +296,12 @@ def test_swap_space_is_host_memory_of_a_rank(model: Model, monkeypatch: pytest.M
 
 def test_swap_space_below_a_block_is_refused(model: Model) -> None:
     with pytest.raises(ConfigError, match=rf"^swap_space=4 bytes; accepted: 0, or at least .* {BLOCK_BYTES} bytes"):
-        build(model, num_kv_blocks=8, overcommit=True, swap_space=4)  # GiB in vLLM
+        build(model, num_kv_blocks=8, overcommit=True, swap_space="4B")
 
 
 def test_swap_space_that_the_system_cannot_give(model: Model) -> None:
     with pytest.raises(ConfigError, match=r"^swap_space of \d+ blocks takes \d+ bytes of host memory"):
-        build(model, num_kv_blocks=8, overcommit=True, swap_space=2**60)
+        build(model, num_kv_blocks=8, overcommit=True, swap_space=2**30)
 
 
 @pytest.mark.parametrize(("policy", "is_said"), [("lars", True), ("priority", False)])
@@ -309,12 +309,14 @@ def test_swap_space_without_use_is_said(
     model: Model, policy: str, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="medha"):
-        build(model, num_kv_blocks=8, policy=policy, swap_space=8 * BLOCK_BYTES)
+        build(model, num_kv_blocks=8, policy=policy, swap_space=f"{8 * BLOCK_BYTES}B")
     assert any("swap_space has no use" in record.getMessage() for record in caplog.records) == is_said
 
 
-@pytest.mark.parametrize(("value", "size"), [("4GiB", 4 << 30), (0.5, 1 << 29), (4096, 4096), ("0", 0), (0.0, 0)])
-def test_sizes_of_swap_space(value: Any, size: int) -> None:
+@pytest.mark.parametrize(
+    ("value", "size"), [("4GiB", 4 << 30), (0.5, 1 << 29), (4, 4 << 30), ("4", 4 << 30), ("0", 0), (0.0, 0)]
+)
+def test_a_number_as_swap_space_is_gib_as_in_vllm(value: Any, size: int) -> None:
     assert EngineConfig.from_flat("m", swap_space=value).cache.swap_bytes == size
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,6 @@ from medha.verify import app, chosen_layout, layout_of
 
 LOG2_E = 1.4426950408889634
 QUICK = ["--device", "cpu", "--needle-tokens", "512"]
-
-
-@pytest.fixture(autouse=True)
-def _same_logging_after() -> Iterator[None]:
-    logger = logging.getLogger("medha")
-    handlers, level = logger.handlers[:], logger.level
-    yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
 
 
 def verdicts(report: Path) -> dict[str, set[str]]:

@@ -36,7 +36,7 @@ from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.bench.tabulate import figures_table
 from medha.build import build_role
 from medha.config import EngineConfig
-from medha.console import report_console
+from medha.console import counted, report_console
 from medha.engine import Engine
 from medha.errors import ConfigError
 from medha.request import SamplingParams
@@ -417,7 +417,8 @@ def run_and_print(options: AccuracyOptions, output_json: Path | None) -> int:
     factors = ", ".join(f"{kind} {factor:.2f}" for kind, factor in result.factors.items())
     console.print(f"correction at the end: {factors}", highlight=False)
     console.print(
-        f"{machine_line()}; {options.num_threads} threads, {options.dtype}, steps of {options.t_target_s} s, seed "
+        f"{machine_line()}; {counted(options.num_threads, 'thread')}, "
+        f"{options.dtype}, steps of {options.t_target_s} s, seed "
         f"{options.seed}, {options.num_rounds} rounds after one that does not count; load {result.load[0]:.1f} before "
         f"and {result.load[1]:.1f} after",
         highlight=False,

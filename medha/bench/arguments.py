@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+from medha.config import parse_size
 from medha.errors import ConfigError
 
 
@@ -15,12 +17,13 @@ def parse_overrides(text: str | None) -> dict[str, Any] | None:
 
 
 def parse_lengths(name: str, text: str) -> tuple[int, ...]:
-    """``2048,16384`` as integers.
+    """``2048,16K`` as integers.
 
     Raises:
         ConfigError: not a list of positive integers.
     """
     parts = text.replace("_", "").split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{name}={text!r}; accepted: positive integers, comma separated")
-    return tuple(int(part) for part in parts)
+    with suppress(ConfigError):
+        if all(part.strip().isdecimal() or part.strip()[-1:].isalpha() for part in parts):
+            return tuple(parse_size(part) for part in parts)
+    raise ConfigError(f"{name}={text!r}; accepted: positive integers such as 2048 or 16K, comma separated")

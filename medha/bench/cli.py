@@ -41,7 +41,9 @@ def compare(
         str, typer.Option(help="Their prompt and output tokens: a distribution, as medha trace synth.")
     ] = "uniform:32-1024,4-128",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or both, comma separated.")] = "float32",
-    num_threads: Annotated[int, typer.Option(min=1, help="CPU threads, the same for both.")] = 2,
+    num_threads: Annotated[
+        int, typer.Option(min=1, help="CPU threads, the same for both.", envvar="OMP_NUM_THREADS")
+    ] = 2,
     t_target_s: Annotated[float, typer.Option("--t-target-s", help="Seconds that a batch of medha's may take.")] = 1.0,
     num_iters_warmup: Annotated[int, typer.Option(min=0)] = 1,
     num_iters: Annotated[int, typer.Option(min=1, help="Counted runs; the median is reported.")] = 3,

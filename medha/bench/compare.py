@@ -25,7 +25,7 @@ from medha.bench.report import Timing, check_writable, interleaved, machine_line
 from medha.bench.tabulate import figures_table
 from medha.bench.workloads import Workload, described, longest_of
 from medha.build import TORCH_DTYPES
-from medha.console import report_console
+from medha.console import counted, report_console
 from medha.errors import ConfigError
 from medha.llm import LLM
 from medha.request import SamplingParams
@@ -146,7 +146,8 @@ def run_and_print(options: CompareOptions, output_json: Path | None) -> int:
     console = report_console()
     console.print(table)
     console.print(
-        f"{machine_line()}; {options.num_threads} threads; batches of medha's of {options.t_target_s:g} s at most; "
+        f"{machine_line()}; {counted(options.num_threads, 'thread')}; "
+        f"batches of medha's of {options.t_target_s:g} s at most; "
         f"median of {options.runs} after {options.warmup} warm-up, interleaved",
         highlight=False,
     )

@@ -68,7 +68,7 @@ def _print_load(console: Console, options: ConvoyOptions, measured: Calibration)
         f"TTFT objective: short {options.short_ttft_s:g} s, long {measured.long_deadline_s:.1f} s (derived by the "
         "scheduler in the calibration run, then given to all)",
     ):
-        console.print(line, soft_wrap=True)
+        console.print(line)
 
 
 def _by_bucket(result: ConvoyResult) -> Table:
@@ -155,7 +155,7 @@ def _print_notes(console: Console, result: ConvoyResult) -> None:
         f"{_number(ratio.tpot)}x its target (1.2x or less), SLO attainment below "
         f"the best baseline's in: {', '.join(worse) or 'no bucket'}.",
     ):
-        console.print(line, soft_wrap=True)
+        console.print(line)
 
 
 def _num_unfinished(system: SystemResult) -> int:

@@ -244,12 +244,12 @@ def run_and_print(options: FidelityOptions, output_json: Path | None) -> int:
     found = fidelity(options)
     console = report_console()
     for line in _load(options, found):
-        console.print(line, soft_wrap=True, highlight=False)
+        console.print(line, highlight=False)
     console.print(_figure_table(found), _step_table(found))
     for name, error, aim in found.aims:
         verdict = "met" if error <= aim else "missed"
         console.print(f"{name}: {error:.2%}, aim {aim:.0%}: {verdict}", highlight=False)
-    console.print(f"{machine_line()}; one simulation", highlight=False, soft_wrap=True)
+    console.print(f"{machine_line()}; one simulation", highlight=False)
     write_report(output_json, report(options, found))
     return 0
 

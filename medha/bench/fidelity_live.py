@@ -290,12 +290,12 @@ def run_and_print(options: LiveOptions, output_json: Path | None) -> int:
         found = live_fidelity(options, on_stage=on_stage)
     console = report_console()
     for line in _load(options, found):
-        console.print(line, soft_wrap=True, highlight=False)
+        console.print(line, highlight=False)
     console.print(_table(found))
     worst = max(abs(figure.error) for figure in found.figures if figure.name.endswith("all"))
     verdict = "met" if worst <= AIM else "missed"
     console.print(f"largest error over all requests: {worst:.1%}, aim {AIM:.0%}: {verdict}", highlight=False)
-    console.print(f"{machine_line()}; one run, after a rehearsal of as many requests", soft_wrap=True)
+    console.print(f"{machine_line()}; one run, after a rehearsal of as many requests")
     write_report(output_json, report(options, found))
     return 0
 

@@ -8,23 +8,19 @@ what they do is in :mod:`medha.bench.ranks`.
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import medha
 from medha.config import ParallelConfig
 from medha.errors import ConfigError, RankFailedError
+from medha.parallel.launch import launch_variables, start_python
 from medha.timeline import RankRecords, decode_records
 
-_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _END_S = 30.0
 
 
@@ -241,18 +237,15 @@ def measure_profile(model: str, layout: ParallelConfig, path: Path, *, max_kv: i
 
 def _start(module: Sequence[str], size: int) -> list[subprocess.Popen[str]]:
     """Start a module with its arguments on every rank; only rank 0 is written to, and all are read from."""
-    base = _plain_environment()
-    port = _free_port()
+    ranks: list[dict[str, str]] = [{}] if size == 1 else launch_variables(size)
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", *module],
-            env=base if size == 1 else base | _launch(rank, size, port),
-            stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+        start_python(
+            module,
+            {"OMP_NUM_THREADS": "1", **variables},
+            stdin=subprocess.DEVNULL if rank else subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the benchmark, which ends its jobs
         )
-        for rank in range(size)
+        for rank, variables in enumerate(ranks)
     ]
 
 
@@ -266,22 +259,3 @@ def _kill(ranks: Sequence[subprocess.Popen[str]]) -> list[int]:
 def records_in(answer: Mapping[str, Any]) -> tuple[RankRecords, ...]:
     """What each rank ran, from an answer that says so."""
     return tuple(decode_records(text.encode()) for text in answer["ranks"])
-
-
-def _plain_environment() -> dict[str, str]:
-    """This process's environment without a launcher, with one thread, and with medha where it is found here."""
-    kept = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
-    path = [str(Path(medha.__file__).parents[1]), *filter(None, [kept.get("PYTHONPATH")])]
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
-
-
-def _launch(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun would set on one node."""
-    values = (rank, rank, size, size, "127.0.0.1", port)
-    return {name: str(value) for name, value in zip(_LAUNCH, values, strict=True)}
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

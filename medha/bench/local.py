@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from medha.bench.model import describe, random_llama, write_config
 from medha.bench.report import DEFINITIONS, machine_line, stamp
 from medha.build import Role, build_role
 from medha.config import EngineConfig, ModelConfig, SchedulerConfig
+from medha.console import counted
 from medha.engine import Engine, Prompt
 from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
@@ -162,6 +164,21 @@ def shape_of(subject: Subject, *, longest: int) -> ModelConfig:
         return load_model_config(resolve_model(folder), hf_overrides=overrides, max_model_len=longest)
 
 
+def fitting(subject: Subject, name: str, lengths: tuple[int, ...], *, more: int) -> tuple[int, ...]:
+    """The lengths that the model takes, with ``more`` tokens behind them; the others are left out, and it is said.
+
+    Where none fits all are returned, for whoever loads the model to refuse.
+    """
+    if subject.model is None:  # a random Llama takes any
+        return lengths
+    most = shape_of(subject, longest=1).max_position_embeddings
+    fit = tuple(length for length in lengths if length + more <= most)
+    if fit and len(fit) < len(lengths):
+        rest = ", ".join(f"{length:,}" for length in lengths if length not in fit)
+        print(f"medha: {name} {rest} left out: the model takes {most:,} positions", file=sys.stderr)
+    return fit or lengths
+
+
 def layer_parameters(model: ModelConfig) -> int:
     """Parameters of the layers: every token goes through each of them. Embedding and head are apart."""
     return _count(model, lambda name: name.startswith("model.layers."))
@@ -213,7 +230,7 @@ def title_of(subject: Subject, model: ModelConfig) -> str:
 
 def footer(dtype: str, device: torch.device, runs: str) -> str:
     """Machine, threads, dtype, runs and load on one line, for below a table."""
-    where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    where = counted(torch.get_num_threads(), "thread") if device.type == "cpu" else str(device)
     return f"{machine_line()}; {where}, {dtype}; {runs}; load average {os.getloadavg()[0]:.1f}"
 
 

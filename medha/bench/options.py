@@ -7,6 +7,7 @@ help. Heavy imports stay inside the functions.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -107,7 +108,7 @@ SERVING: Group = {
     "swap_space": (
         Annotated[
             str | None,
-            scheduling_option("--swap-space", help="Host memory for KV of requests that give way.", show_default="0"),
+            scheduling_option("--swap-space", help="GiB of host memory for KV of who gives way.", show_default="0"),
         ],
         None,
     ),
@@ -163,12 +164,19 @@ def takes(*groups: Group) -> Callable[[Callable[..., int]], Callable[..., int]]:
     return extended
 
 
-def subject_of(given: Mapping[str, Any], *, seed: int = 0) -> Subject:
-    """The model and engine that the options of a command ask for; what it does not take has its default."""
+def subject_of(given: Mapping[str, Any], *, seed: int = 0, has_tpot: bool = False) -> Subject:
+    """The model and engine that the options of a command ask for; what it does not take has its default.
+
+    Says on stderr what a batch may hold. Requests may have a TPOT objective where ``has_tpot``, or where a trace has.
+    """
     from medha.bench.local import Subject
 
     names = [name for name in (*MODEL, *SCHEDULING, *SERVING) if name not in ("model", "hf_overrides")]
     engine = {name: given[name] for name in names if given.get(name) is not None} | {"seed": seed}
+    if "t_target_s" in given:
+        scheduler = EngineConfig.from_flat("-", **engine).scheduler
+        has_tpot = has_tpot or given.get("dataset_path") is not None
+        print("medha:", scheduler.budget_text(has_tpot=has_tpot), file=sys.stderr)
     return Subject(given["model"], parse_overrides(given["hf_overrides"]), engine)
 
 

@@ -77,7 +77,7 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
     from medha.bench.calibrate import QUICK, Effort
     from medha.bench.measure import measure
     from medha.bench.report import check_writable, machine_line
-    from medha.console import report_console
+    from medha.console import counted, report_console
 
     check_writable(output if is_first_rank() else None)
     load = os.getloadavg()[0]
@@ -99,7 +99,8 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
     console.print(f"{output}: {found.key.model}, {found.key.dtype}, {found.key.layout}", highlight=False)
     console.print(_summary(found), highlight=False)
     console.print(
-        f"{machine_line()}; {found.key.num_threads} threads, load {load:.1f} before and {os.getloadavg()[0]:.1f} after",
+        f"{machine_line()}; {counted(found.key.num_threads, 'thread')}, "
+        f"load {load:.1f} before and {os.getloadavg()[0]:.1f} after",
         highlight=False,
     )
     return 0

@@ -49,10 +49,12 @@ def latency(
     TTFT: arrival to first token, queueing included. TPOT: (last - first token) / (tokens - 1).
     """
     from medha.bench.latency import LatencyOptions, run_and_print
+    from medha.bench.local import fitting
 
+    subject = subject_of(given, seed=seed)
     options = LatencyOptions(
-        subject=subject_of(given, seed=seed),
-        input_lens=parse_lengths("input_len", input_len),
+        subject=subject,
+        input_lens=fitting(subject, "input_len", parse_lengths("input_len", input_len), more=output_len),
         output_len=output_len,
         warmup=num_iters_warmup,
         runs=num_iters,
@@ -121,11 +123,12 @@ def serve(
     from medha.bench.serve import ServeOptions, run_and_print
     from medha.bench.serve_figures import Goodput, parse_metrics, parse_percentiles
 
+    goals = Goodput.parse([*(goodput or ()), *(more_goodput or ())])
     options = ServeOptions(
-        subject=subject_of(given, seed=seed),
+        subject=subject_of(given, seed=seed, has_tpot=goals.tpot_s is not None),
         workload=workload_of(given, seed=seed, request_rate=request_rate, burstiness=burstiness),
         max_concurrency=max_concurrency,
-        goodput=Goodput.parse([*(goodput or ()), *(more_goodput or ())]),
+        goodput=goals,
         metrics=parse_metrics(percentile_metrics),
         percentiles=parse_percentiles(metric_percentiles),
         probe_request_rate=probe_request_rate,
@@ -182,11 +185,13 @@ def decode(
 ) -> int:
     """A step of decodes, batch sizes over contexts: its time, and the share of the memory's rate (MBU)."""
     from medha.bench.decode import DecodeOptions, run_and_print
+    from medha.bench.local import fitting
 
+    subject = subject_of(given)
     options = DecodeOptions(
-        subject=subject_of(given),
+        subject=subject,
         batch_sizes=parse_lengths("batch_size", batch_size),
-        contexts=parse_lengths("context", context_lens),
+        contexts=fitting(subject, "context", parse_lengths("context", context_lens), more=1),
         warmup=num_iters_warmup,
         runs=num_iters,
     )
@@ -209,11 +214,13 @@ def prefill(
     **given: Any,
 ) -> int:
     """Prompts read whole and in adaptive chunks: TTFT, and the share of the matrix products' rate (MFU)."""
+    from medha.bench.local import fitting
     from medha.bench.prefill import PrefillOptions, run_and_print
 
+    subject = subject_of(given, seed=seed)
     options = PrefillOptions(
-        subject=subject_of(given, seed=seed),
-        prompt_lens=parse_lengths("prompt_lens", prompt_lens),
+        subject=subject,
+        prompt_lens=fitting(subject, "prompt_lens", parse_lengths("prompt_lens", prompt_lens), more=1),
         t_target_s=t_target_s,
         max_batch_tokens=max_batch_tokens,
         warmup=num_iters_warmup,

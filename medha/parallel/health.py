@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from medha.errors import EngineDeadError
+from medha.errors import exit_code
 from medha.parallel.process import Process, launched
 
 if TYPE_CHECKING:
@@ -201,6 +201,9 @@ class Monitor:
             elapsed_s, last = min(now - last, 2 * _BEAT_S), now  # whoever was stopped itself has seen nothing meanwhile
             if self._parent is not None:
                 self._watch_launcher(self._parent)
+            if len(self._processes) < len(self._local) + (self._parent is not None):
+                starter = self._parent or os.getpid()  # rank 0 may have started the others
+                self._processes = launched(starter, [self._rank, *self._local]) | self._processes
             seen = {(rank, trouble) for rank in self._local if (trouble := self._trouble_of(rank)) is not None}
             trouble_s = {key: trouble_s.get(key, 0.0) + elapsed_s for key in seen}
             self._lost = {
@@ -227,8 +230,6 @@ class Monitor:
             self.report(
                 f"{self._name(self._rank)}: the process that started it, {parent}, has died, in {self._activity}"
             )
-        elif len(self._processes) <= len(self._local):
-            self._processes = launched(parent, [self._rank, *self._local]) | self._processes
 
     def _trouble_of(self, rank: int) -> str | None:
         """What is wrong with the process of a rank of this node."""
@@ -359,7 +360,7 @@ class Monitor:
         self.linger(2.0)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(EXIT_CODE if cause is None or isinstance(cause, EngineDeadError) else 1)
+        os._exit(EXIT_CODE if cause is None else exit_code(cause))  # the program's own error is no failed engine
 
 
 def write_state(describe: Callable[[], str]) -> None:

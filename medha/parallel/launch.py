@@ -1,19 +1,33 @@
-"""What the launcher (torchrun) says about this process; the only module that reads what it sets. Loads no torch."""
+"""What the launcher (torchrun) says about this process, and ranks that a command starts itself in its place.
+
+The only module that reads or sets what torchrun sets. Loads no torch.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import socket
-from collections.abc import Mapping
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import medha
 from medha.errors import ConfigError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # MASTER_ADDR alone is set on many clusters
 # Read before torch is imported: it takes seconds, in which the launcher may die and this process get another parent.
 _PARENT = os.getppid()
+_AGENT = "TORCHELASTIC_RUN_ID"
+_END_S = 30.0  # how long ranks may take to end with the first one
+_FAIL_S = 3.0  # the same where that failed
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -73,7 +87,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
             local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
             address=f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT'])}",
-            agent_pid=_PARENT if "TORCHELASTIC_RUN_ID" in env else None,
+            agent_pid=_PARENT if _AGENT in env else None,
             agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
@@ -96,6 +110,68 @@ def is_first_rank() -> bool:
 def is_launched() -> bool:
     """Whether a launcher started this process, even if it set only some of its variables."""
     return any(name in os.environ for name in _SIGNS)
+
+
+def tell_launcher(message: str) -> None:
+    """Have torchrun's own report of the failure, below which nothing else is seen, end with a message."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        with suppress(OSError):
+            extra = {"timestamp": str(int(time.time()))}
+            Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def launch_variables(size: int) -> list[dict[str, str]]:
+    """What torchrun would set for each rank of a job on this machine."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, **meeting} for rank in range(size)]
+
+
+def start_python(module: Sequence[str], variables: Mapping[str, str], **streams: Any) -> subprocess.Popen[str]:
+    """Start ``python -m`` a module with its arguments, apart from this process's terminal.
+
+    Args:
+        module: its name and arguments.
+        variables: of a rank of :func:`launch_variables`, or others, over this process's own without a launcher's; medha
+            is found where it is found here.
+        streams: as of Popen.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in (*_SIGNS, *_NEEDED)}
+    path = os.pathsep.join([str(Path(medha.__file__).parents[1]), *filter(None, [kept.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-m", *module],
+        env={**kept, "PYTHONPATH": path, **variables},
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the process that was started by hand, which ends these
+        **streams,
+    )
+
+
+@contextmanager
+def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
+    """Be, for the rest of this process, rank 0 of a job on this machine whose other ranks run a module.
+
+    Each rank gets its share of the threads, unless ``OMP_NUM_THREADS`` says how many. The ranks end with this one.
+    """
+    first, *others = launch_variables(size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
+    agent = {_AGENT: "medha"}  # they do not outlive the process that started them
+    ranks = [start_python(module, agent | variables, stdin=subprocess.DEVNULL) for variables in others]
+    os.environ.update(first)
+    limit_s = _FAIL_S
+    try:
+        yield
+        limit_s = _END_S
+    finally:
+        deadline = time.monotonic() + limit_s
+        for rank in ranks:
+            with suppress(subprocess.TimeoutExpired):
+                rank.wait(max(0.0, deadline - time.monotonic()))
+            rank.kill()
+            rank.wait()
 
 
 def gloo_interface(launch: Launch) -> str:

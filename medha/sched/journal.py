@@ -13,8 +13,10 @@ decide nothing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -152,11 +154,13 @@ class Replay:
         num_calls: calls whose decisions were the same.
         num_batches: batches among those decisions.
         mismatch: the first decision that differs, at which the replay ends; None if all are the same.
+        is_truncated: the file lacks the end of its last line, which was left out.
     """
 
     num_calls: int
     num_batches: int
     mismatch: Mismatch | None = None
+    is_truncated: bool = False
 
 
 def replay(journal: Path | Iterable[str]) -> Replay:
@@ -173,8 +177,11 @@ def replay(journal: Path | Iterable[str]) -> Replay:
     """
     if isinstance(journal, Path):
         try:
-            with journal.open(encoding="utf-8", errors="replace") as lines:
-                return replay(line for number, line in enumerate(lines) if line.endswith("\n") or not number)
+            with journal.open(encoding="utf-8", errors="replace") as file:
+                head = _head_of(file, journal)
+                cut: list[str] = []
+                found = replay(chain([head], _whole_lines(file, cut)))
+                return replace(found, is_truncated=bool(cut))
         except OSError as error:
             raise ConfigError(f"journal {journal}: {error.strerror}") from error
     entries = _entries(journal)
@@ -195,6 +202,29 @@ def replay(journal: Path | Iterable[str]) -> Replay:
         num_batches += isinstance(replayed, Batch)
         next_batch_id = 0 if entry["call"] == "fresh" else next_batch_id + isinstance(replayed, Batch)
     return Replay(num_calls, num_batches)
+
+
+def _head_of(file: TextIO, path: Path) -> str:
+    """The first line of a journal.
+
+    Raises:
+        ConfigError: it is none, or lacks its end.
+    """
+    head = file.readline()
+    if not re.match(rf'{{\s*"format"\s*:\s*"{_FORMAT}"', head):
+        raise ConfigError(f"{path} is not a medha journal; accepted: what medha generate --journal wrote")
+    if not head.endswith("\n"):
+        raise ConfigError(f"journal {path} is truncated in its first line; accepted: one with at least that")
+    return head
+
+
+def _whole_lines(file: TextIO, cut: list[str]) -> Iterator[str]:
+    """The lines that have their end; one that lacks it goes into ``cut``."""
+    for line in file:
+        if line.endswith("\n"):
+            yield line
+        else:
+            cut.append(line)
 
 
 _Decision = Batch | float | tuple[int, ...] | str | None

@@ -176,7 +176,7 @@ def simulate(
         )
     console = report_console()
     for line in about(study, context.params):
-        console.print(line, soft_wrap=True)
+        console.print(line)
     runs = _run_with_progress(study)
     return _finish(console, context.params, study, runs)
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import medha
-from medha.config import ParallelConfig, SchedulerConfig
+from medha.config import CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
 from medha.errors import ConfigError
 from medha.sim.hardware import load_sheet
 from medha.sim.known_models import find_model
@@ -70,7 +70,7 @@ def study_of(given: Mapping[str, Any]) -> Study:
 
 
 def about(study: Study, given: Mapping[str, Any]) -> list[str]:
-    """What is run, in two lines."""
+    """What is run, in two lines, and what a batch of each scheduler may hold, in one."""
     replica = study.systems[0].replica
     sheet, layout = replica.sheet, replica.parallel
     tokens = replica.kv_blocks() * replica.block_size
@@ -81,7 +81,12 @@ def about(study: Study, given: Mapping[str, Any]) -> list[str]:
         f"spp {layout.spp}, kvp {layout.kvp}, {tokens:,} KV tokens a group",
         f"{what}: {len(trace):,} requests over {trace.duration_s:,.4g} s, {int(trace.prompt_tokens.sum()):,} prompt "
         f"and {int(trace.output_tokens.sum()):,} output tokens" + " at the first rate" * (len(study.traces) > 1),
+        *dict.fromkeys(system.replica.scheduler.budget_text(has_tpot=_has_tpot(trace)) for system in study.systems),
     ]
+
+
+def _has_tpot(trace: Trace) -> bool:
+    return trace.tpot_slo_s is not None and not bool(np.isnan(trace.tpot_slo_s).all())
 
 
 def config_of(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,6 +116,7 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
     if policies and "medha" not in schedulers:
         raise ConfigError(f"policy={','.join(policies)!r} is for the medha scheduler; accepted: --scheduler medha too")
     budgets = {name: given[name] for name in SCHEDULING}
+    budgets["max_kv_per_group"] = whole_blocks(budgets["max_kv_per_group"], CacheConfig().block_size)
     configs = {}
     for scheduler in schedulers:
         if scheduler == "medha":

@@ -28,6 +28,8 @@ Rate = Callable[[float], Trace]
 
 ATTAINMENT = 0.9
 """Share of requests that meet their objectives at the capacity."""
+NO_OBJECTIVE_S = 1e9
+"""In place of an objective."""
 NUM_OUTPUT_TOKENS = 33
 """Tokens that a request decodes for its TPOT."""
 _CHUNKS_BESIDE = 64
@@ -53,6 +55,7 @@ class Goal:
         ttft_s, tpot_s: objectives of each request.
         duration_s: seconds of arrivals of a simulation of the workload.
         qps: requests a second that the workload must reach; None asks for no rate.
+        ttft_is_derived: nobody asked for this TTFT.
     """
 
     num_gpus: int
@@ -61,6 +64,7 @@ class Goal:
     tpot_s: float
     duration_s: float = 60.0
     qps: float | None = None
+    ttft_is_derived: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_gpus <= _MOST_GPUS:
@@ -167,6 +171,21 @@ class Planner:
         if not 0 < self.utilization <= 1:
             raise ConfigError(f"utilization={self.utilization!r}; accepted: a number above 0, at most 1")
 
+    def with_derived_ttft(self) -> Planner:
+        """The same, whose TTFT objective is derived as a scheduler derives a deadline, of the fastest layout's time.
+
+        Raises:
+            ConfigError: no layout can run the request.
+        """
+        open_ended = replace(self, goal=replace(self.goal, ttft_s=NO_OBJECTIVE_S, tpot_s=NO_OBJECTIVE_S))
+        found = [open_ended._placed(layout, self._replica(layout)) for layout in self.layouts()]
+        seconds = [one.ttft_s for one in found if one.ttft_s is not None]
+        if not seconds:
+            reason = next(one.reasons[0].text for one in found)
+            raise ConfigError(f"no layout can run a prompt of {self.goal.context:,} tokens; the first: {reason}")
+        ttft_s = max(self.scheduler.deadline_floor_s, self.scheduler.deadline_factor * min(seconds))
+        return replace(self, goal=replace(self.goal, ttft_s=float(f"{ttft_s:.3g}"), ttft_is_derived=True))
+
     def layouts(self) -> list[Layout]:
         """Every product that uses all accelerators, with ``tp`` inside a node; most replicas first."""
         return [
@@ -190,6 +209,15 @@ class Planner:
     def candidate(self, layout: Layout) -> Candidate:
         """What becomes of a layout; what cannot be met any more is not simulated."""
         replica = self._replica(layout)
+        found = self._placed(layout, replica)
+        if not found.reasons:
+            found = self._beside(found, replica)
+        if not found.reasons and self.workload is not None:
+            found = self._with_capacity(found, replica, self.workload)
+        return found
+
+    def _placed(self, layout: Layout, replica: Replica) -> Candidate:
+        """A layout with one request of the context's length, if it can run at all."""
         try:
             replica.stages()
         except ConfigError as error:
@@ -199,12 +227,7 @@ class Planner:
         except ConfigError as error:
             return Candidate(layout, reasons=(Reason("does not fit the memory", str(error)),))
         found = Candidate(layout, tokens, 1 - (self.goal.context + NUM_OUTPUT_TOKENS) / tokens)
-        found = self._alone(found, replica)
-        if not found.reasons:
-            found = self._beside(found, replica)
-        if not found.reasons and self.workload is not None:
-            found = self._with_capacity(found, replica, self.workload)
-        return found
+        return self._alone(found, replica)
 
     def _replica(self, layout: Layout) -> Replica:
         return Replica(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,9 +29,16 @@ _SAMPLE = 100_000
 
 def plan(
     context: Annotated[int, typer.Option(help="Prompt tokens of the request that is planned for.")],
-    ttft_s: Annotated[float, typer.Option("--ttft-s", help="Objective of its time to the first token, seconds.")],
     tpot_s: Annotated[float, typer.Option("--tpot-s", help="Objective of its time between tokens, seconds.")],
     gpus: Annotated[int, typer.Option("--gpus", help="Accelerators in all.")],
+    ttft_s: Annotated[
+        float | None,
+        typer.Option(
+            "--ttft-s",
+            help="Objective of its time to the first token, seconds.",
+            show_default="5 times that of the fastest layout",
+        ),
+    ] = None,
     model: Annotated[
         str,
         typer.Option("--model", "-m", help="llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, or a config.json."),
@@ -52,7 +60,7 @@ def plan(
     duration: Annotated[float, typer.Option(help="Seconds of the workload's arrivals to simulate.")] = 60.0,
     max_model_len: Annotated[
         int | None,
-        typer.Option(help="Longest context the model is run with, its RoPE scaled.", show_default="what it claims"),
+        typer.Option(help="Longest context the model is run with, its RoPE scaled.", show_default="as --context"),
     ] = None,
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of the memory to use.")
@@ -74,14 +82,14 @@ def plan(
     from medha.console import report_console
     from medha.sim.hardware import load_sheet
     from medha.sim.known_models import find_model
-    from medha.sim.plan import Goal, Planner, to_json
+    from medha.sim.plan import NO_OBJECTIVE_S, Goal, Planner, to_json
 
     check_writable(output_json)
     if qps is not None and workload is None:
         raise ConfigError(f"qps={qps:g} without a workload; accepted: --workload too")
     shape = find_model(model)
     _check_context(context, max_model_len, model, shape)
-    goal = Goal(gpus, context, ttft_s, tpot_s, duration, qps)
+    goal = Goal(gpus, context, NO_OBJECTIVE_S if ttft_s is None else ttft_s, tpot_s, duration, qps)
     rate, longest = (None, 1) if workload is None else _workload(workload, duration, seed)
     planner = Planner(
         load_sheet(hardware),
@@ -92,6 +100,8 @@ def plan(
         workload=rate,
         longest=longest,
     )
+    if ttft_s is None:
+        planner = planner.with_derived_ttft()
     candidates = _with_progress(planner)
     options = {"model": model, "hardware": hardware, "workload": workload, "seed": seed}
     write_report(output_json, _report(planner, options, [to_json(candidate) for candidate in candidates]))
@@ -100,10 +110,13 @@ def plan(
 
 
 def _check_context(context: int, max_model_len: int | None, name: str, model: ModelConfig) -> None:
-    most = model.max_position_embeddings if max_model_len is None else max_model_len
-    if context > most:
-        claim = f" (the positions that {name} claims; to scale its RoPE give a longer one)" * (max_model_len is None)
-        raise ConfigError(f"context={context}; accepted: at most max_model_len={most}{claim}")
+    if max_model_len is not None and context > max_model_len:
+        raise ConfigError(f"context={context}; accepted: at most max_model_len={max_model_len}")
+    claimed = model.max_position_embeddings
+    if max_model_len is None and context > claimed:
+        print(
+            f"medha: {name} claims {claimed:,} positions; its RoPE is taken as scaled to {context:,}", file=sys.stderr
+        )
 
 
 def _workload(name: str, duration_s: float, seed: int) -> tuple[Rate, int]:
@@ -160,11 +173,11 @@ def _print(
     from medha.sim.plan import ATTAINMENT, grouped
 
     goal, sheet = planner.goal, planner.sheet
+    derived = " (5 times that of the fastest layout)" if goal.ttft_is_derived else ""
     console.print(
         f"{options['model']} on {goal.num_gpus} x {sheet.name} ({sheet.provenance}), {len(candidates)} layouts: a "
-        f"prompt of {goal.context:,} tokens, TTFT {goal.ttft_s:g} s, TPOT {goal.tpot_s * 1e3:g} ms",
+        f"prompt of {goal.context:,} tokens, TTFT {goal.ttft_s:g} s{derived}, TPOT {goal.tpot_s * 1e3:g} ms",
         highlight=False,
-        soft_wrap=True,
     )
     good = [candidate for candidate in candidates if not candidate.reasons]
     if good:
@@ -178,13 +191,12 @@ def _print(
         names = ", ".join(str(candidate.layout) for candidate in group[:_NAMED])
         more = f" and {len(group) - _NAMED} more" if len(group) > _NAMED else ""
         text = group[0].reasons[0].text
-        console.print(f"{kind}: {names}{more}; the first of them: {text}", highlight=False, soft_wrap=True)
+        console.print(f"{kind}: {names}{more}; the first of them: {text}", highlight=False)
     if planner.workload is not None:
         console.print(
             f"capacity: the highest rate at which {ATTAINMENT:.0%} of the requests of {options['workload']} meet both "
             f"objectives, in simulations of one replica over {goal.duration_s:g} s of arrivals",
             highlight=False,
-            soft_wrap=True,
         )
 
 

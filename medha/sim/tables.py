@@ -28,7 +28,7 @@ def print_reports(console: Console, reports: Sequence[Report]) -> None:
     for table in (_latency(reports), _load(reports), _by_length(reports)):
         console.print(table)
     for line in (*_remarks(reports), *NOTES):
-        console.print(line, soft_wrap=True)
+        console.print(line)
 
 
 def _table(*columns: str) -> Table:

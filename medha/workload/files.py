@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO, cast
 
 from medha.errors import ConfigError
-from medha.workload.formats import FORMATS, Fields, Format, RowError
+from medha.workload.formats import FORMATS, Fields, Format, RowError, recognised
 from medha.workload.trace import TraceFormatError
 
 MAX_LINE_BYTES = 1 << 27
@@ -54,23 +54,16 @@ def detect(path: Path) -> Format:
     """
     with open_bytes(path) as file:
         head = file.read(_HEAD_BYTES).decode("utf-8-sig", errors="replace").lstrip()
-    first = head.split("\n", 1)[0]
     if not head:
         raise TraceFormatError(path, None, "is empty; accepted: a trace with requests")
-    if head[0] == "[" or (head[0] == "{" and '"conversation' in first):
-        return FORMATS["sharegpt"]
-    if head[0] == "{":
-        if '"prompt_token_ids"' in first:
-            return FORMATS["medha"]
-        candidates = [f for f in FORMATS.values() if all(f'"{key}"' in first for key in f.needs)]
-    else:
-        names = {name.strip().strip('"') for name in first.split(",")}
-        candidates = [f for f in FORMATS.values() if f.header is not None and names.issuperset(f.needs)]
-    if not candidates:
+    kind = recognised(head)
+    if kind is None:
+        known = "; ".join(f"{f.name}: {f.header or ', '.join(f.needs)}" for f in FORMATS.values())
+        first = head.split("\n", 1)[0]
         raise TraceFormatError(
-            path, 1, f"{first[:80]!r} is of no known format; accepted: {', '.join(FORMATS)} (or name the format)"
+            path, 1, f"{first[:80]!r} is of no known format; accepted, with their columns or keys: {known}"
         )
-    return candidates[0]
+    return kind
 
 
 def lines(path: Path) -> Iterator[tuple[int, str | RowError]]:

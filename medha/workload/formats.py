@@ -338,6 +338,19 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
+def recognised(head: str) -> Format | None:
+    """The format of a file that begins so, if it is one."""
+    first = head.split("\n", 1)[0]
+    if head[:1] == "[" or (head[:1] == "{" and '"conversation' in first):
+        return FORMATS["sharegpt"]
+    if head[:1] == "{":
+        if '"prompt_token_ids"' in first:
+            return FORMATS["medha"]
+        return next((f for f in FORMATS.values() if all(f'"{key}"' in first for key in f.needs)), None)
+    names = {name.strip().strip('"') for name in first.split(",")}
+    return next((f for f in FORMATS.values() if f.header is not None and names.issuperset(f.needs)), None)
+
+
 def characters_over(chars_per_token: float) -> Callable[[str], int]:
     """An estimate of the tokens of a text from its characters, rounded up; real tokenizers differ by text and language.
 

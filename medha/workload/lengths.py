@@ -33,6 +33,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from medha.config import parse_size
 from medha.errors import ConfigError
 from medha.workload.trace import MAX_TOKENS
 
@@ -162,6 +163,10 @@ def _swe(scale: int, output: Quantile) -> Lengths:
     return Lengths(geometric_knots((0, 0.5, 0.9, 1), prompts), output)
 
 
+def _length(text: str) -> int:
+    return parse_size(text) if text.strip("0") else 0
+
+
 def parse_lengths(spec: str) -> Lengths:
     """The distribution of a name, of ``fixed:P,D``, or of ``uniform:A-B,C-D``.
 
@@ -170,10 +175,9 @@ def parse_lengths(spec: str) -> Lengths:
     """
     if spec in named_lengths():
         return named_lengths()[spec]
-    fixed = re.fullmatch(r"fixed:(\d{1,9}),(\d{1,9})", spec, re.ASCII)
-    ranges = re.fullmatch(r"uniform:(\d{1,9})-(\d{1,9}),(\d{1,9})-(\d{1,9})", spec, re.ASCII)
-    p, d = (int(text) for text in fixed.groups()) if fixed else (0, 0)
-    a, b, c, e = (int(text) for text in ranges.groups()) if ranges else (p, p, d, d)
+    match = re.fullmatch(r"fixed:(N),(N)|uniform:(N)-(N),(N)-(N)".replace("N", r"\d{1,9}[kKmM]?"), spec, re.ASCII)
+    p, d, *ends = (_length(text) for text in match.groups("0")) if match else (0,) * 6
+    a, b, c, e = ends if any(ends) else (p, p, d, d)
     if not (1 <= a <= b <= MAX_TOKENS and 1 <= c <= e <= MAX_TOKENS):
         raise ConfigError(
             f"lengths={spec!r:.80}; accepted: {', '.join(named_lengths())}, fixed:P,D or uniform:A-B,C-D with "

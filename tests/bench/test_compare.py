@@ -83,6 +83,22 @@ def test_runs_are_counted_before() -> None:
     assert options.num_runs == 2 * (2 * 2 + 3) * (1 + 2)
 
 
+@pytest.mark.parametrize(("variable", "threads"), [(None, 2), ("1", 1), ("3", 3)])
+def test_threads_are_those_of_the_environment(
+    variable: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    seen = []
+    monkeypatch.setattr(
+        "medha.bench.compare.run_and_print", lambda options, path: seen.append(options.num_threads) or 0
+    )
+    assert run_app(app, "bench", ["compare"]) == 0
+    assert run_app(app, "bench", ["compare", "--num-threads", "4"]) == 0
+    assert seen == [threads, 4]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

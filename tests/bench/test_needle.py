@@ -40,4 +40,4 @@ def test_no_rank_holds_more_than_its_share(kvp: int, spp: int) -> None:
 @pytest.mark.parametrize("tokens", ["", "1024,", "-5", "many"])
 def test_lengths_that_are_no_numbers_are_refused(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(app, "bench", ["needle", "--tokens", tokens]) == 2
-    assert "positive integers, comma separated" in capsys.readouterr().err
+    assert "positive integers such as 2048 or 16K, comma separated" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,9 +10,11 @@ import pytest
 import typer
 
 from medha.bench.cli import app
+from medha.bench.local import Subject, fitting
 from medha.bench.options import MODEL, SCHEDULING, SERVING, WORKLOAD, subject_of, takes, workload_of
 from medha.command import make_app, run_app
 from medha.config import EngineConfig
+from medha.models.needle import write_needle
 
 
 def defaults(*groups: Any) -> dict[str, Any]:
@@ -52,6 +55,27 @@ def test_given_options_reach_the_engine_and_the_workload(tmp_path: Path) -> None
     assert "num_prompts" not in subject.engine and "model" not in subject.engine
     workload = workload_of(given | {"num_prompts": 3, "input_len": 9}, seed=4, request_rate=2.0)
     assert (workload.num_prompts, workload.input_len, workload.seed, workload.request_rate) == (3, 9, 4, 2.0)
+
+
+def test_lengths_that_a_model_does_not_take_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_needle(tmp_path / "needle")
+    most = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    lengths = (most - 1, 100, most, 2 * most)
+    assert fitting(Subject(str(model)), "context", lengths, more=1) == (most - 1, 100)
+    left_out = f"medha: context {most:,}, {2 * most:,} left out: the model takes {most:,} positions\n"
+    assert capsys.readouterr().err == left_out
+    assert fitting(Subject(str(model)), "context", (2 * most,), more=1) == (2 * most,)
+    assert fitting(Subject(), "context", lengths, more=1) == lengths
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("has_tpot", [True, False])
+def test_what_a_batch_may_take_is_said(has_tpot: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    subject_of(defaults(MODEL, SCHEDULING), has_tpot=has_tpot)
+    said = "decodes' TPOT objectives leave" if has_tpot else "0.25 s (quantum_s, as there is no TPOT objective)"
+    assert said in capsys.readouterr().err
+    subject_of(defaults(MODEL))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("command", ["latency", "throughput", "serve", "decode", "prefill"])

@@ -117,15 +117,10 @@ def test_layout_that_cannot_work(
     assert took_s < 5.0
 
 
-@pytest.mark.parametrize("tokens", [100, 9 * 256])
-def test_share_of_a_group_that_cannot_be(workers: WorkerPool, model: Path, tokens: int) -> None:
-    """No multiple of the block size, or more than the pool."""
-    answers = workers.run(refusal, 2, str(model), {"kvp": 2, "max_kv_per_group": tokens})
+def test_share_of_a_group_that_cannot_be(workers: WorkerPool, model: Path) -> None:
+    answers = workers.run(refusal, 2, str(model), {"kvp": 2, "max_kv_per_group": 9 * 256})
     assert {(name, text) for name, text, _ in answers} == {
-        (
-            "ConfigError",
-            f"max_kv_per_group={tokens}; accepted: multiples of block_size=256 up to the pool's 2048 tokens",
-        )
+        ("ConfigError", "max_kv_per_group=2304; accepted: at most the pool's 2048 tokens")
     }
 
 
@@ -271,7 +266,7 @@ def test_torchrun_prints_a_configuration_error_once(model: Path, tmp_path: Path)
     process = torchrun(tmp_path, model, "--tp", "4")
     assert process.wait(90) != 0
     said = (tmp_path / "stderr").read_text()
-    assert said.count("ParallelConfigError") == 1, said
+    assert said.count("error: ParallelConfigError") == 1, said  # the launcher repeats it at the end of its own report
     assert not members(tmp_path)
 
 

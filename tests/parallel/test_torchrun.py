@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from medha.command import run_app
+from medha.config import EngineConfig
 from medha.demo import layout_for
+from medha.dryrun import choose_layout
 from medha.errors import ParallelConfigError
+from medha.generate import app
 from medha.models.needle import write_needle
+from medha.parallel.launch import Launch
 from tests.parallel.workers import free_port
+from tests.serving import write_byte_model
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+PROMPT = "The code of Ada is 31.\nThe code of Ada is"
 DEMO = "from medha.demo import run_demo; raise SystemExit(run_demo(long_prompt_tokens=2048, live=False))"
 
 
@@ -62,6 +74,130 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert {line["id"]: line["text"] for line in map(json.loads, out.splitlines())} == {"0": " 31.", "1": " 12."}
     assert len(out.splitlines()) == 2
     assert other_out == ""
+
+
+def test_a_layout_is_chosen_for_a_model(tmp_path: Path) -> None:
+    model = write_needle(tmp_path / "needle")  # two layers, four heads
+    what = ["-m", "medha.generate", "--model", str(model), "--max-model-len", "512", "--prompt", PROMPT]
+    code, out, err = finish(start("--standalone", "--nproc-per-node", "2", *what))
+    assert (code, out) == (0, " 31.\n"), err
+    assert "medha: layout of 2 ranks: spp=2, as none was asked for with --tp, --spp or --kvp\n" in err
+    config = EngineConfig.from_flat(str(model))
+    layouts = [choose_layout(config, Launch(0, size, 0, local, "h:1")) for size, local in ((3, 3), (8, 8), (8, 2))]
+    assert layouts == [{"tp": 1, "spp": 1, "kvp": 3}, {"tp": 4, "spp": 2, "kvp": 1}, {"tp": 1, "spp": 1, "kvp": 8}]
+
+
+def test_bad_usage_is_said_where_the_launcher_ends() -> None:
+    code, _, err = finish(
+        start("--standalone", "--nproc-per-node", "2", "-m", "medha.generate", "-m", "x", "--tp", "0")
+    )
+    assert code == 1
+    assert err.splitlines()[0] == "error: ConfigError: tp=0; accepted: an integer from 1 to 65536"
+    assert err.splitlines()[-2] == "  traceback : ConfigError: tp=0; accepted: an integer from 1 to 65536"
+
+
+def test_a_programs_own_error_is_no_failed_engine(tmp_path: Path) -> None:
+    model, script = write_needle(tmp_path / "needle"), tmp_path / "mine.py"
+    script.write_text(
+        "import sys\nfrom medha import LLM\n"
+        "with LLM(sys.argv[1], spp=2, num_kv_blocks=8) as llm:\n"
+        "    if llm.is_driver:\n        raise ZeroDivisionError('mine')\n    llm.generate(['x'])\n"
+    )
+    _, _, err = finish(start("--standalone", "--nproc-per-node", "2", str(script), str(model)))
+    assert "ZeroDivisionError: mine" in err
+    assert re.findall(r"rank +: 0 .*\n +exitcode +: (\d+)", err) == ["1"], err
+
+
+def own_ranks(*arguments: str | Path) -> subprocess.Popen[str]:
+    """The command without a launcher."""
+    command = [sys.executable, "-m", "medha.generate", "--max-model-len", "4096", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+
+def processes(*texts: str) -> list[int]:
+    """Those with all of these texts in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            command = path.read_bytes()
+            if all(text.encode() in command for text in texts):
+                found.append(int(path.parent.name))
+    return found
+
+
+def ranks_of(model: Path) -> list[int]:
+    """What a command has started for a model, and still runs."""
+    return processes("medha.follow", str(model))
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_ranks_that_the_command_starts_itself(tmp_path: Path) -> None:
+    model = write_needle(tmp_path / "needle")
+    code, out, err = finish(own_ranks(model, "--spp", "2", "--prompt", PROMPT))
+    assert (code, out) == (0, " 31.\n"), err
+    assert not ranks_of(model)
+    code, out, err = finish(own_ranks(model, "--spp", "3", "--prompt", PROMPT, "--log-level", "error"))
+    assert (code, err) == (2, "error: ParallelConfigError: spp=3 stages for 2 layers; accepted: 1 to 2\n")
+    wait_for(lambda: not ranks_of(model), 5.0)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_own_ranks_end_with_the_first(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    model, output = write_needle(tmp_path / "needle"), tmp_path / "out.jsonl"
+    rows = [{"id": "a", "prompt": PROMPT}, {"id": "b", "prompt": "x", "max_tokens": 4000, "ignore_eos": True}]
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    process = own_ranks(model, "--spp", "2", "--requests", requests, "--output", output)
+    try:
+        wait_for(lambda: output.exists() and output.stat().st_size)
+        assert len(ranks_of(model)) == 1
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == code
+    wait_for(lambda: not ranks_of(model), 20.0)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["id"], row["finish_reason"]) for row in lines] == [("a", "stop"), ("b", "abort")][: len(lines)]
+    assert len(lines) == (2 if code == 130 else 1)
+
+
+def test_a_batch_that_was_killed_goes_on(tmp_path: Path) -> None:
+    """On two ranks: the first is killed; what was written stays, and the rest is as one rank would have it."""
+    write_byte_model(model := tmp_path / "bytes")
+    rows = [{"id": f"r{i}", "prompt": f"Question {i}", "max_tokens": 10 + i, "temperature": 1.0} for i in range(16)]
+    requests, whole, output = (tmp_path / name for name in ("requests.jsonl", "whole.jsonl", "out.jsonl"))
+    requests.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    what = [str(model), "--max-num-seqs", "3", "--num-kv-blocks", "32", "--requests", str(requests), "--output"]
+    assert run_app(app, "medha", [*what, str(whole), "--log-level", "error"]) == 0
+    launch = ["--standalone", "--nproc-per-node", "2", "-m", "medha.generate", "--spp", "2", *what]
+    process = start(*launch, str(output))
+    try:
+        wait_for(lambda: output.exists() and output.read_text().count("\n") >= 3)
+        (first,) = filter(is_first, processes(str(output)))
+        os.kill(first, signal.SIGKILL)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    before = output.read_bytes()
+    assert before.count(b"\n") < len(rows)
+    code, _, err = finish(start(*launch, str(output), "--resume"))
+    assert code == 0, err
+    assert output.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(lines) == len(rows)
+    expected = {row["id"]: row["token_ids"] for row in map(json.loads, whole.read_text().splitlines())}
+    assert {row["id"]: row["token_ids"] for row in lines} == expected
+
+
+def is_first(pid: int) -> bool:
+    return b"\0RANK=0\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_layouts_of_the_demo() -> None:

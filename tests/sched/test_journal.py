@@ -257,6 +257,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(recorded: list[str], tmp_path:
     path.write_text("\n".join(recorded)[:-5])
     cut, whole = replay(path), replay(recorded)
     assert cut.mismatch is None and cut.num_calls == whole.num_calls - 1
+    assert cut.is_truncated and not whole.is_truncated
     path.write_text(recorded[0][:-5])
-    with pytest.raises(ConfigError, match="journal line 1 cannot be read"):
+    with pytest.raises(ConfigError, match=r"cut\.jsonl is truncated in its first line"):
         replay(path)

@@ -135,6 +135,17 @@ def test_a_trace_brings_its_own_requests_and_objectives(simulate: Simulate, tmp_
     assert (reports(out)["runs"][0]["completed"], reports(out)["runs"][0]["request_rate"]) == (2, 7.0)
 
 
+def test_what_a_batch_may_take_is_said(simulate: Simulate) -> None:
+    systems = ("--scheduler", "medha,sarathi,vllm,orca", "--policy", "lars,edf", "--qps", 1, "--num-requests", 5)
+    text = " ".join(simulate(*systems, "--workload", "fixed:100,2").out.split())
+    assert text.count("a batch may take 0.25 s (quantum_s, as there is no TPOT objective)") == 1
+    assert "scheduler sarathi: batches of at most 2,048 tokens, chunks of at most 512 " in text
+    assert "scheduler vllm: batches of at most 2,048 tokens, chunks of at most 2,048 " in text
+    assert "scheduler orca: batches of at most 2,048 tokens, whole prompts " in text
+    given = simulate("--qps", 1, "--num-requests", 5, "--workload", "fixed:100,2", "--slo-tpot-s", 0.1)
+    assert "a batch may take what its decodes' TPOT objectives leave" in given.out
+
+
 def test_lengths_alone_need_a_rate(simulate: Simulate, tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n5,6\n7,8\n")
@@ -265,7 +276,10 @@ def test_plots_without_matplotlib(simulate: Simulate, tmp_path: Path, monkeypatc
         (("--trace", "no-such-file"), "trace file no-such-file"),
         (("--trace", "x", "--workload", "medha-mix"), "workload='medha-mix' and trace='x'; accepted: one of the two"),
         (("--qps", 1, "--max-model-len", 500), "tokens and max_model_len=500; accepted: at least as many"),
-        (("--qps", 1, "--max-kv-per-group", 1000), "max_kv_per_group=1000; accepted: a multiple of the block size"),
+        (
+            ("--qps", 1, "--max-kv-per-group", 10**8),
+            "max_kv_per_group=100000000; accepted: a multiple",
+        ),
         (("--qps", 1, "--gpu-memory-utilization", 2), "utilization=2.0; accepted: a finite number above 0, at most 1"),
         (("--qps", 1, "--slo-ttft-s", 0), "slo_ttft_s=0.0; accepted: a finite number above 0"),
         (("--qps", 1, "--stop-s", -1), "stop_s=-1.0; accepted: a finite number above 0"),

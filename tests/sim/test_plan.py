@@ -110,7 +110,6 @@ def test_ranks() -> None:
     ("arguments", "message"),
     [
         (["--gpus", "0"], "gpus=0; accepted: 1 to 4096"),
-        (["--context", "9000"], "context=9000; accepted: at most max_model_len=8192 (the positions that llama-3-8b"),
         (["--context", "9000", "--max-model-len", "8500"], "context=9000; accepted: at most max_model_len=8500"),
         (["--context", "0"], "context=0; accepted: at least 1 token"),
         (["--ttft-s", "0"], "ttft_s=0.0; accepted: a finite number above 0"),
@@ -140,6 +139,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run_app(app, "medha", [*given[:5], "--ttft-s", "0.001", *given[7:], "--json", str(path)]) == 1
     assert "no layout meets everything" in capsys.readouterr().out
     assert {one["meets"] for one in json.loads(path.read_text())["layouts"]} == {False}
+
+
+def test_what_is_left_out_is_derived(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--gpus", "2", "--context", "9k", "--tpot-s", "0.05", "--hardware", "a100-80g"]
+    assert run_app(app, "medha", given) == 0
+    captured = capsys.readouterr()
+    assert "medha: llama-3-8b claims 8,192 positions; its RoPE is taken as scaled to 9,000\n" in captured.err
+    out = " ".join(captured.out.split())
+    assert "a prompt of 9,000 tokens, TTFT " in out and " s (5 times that of the fastest layout), TPOT 50 ms" in out
+    found = planner(Goal(2, 9000, 1.0, 0.05)).with_derived_ttft()
+    fastest = min(one.ttft_s for one in planner(Goal(2, 9000, 1e6, 1e6)).plan() if one.ttft_s is not None)
+    assert found.goal.ttft_is_derived
+    assert found.goal.ttft_s == pytest.approx(5 * fastest, rel=1e-2)
+    with pytest.raises(ConfigError, match=r"^no layout can run a prompt of 1,000 tokens; the first: .* for weights"):
+        planner(Goal(1, 1000, 1.0, 1.0), model=find_model("llama-3-70b")).with_derived_ttft()
 
 
 def test_a_trace_file_as_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,12 @@ def test_the_ends_of_a_distribution_occur(spec: str) -> None:
     assert tuple(np.rint(lengths.prompt(ends))) == wanted
 
 
+def test_lengths_may_have_units() -> None:
+    lengths = parse_lengths("uniform:1k-128K,1-2k")
+    ends = np.array([0.0, np.nextafter(1.0, 0.0)])
+    assert (tuple(np.rint(lengths.prompt(ends))), tuple(np.rint(lengths.output(ends)))) == ((1000, 131072), (1, 2000))
+
+
 def test_short_conversations_stay_within_8k() -> None:
     prompts, outputs = named_lengths()["sharegpt4-8k"].sample(generators(0)[1], MANY)
     assert (prompts + outputs).max() == 8192

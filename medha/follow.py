@@ -1,0 +1,31 @@
+"""``python -m medha.follow OPTIONS``: a rank behind the first one, which started it and tells it what to run.
+
+Every other rank of a torchrun job does the same without this module: its command line says what the engine is like.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from medha.build import build_role
+from medha.command import end_process, ignore_signals, run_guarded, start_logging, state_on_signal
+from medha.config import EngineConfig
+
+
+def follow(config: EngineConfig) -> int:
+    """Be this rank's part of an engine until rank 0 closes it; returns the exit code."""
+    role = build_role(config)
+    ignore_signals()  # from here on rank 0 tells this rank when to stop
+    with state_on_signal(role.describe):
+        role.close()
+    return 0
+
+
+def _follow_as_told() -> int:
+    start_logging("warning")
+    return follow(EngineConfig.from_flat(**json.loads(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    end_process(run_guarded(_follow_as_told))

@@ -1,0 +1,176 @@
+"""What ``medha generate`` is asked to serve: the requests that its parameters hold or name, checked before it loads.
+
+What is wrong with the parameters, or with all requests, ends the command; what is wrong with some of them is their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from medha.config import EngineConfig
+from medha.driver import Arrival
+from medha.errors import ConfigError, ValidationError
+from medha.jsonl import STDIN, read_input, read_requests
+from medha.parallel.launch import is_launched
+from medha.request import SamplingParams
+from medha.resume import Earlier, drop_lines, read_earlier
+
+if TYPE_CHECKING:
+    from medha.text import Tokenizer
+
+logger = logging.getLogger("medha")
+
+# Parameters of the command that are fields of SamplingParams.
+_SAMPLING = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos", "logprobs",
+)  # fmt: skip
+
+
+def requested(given: Mapping[str, Any], config: EngineConfig) -> tuple[list[Arrival], Earlier]:
+    """The requests that are left to run, and what an earlier run has done.
+
+    With ``--resume`` the lines of its output that are to be written again are dropped there; nothing else is written.
+
+    Args:
+        given: parameters of the command by name.
+        config: of the engine that is to serve them.
+
+    Raises:
+        ConfigError, ValidationError: a parameter or file is wrong, or no request can be run; the subclass says what.
+    """
+    output = given["output"]
+    _check_files(given)
+    arrivals = _arrivals(given)
+    if not given["resume"]:
+        checked = _checked(config, arrivals)
+        if checked and all(arrival.error for arrival in checked):
+            many = f"none of {len(checked)} requests can be run; the first: " if len(checked) > 1 else ""
+            raise ConfigError(f"{many}{checked[0].error}")
+        return checked, Earlier()
+    earlier = read_earlier(output, arrivals)
+    left = earlier.left(arrivals)
+    logger.info("%d of %d requests are in %s; %d to run", len(earlier.done), len(arrivals), output, len(left))
+    drop_lines(output, earlier.dropped)
+    return _checked(config, left), earlier
+
+
+def _check_files(given: Mapping[str, Any]) -> None:
+    """Refuse files and options that do not go together."""
+    output, requests = given["output"], given["requests"]
+    _check_apart([given[name] for name in ("output", "timeline", "journal")], [given["prompt_file"], requests])
+    for name in ("overwrite", "resume"):
+        if given[name] and output is None:
+            raise ConfigError(f"--{name} without --output; accepted: with the file that it is about")
+    if given["overwrite"] and given["resume"]:
+        raise ConfigError("--overwrite and --resume given; accepted: one of them")
+    if given["resume"] and requests is None:
+        raise ConfigError("--resume without --requests; accepted: the same request file as before")
+    is_free = output is None or not output.is_file() or not output.stat().st_size
+    if not (is_free or given["overwrite"] or given["resume"]):
+        raise ConfigError(
+            f"output file {output} is not empty; accepted: another file, --resume (go on with it), --overwrite"
+        )
+
+
+def _checked(config: EngineConfig, arrivals: list[Arrival]) -> list[Arrival]:
+    """The requests, each with its error where its text cannot be served by this model, whatever its weights.
+
+    Raises:
+        ConfigError: the model's folder is wrong.
+    """
+    from medha.models.hf_config import load_model_config
+    from medha.models.hub import resolve_model
+    from medha.text import load_tokenizer  # here because it loads tokenizers
+
+    if not arrivals or (is_launched() and not Path(config.model).is_dir()):
+        return arrivals  # a model from the hub: the other ranks wait for this one, and do not while it downloads
+    folder = resolve_model(config.model, revision=config.revision)
+    load_model_config(
+        folder,
+        hf_overrides=config.hf_overrides,
+        rope_scaling=config.rope_scaling,
+        max_model_len=config.max_model_len,
+    )
+    tokenizer = load_tokenizer(folder if config.tokenizer is None else resolve_model(config.tokenizer))
+    if tokenizer is None:
+        logger.warning("%s has no tokenizer.json: prompts and answers are token ids", config.tokenizer or config.model)
+    errors = [None if arrival.error else _text_error(arrival, tokenizer) for arrival in arrivals]
+    found = [error for error in errors if error is not None]
+    if 0 < len(found) < len(arrivals):
+        logger.warning("%d of %d requests cannot be run; the first: %s", len(found), len(arrivals), found[0])
+    return [replace(one, error=one.error or error) for one, error in zip(arrivals, errors, strict=True)]
+
+
+def _text_error(arrival: Arrival, tokenizer: Tokenizer | None) -> ValidationError | None:
+    """Why the text of a request cannot be served, if it cannot."""
+    prompt = {"prompt": arrival.prompt} if isinstance(arrival.prompt, str) else arrival.prompt
+    assert isinstance(prompt, Mapping), "prompts of a command are text, or say what they are"
+    name, value = next(iter(prompt.items()))
+    if name == "prompt_token_ids":
+        return None
+    if tokenizer is None:
+        return ValidationError(f"{name} needs a tokenizer, and the model has none; accepted: prompt_token_ids")
+    if name == "messages" and not tokenizer.has_chat_template:
+        return ValidationError("messages need a chat template, and the model has none; accepted: prompt")
+    if value == "" and not tokenizer.encode(""):
+        return ValidationError("the prompt is empty; accepted: at least one token")
+    return None
+
+
+def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
+    """The requests that the parameters of the command hold or name."""
+    sampling = {name: given[name] for name in _SAMPLING if given[name] is not None} | {"output_kind": "delta"}
+    params = SamplingParams.from_dict(sampling)
+    texts, file, requests = list(given["prompt"] or []), given["prompt_file"], given["requests"]
+    if not texts and file is None and requests is None and _is_pipe(sys.stdin):
+        logger.info("the prompt comes from standard input")
+        file = STDIN
+    if (bool(texts) or file is not None) == (requests is not None):
+        both = "neither" if requests is None else "both"
+        raise ConfigError(
+            f"{both} of prompts and --requests given; accepted: --prompt, --prompt-file, a pipe, or --requests"
+        )
+    if not given["temperature"] and any(given[name] is not None for name in ("top_p", "top_k", "min_p")):
+        logger.warning("--top-p, --top-k and --min-p change nothing at temperature 0, the default; see --temperature")
+    if requests is not None:
+        if given["chat"]:
+            raise ConfigError("--chat is for --prompt and --prompt-file; accepted in a request file: messages")
+        return read_requests(requests, sampling, seed=given["seed"])
+    if file is not None:
+        texts.append(_read_prompt(file))
+    prompts = [{"messages": [{"role": "user", "content": text}]} if given["chat"] else text for text in texts]
+    return [Arrival(f"prompt-{i}", prompt, params) for i, prompt in enumerate(prompts)]
+
+
+def _read_prompt(path: Path) -> str:
+    try:
+        return read_input(path, "prompt file").decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompt file {path}: not UTF-8 at byte {error.start}") from error
+
+
+def _is_pipe(stream: TextIO | None) -> bool:
+    """Whether somebody has put something into standard input; a terminal, or nothing at all, is not meant."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode if stream is not None else 0
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _check_apart(writes: Sequence[Path | None], reads: Sequence[Path | None]) -> None:
+    """Refuse a file that is written twice, or written and read; a device takes everything."""
+    files = [(path, "is read") for path in reads if path is not None]
+    for path in filter(None, writes):
+        for other, what in files:
+            is_same = path.samefile(other) if path.exists() and other.exists() else path.resolve() == other.resolve()
+            if is_same and (path.is_file() or not path.exists()):
+                raise ConfigError(f"output file {path} is {other}, which {what}; accepted: another file")
+        files.append((path, "is written too"))

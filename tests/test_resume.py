@@ -1,0 +1,136 @@
+"""``--resume``: what a batch that was cut short is like when it has been gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import medha
+import medha.build
+from medha.command import run_app
+from medha.errors import ConfigError
+from medha.generate import app
+from medha.jsonl import read_requests
+from medha.resume import read_earlier
+from tests.serving import write_byte_model
+
+ROWS = [{"id": f"r{i}", "prompt": f"Question {i}", "max_tokens": 10 + i % 7, "temperature": 1.0} for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "bytes"
+    write_byte_model(path)
+    return path
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def tokens(path: Path) -> dict[str, list[int]]:
+    return {row["id"]: row["token_ids"] for row in parse(path.read_text())}
+
+
+def line(request_id: str, finish_reason: str = "length", **fields: Any) -> dict[str, Any]:
+    return {"id": request_id, "finish_reason": finish_reason, "token_ids": [], "error": None, **fields}
+
+
+def generate(*arguments: str | Path) -> int:
+    return run_app(app, "medha", [*map(str, arguments), "--log-level", "error", "--num-kv-blocks", "32"])
+
+
+def test_a_run_that_was_killed_goes_on(folder: Path, tmp_path: Path) -> None:
+    requests = write_lines(tmp_path / "in.jsonl", ROWS)
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    options = ["--requests", requests, "--max-num-seqs", "3", "--seed", "7"]
+    assert generate(folder, *options, "--output", whole) == 0
+    command = [sys.executable, "-m", "medha.generate", str(folder), *map(str, options), "--num-kv-blocks", "32"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(medha.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, "--output", str(output)], env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (output.exists() and output.read_text().count("\n") >= 4):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    before = output.read_bytes()
+    assert 4 <= before.count(b"\n") < len(ROWS)
+    output.write_bytes(before + b'{"id": "r23", "text": "half a')  # as a kill within a write would leave it
+    assert generate(folder, *options, "--output", output, "--resume") == 0
+    assert output.read_bytes().startswith(before)
+    assert len(parse(output.read_text())) == len(ROWS)
+    assert tokens(output) == tokens(whole)
+
+
+def test_what_is_run_again(folder: Path, tmp_path: Path) -> None:
+    """Whatever was lost with the run, and nothing that was the request's own doing."""
+    requests = write_lines(tmp_path / "in.jsonl", [*ROWS[:6], {"id": "wrong"}])
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert generate(folder, "--requests", requests, "--output", whole) == 3
+    own = {"type": "ContextLengthError", "message": "too long"}
+    earlier = [
+        line("r1", "abort", token_ids=[1]),
+        line("r4", "error", error=own),
+        line("r2", "stop"),
+        line("r0", "error", error={"type": "EngineDeadError", "message": "a step failed"}),
+        line("r3", "error", error={"type": "RankFailedError", "message": "rank 1 died"}),
+    ]
+    write_lines(output, earlier)
+    output.chmod(0o640)
+    assert generate(folder, "--requests", requests, "--output", output, "--resume") == 3
+    rows = parse(output.read_text())
+    assert rows[:2] == [earlier[1], earlier[2]]
+    assert sorted(row["id"] for row in rows[2:]) == ["r0", "r1", "r3", "r5", "wrong"]
+    expected = tokens(whole)
+    assert all(row["token_ids"] == expected[row["id"]] for row in rows[2:])
+    assert output.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "whole.jsonl"]
+
+
+def test_nothing_is_loaded_when_nothing_is_left(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
+    requests = write_lines(tmp_path / "in.jsonl", ROWS[:2])
+    for last, code in ((line("r1"), 0), (line("r1", "error", error={"type": "ValidationError"}), 3)):
+        output = write_lines(tmp_path / "out.jsonl", [line("r0"), last])
+        before = output.read_bytes()
+        assert generate(folder, "--requests", requests, "--output", output, "--resume") == code
+        assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["what is this\n", json.dumps(line("r0")) + "\n"], r"out\.jsonl line 1: b'what is this.*is no output line"),
+        (['{"some": "json"}\n', json.dumps(line("r0")) + "\n"], r"line 1: .* is no output line; accepted: what a run"),
+        ([json.dumps(line("other")) + "\n"], "line 1: id 'other' is not among the requests"),
+        ([json.dumps(line("r0")) + "\n"] * 2, "line 2: id 'r0' is there twice"),
+    ],
+)
+def test_another_file_is_left_alone(tmp_path: Path, lines: list[str], message: str) -> None:
+    requests = read_requests(write_lines(tmp_path / "in.jsonl", ROWS[:2]), {})
+    output = tmp_path / "out.jsonl"
+    output.write_text("".join(lines))
+    with pytest.raises(ConfigError, match=message):
+        read_earlier(output, requests)
+
+
+def test_arrivals_go_on_from_the_first_that_is_left(tmp_path: Path) -> None:
+    rows = [{"id": f"r{i}", "prompt": "x", "arrival_s": 10 * i} for i in range(4)]
+    requests = read_requests(write_lines(tmp_path / "in.jsonl", rows), {})
+    earlier = read_earlier(write_lines(tmp_path / "out.jsonl", [line("r0"), line("r1")]), requests)
+    assert [(a.request_id, a.arrival_s) for a in earlier.left(requests)] == [("r2", 0.0), ("r3", 10.0)]
+    assert read_earlier(tmp_path / "gone.jsonl", requests).left(requests) == requests
