@@ -202,7 +202,12 @@ def run_guarded(run: Callable[[], int]) -> int:
             root = root.__cause__
         if isinstance(error, EngineDeadError) and not isinstance(root, MedhaError):  # the failed rank shows where
             where = "".join(traceback.format_tb(root.__traceback__))
-            logger.error("the engine failed\n%s%s: %s", where, type(root).__name__, printable(str(root)))
+            logger.error(
+                "the engine failed\nTraceback (most recent call last):\n%s%s: %s",
+                where,
+                type(root).__name__,
+                printable(str(root)),
+            )
         code = FAILED_REQUESTS if isinstance(error, RequestError) else exit_code(error)
         return complain(f"{type(error).__name__}: {error}", code)
     except (KeyboardInterrupt, typer.Abort):
@@ -325,13 +330,15 @@ def state_on_signal(describe: Callable[[], str]) -> Iterator[None]:
     except ValueError:  # not the main thread, which alone may
         yield
         return
-    threading.Thread(target=listen, name="medha-state", daemon=True).start()
+    listener = threading.Thread(target=listen, name="medha-state", daemon=True)
+    listener.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before_fd)
         signal.signal(signal.SIGUSR1, before)
         there.close()
+        listener.join(1.0)  # it holds what it describes, and tensors must not be freed while the interpreter ends
 
 
 def start_logging(level: str) -> None:

@@ -47,7 +47,8 @@ logger = logging.getLogger("medha")
 STDIN = Path("-")
 """What a user calls standard input."""
 
-_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages", *CHAT_OPTIONS)
+_FORMS = ("prompt", "prompt_token_ids", "messages")
+_PROMPT_FIELDS = (*_FORMS, *CHAT_OPTIONS)
 _ID_FIELDS = ("id", "request_id", "custom_id")
 _OTHER_FIELDS = (*_ID_FIELDS, "arrival_s", "slo", "priority")
 _URLS = ("/v1/chat/completions", "/v1/completions")
@@ -350,16 +351,16 @@ def _arrival(request_id: str, fields: dict[str, Any], defaults: Mapping[str, Any
 
 def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The prompt of a line, in the one form that it has; whether its tokens fit the model is seen later."""
-    given = {name: fields[name] for name in _PROMPT_FIELDS if fields.get(name) is not None}
+    given = {name: fields[name] for name in _FORMS if fields.get(name) is not None}
     if len(given) != 1:
-        raise ValidationError(f"{' and '.join(given) or 'no prompt'}; accepted: one of {', '.join(_PROMPT_FIELDS)}")
+        raise ValidationError(f"{' and '.join(given) or 'no prompt'}; accepted: one of {', '.join(_FORMS)}")
     name, value = next(iter(given.items()))
     if name == "prompt" and isinstance(value, list):  # as OpenAI has it
         name = "prompt_token_ids"
     if not isinstance(value, str if name == "prompt" else list):
         accepted = {"prompt": "text", "messages": "a list of messages"}.get(name, "a list of token ids")
         raise ValidationError(f"{name}={value!r:.80}; accepted: {accepted}", param=name, value=value)
-    return {name: value}
+    return {name: value} | {option: fields[option] for option in CHAT_OPTIONS if fields.get(option) is not None}
 
 
 def _slo(value: Any) -> SLO | None:

@@ -192,7 +192,7 @@ def test_aborted_between_two_tokens(case: Case) -> None:  # noqa: F811
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, output_kind="final_only")
     for name, i in (("kept", 3), ("gone", 2)):
         engine.add_request(name, case.prompts[i], params)
-    while not engine._live["gone"].token_ids:
+    while not engine._live["gone"].first.token_ids:
         engine.step()
     engine.abort("gone")
     ends = drained(engine)

@@ -909,7 +909,7 @@ def test_a_scheduler_that_runs_nothing_is_an_error_and_not_a_hang(
     engine = bytes_model.engine()
     engine.add_request("one", PROMPTS[0], PARAMS)
     monkeypatch.setattr(engine.scheduler, "schedule", lambda now_s: None)
-    with pytest.raises(EngineDeadError, match="the scheduler runs none of 1 unfinished requests"):
+    with pytest.raises(EngineDeadError, match="the scheduler runs none of the unfinished requests:\n1 unfinished"):
         engine.step()
 
 

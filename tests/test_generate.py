@@ -594,8 +594,8 @@ def test_who_cannot_be_in_time(run: Command, tmp_path: Path, admission: str) -> 
 BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     ("{not json", "ValidationError"),
     ("[]", "ValidationError"),
-    ({"prompt": ADA, "tools": [{"type": "function"}]}, "UnsupportedFeatureError"),
-    ({"prompt": ADA, "n": 2}, "UnsupportedFeatureError"),
+    ({"prompt": ADA, "tools": [{"type": "function"}]}, "ValidationError"),
+    ({"prompt": ADA, "n": 2, "temperature": 0}, "ValidationError"),
     ({"prompt": ADA, "logit_bias": {"1": 2}}, "UnsupportedFeatureError"),
     ({"prompt": ADA, "temperature": 3}, "ValidationError"),
     ({"prompt": ADA, "max_tokens": True}, "ValidationError"),
@@ -671,11 +671,9 @@ def test_an_engine_that_dies_leaves_every_request_a_line(
     assert done.err.endswith("error: EngineDeadError: a step failed: RuntimeError: the device fell off\n")
     assert done.err.count("Traceback") == 1
     ends = {row["id"]: (row["finish_reason"], row["text"], row["error"] and row["error"]["type"]) for row in done.rows}
-    assert ends == {
-        "short": ("length", " 3", None),
-        "a": ("error", " 31", "EngineDeadError"),
-        "late": ("error", None, "EngineDeadError"),
-    }
+    reason, text, error = ends.pop("a")  # it may have come a batch later
+    assert (reason, error) == ("error", "EngineDeadError") and text in (" 3", " 31")
+    assert ends == {"short": ("length", " 3", None), "late": ("error", None, "EngineDeadError")}
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     counters = {event["name"] for event in events if event["ph"] == "C"}
     assert counters == {"step time (ms)", "step budget (ms)", "slack (s)"}

@@ -225,8 +225,8 @@ def test_a_request_in_host_memory_can_be_aborted(model: Model) -> None:
     while engine.has_unfinished:
         engine.step()
         for request_id, live in list(engine._live.items()):
-            if live.metrics.num_swaps and not aborted:
-                assert engine.scheduler.memory.swapped_on(live.slot) == 0
+            if live.first.metrics.num_swaps and not aborted:
+                assert engine.scheduler.memory.swapped_on(live.first.slot) == 0
                 aborted.add(request_id)
                 engine.abort(request_id)
     assert aborted

@@ -69,7 +69,7 @@ def test_a_request_that_gave_way_can_be_aborted(model: Model) -> None:
             if output.finished:
                 outputs[output.request_id] = output
         for request_id, live in list(engine._live.items()):
-            if live.metrics.num_preemptions and not aborted:
+            if live.first.metrics.num_preemptions and not aborted:
                 aborted.add(request_id)
                 engine.abort(request_id)
     assert aborted and all(outputs[request_id].outputs[0].finish_reason == "abort" for request_id in aborted)
