@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.parallel.workers import WorkerPool
 
 
 def pytest_configure() -> None:
@@ -16,3 +19,11 @@ def pytest_configure() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[WorkerPool]:
+    """The pool of gloo processes, shared by all tests."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()
