@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import random
 import subprocess
@@ -153,7 +152,6 @@ def main() -> None:
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     disable_progress_bar()
-    logging.getLogger("medha").setLevel(logging.ERROR)
     if given.command == "run":
         seeds = [(seed, given.ranks[seed % len(given.ranks)]) for seed in range(given.first, given.first + given.runs)]
         raise SystemExit(run(seeds, given.log, given.failures) > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -63,6 +64,7 @@ def serve(case: Case, folder: Path, mutation: str | None) -> tuple[list[Answer],
     with pytest.MonkeyPatch.context() as patch:
         for name in launch_environment(0, 1, 0) if case.world == 1 else ():
             patch.delenv(name, raising=False)  # one process, not a job of one rank
+        patch.setattr(logging.getLogger("medha"), "disabled", True)
         patch.setattr(HostCache, "measure_block_s", lambda self: 1e-5)
         if mutation is not None:
             MUTATIONS[mutation][0](patch)
