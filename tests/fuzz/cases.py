@@ -196,13 +196,14 @@ def _model(rng: random.Random, layout: tuple[int, int, int]) -> Model:
         "num_hidden_layers": max(spp, rng.choice([1, 2, 3, 5])),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": rng.choice([2, 4, 6, 10, 14, 16, 18, 26]),
+        "head_dim": rng.choice([n for n in (2, 4, 6, 10, 14, 16, 18, 26) if n * heads <= 400]),
     }
     family = rng.choice(
         ["llama", "llama-llama3", "llama-linear", "llama-yarn", "llama-bias", "mistral", "qwen2", "qwen3"]
     )
     if family in ("llama", "qwen2") and rng.random() < 0.4:  # their config.json may leave it out
         shape["hidden_size"] = heads * shape.pop("head_dim")
+    shape["initializer_range"] = round(1.6 / shape["hidden_size"] ** 0.5, 3)
     eos = sorted(rng.sample(range(vocab), rng.choice([0, 1, 3])))
     stored = rng.choice(["float32"] * 4 + ["bfloat16", "float16"])
     size, textless = rng.choice([None, None, "20KB"]), rng.choice([0, 0, 3])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,9 @@ def check(case: Case, answers: Sequence[Answer], max_request_tokens: int, refere
         try:
             _check(case, ask, answer, max_request_tokens, reference)
         except Failure as failure:
-            raise Failure(failure.kind, f"request {number}, {ask}: {failure}\n{answer}") from None
+            raise Failure(
+                failure.kind, f"request {number}, {ask}: {failure}\n{replace(answer, logprobs=None)}"
+            ) from None
 
 
 def _check(case: Case, ask: Ask, answer: Answer, max_request_tokens: int, reference: Any) -> None:
