@@ -114,7 +114,10 @@ def _work(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     while True:
-        name, args, environment = pipe.recv()
+        try:
+            name, args, environment = pipe.recv()
+        except (EOFError, KeyboardInterrupt):  # its owner has gone, or is about to
+            return
         os.environ.update(environment)
         module, _, function = name.partition(":")
         try:
