@@ -150,8 +150,9 @@ def draw(seed: int, ranks: int = 1) -> Case:
     """The case of a seed on so many ranks."""
     rng = random.Random(f"{seed} on {ranks}")
     degrees = range(1, ranks + 1)
-    # With few layers there are few stages.
-    layout = rng.choice([(t, s, k) for t in degrees for s in degrees[:5] for k in degrees if t * s * k == ranks])
+    # Few stages, as there are few layers; of two layouts more often the one that splits the KV cache.
+    layouts = [(t, s, k) for t in degrees for s in degrees[:5] for k in degrees if t * s * k == ranks]
+    layout = rng.choices(layouts, [1 + 2 * (kvp > 1) for _, _, kvp in layouts])[0]
     model = _model(rng, layout)
     options = {name: rng.choice(values) for name, values in _OPTIONS.items()}
     is_pressed = rng.random() < 0.5  # memory is so short that who runs gives way again and again
@@ -223,7 +224,7 @@ def _memory(
         options["max_num_seqs"] = rng.choice([3, 5, 8, 256])
     if kvp > 1:  # the longest request needs a shard on each group, where there may be room for another
         options["max_kv_per_group"] = blocks * block_size
-        options["num_kv_blocks"] += rng.choice([0, 1, blocks, 2 * blocks])
+        options["num_kv_blocks"] += rng.choice([0, 0, 1, blocks] if is_pressed else [0, blocks, 2 * blocks])
     if rng.random() < 0.5:
         shape = model.shape
         head_dim = shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
