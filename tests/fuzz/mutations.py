@@ -69,6 +69,11 @@ def shard_off_by_a_block(patch: Patch) -> None:
     patch.setattr(BlockTables, "shard", later)
 
 
+def output_ids_not_moved(patch: Patch) -> None:
+    """Whoever samples for a request next is not told what has been drawn elsewhere."""
+    patch.setattr(Runner, "sampling_so_far", Runner.sampling, raising=False)
+
+
 def draw_index_reset(patch: Patch) -> None:
     """Who comes back after giving way draws with the numbers of its first tokens again."""
     draws = Runner._draws
@@ -148,6 +153,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "block-not-freed": (block_not_freed, 1),
     "merge-without-lse": (merge_without_lse, 2),
     "shard-off-by-a-block": (shard_off_by_a_block, 2),
+    "output-ids-not-moved": (output_ids_not_moved, 2),
     "draw-index-reset": (draw_index_reset, 1),
     "stale-page": (stale_page, 1),
     "slot-reused-in-flight": (slot_reused_in_flight, 1),
