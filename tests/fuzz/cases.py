@@ -155,12 +155,15 @@ def draw(seed: int, ranks: int = 1) -> Case:
     layout = rng.choices(layouts, [1 + 2 * (kvp > 1) for _, _, kvp in layouts])[0]
     model = _model(rng, layout)
     options = {name: rng.choice(values) for name, values in _OPTIONS.items()}
-    is_pressed = rng.random() < 0.5  # memory is so short that who runs gives way again and again
-    longest = 24 if is_pressed else 40 if _is_slow(options) else 120 if ranks > 2 else 400
-    lengths = [1, 2, *(rng.randint(1, min(limit, longest)) for limit in (24, 40, longest, longest))]
+    is_pressed = rng.random() < 0.6  # memory is so short that who runs gives way again and again
+    if is_pressed:
+        lengths, counts = [rng.randint(1, 24) for _ in range(4)], [4, 12, 40, 40]
+    else:
+        longest = 40 if _is_slow(options) else 120 if ranks > 2 else 400
+        lengths, counts = [1, 2, *(rng.randint(1, longest) for _ in range(4))], [1, 2, 5, 12, 20]
     span = rng.choice([0, 0, 20, 60])
-    count = rng.randint(5, 10) if is_pressed else rng.randint(1, 10)
-    asks = [_ask(rng, model, lengths, most=40 if is_pressed else 20, span=span) for _ in range(count)]
+    num_asks = rng.randint(6, 12) if is_pressed else rng.randint(1, 9)
+    asks = [_ask(rng, model, lengths, counts, span) for _ in range(num_asks)]
     options |= _memory(rng, model, layout, asks, is_pressed=is_pressed)
     if is_pressed and not options["overcommit"]:
         options |= {"scheduler": "medha", "policy": rng.choice(["priority", "priority:edf", "priority:srpt"])}
@@ -218,7 +221,10 @@ def _memory(
     tp, spp, kvp = layout
     needed = -(-max(ask.length + ask.max_tokens - 1 for ask in asks) // kvp)
     block_size = rng.choice([1, 2, 3, 5, 16] if is_pressed else [1, 3, 5, 16, 32, 64, 256])
-    blocks = max(1, -(-int(needed * rng.choice([1.0, 1.0, 1.3] if is_pressed else [0.7, 1.0, 2.0, 6.0])) // block_size))
+    slack = [0.7, 1.0, 2.0, 6.0]
+    if is_pressed:
+        slack = [1.0, 1.5, 2.5] if kvp > 1 else [1.0, 1.0, 1.3]
+    blocks = max(1, -(-int(needed * rng.choice(slack)) // block_size))
     options: dict[str, Any] = {"block_size": block_size, "num_kv_blocks": blocks, "overcommit": rng.random() < 0.5}
     if is_pressed:
         options["max_num_seqs"] = rng.choice([3, 5, 8, 256])
@@ -233,9 +239,9 @@ def _memory(
     return options
 
 
-def _ask(rng: random.Random, model: Model, lengths: Sequence[int], *, most: int, span: int) -> Ask:
-    """A request for at most ``most`` tokens within the first ``span`` steps."""
-    max_tokens = rng.choice([1, 2, 5, 12, most, most])
+def _ask(rng: random.Random, model: Model, lengths: Sequence[int], counts: Sequence[int], span: int) -> Ask:
+    """A request within the first ``span`` steps."""
+    max_tokens = rng.choice(counts)
     params: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
     if rng.random() < 0.4:
         seed = rng.choice([0, -1, 2**63 - 1, -(2**63), rng.randrange(2**40)])

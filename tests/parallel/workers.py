@@ -12,6 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -48,7 +49,7 @@ class WorkerPool:
         """
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_live, args=(theirs,), daemon=True)
             process.start()
             self._workers.append((process, ours))
         port = free_port()
@@ -108,16 +109,19 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def _live(pipe: Connection) -> None:
+    """A worker's life, which ends without a word when its owner has gone, or is about to."""
+    with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        _work(pipe)
+
+
 def _work(pipe: Connection) -> None:
-    """A worker's life: take a job, run it, answer."""
+    """Take a job, run it, answer."""
     import torch
 
     torch.set_num_threads(1)
     while True:
-        try:
-            name, args, environment = pipe.recv()
-        except (EOFError, KeyboardInterrupt):  # its owner has gone, or is about to
-            return
+        name, args, environment = pipe.recv()
         os.environ.update(environment)
         module, _, function = name.partition(":")
         try:
