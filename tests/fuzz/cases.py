@@ -247,7 +247,7 @@ def _ask(rng: random.Random, model: Model, lengths: Sequence[int], counts: Seque
         seed = rng.choice([0, -1, 2**63 - 1, -(2**63), rng.randrange(2**40)])
         params |= {"temperature": rng.choice([0.3, 1.0, 2.0]), "seed": seed}
         params |= {name: rng.choice(values) for name, values in _CUTS.items() if rng.random() < 0.3}
-    params |= {name: rng.choice(values) for name, values in _PARAMS.items() if rng.random() < 0.25}
+    params |= {name: rng.choice(values) for name, values in _PARAMS.items() if rng.random() < 0.3}
     if rng.random() < 0.25:
         params["min_tokens"] = rng.choice([1, max_tokens // 2, max_tokens // 2, max_tokens])
     if rng.random() < 0.25:

@@ -153,7 +153,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "block-not-freed": (block_not_freed, 1),
     "merge-without-lse": (merge_without_lse, 2),
     "shard-off-by-a-block": (shard_off_by_a_block, 2),
-    "output-ids-not-moved": (output_ids_not_moved, 2),
+    "output-ids-not-moved": (output_ids_not_moved, 3),
     "draw-index-reset": (draw_index_reset, 1),
     "stale-page": (stale_page, 1),
     "slot-reused-in-flight": (slot_reused_in_flight, 1),
