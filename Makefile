@@ -7,7 +7,12 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-full lint clean
+# Of `make fuzz`: how many seeds from which on, and over how many ranks (a number, or 2-8 for each in turn).
+RUNS ?= 100
+FIRST ?= 0
+RANKS ?= 1
+
+.PHONY: demo test test-full fuzz lint clean
 
 demo: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m medha.generate
@@ -18,6 +23,10 @@ test: $(VENV)/installed-dev lint
 # Also what takes minutes: the needle at 128K tokens.
 test-full: $(VENV)/installed-dev lint
 	$(BIN)/python -m pytest -q -m "not gpu"
+
+# Random cases against transformers, to a log in runs/fuzz; Ctrl-C stops it, the same command goes on.
+fuzz: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz run --runs $(RUNS) --first $(FIRST) --ranks $(RANKS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -71,9 +71,19 @@ FAMILIES: dict[str, Family] = {
 
 
 def make_checkpoint(
-    folder: Path, family: str, *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **shape: Any
+    folder: Path,
+    family: str,
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str | None = None,
+    **shape: Any,
 ) -> transformers.PreTrainedModel:
-    """Write a random checkpoint of a family into ``folder``; returns the transformers model in eval mode."""
+    """Write a random checkpoint of a family into ``folder``; returns the transformers model in eval mode.
+
+    With ``shard_size``, as transformers takes it, in files of about so many bytes.
+    """
     spec = FAMILIES[family]
     torch.manual_seed(seed)
     config = spec.config(**{**SHAPE, **spec.options, "tie_word_embeddings": tied, **shape})
@@ -84,7 +94,7 @@ def make_checkpoint(
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.2)
-    model.to(dtype).save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder, **({} if shard_size is None else {"max_shard_size": shard_size}))
     return model.to(dtype)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.parallel.workers import WorkerPool
+
 
 def pytest_configure() -> None:
     """Keep huggingface_hub off the network; it reads the variable when test modules import it, before any fixture."""
@@ -28,3 +30,11 @@ def _same_logging_after() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[WorkerPool]:
+    """The pool of gloo processes, shared by all tests."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()

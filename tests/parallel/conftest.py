@@ -6,16 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.faults import Job
-from tests.parallel.workers import WorkerPool
 from tests.serving import write_byte_model
-
-
-@pytest.fixture(scope="session")
-def workers() -> Iterator[WorkerPool]:
-    """The pool of gloo processes, shared by all tests."""
-    pool = WorkerPool()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,16 @@ import importlib
 import multiprocessing
 import os
 import socket
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_S = 120.0
+_POLL_S = 0.5
 
 
 class WorkerPool:
@@ -24,22 +28,38 @@ class WorkerPool:
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        watch: Callable[[Sequence[int], float], str | None] | None = None,
+    ) -> list[Any]:
         """Run ``function(*args)`` on every rank; returns what each rank returned, rank 0 first.
+
+        Args:
+            function: of a module.
+            world_size: ranks.
+            args: its arguments.
+            watch: asked now and then, with the processes' ids and the seconds since it was last asked, while an answer
+                is waited for, however long it takes; what it says ends the job. None ends it after ``TIMEOUT_S``.
 
         Raises:
             AssertionError: a rank raised, with its traceback, or did not end in time.
         """
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_live, args=(theirs,), daemon=True)
             process.start()
             self._workers.append((process, ours))
         port = free_port()
         name = f"{function.__module__}:{function.__qualname__}"
         for rank, (_, pipe) in enumerate(self._workers[:world_size]):
             pipe.send((name, args, launch_environment(rank, world_size, port)))
-        answers = [self._answer(rank) for rank in range(world_size)]
+        pids = [process.pid for process, _ in self._workers[:world_size]]
+        answers = [
+            self._answer(rank, partial(watch, pids) if watch else _in_time(TIMEOUT_S)) for rank in range(world_size)
+        ]
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.close()
@@ -53,12 +73,21 @@ class WorkerPool:
             process.join()
         self._workers.clear()
 
-    def _answer(self, rank: int) -> tuple[bool, Any]:
+    def _answer(self, rank: int, watch: Callable[[float], str | None]) -> tuple[bool, Any]:
         pipe = self._workers[rank][1]
         try:
-            return pipe.recv() if pipe.poll(TIMEOUT_S) else (False, f"no answer within {TIMEOUT_S:.0f} s")
+            while not pipe.poll(_POLL_S):
+                if (trouble := watch(_POLL_S)) is not None:
+                    return False, trouble
+            return pipe.recv()
         except EOFError:
             return False, "the process has died"
+
+
+def _in_time(limit_s: float) -> Callable[[float], str | None]:
+    """A watch that says when the time is over."""
+    end_s = time.monotonic() + limit_s
+    return lambda _: f"no answer within {limit_s:.0f} s" if time.monotonic() > end_s else None
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -80,8 +109,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def _live(pipe: Connection) -> None:
+    """A worker's life, which ends without a word when its owner has gone, or is about to."""
+    with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        _work(pipe)
+
+
 def _work(pipe: Connection) -> None:
-    """A worker's life: take a job, run it, answer."""
+    """Take a job, run it, answer."""
     import torch
 
     from medha.parallel.mesh import _destroy_all

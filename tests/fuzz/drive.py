@@ -1,0 +1,262 @@
+"""Runs a case, on several ranks in processes that stay up over many cases, and reads what came out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha import LLM, SLO, RequestOutput, SamplingParams
+from medha.batch import Batch
+from medha.engine import Engine
+from medha.errors import ValidationError
+from medha.runner import StepResult
+from medha.sched.journal import replay
+from medha.swap import HostCache
+from tests.checkpoints import random_prompt
+from tests.fuzz.cases import Ask, Case
+from tests.fuzz.mutations import MUTATIONS
+from tests.fuzz.reference import Answer, Failure, check, write_checkpoint
+from tests.parallel.workers import WorkerPool, launch_environment
+
+
+def check_case(case: Case, folder: Path, workers: WorkerPool | None = None, *, mutation: str | None = None) -> None:
+    """Run a case and hold it to its reference.
+
+    Args:
+        case: what to run.
+        folder: an empty one.
+        workers: processes for the ranks; None runs a case of one rank in this one.
+        mutation: a defect to put in, of :data:`tests.fuzz.mutations.MUTATIONS`.
+
+    Raises:
+        Failure: the case failed.
+    """
+    try:
+        reference = write_checkpoint(case.model, folder)
+        if workers is None:
+            answers, max_request_tokens = serve(case, folder, mutation)
+        else:
+            watch = Watch(folder / "steps")
+            answers, max_request_tokens = workers.run(serve, case.world, case, folder, mutation, watch=watch)[0]
+    except Failure:
+        raise
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))  # with those of the ranks
+        kinds = re.findall(r"^(?:[\w.]+\.)?(Failure: \w+|\w*Error|hang)", text, flags=re.MULTILINE)
+        kind = next((kind for kind in kinds if kind != "AssertionError"), "died")
+        raise Failure(kind.removeprefix("Failure: "), text) from None
+    check(case, answers, max_request_tokens, reference)
+
+
+def serve(case: Case, folder: Path, mutation: str | None) -> tuple[list[Answer], int]:
+    """On each rank: build the LLM and take part; rank 0 drives and returns the answers, and how many tokens fit."""
+    degrees = dict(zip(("tp", "spp", "kvp"), case.layout, strict=True))
+    options = {"dtype": "float32", "num_threads": 1, "dist_timeout": 900.0} | case.options | degrees
+    with pytest.MonkeyPatch.context() as patch:
+        for name in launch_environment(0, 1, 0) if case.world == 1 else ():
+            patch.delenv(name, raising=False)  # one process, not a job of one rank
+        patch.setattr(logging.getLogger("medha"), "disabled", True)
+        patch.setattr(HostCache, "measure_block_s", lambda self: 1e-5)
+        if mutation is not None:
+            MUTATIONS[mutation][0](patch)
+        with LLM(folder, journal=folder / "journal", **options) as llm:
+            if not llm.is_driver:
+                llm.follow()
+                return [], 0
+            answers = _Drive(case, llm.engine, folder / "steps").run()
+            max_request_tokens = llm.engine.scheduler.memory.max_request_tokens
+    found = replay(folder / "journal")
+    if found.mismatch is not None:
+        raise Failure("journal", str(found.mismatch))
+    return answers, max_request_tokens
+
+
+@dataclass
+class _Pending:
+    result: Callable[[], StepResult]
+
+
+class _Timed:
+    """A runner on the time of a case: each step takes as long as the case says, whatever it took."""
+
+    def __init__(self, runner: Any, case: Case) -> None:
+        self.runner, self._case, self._random = runner, case, random.Random(0)
+        self.now_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def submit(self, batch: Batch) -> _Pending:
+        """Start a batch; time goes on when it is waited for."""
+        case, rng = self._case, self._random
+        factor = rng.uniform(0.7, 1.4) * (case.spike if rng.random() < 0.05 else 1.0)
+        busy_s = factor * (case.step_s + case.token_s * batch.num_tokens)
+        pending = self.runner.submit(batch)
+
+        def result() -> StepResult:
+            done: StepResult = pending.result()
+            self.now_s += busy_s
+            return replace(done, busy_s=busy_s)
+
+        return _Pending(result)
+
+
+class _Served:
+    """What has come out of a request so far."""
+
+    def __init__(self, ask: Ask, step: int) -> None:
+        self.ask, self.step = ask, step
+        self._kind = ask.params.get("output_kind", "cumulative")
+        self._answer = Answer(logprobs=() if "logprobs" in ask.params else None)
+
+    def take(self, output: RequestOutput) -> Answer | None:
+        """Add an output; the answer if it is the last."""
+        completion, so_far = output.outputs[0], self._answer
+        if output.error is not None:
+            raise Failure(type(output.error).__name__, f"{self.ask}: {output.error}")
+        tokens, text = tuple(completion.token_ids), completion.text or ""
+        told = completion.logprobs
+        logprobs = None if told is None else tuple({i: entry.logprob for i, entry in step.items()} for step in told)
+        if self._kind == "delta":
+            tokens, text = so_far.tokens + tokens, so_far.text + text
+            logprobs = None if logprobs is None or so_far.logprobs is None else so_far.logprobs + logprobs
+        is_early = self._kind == "final_only" and not output.finished
+        num_told = len(tokens) if logprobs is None else len(logprobs)
+        if is_early or tokens[: len(so_far.tokens)] != so_far.tokens or num_told != len(tokens):
+            raise Failure("output", f"{self._kind} output {output} after {so_far}")
+        self._answer = Answer(None, tokens, text, completion.finish_reason, completion.stop_reason, logprobs)
+        return self._answer if output.finished else None
+
+
+class _Drive:
+    """Takes a fresh engine through a case.
+
+    Args:
+        case: what to do.
+        engine: put on the case's time.
+        progress: file that says which step it is.
+    """
+
+    def __init__(self, case: Case, engine: Engine, progress: Path) -> None:
+        self._case, self._engine, self._progress = case, engine, progress
+        self._timed = timed = _Timed(engine.runner, case)
+        engine.runner, engine._clock, engine._start = timed, lambda: timed.now_s, 0.0
+        self._pending = list(enumerate(case.asks))
+        self._served: dict[str, _Served] = {}
+        self._answers: dict[str, Answer] = {}
+        self._step = 0
+
+    def run(self) -> list[Answer]:
+        """Add, abort and step until all is done."""
+        # Within so many steps all could be computed several times, a token a step: somebody must have got a token.
+        patience = 200 + 5 * sum(ask.length + ask.max_tokens for ask in self._case.asks)
+        num_tokens: dict[str, int] = {}
+        last_step = 0
+        while self._pending or self._engine.has_unfinished:
+            self._progress.write_text(str(self._step))
+            self._add_and_abort()
+            for output in self._engine.step():
+                self._take(output)
+            before, num_tokens = (
+                num_tokens,
+                {key: live.metrics.num_output_tokens for key, live in self._engine._live.items()},
+            )
+            last_step = last_step if num_tokens == before else self._step
+            if self._step - last_step > patience:
+                raise Failure("stall", f"no token in steps {last_step} to {self._step} for {list(num_tokens)}")
+            self._step += 1
+            if self._pending and not self._engine.has_unfinished:
+                self._step = max(self._step, self._pending[0][1].at)
+        self._check_nothing_left()
+        return [self._answers[str(number)] for number in range(len(self._case.asks))]
+
+    def _add_and_abort(self) -> None:
+        while self._pending and self._pending[0][1].at <= self._step:
+            self._add(*self._pending.pop(0))
+        for key, served in self._served.items():
+            if served.ask.abort is not None and self._step - served.step >= served.ask.abort:
+                self._engine.abort(key)
+        if self._case.abandon == self._step:
+            self._engine.abandon()
+
+    def _add(self, number: int, ask: Ask) -> None:
+        prompt = {"prompt_token_ids": random_prompt(ask.length, seed=ask.seed, vocab=self._case.model.vocab)}
+        slo = None if ask.slo is None else SLO(*ask.slo)
+        try:
+            self._engine.add_request(str(number), prompt, SamplingParams(**ask.params), slo=slo, priority=ask.priority)
+        except ValidationError as error:
+            self._answers[str(number)] = Answer(type(error).__name__)
+        else:
+            self._served[str(number)] = _Served(ask, self._step)
+
+    def _take(self, output: RequestOutput) -> None:
+        key = output.request_id
+        if key in self._answers or key not in self._served:
+            raise Failure("output", f"of request {key}, which has ended or was never taken")
+        answer = self._served[key].take(output)
+        if answer is not None:
+            self._answers[key] = answer
+
+    def _check_nothing_left(self) -> None:
+        """Nobody holds a block, a slot, a row or a sampling state."""
+        engine = self._engine
+        scheduler = getattr(engine.scheduler, "_scheduler", engine.scheduler)
+        runner = getattr(self._timed.runner, "_runner", self._timed.runner)
+        memory, queue = scheduler.memory, scheduler._queue
+        left = {
+            "blocks": [memory.num_used, *(pool.num_used for pool in memory.host_pools)],
+            "claims": [len(memory._accounts), len(memory._swapped), *memory._open, *memory._set_aside],
+            "requests": [scheduler.num_running, scheduler.num_waiting, len(queue.ending), len(queue.decoding)],
+            "rows": [queue.num_prefills, queue._num_relegated],
+            "batches": [len(scheduler.in_flight), len(engine._in_flight)],
+            "slots": [len(engine._live), len(engine._by_slot)],
+            "slots twice": [len(engine._free_slots) - len(set(engine._free_slots))],
+            "of the runner": [len(runner._prompts), len(runner._sampling), len(runner._drawn)],
+        }
+        if found := {name: counts for name, counts in left.items() if any(counts)}:
+            raise Failure("left", f"behind when all is done: {found}")
+
+
+class Watch:
+    """Says when a job hangs; asked now and then, with the ids of its processes and the seconds since.
+
+    A machine may be busy, so time alone makes no hang: all threads of all processes are found asleep for ``asleep_s``,
+    or they have computed for ``computed_s``, and the file of the progress says the same.
+    """
+
+    def __init__(self, progress: Path, *, asleep_s: float = 60.0, computed_s: float = 180.0) -> None:
+        self._progress, self._asleep_s, self._computed_s = progress, asleep_s, computed_s
+        self._seen: str | None = None
+        self._slept_s = self._begin_s = 0.0
+
+    def __call__(self, pids: Sequence[int], passed_s: float) -> str | None:
+        """What is wrong, if anything."""
+        seen = self._progress.read_text() if self._progress.exists() else ""
+        threads = [_thread(stat) for pid in pids for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+        used_s = sum(seconds for _, seconds in threads)
+        if seen != self._seen:
+            self._seen, self._slept_s, self._begin_s = seen, 0.0, used_s
+        self._slept_s += passed_s * all(state in "SIXZ" for state, _ in threads)
+        if self._slept_s > self._asleep_s:
+            return f"hang: all threads of all ranks slept for {self._slept_s:.0f} s in step {seen}"
+        if used_s - self._begin_s > self._computed_s:
+            return f"hang: {used_s - self._begin_s:.0f} s computed in step {seen}"
+        return None
+
+
+def _thread(stat: Path) -> tuple[str, float]:
+    """State and seconds of compute of a thread."""
+    try:
+        fields = stat.read_text().rpartition(")")[2].split()
+    except OSError:  # it has just ended
+        return "X", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

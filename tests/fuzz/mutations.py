@@ -1,0 +1,164 @@
+"""Defects that the fuzzer must find: each is put in on every rank of a run.
+
+A defect is a function of a :class:`pytest.MonkeyPatch`; its docstring says what is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import medha.models.decoder as decoder
+import medha.parallel.kvp as kvp
+from medha.batch import Batch, Row
+from medha.engine import Engine
+from medha.kv_cache import BlockTables
+from medha.models.layers import LinearFn, TensorShard
+from medha.runner import Runner
+from medha.sched.draft import Draft
+from medha.sched.memory import KVMemory
+from medha.sched.queue import Queue, State
+from medha.sched.scheduler import Scheduler
+from medha.swap import HostCache, Moves, Run
+from medha.text import StopChecker
+
+Patch = pytest.MonkeyPatch
+
+
+def block_not_freed(patch: Patch) -> None:
+    """A request that gives way keeps its last block."""
+    displace, release = Draft._displace, KVMemory.release
+
+    def kept(self: KVMemory, slot: int) -> bool:
+        pool = self.pools[self._accounts[slot].first]
+        was = release(self, slot)
+        if was:
+            pool.allocate(-1, 1, claim=1)
+        return was
+
+    def keeping(self: Draft, victims: Sequence[State]) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(KVMemory, "release", kept)
+            displace(self, victims)
+
+    patch.setattr(Draft, "_displace", keeping)
+
+
+def merge_without_lse(patch: Patch) -> None:
+    """The parts of a sequence on several groups are averaged, whatever their weights."""
+
+    def mean(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        outs = torch.stack([out for out, _ in parts])
+        return outs.mean(dim=0), parts[0][1]
+
+    patch.setattr(kvp, "merge_partials", mean)
+
+
+def shard_off_by_a_block(patch: Patch) -> None:
+    """A shard that is not the first is read from its second block on."""
+    shard = BlockTables.shard
+
+    def later(self: BlockTables, slot: int) -> tuple[int, int]:
+        start, end = shard(self, slot)
+        return min(start + self.block_size * (start > 0), end), end
+
+    patch.setattr(BlockTables, "shard", later)
+
+
+def output_ids_not_moved(patch: Patch) -> None:
+    """Whoever samples for a request next is not told what has been drawn elsewhere."""
+    patch.setattr(Runner, "sampling_so_far", Runner.sampling, raising=False)
+
+
+def draw_index_reset(patch: Patch) -> None:
+    """Who comes back after giving way draws with the numbers of its first tokens again."""
+    draws = Runner._draws
+
+    def reset(self: Runner, rows: Sequence[Row]) -> Any:
+        slots, indices = draws(self, rows)
+        return slots, [index if row.is_decode else 0 for row, index in zip(rows, indices, strict=True)]
+
+    patch.setattr(Runner, "_draws", reset)
+
+
+def stale_page(patch: Patch) -> None:
+    """What comes back from the host lacks its last run of tokens."""
+    move = HostCache.move
+
+    def lacking(self: HostCache, out: Sequence[Run], back: Sequence[Run]) -> Moves:
+        return move(self, out, back[:-1])
+
+    patch.setattr(HostCache, "move", lacking)
+
+
+def slot_reused_in_flight(patch: Patch) -> None:
+    """An ended request's slot is free though a row of it is in flight."""
+    computed = Queue.computed
+
+    def close(self: Scheduler, slots: Iterable[int]) -> tuple[int, ...]:
+        closed = [slot for slot in slots if (state := self._queue.running.get(slot)) is not None and state.ended]
+        for slot in closed:
+            self._queue.drop(slot)
+            self._leaving.frees += [slot] * self.memory.release(slot)
+        return tuple(closed)
+
+    patch.setattr(Scheduler, "_close_ended", close)
+    patch.setattr(Queue, "computed", lambda self, rows: computed(self, [r for r in rows if r.slot in self.running]))
+
+
+def padding_drawn(patch: Patch) -> None:
+    """The vocabulary's padding, where tensor parallelism does not divide it, can be drawn."""
+    head = decoder._vocab_parallel_head
+
+    def padded(rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard | None) -> LinearFn:
+        size = 1 if shard is None else shard.size
+        return head(rows_VD, size * -(-vocab_size // size), shard)
+
+    patch.setattr(decoder, "_vocab_parallel_head", padded)
+
+
+def min_tokens_counted_anew(patch: Patch) -> None:
+    """Who comes back after giving way gives ``min_tokens`` more tokens."""
+    draws = Runner._draws
+
+    def anew(self: Runner, rows: Sequence[Row]) -> Any:
+        slots, indices = draws(self, rows)
+        for slot, row, index in zip(slots, rows, indices, strict=True):
+            if index and not row.is_decode:
+                slot.params = copy.copy(slot.params)
+                object.__setattr__(slot.params, "min_tokens", slot.params.min_tokens + index)
+        return slots, indices
+
+    patch.setattr(Runner, "_draws", anew)
+
+
+def stop_string_lost(patch: Patch) -> None:
+    """Who gives way forgets its stop strings."""
+    schedule = Engine._schedule
+
+    def forgetting(self: Engine, now: float) -> Batch | None:
+        batch = schedule(self, now)
+        for slot, _ in self.scheduler.displaced:
+            self._by_slot[slot]._stops = StopChecker(())
+        return batch
+
+    patch.setattr(Engine, "_schedule", forgetting)
+
+
+MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
+    "block-not-freed": (block_not_freed, 1),
+    "merge-without-lse": (merge_without_lse, 2),
+    "shard-off-by-a-block": (shard_off_by_a_block, 2),
+    "output-ids-not-moved": (output_ids_not_moved, 3),
+    "draw-index-reset": (draw_index_reset, 1),
+    "stale-page": (stale_page, 1),
+    "slot-reused-in-flight": (slot_reused_in_flight, 1),
+    "padding-drawn": (padding_drawn, 2),
+    "min-tokens-counted-anew": (min_tokens_counted_anew, 1),
+    "stop-string-lost": (stop_string_lost, 1),
+}
+"""Each defect, and on how many ranks it is looked for; one with several cannot show on one."""

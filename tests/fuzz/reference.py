@@ -1,0 +1,233 @@
+"""What a case must answer: transformers' forward over each prompt with its output, and sampling written out plainly.
+
+As the output is given, one forward says of every token whether it was the one to draw (teacher forcing). So a near tie
+does not end the comparison: where logits within the tolerance may give more than one token any is accepted, and what
+follows is held to the reference behind that very one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+import torch
+import transformers
+
+from tests.checkpoints import make_checkpoint, random_prompt
+from tests.fuzz.cases import Ask, Case, Model
+
+Logits = npt.NDArray[np.float64]
+
+# How far logits may be off the reference's, as a part of the largest of their row; all is computed in float32.
+_TOLERANCE = 1e-4
+_TRIES = 60
+
+
+class Failure(AssertionError):  # noqa: N818 - what a test finds, no error of a caller's
+    """A case does not do what it must; ``kind`` tells failures of different causes apart."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the engine said of a request.
+
+    Attributes:
+        refused: the name of the error with which it was not taken.
+        logprobs: of each token, by id; None where they were not asked for.
+    """
+
+    refused: str | None = None
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[dict[int, float], ...] | None = None
+
+
+def write_checkpoint(model: Model, folder: Path) -> transformers.PreTrainedModel:
+    """Write the checkpoint and its tokenizer; returns transformers' model of it in float32."""
+    dtype, options = getattr(torch, model.stored), {"tied": model.tied, "seed": model.seed} | model.shape
+    made = make_checkpoint(folder, model.family, dtype=dtype, shard_size=model.shard_size, **options)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": list(model.eos) or None}))
+    pieces = model.pieces
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=pieces[0]))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if model.stored == "float32":
+        return made
+    return type(made).from_pretrained(folder, dtype=torch.float32).eval()  # the one made has rounded its RoPE too
+
+
+def check(case: Case, answers: Sequence[Answer], max_request_tokens: int, reference: Any) -> None:
+    """Hold every answer to the reference.
+
+    Args:
+        case: what was run.
+        answers: of each of its requests.
+        max_request_tokens: KV tokens of the longest request that fits.
+        reference: transformers' model.
+
+    Raises:
+        Failure: an answer is wrong.
+    """
+    for number, (ask, answer) in enumerate(zip(case.asks, answers, strict=True)):
+        try:
+            _check(case, ask, answer, max_request_tokens, reference)
+        except Failure as failure:
+            raise Failure(
+                failure.kind, f"request {number}, {ask}: {failure}\n{replace(answer, logprobs=None)}"
+            ) from None
+
+
+def _check(case: Case, ask: Ask, answer: Answer, max_request_tokens: int, reference: Any) -> None:
+    room = case.options.get("max_model_len", 8192) - ask.length
+    max_tokens = min(ask.max_tokens, room)
+    needed = ask.length + max_tokens - 1
+    must = "ContextLengthError" if room < 1 else "KVCapacityError" if needed > max_request_tokens else None
+    may = (must, "DeadlineError") if case.options.get("admission") == "refuse" and ask.slo is not None else (must,)
+    if answer.refused not in may:
+        raise Failure("refused", f"{answer.refused}, must be {must}: {needed} KV tokens, {max_request_tokens} fit")
+    if answer.refused is not None:
+        return
+    rules = _Rules(case, ask, max_tokens)
+    if any(not 0 <= token < case.model.vocab for token in answer.tokens):
+        raise Failure("tokens", f"beyond the vocabulary of {case.model.vocab}")
+    if answer.tokens:
+        with torch.inference_mode():
+            ids = torch.tensor([[*rules.prompt, *answer.tokens[:-1]]])
+            logits = reference(ids, logits_to_keep=len(answer.tokens)).logits[0].double().numpy()
+        _check_tokens(rules, answer, logits)
+    end = rules.end(answer.tokens)
+    if answer.finish_reason == "abort" and (ask.abort is not None or case.abandon is not None):
+        if end is not None:
+            raise Failure("end", f"aborted after its end {end}")
+    elif end != (len(answer.tokens), answer.finish_reason, answer.stop_reason, answer.text):
+        raise Failure("end", f"must be (tokens, finish reason, stop reason, text) {end}")
+
+
+def _check_tokens(rules: _Rules, answer: Answer, logits: Logits) -> None:
+    for index, token in enumerate(answer.tokens):
+        drawn, off = answer.tokens[:index], _TOLERANCE * np.abs(logits[index]).max()
+        must = rules.choose(logits[index], drawn)
+        if token != must and not rules.is_near_tie(must, logits[index], drawn, off):
+            raise Failure("tokens", f"token {index} is {token}, must be {must}")
+        if answer.logprobs is not None:
+            x = logits[index] - logits[index].max()
+            x -= np.log(np.exp(x).sum())
+            errors = [abs(value - x[i]) for i, value in answer.logprobs[index].items()]
+            if not max(errors) <= 2 * off + 1e-4:
+                raise Failure("logprobs", f"those of token {index} are off by {max(errors)}")
+
+
+class _Rules:
+    """How the tokens of a request are drawn, and where they end."""
+
+    def __init__(self, case: Case, ask: Ask, max_tokens: int) -> None:
+        self.params = params = ask.params
+        self.prompt = random_prompt(ask.length, seed=ask.seed, vocab=case.model.vocab)
+        self.max_tokens = max_tokens
+        self.min_tokens = min(params.get("min_tokens", 0), max_tokens)
+        self.eos = () if params.get("ignore_eos") else case.model.eos
+        self.end_ids = sorted({*self.eos, *params.get("stop_token_ids", ())})
+        self.pieces = case.model.pieces
+        self.is_cut = "top_k" in params or params.get("top_p", 1.0) < 1.0
+
+    def choose(self, logits: Logits, drawn: Sequence[int]) -> int:
+        """The token behind the prompt and those drawn so far."""
+        params, x = self.params, logits.copy()
+        if (penalty := params.get("repetition_penalty", 1.0)) != 1.0:
+            seen = sorted({*self.prompt, *drawn})
+            x[seen] = np.where(x[seen] > 0, x[seen] / penalty, x[seen] * penalty)
+        counts = np.bincount(np.array(drawn, np.int64), minlength=len(x))
+        x -= params.get("frequency_penalty", 0.0) * counts + params.get("presence_penalty", 0.0) * (counts > 0)
+        if len(drawn) < self.min_tokens:
+            x[self.end_ids] = -np.inf
+        if params["temperature"] == 0.0:
+            return int(x.argmax())
+        weights = np.exp((x - x.max()) / params["temperature"])
+        weights /= weights.sum()
+        top_p = params.get("top_p", 1.0)
+        # With a cut the likeliest come first, without one the ids stay in order: the draw goes along that line.
+        line = np.argsort(-weights, kind="stable")[: params.get("top_k")] if self.is_cut else np.arange(len(x))
+        kept = weights[line]
+        is_kept = (kept.cumsum() - kept < top_p * kept.sum()) | (top_p >= 1.0)
+        is_kept &= kept >= params.get("min_p", 0.0) * kept.max()
+        is_kept[kept.argmax()] = True
+        line, edges = line[is_kept], kept[is_kept].cumsum()
+        number = np.random.Generator(np.random.Philox(key=params["seed"] % 2**64, counter=len(drawn))).random()
+        return int(line[min(np.searchsorted(edges, number * edges[-1], side="right"), len(line) - 1)])
+
+    def is_near_tie(self, token: int, logits: Logits, drawn: Sequence[int], off: float) -> bool:
+        """Whether logits that are off by no more than that may give another than this token."""
+        noise = np.random.default_rng(token).uniform(-off, off, (_TRIES, len(logits)))
+        return any(self.choose(logits + row, drawn) != token for row in noise)
+
+    def end(self, tokens: Sequence[int]) -> tuple[int, str, str | int | None, str] | None:
+        """How many of the tokens there are at the end, its reasons and the text; None if it is not reached."""
+        keeps_stop = self.params.get("include_stop_str_in_output", False)
+        text = _Text(self.params.get("stop", ()), keeps_stop)
+        for number, token in enumerate(tokens, start=1):
+            is_end = token in self.end_ids
+            if token < len(self.pieces) and (not is_end or keeps_stop):
+                text.add(self.pieces[token], looks=number >= self.min_tokens)
+            if is_end or text.stop is not None or number >= self.max_tokens:
+                text.finish()
+                reason = None if token in self.eos or not is_end else token
+                has_stopped = is_end or text.stop is not None
+                return number, "stop" if has_stopped else "length", text.stop or reason, text.whole
+        return None
+
+
+class _Text:
+    """Text in which the stop string that begins first ends it; of two, the one that was named first."""
+
+    def __init__(self, stops: Sequence[str], keeps_stop: bool) -> None:
+        self.stop: str | None = None
+        self.whole = ""
+        self._stops, self._keeps_stop = stops, keeps_stop
+        self._from: int | None = None
+
+    def add(self, piece: str, *, looks: bool) -> None:
+        """More text, and whether a stop string may begin in it."""
+        if looks and self._from is None:
+            self._from = len(self.whole)
+        for char in piece:
+            if self.stop is None:
+                self.whole += char
+                if not self._may_better(self._best()):
+                    self.finish()
+
+    def finish(self) -> None:
+        """Cut the text at the best stop string there is."""
+        at, index = self._best()
+        if self.stop is None and at < math.inf:
+            self.stop = self._stops[index]
+            self.whole = self.whole[: int(at) + len(self.stop) * self._keeps_stop]
+
+    def _best(self) -> tuple[float, int]:
+        if self._from is None:
+            return math.inf, 0
+        found = [(self.whole.find(stop, self._from), index) for index, stop in enumerate(self._stops)]
+        return min(((at, index) for at, index in found if at >= 0), default=(math.inf, 0))
+
+    def _may_better(self, best: tuple[float, int]) -> bool:
+        """Whether a stop string that has begun would come before the best one."""
+        for at in range(self._from or 0, len(self.whole)):
+            for index, stop in enumerate(self._stops):
+                if (at, index) < best and stop.startswith(self.whole[at:]) and stop != self.whole[at:]:
+                    return True
+        return False
