@@ -235,7 +235,7 @@ def _memory(
         shape = model.shape
         head_dim = shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
         heads = max(1, shape["num_key_value_heads"] // tp) * -(-shape["num_hidden_layers"] // spp)
-        options["swap_space"] = rng.choice([1, 3, 20, 1000]) * 2 * heads * head_dim * 4 * block_size
+        options["swap_space"] = f"{rng.choice([1, 3, 20, 1000]) * 2 * heads * head_dim * 4 * block_size}B"
     return options
 
 

@@ -166,10 +166,7 @@ class _Drive:
             self._add_and_abort()
             for output in self._engine.step():
                 self._take(output)
-            before, num_tokens = (
-                num_tokens,
-                {key: live.metrics.num_output_tokens for key, live in self._engine._live.items()},
-            )
+            before, num_tokens = num_tokens, self._num_tokens()
             last_step = last_step if num_tokens == before else self._step
             if self._step - last_step > patience:
                 raise Failure("stall", f"no token in steps {last_step} to {self._step} for {list(num_tokens)}")
@@ -178,6 +175,10 @@ class _Drive:
                 self._step = max(self._step, self._pending[0][1].at)
         self._check_nothing_left()
         return [self._answers[str(number)] for number in range(len(self._case.asks))]
+
+    def _num_tokens(self) -> dict[str, int]:
+        live = self._engine._live.items()
+        return {key: sum(one.metrics.num_output_tokens for one in request.completions) for key, request in live}
 
     def _add_and_abort(self) -> None:
         while self._pending and self._pending[0][1].at <= self._step:
