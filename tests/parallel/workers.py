@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_S = 120.0
+_AFTER_FAILURE_S = 10.0
 _POLL_S = 0.5
 
 
@@ -57,9 +58,11 @@ class WorkerPool:
         for rank, (_, pipe) in enumerate(self._workers[:world_size]):
             pipe.send((name, args, launch_environment(rank, world_size, port)))
         pids = [process.pid for process, _ in self._workers[:world_size]]
-        answers = [
-            self._answer(rank, partial(watch, pids) if watch else _in_time(TIMEOUT_S)) for rank in range(world_size)
-        ]
+        answers: list[tuple[bool, Any]] = []
+        for rank in range(world_size):
+            patient = partial(watch, pids) if watch else _in_time(TIMEOUT_S)
+            is_well = all(ok for ok, _ in answers)  # who waits for a rank that has failed waits for ever
+            answers.append(self._answer(rank, patient if is_well else _in_time(_AFTER_FAILURE_S)))
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.close()
