@@ -30,7 +30,7 @@ from medha.config import OPTION_ALIASES, parse_size
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
 from medha.foreign_options import FOREIGN_OPTIONS, is_flag, note_foreign
 from medha.parallel.health import printable, write_state
-from medha.parallel.launch import is_first_rank, is_launched, tell_launcher
+from medha.parallel.launch import has_agent, is_first_rank, is_launched, tell_launcher
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -286,8 +286,8 @@ def first_interrupt() -> Iterator[list[int]]:
 
     def note(signum: int, frame: FrameType | None) -> None:
         nonlocal last_s
-        is_echo = is_launched() and time.monotonic() - last_s < _ECHO_S
-        last_s = time.monotonic()
+        is_echo = has_agent() and time.monotonic() - last_s < _ECHO_S
+        last_s = last_s if is_echo else time.monotonic()
         if not noted:
             noted.append(signum)
         elif not is_echo:

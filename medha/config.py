@@ -153,7 +153,7 @@ class SchedulerConfig:
         deadline_floor_s, deadline_factor: a request without a TTFT objective is due ``max(floor, factor * its predicted
             prefill time alone)`` after its arrival.
         depth: batches in flight at most; None is one a stage and one more, or 1 with a single stage.
-        max_kv_per_group: KV tokens of one request on one KV-parallel group, a multiple of the block size; a request
+        max_kv_per_group: KV tokens of one request on one KV-parallel group, rounded to whole blocks; a request
             takes the next group when it has as many. None is as many as a chunk of ``min_chunk`` fills a batch's time
             with, at least an even share of the longest request, and at most the pool.
         overcommit: let requests take whatever KV memory is free instead of only what keeps everybody's end possible;

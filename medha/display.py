@@ -88,8 +88,10 @@ class Display:
 
     def update(self, piece: RequestOutput) -> None:
         """Take new tokens of a request (``output_kind`` is ``delta``)."""
-        tail = self._tails.get(piece.request_id, "") + shown_text(piece.outputs[0])
-        self._tails[piece.request_id] = tail[-_MAX_CHARS:]
+        for one in piece.outputs:
+            if one.index == 0:  # of several completions the first is shown
+                tail = self._tails.get(piece.request_id, "") + shown_text(one)
+                self._tails[piece.request_id] = tail[-_MAX_CHARS:]
 
     def finish(self, whole: RequestOutput) -> None:
         """Take a request that has ended, with all of its tokens."""

@@ -133,6 +133,7 @@ class DrivingRunner:
         self._reports = ReportLine(ranks, runner)
         self._closed: list[int] = []
         self._sampled_on: dict[int, int] = {}  # the group that has the sampling state of a slot
+        self._num_in_pipeline = 0
         self._is_interrupted = False
         groups = range(ranks.config.kvp)
         self._embedders = [[rank for rank in ranks.first_stage_ranks(group) if rank != 0] for group in groups]
@@ -150,6 +151,7 @@ class DrivingRunner:
     ) -> None:
         """See :meth:`medha.runner.Runner.open`; the others hear of it with the rows that concern them."""
         self._runner.open(slot, prompt_ids, params, seed=seed, end_ids=end_ids)
+        self._sampled_on.pop(slot, None)
 
     def close(self, slot: int) -> None:
         """See :meth:`medha.runner.Runner.close`."""
@@ -173,6 +175,7 @@ class DrivingRunner:
             RankFailedError: another rank failed; the message is the first error that any rank reported.
         """
         with failures_named(self._ranks, batch):
+            self._num_in_pipeline += 1
             return self._submit(batch)
 
     def _submit(self, batch: Batch) -> _InPipeline:
@@ -219,6 +222,9 @@ class DrivingRunner:
         sampled = [token for result in results for token in result.sampled]
         whole = StepResult(rows, sampled, max(result.busy_s for result in results))
         self._runner.take_tokens(whole)
+        self._num_in_pipeline -= 1
+        if not self._num_in_pipeline:
+            self._ranks.monitor.doing("idle")  # until there are requests
         return whole
 
     def gather_records(self) -> list[RankRecords]:

@@ -33,7 +33,7 @@ class Arrival:
     Attributes:
         arrival_s: seconds after the start of :func:`drive`.
         error: why the request could not even be read; it is then returned at once.
-        has_custom_id: its id came as OpenAI's ``custom_id``; its output line is to have it under that name too.
+        custom_id: its id as OpenAI's batch files have it, which its output line repeats.
     """
 
     request_id: str
@@ -43,7 +43,7 @@ class Arrival:
     arrival_s: float = 0.0
     priority: str = "normal"
     error: MedhaError | None = None
-    has_custom_id: bool = False
+    custom_id: str | None = None
 
 
 def drive(
@@ -114,6 +114,7 @@ class _Preparing:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.drop()
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -143,7 +144,8 @@ class _Preparing:
         dropped = sorted(item[:2] for lane in self._lanes for item in lane)
         for lane in self._lanes:
             for _, _, request in lane:
-                request.cancel()
+                if not request.cancel() and not request.done() and self._engine.tokenizer is not None:
+                    self._engine.tokenizer.interrupt()  # the end of the process would wait for it
             lane.clear()
         return [arrival for _, arrival in dropped]
 

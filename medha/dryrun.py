@@ -89,7 +89,7 @@ def choose_layout(config: EngineConfig, launch: Launch) -> dict[str, int]:
 
 def _load_model_config(config: EngineConfig) -> ModelConfig:
     return load_model_config(
-        resolve_model(config.model, revision=config.revision),
+        resolve_model(config.model, revision=config.revision, with_weights=False),
         hf_overrides=config.hf_overrides,
         rope_scaling=config.rope_scaling,
         max_model_len=config.max_model_len,

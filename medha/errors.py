@@ -116,7 +116,7 @@ class PlanDivergenceError(EngineDeadError):
 
 
 class RankFailedError(EngineDeadError):
-    """Another rank died, threw, or fell silent."""
+    """Another rank died, was stopped, threw, or cannot be reached."""
 
 
 class PolicyError(MedhaError, ValueError):

@@ -1,6 +1,6 @@
 """``python -m medha.follow OPTIONS``: a rank behind the first one, which started it and tells it what to run.
 
-Every other rank of a torchrun job does the same without this module: its command line says what the engine is like.
+A rank that torchrun has started calls :func:`follow` with what its own command line says.
 """
 
 from __future__ import annotations

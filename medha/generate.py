@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ _request_option = partial(typer.Option, rich_help_panel="Requests", show_default
 _sampling_option = partial(typer.Option, rich_help_panel="Sampling")
 _memory_option = partial(typer.Option, rich_help_panel="Memory and batching")
 _scheduling_option = partial(typer.Option, rich_help_panel="Scheduling")
-_parallel_option = partial(typer.Option, rich_help_panel="Parallel layout, under torchrun")
+_parallel_option = partial(typer.Option, rich_help_panel="Parallel layout")
 _output_option = partial(typer.Option, rich_help_panel="Output")
 
 # Parameters of the command that are options of the engine, by the name that they have there too.
@@ -315,7 +315,7 @@ def _serve(
         interrupted = stack.enter_context(first_interrupt())
         stack.enter_context(state_on_signal(role.describe))
         stdout_failure = stack.enter_context(_lasting_stdout())
-        view = _view(engine, len(arrivals), json_lines=json_lines, live=live)
+        view = _view(engine, arrivals, json_lines=json_lines, live=live)
         stack.enter_context(view)
         files = [] if output is None else [emptied(output) if overwrites else output]
         lines = OutputLines(engine, arrivals, files + [sys.stdout] * json_lines)
@@ -393,11 +393,11 @@ def _capture_bar(*, live: bool) -> Iterator[Callable[[int, int], None]]:
         yield captured
 
 
-def _view(engine: Engine, num_requests: int, *, json_lines: bool, live: bool) -> Display | StreamedText:
-    single = num_requests == 1 and not json_lines
+def _view(engine: Engine, arrivals: Sequence[Arrival], *, json_lines: bool, live: bool) -> Display | StreamedText:
+    single = len(arrivals) == 1 and not json_lines and (arrivals[0].params is None or arrivals[0].params.n == 1)
     lines = None if single or json_lines else Console()
     stderr = Console(stderr=True) if live and not (json_lines and sys.stdout.isatty()) else None
-    display = Display(engine, lines=lines, live=stderr, num_requests=num_requests)
+    display = Display(engine, lines=lines, live=stderr, num_requests=len(arrivals))
     return StreamedText(display, sys.stdout) if single else display
 
 

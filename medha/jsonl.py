@@ -30,8 +30,10 @@ from medha.errors import ConfigError, MedhaError, RankFailedError, RequestError,
 from medha.request import (
     CHAT_OPTIONS,
     FIELD_ALIASES,
+    MOST_COMPLETIONS,
     SLO,
     UNSUPPORTED_FIELDS,
+    CompletionOutput,
     RequestOutput,
     SamplingParams,
     check_priority,
@@ -91,7 +93,8 @@ def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> 
         if line.strip():
             arrival = _read_line(line, number, defaults, unknown, seed)
             if arrival.request_id in seen:
-                arrival = _wrong(f"line-{number}", f"id {arrival.request_id!r:.80} is in the file already")
+                error = _wrong(f"line-{number}", f"id {arrival.request_id!r:.80} is in the file already")
+                arrival = dataclasses.replace(error, custom_id=arrival.custom_id)
             seen.add(arrival.request_id)
             arrivals[number] = arrival
     wrong = [number for number, arrival in arrivals.items() if arrival.error is not None]
@@ -133,7 +136,7 @@ class OutputLines:
         self._engine = engine
         # lines of a request file may have one id, if all but one of them are wrong
         self._unwritten: dict[tuple[str, Exception | None], Arrival] = {(a.request_id, a.error): a for a in arrivals}
-        self._custom_ids = {a.request_id for a in arrivals if a.has_custom_id}
+        self._custom_ids = {a.request_id: a.custom_id for a in arrivals}
         self._files = files
         self._joiner = Joiner()
         self._lock = threading.Lock()
@@ -178,7 +181,7 @@ class OutputLines:
 
     def _write(self, file: TextIO, whole: RequestOutput) -> None:
         with unwritable_reported(getattr(file, "name", "stdout")):
-            write_line(file, whole, has_custom_id=whole.request_id in self._custom_ids)
+            write_line(file, whole, custom_id=self._custom_ids.get(whole.request_id))
 
 
 @contextmanager
@@ -231,11 +234,11 @@ def emptied(file: TextIO) -> TextIO:
     return file
 
 
-def output_line(output: RequestOutput, *, has_custom_id: bool = False) -> dict[str, Any]:
+def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[str, Any]:
     """The output line of a finished request; times in seconds, null where there is none.
 
-    With ``n`` completions ``text`` and the like are those of the first, and ``outputs`` has all of them. With
-    ``has_custom_id`` the id is there under OpenAI's name for it too.
+    With ``n`` completions ``text`` and the like are those of the first, and ``outputs`` has all of them.
+    ``custom_id`` is there if there is one.
 
     ``ttft_parts_s`` says where the time to the first token went, ``held_up_by`` which other requests took most of it;
     ``met_slo`` is null without an objective, and false for a request that was refused, aborted or relegated.
@@ -244,7 +247,7 @@ def output_line(output: RequestOutput, *, has_custom_id: bool = False) -> dict[s
     explanation = metrics.explanation
     line: dict[str, Any] = {
         "id": output.request_id,
-        **({"custom_id": output.request_id} if has_custom_id else {}),
+        **({"custom_id": custom_id} if custom_id is not None else {}),
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
@@ -261,30 +264,34 @@ def output_line(output: RequestOutput, *, has_custom_id: bool = False) -> dict[s
         "is_relegated": metrics.is_relegated,
         "error": _error_object(output.error),
     }
-    if completion.logprobs is not None:
-        line["logprobs"] = [
-            {str(i): _finite_or_none(entry.logprob) for i, entry in step.items()} for step in completion.logprobs
-        ]
+    line |= _logprobs(completion)
     if len(output.outputs) > 1:
         names = ("index", "text", "token_ids", "finish_reason", "stop_reason")
-        line["outputs"] = [{name: getattr(one, name) for name in names} for one in output.outputs]
+        line["outputs"] = [{name: getattr(one, name) for name in names} | _logprobs(one) for one in output.outputs]
     return line
+
+
+def _logprobs(completion: CompletionOutput) -> dict[str, Any]:
+    if completion.logprobs is None:
+        return {}
+    steps = [{str(i): _finite_or_none(entry.logprob) for i, entry in step.items()} for step in completion.logprobs]
+    return {"logprobs": steps}
 
 
 def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def write_line(file: TextIO, output: RequestOutput, *, has_custom_id: bool = False) -> None:
+def write_line(file: TextIO, output: RequestOutput, *, custom_id: str | None = None) -> None:
     """Append a finished request to a stream and flush it.
 
     Args:
         file: its ``errors`` must be ``backslashreplace``, by which a lone surrogate becomes the escape that JSON has.
         output: whole, not a delta.
-        has_custom_id: see :func:`output_line`.
+        custom_id: see :func:`output_line`.
     """
     is_utf8 = (file.encoding or "").lower().replace("-", "") == "utf8"
-    line = output_line(output, has_custom_id=has_custom_id)
+    line = output_line(output, custom_id=custom_id)
     file.write(json.dumps(line, ensure_ascii=not is_utf8, allow_nan=False) + "\n")
     file.flush()
 
@@ -302,17 +309,18 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
         return _wrong(request_id, f"not JSON: {error}")
     if not isinstance(fields, dict):
         return _wrong(request_id, f"{type(fields).__name__}; accepted: a JSON object")
-    given_id = next((fields[name] for name in _ID_FIELDS if fields.get(name) is not None), None)
-    if given_id is not None:
-        if isinstance(given_id, bool) or not isinstance(given_id, (str, int)) or given_id == "":
-            return _wrong(request_id, f"id={given_id!r:.80}; accepted: a string or an integer")
-        request_id = str(given_id)
-    seed = (run_seed * 1_000_003 + number - 1 + 2**63) % 2**64 - 2**63  # as SamplingParams takes them
+    ids = {name: fields[name] for name in _ID_FIELDS if fields.get(name) is not None}
+    for name, value in ids.items():
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+            return _wrong(request_id, f"{name}={value!r:.80}; accepted: a string or an integer")
+    request_id = str(next(iter(ids.values()), request_id))
+    seed = (run_seed * 1_000_003 + number - 1) * MOST_COMPLETIONS  # each completion of a line has one of its own
+    seed = (seed + 2**63) % 2**64 - 2**63  # as SamplingParams takes them
     try:
         arrival = _arrival(request_id, _flat(fields), {"seed": seed, **defaults}, unknown)
     except MedhaError as error:
         arrival = Arrival(request_id, "", error=error)
-    return dataclasses.replace(arrival, has_custom_id=fields.get("custom_id") is not None)
+    return dataclasses.replace(arrival, custom_id=str(ids["custom_id"]) if "custom_id" in ids else None)
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:

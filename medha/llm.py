@@ -110,7 +110,7 @@ class LLM:
         role = self._open_role
         if role.follower is None:
             raise EngineDeadError("rank 0 drives the engine; the other ranks follow it")
-        role.follower.close()
+        role.close()
         self._role = None
 
     def generate(

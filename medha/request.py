@@ -65,6 +65,9 @@ UNSUPPORTED_FIELDS = (
 )
 
 
+MOST_COMPLETIONS = 16384
+"""Most completions of a request."""
+
 CHAT_OPTIONS = ("add_generation_prompt", "tools", "chat_template_kwargs")
 """What a prompt of ``messages`` may have beside them: arguments of the chat template."""
 
@@ -146,7 +149,7 @@ class SamplingParams:
     output_kind: OutputKind = "cumulative"
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, 16384)
+        _check_int("n", self.n, 1, MOST_COMPLETIONS)
         _check_float("temperature", self.temperature, 0.0, 2.0, optional=True)
         _check_float("top_p", self.top_p, 0.0, 1.0, optional=True, open_low=True)
         _check_int("top_k", self.top_k, -1, 2**31 - 1, optional=True)

@@ -52,18 +52,18 @@ def read_earlier(path: Path, arrivals: Sequence[Arrival]) -> Earlier:
     num_failed = 0
     for number, line, is_last in _lines(path):
         fields = _fields(line)
-        if fields is None and is_last:
+        if is_last and not line.endswith(b"\n"):
             dropped.add(number)
         elif fields is None:
             raise _not_ours(path, number, f"{line[:40]!r} is no output line")
         elif fields["id"] not in asked or fields["id"] in done:
             reason = "there twice" if fields["id"] in done else "not among the requests"
             raise _not_ours(path, number, f"id {fields['id']!r:.80} is {reason}")
-        elif fields["finish_reason"] == "abort" or _error_type(fields) in _LOST:
+        elif _was_cut_short(fields):
             dropped.add(number)
         else:
             done.add(fields["id"])
-            num_failed += fields["finish_reason"] == "error"
+            num_failed += fields.get("error") is not None
     return Earlier(frozenset(done), num_failed, frozenset(dropped))
 
 
@@ -108,9 +108,11 @@ def _fields(line: bytes) -> dict[str, Any] | None:
     return fields if is_ours else None
 
 
-def _error_type(fields: dict[str, Any]) -> str | None:
-    error = fields.get("error")
-    return error.get("type") if isinstance(error, dict) else None
+def _was_cut_short(fields: dict[str, Any]) -> bool:
+    """Whether the run ended before the request did, with all of its completions."""
+    error, outputs = fields.get("error"), fields.get("outputs", [])
+    is_lost = isinstance(error, dict) and error.get("type") in _LOST
+    return is_lost or any(one.get("finish_reason") == "abort" for one in (fields, *outputs))
 
 
 def _not_ours(path: Path, number: int, reason: str) -> ConfigError:

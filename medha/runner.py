@@ -258,7 +258,7 @@ class Runner:
         return self._sampling[slot]
 
     def sampling_so_far(self, slot: int) -> SlotSampling:
-        """The same with every token drawn by now, on whichever rank; where prompts are kept."""
+        """The same, brought up to every token drawn by now on whichever rank; where prompts are kept."""
         sampling = self._sampling[slot]
         if sampling.has_penalties:
             sampling.output_ids = list(self._drawn.get(slot, ()))

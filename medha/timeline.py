@@ -103,9 +103,11 @@ class Recorder:
     def waiting(self, what: Literal["control", "hidden", "report", "send", "merge"]) -> Iterator[None]:
         """Count the time within as a wait, of the batch that ends next."""
         start, self.waits_for = self._clock(), what
-        yield
-        self.waits_for = None
-        self._waits[what] += self._clock() - start
+        try:
+            yield
+        finally:
+            self.waits_for = None
+            self._waits[what] += self._clock() - start
 
     def begin(self) -> float:
         """Compute begins now; the last call before :meth:`end` counts. Returns the time."""

@@ -261,6 +261,17 @@ def test_chat(bare: Command, tmp_path: Path) -> None:
     assert (done.code, done.out) == (0, " 31-plum.\n")
 
 
+def test_several_completions(run: Command, tmp_path: Path) -> None:
+    row = {"prompt": ADA, "n": 3, "temperature": 1.5, "seed": 2, "max_tokens": 9, "ignore_eos": True, "logprobs": 0}
+    requests = write_lines(tmp_path / "in.jsonl", row)
+    (found,) = run("--requests", requests, "--json").rows
+    texts = [one["text"] for one in found["outputs"]]
+    assert len(set(texts)) == 3 and found["text"] == texts[0]
+    assert [len(one["logprobs"]) for one in found["outputs"]] == [9] * 3
+    shown = run("--requests", requests).out
+    assert shown.startswith("line-1  ") and shown.count("\n") == 1 and texts[1] not in shown
+
+
 def test_the_log_says_what_a_batch_may_take(run: Command, tmp_path: Path) -> None:
     assert "medha: a batch may take 0.25 s (quantum_s, as there is no TPOT objective)" in run("--prompt", ADA).err
     requests = write_lines(tmp_path / "in.jsonl", {"prompt": ADA, "slo": {"tpot_s": 0.5}})
@@ -890,6 +901,7 @@ def test_help_is_grouped_and_loads_no_torch() -> None:
         "Sampling",
         "Memory and batching",
         "Scheduling",
+        "Parallel layout",
         "Output",
     ]
     assert max(map(len, done.stdout.splitlines())) <= 80

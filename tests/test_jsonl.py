@@ -268,8 +268,8 @@ def test_openai_batch_lines(tmp_path: Path) -> None:
     assert [(p.max_tokens, p.logprobs) for p in params if p is not None] == [(5, None), (9, 3), (9, 2)]
     assert by_id["c"].arrival_s == 1.0
     assert [str(by_id[i].error).partition(";")[0] for i in "def"] == ["url='/v1/embeddings'", "body='x'", "no prompt"]
-    assert [by_id[i].has_custom_id for i in "abcdefg"] == [True] * 6 + [False]
-    assert list(output_line(make_output(), has_custom_id=True).items())[:2] == [("id", "r"), ("custom_id", "r")]
+    assert [by_id[i].custom_id for i in "abcdefg"] == [*"abcdef", None]
+    assert list(output_line(make_output(), custom_id="r").items())[:2] == [("id", "r"), ("custom_id", "r")]
 
 
 @pytest.mark.parametrize(
@@ -311,10 +311,10 @@ def test_a_trace_is_no_request_file(tmp_path: Path, name: str, lines: list[Any])
 
 
 def test_seeds_go_by_the_place_in_the_file(tmp_path: Path) -> None:
-    """Whatever else is run, or in which order."""
+    """Whatever else is run, or in which order; the completions of a line draw with seeds of its own."""
     rows = [{"prompt": "x", "arrival_s": 1}, "{", {"prompt": "x", "seed": 5}, {"prompt": "x"}]
     found = {a.request_id: a.params.seed for a in read_requests(write(tmp_path / "r", *rows), {}, seed=2) if a.params}
-    assert found == {"line-1": 2_000_006, "line-3": 5, "line-4": 2_000_009}
+    assert found == {"line-1": 2_000_006 * 16384, "line-3": 5, "line-4": 2_000_009 * 16384}
     large = read_requests(write(tmp_path / "r", *rows), {}, seed=2**63 - 1)
     assert all(arrival.error is None for arrival in large if arrival.request_id != "line-2")
 

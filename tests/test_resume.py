@@ -88,6 +88,7 @@ def test_what_is_run_again(folder: Path, tmp_path: Path) -> None:
         line("r2", "stop"),
         line("r0", "error", error={"type": "EngineDeadError", "message": "a step failed"}),
         line("r3", "error", error={"type": "RankFailedError", "message": "rank 1 died"}),
+        line("r5", outputs=[{"finish_reason": "length"}, {"finish_reason": "abort"}]),
     ]
     write_lines(output, earlier)
     output.chmod(0o640)
@@ -104,7 +105,8 @@ def test_what_is_run_again(folder: Path, tmp_path: Path) -> None:
 def test_nothing_is_loaded_when_nothing_is_left(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
     requests = write_lines(tmp_path / "in.jsonl", ROWS[:2])
-    for last, code in ((line("r1"), 0), (line("r1", "error", error={"type": "ValidationError"}), 3)):
+    own = {"type": "NonFiniteLogitsError"}  # of another completion of the request
+    for last, code in ((line("r1"), 0), (line("r1", "error", error=own), 3), (line("r1", error=own), 3)):
         output = write_lines(tmp_path / "out.jsonl", [line("r0"), last])
         before = output.read_bytes()
         assert generate(folder, "--requests", requests, "--output", output, "--resume") == code
@@ -117,6 +119,7 @@ def test_nothing_is_loaded_when_nothing_is_left(folder: Path, tmp_path: Path, mo
         (["what is this\n", json.dumps(line("r0")) + "\n"], r"out\.jsonl line 1: b'what is this.*is no output line"),
         (['{"some": "json"}\n', json.dumps(line("r0")) + "\n"], r"line 1: .* is no output line; accepted: what a run"),
         ([json.dumps(line("other")) + "\n"], "line 1: id 'other' is not among the requests"),
+        (["a note of mine\n"], r"line 1: .* is no output line"),
         ([json.dumps(line("r0")) + "\n"] * 2, "line 2: id 'r0' is there twice"),
     ],
 )

@@ -63,6 +63,12 @@ class Child:
             raise ChildError(answer.decode())
         return answer
 
+    def interrupt(self) -> None:
+        """End the answer that some thread waits for, which gets a ChildError; nothing where none does."""
+        process = self._process
+        if process is not None and self._lock.locked():
+            process.kill()
+
     def _start(self) -> subprocess.Popen[bytes]:
         process = self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", self._module],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from medha.errors import ModelLoadError
@@ -19,12 +20,13 @@ _ACCEPTED = "accepted: a folder with config.json and *.safetensors, or a hub id 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
-def resolve_model(model: str, *, revision: str | None = None) -> Path:
+def resolve_model(model: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
     """The local folder of a model, fetched from the hub when ``model`` is a hub id and no such folder exists.
 
     Args:
         model: a folder, or a hub id (``org/name``).
         revision: branch, tag or commit on the hub; without effect on a local folder.
+        with_weights: whether the weights are fetched as well.
 
     Raises:
         ModelLoadError: missing, not a folder, unreadable, a dangling symlink, or the hub cannot deliver it.
@@ -44,10 +46,10 @@ def resolve_model(model: str, *, revision: str | None = None) -> Path:
         raise ModelLoadError(f"model {model!r} cannot be read: {error}; {_ACCEPTED}") from error
     if not _HUB_ID.fullmatch(model):
         raise ModelLoadError(f"model {model!r}: no such folder, and not a hub id; {_ACCEPTED}")
-    return _fetch(model, revision)
+    return _fetch(model, revision, ALLOW_PATTERNS if with_weights else ALLOW_PATTERNS[1:])
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def _fetch(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -55,7 +57,7 @@ def _fetch(model: str, revision: str | None) -> Path:
             snapshot_download(
                 model,
                 revision=revision,
-                allow_patterns=list(ALLOW_PATTERNS),
+                allow_patterns=list(patterns),
                 ignore_patterns=list(IGNORE_PATTERNS),
             )
         )

@@ -40,7 +40,8 @@ class Message:
             what was run) or ``stop``.
         fields: what goes as JSON.
         batch: the plan of a step.
-        token_ids: tokens of the rows that concern the receiver's group, in order, to the ranks that embed them.
+        token_ids: tokens of the rows that concern the receiver's group, in order, to the ranks that embed them; behind
+            them, to the rank that samples, those of the requests that it is to know.
     """
 
     kind: str

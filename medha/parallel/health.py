@@ -22,7 +22,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from medha.errors import exit_code
@@ -70,6 +70,9 @@ class Monitor:
         rank, world_size: this rank's place.
         local_ranks: ranks of this node.
         parent: process id of the launcher if this process shall not outlive it.
+        is_complete: whether the launcher has started all ranks of this node itself; one that is not among its
+            processes, though this one is, has died then.
+        processes: those of other ranks as far as they are known.
         name: how messages call a rank.
         end: called with a message, and whether to print it, when the main thread is stuck; ends the process.
 
@@ -87,6 +90,8 @@ class Monitor:
         world_size: int,
         local_ranks: range = range(0),
         parent: int | None = None,
+        is_complete: bool = False,
+        processes: Mapping[int, Process] | None = None,
         name: Callable[[int], str] = lambda rank: f"rank {rank}",
         end: Callable[[str, bool], None] | None = None,
     ) -> None:
@@ -94,8 +99,9 @@ class Monitor:
         self._others = [r for r in range(world_size) if r != rank]
         self._local = [r for r in local_ranks if r != rank]
         self._parent = parent
+        self._is_complete = is_complete
         self._name = name
-        self._end = end or end_process
+        self._end = end or _end_at_once
         self.before_end: Callable[[str], None] = lambda error: None
         self.predicted_s: Callable[[], float] = lambda: 0.0
         self.waits_for: Callable[[], str | None] = lambda: None
@@ -109,7 +115,7 @@ class Monitor:
         self._leaving = False
         self._num_rounds = self._num_dumps = 0
         self._named: tuple[int, str] | None = None  # rank and activity
-        self._processes: dict[int, Process] = {}
+        self._processes = dict(processes or {})
         self._statuses: dict[int, tuple[bytes, float]] = {}  # last of each rank, and seconds without a newer one
         self._wake = threading.Event()
         self._known = threading.Event()  # an error is
@@ -117,7 +123,7 @@ class Monitor:
         self._told = threading.Event()  # rank 0 knows too; on rank 0: all do
         self._left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="medha-watch", daemon=True)
-        self._talker = threading.Thread(name="medha-talk", daemon=True)
+        self._talker: threading.Thread | None = None
 
     # -- for the main thread; none of these waits for the store itself -------------------------------------------------
 
@@ -125,6 +131,11 @@ class Monitor:
         """Begin to watch the launcher and the processes that it started; no store is needed."""
         atexit.register(self._at_exit)
         self._watcher.start()
+
+    def stop(self) -> None:
+        """Watch no more; nobody has been met yet."""
+        self._left.set()
+        atexit.unregister(self._at_exit)
 
     def attach(self, store: Store, *, holder: str = "rank 0") -> None:
         """Begin to talk with the other ranks.
@@ -172,11 +183,11 @@ class Monitor:
         not survive that, so others wait for its end then. It may also hold the store in which they read why.
         """
         deadline = time.monotonic() + (min(wait_s, _TOLD_S) if self._rank == 0 else wait_s)
-        while not self._told.wait(0.02) and self._talker.is_alive() and time.monotonic() < deadline:
+        while not self._told.wait(0.02) and self._talks() and time.monotonic() < deadline:
             pass
         if self._rank > 0 and self._told.is_set() and self._activity == "start":
             deadline = time.monotonic() + _GRACE_S + _SAVE_S
-            while self._talker.is_alive() and time.monotonic() < deadline and self._trouble_of(0) is None:
+            while self._talks() and time.monotonic() < deadline and self._trouble_of(0) is None:
                 time.sleep(0.02)
         return self._told.is_set() or self._rank == 0
 
@@ -187,7 +198,8 @@ class Monitor:
         while not self._left.wait(0.02) and not self._known.is_set() and time.monotonic() < deadline:
             self._wake.set()
         if self._left.is_set():
-            self._talker.join(_STORE_S)  # one that is in C++ when the interpreter ends aborts the process
+            if self._talker is not None:
+                self._talker.join(_STORE_S)  # one that is in C++ when the interpreter ends aborts the process
             atexit.unregister(self._at_exit)
         return self._left.is_set()
 
@@ -201,9 +213,6 @@ class Monitor:
             elapsed_s, last = min(now - last, 2 * _BEAT_S), now  # whoever was stopped itself has seen nothing meanwhile
             if self._parent is not None:
                 self._watch_launcher(self._parent)
-            if len(self._processes) < len(self._local) + (self._parent is not None):
-                starter = self._parent or os.getpid()  # rank 0 may have started the others
-                self._processes = launched(starter, [self._rank, *self._local]) | self._processes
             seen = {(rank, trouble) for rank in self._local if (trouble := self._trouble_of(rank)) is not None}
             trouble_s = {key: trouble_s.get(key, 0.0) + elapsed_s for key in seen}
             self._lost = {
@@ -212,7 +221,7 @@ class Monitor:
                 for (rank, trouble), seconds in trouble_s.items()
                 if seconds >= _TROUBLE_S[trouble] or (self._suspecting is not None and trouble == "has died")
             }
-            is_talking = self._talker.is_alive()
+            is_talking = self._talks()
             silence_s = silence_s + elapsed_s if is_talking and rounds == self._num_rounds else 0.0
             rounds = self._num_rounds
             if silence_s >= _STORE_S and not self._leaving:
@@ -230,18 +239,24 @@ class Monitor:
             self.report(
                 f"{self._name(self._rank)}: the process that started it, {parent}, has died, in {self._activity}"
             )
+        elif len(self._processes) <= len(self._local):
+            self._processes = launched(parent, [self._rank, *self._local]) | self._processes
 
     def _trouble_of(self, rank: int) -> str | None:
         """What is wrong with the process of a rank of this node."""
         if rank in self._processes:
             return self._processes[rank].trouble
-        can_see = self._rank in self._processes  # this one is seen as the launcher's, so the others would be as well
-        return "has died before it met the others" if can_see and rank in self._local else None
+        mine = self._processes.get(self._rank)
+        is_seen = mine is not None and mine.pid == os.getpid()  # as the others would be
+        return "has died before it met the others" if self._is_complete and is_seen and rank in self._local else None
 
     def _last_of(self, rank: int) -> str:
         return f", last in {_Status.read(self._statuses[rank][0]).activity}" if rank in self._statuses else ""
 
     # -- the thread that talks -----------------------------------------------------------------------------------------
+
+    def _talks(self) -> bool:
+        return self._talker is not None and self._talker.is_alive()
 
     def _talk(self, store: Store) -> None:
         last = time.monotonic()
@@ -368,7 +383,7 @@ def write_state(describe: Callable[[], str]) -> None:
     try:
         print(describe(), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
-    except (OSError, RuntimeError, ValueError) as error:  # what is described changes meanwhile, or stderr is no file
+    except Exception as error:  # what is described changes meanwhile, or stderr is no file
         logger.error("the state of this rank cannot be written: %s", error)
 
 
@@ -380,7 +395,7 @@ def printable(message: str) -> str:
     return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], message)
 
 
-def end_process(message: str, speak: bool) -> None:
+def _end_at_once(message: str, speak: bool) -> None:
     """End this process at once, without the clean-up that would wait for other ranks; say why if ``speak``."""
     if speak:
         print(f"error: RankFailedError: {message}", file=sys.stderr, flush=True)

@@ -14,18 +14,20 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import medha
 from medha.errors import ConfigError
+from medha.parallel.process import is_rank
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # MASTER_ADDR alone is set on many clusters
 # Read before torch is imported: it takes seconds, in which the launcher may die and this process get another parent.
 _PARENT = os.getppid()
 _AGENT = "TORCHELASTIC_RUN_ID"
+_OWN = "medha"  # its value for ranks that a command starts
+_own_processes: dict[int, int] = {}
 _END_S = 30.0  # how long ranks may take to end with the first one
 _FAIL_S = 3.0  # the same where that failed
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -39,7 +41,10 @@ class Launch:
         rank, world_size: global.
         local_rank, local_world_size: on this node.
         address: where the ranks meet, host:port; differs between jobs that run at once.
-        agent_pid: process id of torchrun's agent, None where no agent watches over the ranks.
+        agent_pid: process id of torchrun's agent or of whoever stands in its place, None where nobody watches over the
+            ranks.
+        is_agents_own: whether the agent has started all ranks of this node itself, and is none of them.
+        processes: process ids of the ranks that this one has started.
         agent_has_store: whether the agent holds the store at that address; rank 0 does otherwise.
         attempt: how often the agent has restarted the job.
     """
@@ -50,6 +55,8 @@ class Launch:
     local_world_size: int
     address: str
     agent_pid: int | None = None
+    is_agents_own: bool = False
+    processes: Mapping[int, int] = field(default_factory=dict)
     agent_has_store: bool = False
     attempt: int = 0
 
@@ -88,6 +95,8 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
             address=f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT'])}",
             agent_pid=_PARENT if _AGENT in env else None,
+            is_agents_own=_AGENT in env and env[_AGENT] != _OWN and not is_rank(_PARENT),
+            processes=dict(_own_processes),
             agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
@@ -110,6 +119,11 @@ def is_first_rank() -> bool:
 def is_launched() -> bool:
     """Whether a launcher started this process, even if it set only some of its variables."""
     return any(name in os.environ for name in _SIGNS)
+
+
+def has_agent() -> bool:
+    """Whether torchrun's agent has started this process; it passes on the signals that it gets."""
+    return os.environ.get(_AGENT, _OWN) != _OWN
 
 
 def tell_launcher(message: str) -> None:
@@ -135,14 +149,14 @@ def start_python(module: Sequence[str], variables: Mapping[str, str], **streams:
 
     Args:
         module: its name and arguments.
-        variables: of a rank of :func:`launch_variables`, or others, over this process's own without a launcher's; medha
-            is found where it is found here.
+        variables: of a rank of :func:`launch_variables`, or others, over this process's own without a launcher's;
+            modules are found where they are found here.
         streams: as of Popen.
     """
     kept = {name: value for name, value in os.environ.items() if name not in (*_SIGNS, *_NEEDED)}
-    path = os.pathsep.join([str(Path(medha.__file__).parents[1]), *filter(None, [kept.get("PYTHONPATH")])])
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)  # what is found here is found there
     return subprocess.Popen(
-        [sys.executable, "-m", *module],
+        [sys.executable, "-P", "-m", *module],
         env={**kept, "PYTHONPATH": path, **variables},
         text=True,
         start_new_session=True,  # Ctrl-C is for the process that was started by hand, which ends these
@@ -158,8 +172,9 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
     """
     first, *others = launch_variables(size)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
-    agent = {_AGENT: "medha"}  # they do not outlive the process that started them
+    agent = {_AGENT: _OWN}  # they do not outlive the process that started them
     ranks = [start_python(module, agent | variables, stdin=subprocess.DEVNULL) for variables in others]
+    _own_processes.update((number, rank.pid) for number, rank in enumerate(ranks, start=1))
     os.environ.update(first)
     limit_s = _FAIL_S
     try:

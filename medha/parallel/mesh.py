@@ -29,6 +29,7 @@ from medha.config import ModelConfig, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError, RankFailedError
 from medha.parallel.health import BEHIND_S, Monitor
 from medha.parallel.launch import Launch, gloo_interface
+from medha.parallel.process import Process
 
 logger = logging.getLogger("medha")
 
@@ -104,11 +105,6 @@ class Ranks:
         return self.stage == 0
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes logits."""
-        return self.stage == self.config.spp - 1
-
-    @property
     def is_sampler(self) -> bool:
         """Whether this rank draws tokens."""
         return self.rank == self.sampler_rank(self.group)
@@ -166,18 +162,26 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
         world_size=launch.world_size,
         local_ranks=range(first, first + launch.local_world_size),
         parent=launch.agent_pid,
+        is_complete=launch.is_agents_own,
+        processes={rank: Process.of(pid) for rank, pid in launch.processes.items()},
         name=lambda rank: _place(config, rank),
     )
+    if not dist.is_initialized():
+        atexit.register(_destroy_all)  # before the monitor's, which comes first then
     monitor.start()
     has_store = launch.rank == 0 and not launch.agent_has_store
-    whole = _connect(launch, config.dist_timeout_s, is_host=has_store)
-    if has_store:
-        atexit.register(lambda: whole)  # held to the end, so that the next LLM of this process meets at the same store
-    # the launcher may start the ranks again, and a process may build one LLM after the other
-    prefix = f"medha/{launch.attempt}"
-    prefix = f"{prefix}/{PrefixStore(prefix, whole).add(f'joins/{launch.rank}', 1)}"
     holder = "torchrun's agent" if launch.agent_has_store else _place(config, 0)
-    monitor.attach(PrefixStore(prefix, _connect(launch, config.dist_timeout_s, is_host=False)), holder=holder)
+    try:
+        whole = _connect(launch, config.dist_timeout_s, is_host=has_store)
+        if has_store:
+            atexit.register(lambda: whole)  # held to the end: the next LLM of this process meets at the same store
+        # the launcher may start the ranks again, and a process may build one LLM after the other
+        prefix = f"medha/{launch.attempt}"
+        prefix = f"{prefix}/{PrefixStore(prefix, whole).add(f'joins/{launch.rank}', 1)}"
+        monitor.attach(PrefixStore(prefix, _connect(launch, config.dist_timeout_s, is_host=False)), holder=holder)
+    except BaseException:
+        monitor.stop()
+        raise
     job = Job(launch, config, PrefixStore(prefix, whole), monitor)
     wait_for_all(job, "here", limit_s=config.dist_timeout_s)
     if launch.rank == 0:
@@ -246,7 +250,8 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
     """Make the process groups, with explicit timeouts. Every rank calls it, and makes the same ones in the same order.
 
     The groups of all ranks, and those of tensor parallelism, are made once a process and live as long as it: the next
-    LLM of the process uses them again, or two do at once. The others are this job's own, see :meth:`Ranks.leave`.
+    LLM of the process uses them again, or two do at once. The others are this job's own, see
+    :func:`medha.distributed.leave`.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -257,13 +262,12 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
     try:
         if not dist.is_initialized():
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",  # the next LLM may be on another device
                 store=PrefixStore("groups", job.store),
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timeout,
             )
-            atexit.register(_destroy_all)
         everyone = list(range(config.world_size))
         group, stage, tp_rank = config.coordinates(launch.rank)
         tp_mesh = _tp_mesh(dist.group.WORLD, device.type, config.tp, timeout)
@@ -299,7 +303,7 @@ def _tp_mesh(world: dist.ProcessGroup, device_type: str, tp: int, timeout: timed
 
 
 def _destroy_all() -> None:
-    """At the end of the process, after the LLMs that it left open; a group that outlives the interpreter aborts it."""
+    """At the end of a process that has left all jobs; a group that outlives the interpreter aborts it."""
     _tp_mesh.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

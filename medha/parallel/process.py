@@ -57,6 +57,14 @@ def launched(agent: int, ranks: Collection[int]) -> dict[int, Process]:
     return found
 
 
+def is_rank(pid: int) -> bool:
+    """Whether a process of this machine was started as a rank, like a script around one."""
+    try:
+        return re.search(rb"(?:^|\0)RANK=", Path(f"/proc/{pid}/environ").read_bytes()) is not None
+    except OSError:
+        return True  # what cannot be seen is not to be relied on
+
+
 def _machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -34,6 +34,10 @@ class ChatTemplate:
         self._name = name
         self._child = Child("medha.child.render")
 
+    def interrupt(self) -> None:
+        """Give up what another thread renders; it gets an error."""
+        self._child.interrupt()
+
     def render(self, variables: Mapping[str, Any]) -> str:
         """Render what :func:`template_variables` returned.
 

@@ -265,6 +265,12 @@ class Tokenizer:
         ]
         return re.compile("(" + ("|".join(parts) or r"(?!)") + ")")
 
+    def interrupt(self) -> None:
+        """Give up the long text that another thread encodes, or the template that it renders; it gets an error."""
+        encoders = [self._encoder, *filter(None, [vars(self).get("_literal_encoder")])]
+        for child in (*(encoder.child for encoder in encoders), *filter(None, [self.chat_template])):
+            child.interrupt()
+
     @cached_property
     def _literal_encoder(self) -> _Encoder:
         """A second tokenizer, to which special-token text is ordinary text."""
@@ -368,13 +374,13 @@ class _Encoder:
         literal = backend.encode_special_tokens
         self._backend = backend
         self._name = name
-        self._child = Child("medha.child.encode", setup=lambda: encode.setup(source(), encode_special_tokens=literal))
+        self.child = Child("medha.child.encode", setup=lambda: encode.setup(source(), encode_special_tokens=literal))
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
         with _failures_named(self._name, "encode"):
             if len(text) <= _LONG_TEXT:
                 return _as_ids(encode.encode(self._backend, text, add_special_tokens=add_special_tokens))
-            answer = self._child.ask(encode.message(text, add_special_tokens=add_special_tokens))
+            answer = self.child.ask(encode.message(text, add_special_tokens=add_special_tokens))
             return np.frombuffer(answer, np.int32)
 
 

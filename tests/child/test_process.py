@@ -159,3 +159,22 @@ input()
         assert is_there(pid)
         parent.kill()
     wait_until_gone(pid)
+
+
+def test_an_answer_that_is_waited_for_can_be_given_up(echo: Callable[..., Child]) -> None:
+    child = echo()
+    child.interrupt()  # nobody waits
+    errors: list[ChildError] = []
+
+    def ask() -> None:
+        with pytest.raises(ChildError) as caught:
+            child.ask(b"sleep")
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while thread.is_alive():
+        child.interrupt()
+        thread.join(0.1)
+    assert "SIGKILL" in str(errors[0])
+    assert child.ask(b"more") == b"more"

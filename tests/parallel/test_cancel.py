@@ -57,6 +57,8 @@ def cancel_at_every_step(folder: str, options: dict[str, Any], prompts: list[lis
         reasons = [o.outputs[0].finish_reason for o in outputs]
         answers.append(([o.outputs[0].token_ids for o in outputs], reasons, left, num_in_flight))
     run(llm.engine, prompts[:VICTIM], None)  # tells the others of the last frees
+    caller = llm._role.caller  # type: ignore[union-attr]
+    assert caller is not None and caller.ranks.monitor._activity == "idle"
     llm.close()
     return answers
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from medha.parallel import health
 from medha.parallel.health import Monitor, printable
-from medha.parallel.process import Process, launched
+from medha.parallel.process import Process, is_rank, launched
 from tests.parallel.workers import free_port
 
 
@@ -53,6 +53,7 @@ class Ranks:
             monitor._wake.set()
         for monitor in self._monitors:
             for thread in (monitor._watcher, monitor._talker):
+                assert thread is not None
                 thread.join(10.0)
                 assert not thread.is_alive()
 
@@ -197,6 +198,18 @@ def test_trouble_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
 def test_what_a_launcher_has_started(sleeper: subprocess.Popen[bytes]) -> None:
     assert launched(os.getpid(), [0, 1]) == {1: Process.of(sleeper.pid)}
     assert launched(os.getpid(), [0]) == {}
+    assert is_rank(sleeper.pid) and not is_rank(os.getpid())
+
+
+def test_a_process_that_this_one_started_is_watched_from_the_first(
+    ranks: Ranks, sleeper: subprocess.Popen[bytes]
+) -> None:
+    gone = Process.of(sleeper.pid)
+    sleeper.kill()
+    sleeper.wait()
+    monitor = ranks.monitor(0, 2, local_ranks=range(2), processes={1: gone})
+    until(lambda: monitor.has_failure)
+    assert monitor.first_error() == "rank 1 has died; noticed by rank 0 in start"
 
 
 @pytest.mark.parametrize(("number", "what"), [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "is stopped")])
@@ -230,9 +243,11 @@ def test_a_rank_that_never_came_is_named_if_its_process_is_gone(
     monkeypatch.setattr(os, "getppid", lambda: 4711)
     here = {0: Process.of(os.getpid()), 1: Process.of(sleeper.pid)}
     monkeypatch.setattr(health, "launched", lambda agent, ranks: here if agent == 4711 else {})
-    monitor = ranks.monitor(0, 3, local_ranks=range(3), parent=4711)
-    until(lambda: monitor.has_failure)
+    careful = ranks.monitor(0, 3, local_ranks=range(3), parent=4711)  # its launcher may be a script around it
+    monitor = ranks.monitor(0, 3, local_ranks=range(3), parent=4711, is_complete=True)
+    until(lambda: bool(monitor._lost))
     assert monitor.first_error() == "rank 2 has died before it met the others; noticed by rank 0 in start"
+    assert not careful._lost
 
 
 def test_a_launcher_that_shows_nothing_of_its_ranks_is_no_failure(
