@@ -480,6 +480,7 @@ def _linger(ranks: Ranks | Job, first: str) -> None:
     """Let rank 0 tell the user; speak up where it is gone."""
     if not ranks.monitor.linger():
         logger.error("%s", first)
+    ranks.monitor.stop()
 
 
 def _is_lost_peer(error: Exception) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +14,10 @@ from tests.parallel.workers import WorkerPool
 
 
 def pytest_configure() -> None:
-    """Keep huggingface_hub off the network; it reads the variable when test modules import it, before any fixture."""
+    """Keep huggingface_hub, which test modules import before any fixture, off the network; and do not ignore Ctrl-C, as
+    what a shell starts in the background does."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

