@@ -380,7 +380,8 @@ class EngineConfig:
 
         vLLM's names are accepted as aliases (``max_num_batched_tokens``, ``num_gpu_blocks_override``, ...), and its
         ``enforce_eager`` as the opposite of ``cuda_graphs``; what only others have is in
-        :mod:`medha.foreign_options`. ``kv_memory`` is bytes, ``swap_space`` GiB as in vLLM, or both text (``4GiB``).
+        :mod:`medha.foreign_options`. ``kv_memory`` is bytes, ``swap_space`` GiB as in vLLM, or both text (``4GiB``);
+        lengths in tokens may be text, too (``128K``).
 
         Raises:
             ConfigError: an unknown name (the message proposes the nearest), a name given twice, or a bad value.
@@ -406,7 +407,9 @@ class EngineConfig:
                 if value is math.nan:
                     raise ConfigError(f"{name}={given!r}; accepted: GiB from 0 to {2**30}, or text as in '512MiB'")
             elif canonical == "kv_memory":
-                value = _bytes(name, value)
+                value = _size(name, value, "4GiB")
+            elif canonical in _LENGTHS:
+                value = _size(name, value, "128K")
             elif canonical == "dtype" and isinstance(value, str):
                 value = _DTYPE_ALIASES.get(value, value)
             section, field_name = _OPTION_SECTIONS[canonical]
@@ -443,6 +446,9 @@ OPTION_ALIASES = {
     "scheduling_policy": "policy",
     "schedule_policy": "policy",
 }
+
+# Lengths in tokens, which may be text.
+_LENGTHS = ("max_model_len", "max_batch_tokens", "chunk_size", "max_kv_per_group", "long_threshold")
 
 # What an engine finds out itself: given, it could contradict the memory that there is.
 _FOUND_AT_START = ("num_swap_blocks", "swap_block_s")
@@ -496,14 +502,14 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _bytes(name: str, value: Any) -> Any:
-    """Bytes of a size that is text; anything else is left to its check."""
+def _size(name: str, value: Any, example: str) -> Any:
+    """The number of a size or length that is text; anything else is left to its check."""
     if not isinstance(value, str):
         return value
     try:
         return parse_size(value)
     except ConfigError as error:
-        raise ConfigError(f"{name}={value!r}; accepted: as in '4GiB' ({error})") from None
+        raise ConfigError(f"{name}={value!r}; accepted: as in {example!r} ({error})") from None
 
 
 def _swap_bytes(value: Any) -> Any:
@@ -511,7 +517,7 @@ def _swap_bytes(value: Any) -> Any:
     try:
         gib = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
-        return _bytes("swap_space", value)
+        return _size("swap_space", value, "4GiB")
     return int(gib * 2**30) if 0 <= gib <= 2**30 else math.nan
 
 

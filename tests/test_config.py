@@ -70,6 +70,7 @@ def test_every_option_lands_in_its_section() -> None:
         scheduler=SchedulerConfig(max_num_seqs=8, max_batch_tokens=4096, chunk_size=1024, depth=4),
     )
     assert EngineConfig.from_flat("folder", kv_memory=1 << 30).cache == CacheConfig(memory_bytes=1 << 30)
+    assert EngineConfig.from_flat("folder", context_length="128K").max_model_len == 131072
 
 
 ALIASES = {
@@ -213,6 +214,7 @@ def test_unknown_option_lists_the_known_ones() -> None:
 
 NAN, INF = math.nan, math.inf
 NO_INTEGER = (0, -1, 2**63, 1.0, NAN, INF, "1", True, [1])
+NO_LENGTH = (*(value for value in NO_INTEGER if value != "1"), "0", "-1", "1.5e3", "many")
 NO_SECONDS = (0, -1, -0.5, NAN, INF, -INF, "1", True, [1])
 NO_SHARE = (-0.1, 1, 1.0, 2, NAN, INF, "0.1", True, None, [0.1])
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
@@ -222,10 +224,10 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "swap_space": (-1, 2**30 + 1, None, -1.0, NAN, INF, "4 gib of", "-1", "", True, [1]),
     "gpu_memory_utilization": (0, -0.5, 1.01, NAN, INF, -INF, "0.9", None, True, [0.9]),
     "max_num_seqs": (*NO_INTEGER, None, 65537),
-    "max_batch_tokens": (*NO_INTEGER, None, 2**24 + 1),
-    "chunk_size": (*NO_INTEGER, 2**24 + 1),
+    "max_batch_tokens": (*NO_LENGTH, None, 2**24 + 1),
+    "chunk_size": (*NO_LENGTH, 2**24 + 1),
     "depth": (*NO_INTEGER, 1025),
-    "max_kv_per_group": (*NO_INTEGER, 2**31),
+    "max_kv_per_group": (*NO_LENGTH, 2**31),
     "scheduler": (None, "", "Medha", "fcfs", 1),
     "admission": (None, "", "Refuse", "some", True),
     "overcommit": (None, 0, 1, "yes", NAN),
@@ -237,7 +239,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "patience_s": (0, -1, NAN, -INF, "1", True, None, [1]),
     "rho_max": NO_SHARE,
     "late_share": NO_SHARE,
-    "long_threshold": (*NO_INTEGER, None, 2**31),
+    "long_threshold": (*NO_LENGTH, None, 2**31),
     "min_chunk": (*NO_INTEGER, None, 2**31),
     "chunk_granularity": (*NO_INTEGER, None, 2**31),
     "tp": (*NO_INTEGER, None, 65537),
@@ -245,7 +247,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "kvp": (*NO_INTEGER, None, 65537),
     "tp_forward": (None, "", "DTensor", 1),
     "dist_timeout": (0, 0.5, -1, 86401, NAN, INF, "120", None),
-    "max_model_len": (*NO_INTEGER, 2**31),
+    "max_model_len": (*NO_LENGTH, 2**31),
     "num_threads": (*NO_INTEGER, 4097),
     "seed": (None, 1.0, NAN, "1", True, [1]),
     "dtype": (None, "", "float64", "torch.float32", "FLOAT32", 32, []),
@@ -267,10 +269,10 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "swap_space": (0, 1, 2**30, 4.0, 0.0, "4GiB", "0", "4"),
     "gpu_memory_utilization": (1, 1.0, 1e-9),
     "max_num_seqs": (1, 65536),
-    "max_batch_tokens": (1, 2**24),
-    "chunk_size": (1, 2**24),
+    "max_batch_tokens": (1, 2**24, "8k"),
+    "chunk_size": (1, 2**24, "1K"),
     "depth": (1, None, 1024),
-    "max_kv_per_group": (256, None),
+    "max_kv_per_group": (256, None, "1K"),
     "scheduler": ("medha", "static", "orca", "sarathi", "vllm", "token-budget"),
     "admission": ("all", "refuse", "relegate"),
     "overcommit": (True, False),
@@ -282,7 +284,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "patience_s": (1, INF),
     "rho_max": (0, 0.4, 0.99),
     "late_share": (0, 0.1),
-    "long_threshold": (1, 2**20),
+    "long_threshold": (1, 2**20, "8192"),
     "min_chunk": (1, 64),
     "chunk_granularity": (1, 16),
     "tp": (1, 8),
@@ -290,7 +292,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "kvp": (1, 4),
     "tp_forward": ("local", "dtensor"),
     "dist_timeout": (1, 120.0, 86400),
-    "max_model_len": (1, None, 2**31 - 1),
+    "max_model_len": (1, None, 2**31 - 1, "128K"),
     "num_threads": (1, None),
     "seed": (0, -1, 2**31),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
