@@ -207,7 +207,7 @@ def _model(rng: random.Random, layout: tuple[int, int, int]) -> Model:
     )
     if family in ("llama", "qwen2") and rng.random() < 0.4:  # their config.json may leave it out
         shape["hidden_size"] = heads * shape.pop("head_dim")
-    shape["initializer_range"] = round(1.6 / shape["hidden_size"] ** 0.5, 3)
+    shape["initializer_range"] = min(1.0, round(1.6 / shape["hidden_size"] ** 0.5, 3))
     eos = sorted(rng.sample(range(vocab), rng.choice([0, 1, 3])))
     stored = rng.choice(["float32"] * 4 + ["bfloat16", "float16"])
     size, textless = rng.choice([None, None, "20KB"]), rng.choice([0, 0, 3])
