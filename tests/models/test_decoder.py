@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +18,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medha.config import ModelConfig
+from medha.models import layers
 from medha.models.decoder import Decoder, build_decoder, fill_random_
 from medha.models.hf_config import load_model_config
 from medha.models.layers import MLP, RMSNorm, packed_linear, packed_swiglu
@@ -232,3 +236,31 @@ def test_mlp_is_swiglu(tmp_path: Path) -> None:
         torch.testing.assert_close(mlp(x), want, rtol=1e-5, atol=1e-5)
         mlp.pack_()
         torch.testing.assert_close(mlp(x), want, rtol=1e-5, atol=1e-5)
+
+
+ROWS_OF_MANY_LENGTHS = """
+import torch
+from medha.models.layers import packed_weight
+
+def mebibytes():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+torch.set_num_threads(1)
+linears = [packed_weight(torch.randn(size, 64)) for size in (64, 96, 128)]
+rows = torch.randn(300, 64)
+for number in range(5, 60):
+    [linear(rows[:number]) for linear in linears]
+before = mebibytes()
+for number in range(60, 260):
+    [linear(rows[:number]) for linear in linears]
+print(mebibytes() - before)
+"""
+
+
+def test_batches_of_many_lengths_take_no_more_memory_each() -> None:
+    """oneDNN compiles a kernel for each number of rows: 0.2 MB each, of which it would keep 1,024 twice."""
+    environment = {name: value for name, value in os.environ.items() if name not in layers._KEPT_KERNELS}
+    found = subprocess.run(
+        [sys.executable, "-c", ROWS_OF_MANY_LENGTHS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert float(found.stdout) < 40.0
