@@ -125,7 +125,7 @@ def test_a_long_text_has_the_same_ids_from_the_child(
     for text in (LONG, LONG[:1000]):
         ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         assert ids == backend.encode(text, add_special_tokens=add_special_tokens).ids
-    assert tokenizer._encoder._child._process is not None
+    assert tokenizer._encoder.child._process is not None
 
 
 def test_special_text_in_a_long_message_is_text() -> None:
