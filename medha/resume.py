@@ -99,9 +99,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def _fields(line: bytes) -> dict[str, Any] | None:
-    """What an output line says; None where it is torn, or none at all."""
+    """What an output line says; None where it is none."""
     try:
-        fields = json.loads(line) if line.endswith(b"\n") else None
+        fields = json.loads(line)
     except (ValueError, RecursionError):
         return None
     is_ours = isinstance(fields, dict) and isinstance(fields.get("id"), str) and "finish_reason" in fields

@@ -49,20 +49,26 @@ def launched(agent: int, ranks: Collection[int]) -> dict[int, Process]:
         if stat is None or int(stat[1]) != agent:
             continue
         try:
-            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{entry}/environ").read_bytes())
+            rank = _rank(int(entry))
         except OSError:  # it has ended meanwhile
             continue
-        if rank is not None and int(rank[1]) in ranks:
-            found[int(rank[1])] = Process.of(int(entry))
+        if rank is not None and rank in ranks:
+            found[rank] = Process.of(int(entry))
     return found
 
 
 def is_rank(pid: int) -> bool:
     """Whether a process of this machine was started as a rank, like a script around one."""
     try:
-        return re.search(rb"(?:^|\0)RANK=", Path(f"/proc/{pid}/environ").read_bytes()) is not None
+        return _rank(pid) is not None
     except OSError:
         return True  # what cannot be seen is not to be relied on
+
+
+def _rank(pid: int) -> int | None:
+    """The rank that a process was started as, if any; raises OSError where that cannot be seen."""
+    found = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
+    return None if found is None else int(found[1])
 
 
 def _machine() -> str:
