@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from medha.engine import Engine
     from medha.llm import LLM
-    from medha.request import SLO, CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+    from medha.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from medha.params import SLO, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "medha.llm",
     "Engine": "medha.engine",
-    "SamplingParams": "medha.request",
-    "SLO": "medha.request",
-    "RequestOutput": "medha.request",
-    "CompletionOutput": "medha.request",
-    "RequestMetrics": "medha.request",
-    "Logprob": "medha.request",
+    "SamplingParams": "medha.params",
+    "SLO": "medha.params",
+    "RequestOutput": "medha.params",
+    "CompletionOutput": "medha.params",
+    "RequestMetrics": "medha.params",
+    "Logprob": "medha.params",
 }
 
 __all__ = [

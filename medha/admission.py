@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import ChatTemplateError, ContextLengthError, KVCapacityError, TokenizerError, ValidationError
-from medha.request import CHAT_OPTIONS, SLO, SamplingParams, check_priority
+from medha.params import CHAT_OPTIONS, SLO, SamplingParams, check_priority
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("medha")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids (an array or tensor of them too), or a mapping with exactly one of ``prompt`` (text),
-``prompt_token_ids`` and ``messages``, the last with :data:`medha.request.CHAT_OPTIONS`
+``prompt_token_ids`` and ``messages``, the last with :data:`medha.params.CHAT_OPTIONS`
 where they are wanted."""
 
 _FORMS = ("prompt", "prompt_token_ids", "messages")

@@ -230,3 +230,11 @@ def _extents(ints: Sequence[int]) -> tuple[Extent, ...]:
 def _row(ints: Sequence[int]) -> Row:
     slot, position, q_len, flags, group, num_groups = ints
     return Row(slot, position, q_len, bool(flags & _DECODE), bool(flags & _SAMPLES), group, num_groups)
+
+
+def append_extent(extents: list[tuple[int, int]], first: int, count: int) -> None:
+    """Append the run (first, count) to a block table in place, merged with the last run where they touch."""
+    if extents and sum(extents[-1]) == first:
+        extents[-1] = (extents[-1][0], extents[-1][1] + count)
+    else:
+        extents.append((first, count))

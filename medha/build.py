@@ -27,12 +27,11 @@ from medha.engine import Engine, ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.graphs import CudaGraphs, graph_sizes
 from medha.kv_cache import KVCache
-from medha.models.decoder import Decoder, build_decoder, fill_random_
+from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
 from medha.models.generation_config import load_generation_config
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
 from medha.models.layers import TensorShard, local_part
-from medha.models.plan import TP_PLAN
 from medha.models.safetensors_header import TensorInfo
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.parallel.control import ControlReceiver, ControlSender

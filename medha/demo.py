@@ -28,8 +28,9 @@ from medha.driver import Arrival, Joiner, drive
 from medha.engine import Engine
 from medha.errors import ConfigError, ParallelConfigError
 from medha.models.needle import NUM_LAYERS, make_haystack, write_needle
+from medha.outputs import RequestOutput
 from medha.parallel.launch import Launch, read_launch
-from medha.request import RequestOutput, SamplingParams
+from medha.params import SamplingParams
 from medha.timeline import Timeline
 
 LONG_PROMPT_TOKENS = 32_768

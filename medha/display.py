@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from medha.request import CompletionOutput, RequestOutput
+from medha.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from medha.engine import Engine

@@ -28,9 +28,10 @@ import torch.distributed as dist
 
 from medha.batch import Batch, Row
 from medha.errors import EngineDeadError, MedhaError, RankFailedError
+from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.mesh import Job, Ranks
-from medha.request import RequestOutput, SamplingParams
+from medha.params import SamplingParams
 from medha.runner import Runner, StepResult, sampling_rows
 from medha.sampling import SlotSampling
 from medha.timeline import RankRecords, Timeline, decode_records, encode_records

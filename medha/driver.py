@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from medha.errors import EngineDeadError, MedhaError
-from medha.request import SLO, CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from medha.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from medha.params import SLO, SamplingParams
 
 if TYPE_CHECKING:
     from medha.engine import Engine, PreparedRequest, Prompt

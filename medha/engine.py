@@ -23,9 +23,9 @@ import numpy.typing as npt
 from medha.admission import ModelLimits, PreparedRequest, Prompt, check_type, prepare_request
 from medha.batch import Batch
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
-from medha.explanation import Explanation
 from medha.live import Completion, LiveRequest
-from medha.request import PRIORITIES, SLO, RequestOutput, SamplingParams, check_seconds
+from medha.outputs import Explanation, RequestOutput
+from medha.params import PRIORITIES, SLO, SamplingParams, check_seconds
 from medha.runner import StepResult
 from medha.sched.correction import KINDS, ErrorFigures, Kind
 from medha.sched.journal import Journal

@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from medha.driver import Arrival, Joiner, unserved
 from medha.errors import ConfigError, MedhaError, RankFailedError, RequestError, ValidationError
-from medha.request import (
+from medha.outputs import CompletionOutput, RequestOutput
+from medha.params import (
     CHAT_OPTIONS,
     FIELD_ALIASES,
     MOST_COMPLETIONS,
     SLO,
     UNSUPPORTED_FIELDS,
-    CompletionOutput,
-    RequestOutput,
     SamplingParams,
     check_priority,
 )

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from medha.batch import Batch, Extent
+from medha.batch import Batch, Extent, append_extent
 from medha.errors import ConfigError
-from medha.sched.blocks import append_extent
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from operator import attrgetter
 
 from medha.admission import ModelLimits, PreparedRequest
 from medha.errors import NonFiniteLogitsError
-from medha.request import SLO, CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from medha.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from medha.params import SLO
 from medha.sampling import Sampled
 from medha.text import Detokenizer, StopChecker, Tokenizer
 

@@ -31,8 +31,9 @@ from medha.engine import Engine, PreparedRequest, Prompt
 from medha.errors import DeadlineError, EngineDeadError, UnsupportedFeatureError, ValidationError
 from medha.jsonl import emptied, opened
 from medha.live import refused_output
+from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
-from medha.request import SLO, RequestOutput, SamplingParams
+from medha.params import SLO, SamplingParams
 from medha.sched.journal import check_recordable
 from medha.text import Tokenizer
 from medha.timeline import Timeline

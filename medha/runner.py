@@ -12,8 +12,8 @@ Blocks that are swapped to host memory or back move beside the compute of the ba
 With ``decode_lag`` a batch is only started: its tokens are drawn where the logits lie and noted there, the next batch
 can read them from there, and the host reads them when they are asked for. Until then nothing waits for the device.
 
-What a step's kernels need to know is copied to the device at once (:mod:`medha.staging`). Batches of decodes alone run
-from a captured graph where there is one (:mod:`medha.graphs`).
+What a step's kernels need to know is copied to the device at once (:mod:`medha.attention.staging`). Batches of decodes
+alone run from a captured graph where there is one (:mod:`medha.graphs`).
 
 Legend: T tokens of a batch, D model dimension, V vocabulary, S rows to sample, N query heads, K KV heads, H head
 dimension.
@@ -30,6 +30,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape, Segment
+from medha.attention.staging import Stageable, Staging, mark
 from medha.batch import Batch, Row
 from medha.graphs import DecodeGraphs, Decodes, GraphMaker
 from medha.kv_cache import BlockTables, KVCache, WritePlan
@@ -37,9 +38,8 @@ from medha.models.decoder import Decoder, LayerAttendFn
 from medha.models.rope import cos_sin, inverse_frequencies
 from medha.parallel.kvp import Merge, shared_rows
 from medha.parallel.spp import StagePipe
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.sampling import Drawing, Sampled, SlotSampling, draw, sample
-from medha.staging import Stageable, Staging, mark
 from medha.swap import HostCache, Moves
 from medha.timeline import Recorder
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 
 
 @dataclass(slots=True)

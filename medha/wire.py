@@ -14,7 +14,7 @@ import torch
 
 from medha import errors
 from medha.batch import Row
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.runner import StepResult
 from medha.sampling import Sampled, SlotSampling
 

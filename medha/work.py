@@ -19,7 +19,7 @@ from medha.driver import Arrival
 from medha.errors import ConfigError, ValidationError
 from medha.jsonl import STDIN, read_input, read_requests
 from medha.parallel.launch import is_launched
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.resume import Earlier, drop_lines, read_earlier
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from medha.kv_cache import KVCache
 from medha.models.decoder import Decoder, build_decoder
 from medha.models.hf_config import load_model_config
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.runner import Runner
 from medha.sched.scheduler import Scheduler
 from medha.swap import AtOnce, CopyLine, HostCache

@@ -19,7 +19,8 @@ import transformers
 from medha.engine import Engine, ModelLimits
 from medha.models.decoder import Decoder
 from medha.models.needle import make_haystack, write_needle
-from medha.request import RequestOutput, SamplingParams
+from medha.outputs import RequestOutput
+from medha.params import SamplingParams
 from medha.text import Tokenizer, load_tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.engines import load_decoder, make_engine

@@ -25,7 +25,7 @@ from medha.command import run_app
 from medha.config import EngineConfig, SchedulerConfig
 from medha.engine import Engine, ModelLimits
 from medha.errors import ConfigError, ValidationError
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.runner import Pending, StepResult
 from medha.sampling import Sampled
 from medha.sched.scheduler import Scheduler

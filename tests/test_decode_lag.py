@@ -14,7 +14,7 @@ from medha.build import build_engine
 from medha.config import EngineConfig, SchedulerConfig
 from medha.engine import Engine
 from medha.errors import ConfigError, NonFiniteLogitsError
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.sched.scheduler import RequestHead, Scheduler
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engines import make_engine, run_to_end

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from medha import demo
 from medha.models.needle import encode_bytes, expected_continuation
-from medha.request import RequestOutput
+from medha.outputs import RequestOutput
 
 
 def test_every_answer_is_right_and_questions_do_not_wait_for_the_document(

@@ -14,7 +14,7 @@ from rich.console import Console
 import medha.display
 from medha.display import Display, StreamedText, results_table
 from medha.errors import ValidationError
-from medha.request import CompletionOutput, RequestMetrics, RequestOutput
+from medha.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -22,7 +22,8 @@ from medha.engine import Engine, PendingResult
 from medha.errors import ContextLengthError, EngineDeadError, RankFailedError, ValidationError
 from medha.jsonl import OutputLines
 from medha.models.needle import write_needle
-from medha.request import RequestOutput, SamplingParams
+from medha.outputs import RequestOutput
+from medha.params import SamplingParams
 from medha.runner import StepResult
 from medha.text import Tokenizer
 from tests.text.samples import PANIC, panicking

@@ -17,7 +17,8 @@ from medha.config import SchedulerConfig
 from medha.driver import Joiner
 from medha.engine import Engine
 from medha.errors import DeadlineError, EngineDeadError, NonFiniteLogitsError, ValidationError
-from medha.request import SLO, Logprob, RequestOutput, SamplingParams
+from medha.outputs import Logprob, RequestOutput
+from medha.params import SLO, SamplingParams
 from medha.sampling import uniform
 from medha.sched.scheduler import Scheduler
 from tests.checkpoints import reference_greedy, reference_logits

@@ -23,7 +23,7 @@ from medha.config import EngineConfig
 from medha.engine import Engine
 from medha.errors import ConfigError
 from medha.graphs import CudaGraphs, DecodeGraphs, graph_sizes
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from tests.attention import fake_flashinfer
 from tests.engines import make_engine, run_to_end
 from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401

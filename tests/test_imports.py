@@ -14,7 +14,7 @@ import pytest
 import medha
 
 ROOT = Path(medha.__file__).parents[1]
-PLAIN = {"medha.errors", "medha.config", "medha.request", "medha.batch", "medha.explanation", "medha.foreign_options"}
+PLAIN = {"medha.errors", "medha.config", "medha.params", "medha.batch", "medha.outputs", "medha.foreign_options"}
 TOP = {"medha.build", "medha.engine", "medha.llm", "medha.runner"}
 
 

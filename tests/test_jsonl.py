@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, ValidationError
-from medha.explanation import Explanation
 from medha.jsonl import opened, output_line, read_requests, unwritable_reported, write_line
-from medha.request import SLO, CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from medha.outputs import CompletionOutput, Explanation, Logprob, RequestMetrics, RequestOutput
+from medha.params import SLO, SamplingParams
 
 KEYS = {"id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "ttft_s", "tpot_s", "e2e_s", "error"}
 EXTRA_KEYS = {"stop_reason", "num_output_tokens", "queue_s", "ttft_parts_s", "held_up_by", "met_slo", "is_relegated"}

@@ -12,10 +12,10 @@ import torch
 
 from medha.attention.flashinfer_backend import FlashInferBackend, PageTable, paged
 from medha.attention.interface import AttentionBackend, Segment
+from medha.attention.staging import Staging
 from medha.attention.torch_backend import TorchBackend
 from medha.batch import Batch, Extent, Row
 from medha.kv_cache import BlockTables, KVCache, WritePlan
-from medha.staging import Staging
 from tests.attention import fake_flashinfer
 from tests.attention.reference import assert_segments_close
 

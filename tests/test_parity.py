@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from medha.config import RopeConfig
 from medha.models.decoder import Decoder
 from medha.models.rope import inverse_frequencies
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from tests.checkpoints import FAMILIES, make_checkpoint, random_prompt, reference_greedy
 from tests.engines import load_decoder, make_engine, run_to_end, run_with_logits
 

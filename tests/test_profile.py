@@ -27,7 +27,7 @@ from medha.cli import app
 from medha.command import run_app
 from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
 from medha.errors import ConfigError
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.sched.coefficients import Coefficients, ProfileKey
 from medha.sched.journal import replay
 from medha.sched.packer import Prediction

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from medha.errors import UnsupportedFeatureError, ValidationError
-from medha.request import SLO, UNSUPPORTED_FIELDS, RequestMetrics, SamplingParams
+from medha.outputs import RequestMetrics
+from medha.params import SLO, UNSUPPORTED_FIELDS, SamplingParams
 
 NAN, INF = math.nan, math.inf
 

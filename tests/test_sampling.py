@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha import sampling
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.sampling import Sampled, SlotSampling, draw, sample, uniform
 
 VOCAB = 16

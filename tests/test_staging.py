@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.staging import Stageable, Staging, mark
+from medha.attention.staging import Stageable, Staging, mark
 
 CPU = torch.device("cpu")
 ints = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9)

@@ -24,7 +24,7 @@ from medha.config import EngineConfig
 from medha.engine import Engine
 from medha.errors import ConfigError
 from medha.kv_cache import BlockTables, KVCache
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.runner import Runner
 from medha.swap import AtOnce, CopyLine, HostCache, Moves
 from tests.attention import fake_flashinfer

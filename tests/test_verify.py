@@ -22,7 +22,7 @@ from medha.config import ParallelConfig
 from medha.errors import ParallelConfigError
 from medha.models.needle import write_needle
 from medha.models.reference import next_token_logprobs, random_weights
-from medha.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from medha.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from medha.runner import Runner
 from medha.verify import app, chosen_layout, layout_of
 

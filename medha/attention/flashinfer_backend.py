@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.interface import LayerShape, Segment
-from medha.staging import Staged, Staging, mark
+from medha.attention.staging import Staged, Staging, mark
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)

@@ -39,7 +39,7 @@ from medha.config import EngineConfig
 from medha.console import counted, report_console
 from medha.engine import Engine
 from medha.errors import ConfigError
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.sched.correction import KINDS, Kind
 from medha.sched.packer import Prediction
 

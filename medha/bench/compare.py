@@ -28,7 +28,7 @@ from medha.build import TORCH_DTYPES
 from medha.console import counted, report_console
 from medha.errors import ConfigError
 from medha.llm import LLM
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.workload.trace import Trace
 
 

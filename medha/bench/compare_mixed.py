@@ -19,7 +19,7 @@ import torch
 from medha.bench.comparing import BLOCK_SIZE, Comparison, Pair
 from medha.bench.report import Timing, in_turn, timed
 from medha.errors import ConfigError
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.workload.trace import Trace
 
 PADDED_BATCH = 8

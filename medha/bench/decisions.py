@@ -28,7 +28,7 @@ from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.config import CacheConfig, ModelConfig, RopeConfig, SchedulerConfig
 from medha.console import report_console
 from medha.errors import ConfigError
-from medha.request import SLO
+from medha.params import SLO
 from medha.sched.coefficients import ProfileKey
 from medha.sched.hardware import HardwareSheet, default_coefficients
 from medha.sched.policy import load_policy

@@ -18,7 +18,7 @@ import torch
 from medha.batch import Batch, Extent, Row
 from medha.engine import BatchRunner
 from medha.kv_cache import KVCache
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.runner import Runner
 
 FIRST_SLOT = 1 << 20

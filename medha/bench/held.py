@@ -21,7 +21,7 @@ from medha.config import ParallelConfig
 from medha.engine import BatchRunner
 from medha.errors import ConfigError
 from medha.parallel.kvp import Merge, Partial, Pending, Shared
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.runner import Runner
 
 SLOT = 0

@@ -16,7 +16,8 @@ from itertools import pairwise
 from medha.driver import Arrival, unserved
 from medha.engine import Engine
 from medha.errors import EngineDeadError, MedhaError
-from medha.request import SLO, RequestOutput, SamplingParams
+from medha.outputs import RequestOutput
+from medha.params import SLO, SamplingParams
 
 _MAX_SLEEP_S = 0.1
 

@@ -14,8 +14,8 @@ from medha.bench.stages import StageMeter, StageTime, all_reduce_seconds, gather
 from medha.build import Role, build_role
 from medha.config import EngineConfig
 from medha.errors import ConfigError
+from medha.outputs import RequestOutput
 from medha.parallel.mesh import Ranks
-from medha.request import RequestOutput
 from medha.runner import Runner
 from medha.sched.coefficients import Coefficients
 

@@ -27,7 +27,8 @@ from medha.display import Display
 from medha.distributed import DrivingRunner
 from medha.driver import Arrival, drive
 from medha.engine import Engine
-from medha.request import SLO, RequestOutput, SamplingParams
+from medha.outputs import RequestOutput
+from medha.params import SLO, SamplingParams
 from medha.runner import Runner
 from medha.sched.correction import KINDS, Kind
 from medha.sched.packer import Prediction

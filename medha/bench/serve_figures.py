@@ -17,7 +17,7 @@ import numpy as np
 
 from medha.bench.load import Outcome, Served
 from medha.errors import ConfigError
-from medha.request import SLO
+from medha.params import SLO
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 """vLLM's names of what percentiles are taken of."""

@@ -13,7 +13,7 @@ from medha.bench.load import fixed_output
 from medha.bench.local import Local, random_prompt
 from medha.driver import Arrival
 from medha.errors import ConfigError
-from medha.request import PRIORITIES, SLO
+from medha.params import PRIORITIES, SLO
 from medha.workload.reading import Reading, read_trace
 from medha.workload.synth import arrival_times, generators, synthesize
 from medha.workload.trace import Trace

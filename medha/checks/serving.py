@@ -22,8 +22,9 @@ from medha.errors import ParallelConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.needle import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, make_haystack
 from medha.models.reference import Weights, llama_config, next_token_logprobs, random_weights
+from medha.outputs import RequestOutput
 from medha.parallel.mesh import check_layout
-from medha.request import RequestOutput, SamplingParams
+from medha.params import SamplingParams
 
 LOGPROB_LIMIT = {"float32": 1e-4, "bfloat16": 0.5}
 """How far a log-probability of the engine may be from the plain forward's, which runs in float64."""

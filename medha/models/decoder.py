@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -178,3 +179,21 @@ def fill_random_(decoder: Decoder, *, seed: int, std: float = 0.02) -> None:
             parameter.fill_(1.0)
         else:
             parameter.normal_(0.0, std, generator=generator)
+
+
+Split = Literal["column", "row", "vocab", "gathered"]
+"""``column``: output features, output stays split. ``row``: input features, output summed. ``vocab``: rows of the
+embedding, output summed. ``gathered``: output features, output gathered."""
+
+
+TP_PLAN: dict[str, Split] = {
+    "model.embed_tokens": "vocab",
+    "model.layers.*.self_attn.q_proj": "column",
+    "model.layers.*.self_attn.k_proj": "column",
+    "model.layers.*.self_attn.v_proj": "column",
+    "model.layers.*.self_attn.o_proj": "row",
+    "model.layers.*.mlp.gate_proj": "column",
+    "model.layers.*.mlp.up_proj": "column",
+    "model.layers.*.mlp.down_proj": "row",
+    "lm_head": "gathered",
+}

@@ -1,6 +1,6 @@
 """Tensor parallelism: a plan of splits becomes DTensor parameters, and the packed forward gets its collectives.
 
-The plan (:data:`medha.models.plan.TP_PLAN`) is given to ``parallelize_module``, which turns parameters into DTensors.
+The plan (:data:`~medha.models.decoder.TP_PLAN`) is given to ``parallelize_module``, which makes parameters DTensors.
 Everything else reads the result: loading takes each parameter's slice from its placement, the packed forward its local
 tensor. The DTensor modules themselves are the reference forward; in the hot path they would cost 40 to 60 us a layer.
 

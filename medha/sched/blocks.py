@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
-from medha.batch import Extent
+from medha.batch import Extent, append_extent
 
 
 @dataclass(slots=True)
@@ -128,14 +128,6 @@ class BlockPool:
             first = self._free.pop(i - 1)[0]
             i -= 1
         self._free[i] = (first, end)
-
-
-def append_extent(extents: list[tuple[int, int]], first: int, count: int) -> None:
-    """Append the run (first, count) to a block table in place, merged with the last run where they touch."""
-    if extents and sum(extents[-1]) == first:
-        extents[-1] = (extents[-1][0], extents[-1][1] + count)
-    else:
-        extents.append((first, count))
 
 
 def _length(run: tuple[int, int]) -> int:

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.errors import ConfigError, EngineDeadError
-from medha.request import SLO
+from medha.params import SLO
 from medha.sched.coefficients import Coefficients
 from medha.sched.predictor import Predictor
 from medha.sched.queue import RequestHead

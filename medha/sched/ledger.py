@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from medha.batch import Batch, Row
-from medha.explanation import Explanation
+from medha.outputs import Explanation
 from medha.sched.policy import Floats
 from medha.sched.predictor import Predictor, Work
 from medha.sched.queue import RequestHead

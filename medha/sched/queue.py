@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.batch import Row
-from medha.request import SLO
+from medha.params import SLO
 from medha.sched.balancer import prefill_work
 from medha.sched.policy import Columns, Floats, Ints
 from medha.sched.prefill_time import PrefillTimes

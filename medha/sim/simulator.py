@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from medha.batch import Batch
 from medha.errors import ConfigError
-from medha.request import SLO
+from medha.params import SLO
 from medha.sched.packer import Prediction
 from medha.sched.predictor import MIN_SECONDS
 from medha.sched.scheduler import RequestHead, Scheduler

@@ -5,8 +5,7 @@ A :class:`Tokenizer` never changes once loaded and may be shared by threads; a :
 stop string is found, are left to the caller.
 """
 
-from medha.text.detokenizer import Detokenizer
-from medha.text.stop import StopChecker
+from medha.text.detokenizer import Detokenizer, StopChecker
 from medha.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Detokenizer", "StopChecker", "Tokenizer", "load_tokenizer"]

@@ -38,7 +38,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from medha.errors import ConfigError, ValidationError
-from medha.request import PRIORITIES, SLO, check_priority
+from medha.params import PRIORITIES, SLO, check_priority
 from medha.workload.trace import MAX_TOKENS, Row
 
 TIME_UNITS = {"s": 1, "ms": 1000, "us": 1_000_000}

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from medha.errors import ConfigError
-from medha.request import PRIORITIES
+from medha.params import PRIORITIES
 
 MAX_TOKENS = 100_000_000
 """A longer prompt or output is taken for a mistake."""
@@ -70,7 +70,7 @@ class Trace:
         prefix_hashes: object column, an ``array("q")`` a request, or None: ids of the blocks of the prompt, equal
             where two prompts begin alike. The length of a block (512 tokens in Mooncake's) is the file's affair.
         ttft_slo_s, tpot_slo_s: float64, seconds above 0; NaN is no objective.
-        priority: int8, index of :data:`medha.request.PRIORITIES`; None is normal for all.
+        priority: int8, index of :data:`medha.params.PRIORITIES`; None is normal for all.
 
     Raises:
         ConfigError: a column is wrong; the message names the column, the row and the value.

@@ -21,9 +21,9 @@ from medha.attention.flashinfer_backend import (
     workspace_bytes,
 )
 from medha.attention.interface import LayerShape, Segment
+from medha.attention.staging import Staging
 from medha.attention.torch_backend import TorchBackend
 from medha.errors import ConfigError
-from medha.staging import Staging
 from tests.attention import fake_flashinfer
 from tests.attention.reference import assert_segments_close
 from tests.attention.test_torch_backend import Model, Shape, build, models, shapes

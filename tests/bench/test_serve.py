@@ -30,7 +30,7 @@ from medha.bench.serve_figures import (
 from medha.bench.workloads import Workload
 from medha.command import run_app
 from medha.errors import ConfigError
-from medha.request import SLO
+from medha.params import SLO
 from medha.workload.trace import Trace
 from medha.workload.writing import write_trace
 from tests.bench.shapes import ON_TINY

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from medha.request import PRIORITIES
+from medha.params import PRIORITIES
 from medha.sched.policy import Columns, Floats
 
 _LETTERS = "abcde \n"

@@ -19,7 +19,7 @@ import torch
 
 from medha.admission import ModelLimits, prepare_request
 from medha.config import SchedulerConfig
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.sched.scheduler import Scheduler
 from medha.wire import encode_sampling
 from tests.checkpoints import make_checkpoint

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from medha.engine import Engine
-from medha.request import RequestOutput, SamplingParams
+from medha.outputs import RequestOutput
+from medha.params import SamplingParams
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engines import load_decoder, make_engine, run_to_end
 from tests.parallel.workers import WorkerPool

@@ -34,11 +34,12 @@ from medha.distributed import Caller, DrivingRunner, Follower, ReportLine
 from medha.engine import Engine, ModelLimits
 from medha.errors import PlanDivergenceError
 from medha.kv_cache import KVCache
+from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.kvp import Merge, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import StagePipe
-from medha.request import RequestOutput, SamplingParams
+from medha.params import SamplingParams
 from medha.runner import Runner
 from medha.sched.scheduler import Scheduler
 from tests.checkpoints import VOCAB, make_checkpoint

@@ -14,7 +14,7 @@ import pytest
 import medha.distributed
 from medha.build import Role
 from medha.distributed import Caller, Follower
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from tests.parallel.workers import WorkerPool
 from tests.serving import random_ids
 

@@ -28,9 +28,10 @@ from medha.batch import Batch, Row
 from medha.config import ParallelConfig
 from medha.engine import Engine
 from medha.errors import PlanDivergenceError
+from medha.outputs import RequestOutput
 from medha.parallel.kvp import Merge, Pending, shared_rows
 from medha.parallel.mesh import _run_groups
-from medha.request import RequestOutput, SamplingParams
+from medha.params import SamplingParams
 from medha.runner import Runner
 from tests.attention.reference import assert_attention_close
 from tests.checkpoints import make_checkpoint, random_prompt

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.parallel.faults import Job, start
 

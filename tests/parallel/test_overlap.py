@@ -36,7 +36,7 @@ def read_prompts(folder: str, trace: str, layout: dict[str, int]) -> list[list[R
     """On each rank: prefill two prompts one by one; rank 0 returns the records of each, and writes the trace."""
     from medha.build import build_role
     from medha.config import EngineConfig
-    from medha.request import SamplingParams
+    from medha.params import SamplingParams
 
     prompt = [i % 256 for i in range(NUM_CHUNKS * CHUNK_SIZE)]
     options: dict[str, Any] = {"scheduler": "sarathi", "chunk_size": CHUNK_SIZE, "max_batch_tokens": CHUNK_SIZE}

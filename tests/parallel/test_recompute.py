@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from medha.request import RequestOutput, SamplingParams
+from medha.outputs import RequestOutput
+from medha.params import SamplingParams
 from tests.parallel.workers import WorkerPool
 from tests.serving import Model, finish, make_byte_model, random_ids
 

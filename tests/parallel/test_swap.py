@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from tests.parallel.workers import WorkerPool
 from tests.serving import random_ids
 

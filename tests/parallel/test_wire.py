@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from medha import errors
 from medha.batch import Row
 from medha.errors import MedhaError, RequestError
-from medha.request import SamplingParams
+from medha.params import SamplingParams
 from medha.runner import StepResult
 from medha.sampling import Sampled, SlotSampling
 from medha.wire import (

@@ -10,7 +10,7 @@ import pytest
 
 from medha.config import ADMISSIONS, SCHEDULERS, SchedulerConfig
 from medha.errors import ConfigError
-from medha.request import SLO
+from medha.params import SLO
 from medha.sched.journal import Journal, replay
 from medha.sched.scheduler import RequestHead, Scheduler
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch
 from medha.config import SCHEDULERS, SchedulerConfig
-from medha.request import SLO
+from medha.params import SLO
 from medha.sched.baselines import TokenBudgetPacker
 from medha.sched.scheduler import RequestHead, Scheduler
 

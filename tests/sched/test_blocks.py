@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from medha.batch import Extent
-from medha.sched.blocks import BlockPool, append_extent
+from medha.batch import Extent, append_extent
+from medha.sched.blocks import BlockPool
 
 
 def blocks_of(extents: list[Extent]) -> list[int]:

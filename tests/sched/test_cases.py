@@ -11,7 +11,7 @@ import pytest
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
-from medha.request import SLO
+from medha.params import SLO
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import RequestHead, Scheduler
 

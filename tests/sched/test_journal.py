@@ -19,7 +19,7 @@ from medha.config import SCHEDULERS, SchedulerConfig
 from medha.engine import Engine
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder
-from medha.request import SLO, SamplingParams
+from medha.params import SLO, SamplingParams
 from medha.sched.journal import Journal, replay
 from medha.sched.policy import Columns
 from medha.sched.scheduler import Scheduler

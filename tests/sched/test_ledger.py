@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
-from medha.explanation import Explanation
-from medha.request import SLO
+from medha.outputs import Explanation
+from medha.params import SLO
 from medha.sched.ledger import Ledger
 from medha.sched.predictor import Work
 from medha.sched.scheduler import RequestHead, Scheduler

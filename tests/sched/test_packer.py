@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
-from medha.request import SLO
+from medha.params import SLO
 from medha.sched.draft import Draft
 from medha.sched.packer import MedhaPacker, Prediction
 from medha.sched.policy import BUILT_IN

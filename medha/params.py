@@ -1,4 +1,4 @@
-"""What a user asks for and what comes back: sampling parameters, SLO, outputs.
+"""What a user asks for: sampling parameters and SLO.
 
 Plain data, standard library only. Names and defaults follow vLLM where it has them. What medha does not implement is
 refused with :class:`~medha.errors.UnsupportedFeatureError`, never ignored.
@@ -11,15 +11,13 @@ import difflib
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
 from medha.errors import UnsupportedFeatureError, ValidationError
-from medha.explanation import Explanation
 
 T = TypeVar("T")
-FinishReason = Literal["stop", "length", "abort", "error"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
 PRIORITIES = ("realtime", "high", "normal", "low")
@@ -259,133 +257,6 @@ class SLO:
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s"):
             _check_float(f"slo.{name}", getattr(self, name), 0.0, math.inf, optional=True, open_low=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Natural-log probability of one token under the model's own distribution, before any sampling transform.
-
-    Attributes:
-        logprob: natural logarithm.
-        rank: 1 for the likeliest token.
-        decoded_token: its text, or None without a tokenizer.
-    """
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-@dataclass(slots=True)
-class RequestMetrics:
-    """When things happened to one request: seconds of one monotonic clock whose zero is the engine's start.
-
-    ``ttft`` runs from arrival to the first token, queueing included. ``tpot`` is (last - first token) / (tokens - 1),
-    None with fewer than two tokens. ``queue_time`` runs from arrival to the first chunk. ``deadline_s`` is what the
-    scheduler went by, seconds from arrival to the first token: the TTFT objective, or where ``deadline_is_derived`` a
-    multiple of the predicted prefill time; None is no deadline. ``num_preemptions`` counts how often it gave up its KV
-    memory, ``num_swaps`` how many of these moved what was computed to host memory, and ``work_lost_s`` the predicted
-    seconds of computing it again or moving it. ``explanation`` says where the time to the first token went, or to the
-    end of a request without one; None before, and where the request was refused or the engine failed. ``is_relegated``
-    says that it was served without a deadline, because its TTFT objective could not be met, and counts as missed.
-
-    Of ``num_completions`` the first token is that of any, the end that of the last, counts are sums, and ``tpot`` is
-    over the tokens that a completion has on average.
-    """
-
-    arrival: float
-    first_scheduled: float | None = None
-    first_token: float | None = None
-    finished: float | None = None
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_chunks: int = 0
-    num_preemptions: int = 0
-    num_swaps: int = 0
-    work_lost_s: float = 0.0
-    ttft_slo_s: float | None = None
-    tpot_slo_s: float | None = None
-    deadline_s: float | None = None
-    deadline_is_derived: bool = False
-    is_relegated: bool = False
-    explanation: Explanation | None = None
-    num_completions: int = 1
-
-    @property
-    def queue_time(self) -> float | None:
-        """Arrival to first chunk, seconds."""
-        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
-
-    @property
-    def ttft(self) -> float | None:
-        """Arrival to first token, seconds."""
-        return None if self.first_token is None else self.first_token - self.arrival
-
-    @property
-    def e2e(self) -> float | None:
-        """Arrival to end, seconds."""
-        return None if self.finished is None else self.finished - self.arrival
-
-    @property
-    def tpot(self) -> float | None:
-        """Mean time between tokens after the first, seconds; None with fewer than two tokens."""
-        num_more = self.num_output_tokens / self.num_completions - 1
-        if self.finished is None or self.first_token is None or num_more <= 0:
-            return None
-        return (self.finished - self.first_token) / num_more
-
-    @property
-    def met_slo(self) -> bool | None:
-        """Whether every objective given was met; None when none was given."""
-        pairs = ((self.ttft_slo_s, self.ttft), (self.tpot_slo_s, self.tpot))
-        given = [(limit, value) for limit, value in pairs if limit is not None]
-        if not given:
-            return None
-        if self.is_relegated or self.finished is None or self.first_token is None:
-            return False
-        return all(value is None or value <= limit for limit, value in given)
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """The generated part of a request, or one of its ``n``.
-
-    Attributes:
-        index: which of the ``n``, from 0.
-        text: generated text, or None without a tokenizer or with ``detokenize=False``.
-        finish_reason: ``stop``, ``length``, ``abort``, ``error``; None only while unfinished.
-        stop_reason: the stop string or token id that ended it; None for end-of-sequence.
-        logprobs: one mapping of token id to :class:`Logprob` a token, if asked for.
-        cumulative_logprob: sum over the generated tokens, if asked for.
-    """
-
-    index: int
-    text: str | None
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    cumulative_logprob: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """State of one request as a user sees it.
-
-    Attributes:
-        prompt: its text, that of messages as the chat template wrote it; None where ids were given.
-        outputs: its completions by index; as ``delta`` those that have something new.
-        error: what went wrong when ``finish_reason`` is ``error``; the tokens produced before it are kept.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    metrics: RequestMetrics
-    error: Exception | None = None
-    num_cached_tokens: int = field(default=0)
 
 
 def _unknown(name: str, value: Any, known: Iterable[str]) -> ValidationError:

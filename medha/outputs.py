@@ -1,0 +1,202 @@
+"""What comes back of a request: tokens, text, when what happened, and where its time to first token went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where the seconds from a request's arrival to its first token went, or up to the last tick while it has none.
+
+    Attributes:
+        request_id: of the request; ``slot N`` where the ledger was told none, also in ``others``.
+        has_first_token: whether ``total_s`` is the TTFT.
+        total_s: sum of the parts.
+        own_s: computing its own chunks.
+        decodes_s: decodes.
+        others_s: chunks of other requests.
+        others: (request id, seconds) of those with the largest part in ``others_s``, as far back as chunks are kept.
+        memory_s: waiting for KV memory.
+        pipeline_s: in flight beyond the busy time of its group.
+        idle_s: nothing was in flight.
+        slack_s: (seconds since arrival, seconds for which it could still wait and be in time), some samples; empty
+            without a deadline.
+    """
+
+    request_id: str
+    has_first_token: bool
+    total_s: float
+    own_s: float
+    decodes_s: float
+    others_s: float
+    others: tuple[tuple[str, float], ...]
+    memory_s: float
+    pipeline_s: float
+    idle_s: float
+    slack_s: tuple[tuple[float, float], ...]
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """The parts by name: ``own``, ``decodes``, ``others``, ``memory``, ``pipeline``, ``idle``."""
+        return {
+            "own": self.own_s,
+            "decodes": self.decodes_s,
+            "others": self.others_s,
+            "memory": self.memory_s,
+            "pipeline": self.pipeline_s,
+            "idle": self.idle_s,
+        }
+
+    def text(self, name: Callable[[str], str] = str) -> str:
+        """A few lines for a person; ``name`` says how a request id is shown."""
+        what = "TTFT" if self.has_first_token else "no first token after"
+        top = [f"{name(request_id)} {seconds:.3f}" for request_id, seconds in self.others]
+        lines = [
+            f"{name(self.request_id)}: {what} {self.total_s:.3f} s",
+            f"  own compute {self.own_s:.3f}, decodes {self.decodes_s:.3f}, other prefills {self.others_s:.3f}"
+            + (f" ({', '.join(top)})" if top else ""),
+            f"  memory {self.memory_s:.3f}, pipeline {self.pipeline_s:.3f}, idle {self.idle_s:.3f}",
+        ]
+        if self.slack_s:
+            samples = ", ".join(f"{slack_s:+.3f} at {at_s:.3f}" for at_s, slack_s in self.slack_s)
+            lines.append(f"  slack {samples}")
+        return "\n".join(lines)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Explanation:
+        """The inverse of :func:`dataclasses.asdict` after JSON has made lists of its tuples."""
+        pairs = {name: tuple(map(tuple, fields[name])) for name in ("others", "slack_s")}
+        return cls(**{**fields, **pairs})
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural-log probability of one token under the model's own distribution, before any sampling transform.
+
+    Attributes:
+        logprob: natural logarithm.
+        rank: 1 for the likeliest token.
+        decoded_token: its text, or None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to one request: seconds of one monotonic clock whose zero is the engine's start.
+
+    ``ttft`` runs from arrival to the first token, queueing included. ``tpot`` is (last - first token) / (tokens - 1),
+    None with fewer than two tokens. ``queue_time`` runs from arrival to the first chunk. ``deadline_s`` is what the
+    scheduler went by, seconds from arrival to the first token: the TTFT objective, or where ``deadline_is_derived`` a
+    multiple of the predicted prefill time; None is no deadline. ``num_preemptions`` counts how often it gave up its KV
+    memory, ``num_swaps`` how many of these moved what was computed to host memory, and ``work_lost_s`` the predicted
+    seconds of computing it again or moving it. ``explanation`` says where the time to the first token went, or to the
+    end of a request without one; None before, and where the request was refused or the engine failed. ``is_relegated``
+    says that it was served without a deadline, because its TTFT objective could not be met, and counts as missed.
+
+    Of ``num_completions`` the first token is that of any, the end that of the last, counts are sums, and ``tpot`` is
+    over the tokens that a completion has on average.
+    """
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_chunks: int = 0
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    work_lost_s: float = 0.0
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    deadline_s: float | None = None
+    deadline_is_derived: bool = False
+    is_relegated: bool = False
+    explanation: Explanation | None = None
+    num_completions: int = 1
+
+    @property
+    def queue_time(self) -> float | None:
+        """Arrival to first chunk, seconds."""
+        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        """Arrival to first token, seconds."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def e2e(self) -> float | None:
+        """Arrival to end, seconds."""
+        return None if self.finished is None else self.finished - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time between tokens after the first, seconds; None with fewer than two tokens."""
+        num_more = self.num_output_tokens / self.num_completions - 1
+        if self.finished is None or self.first_token is None or num_more <= 0:
+            return None
+        return (self.finished - self.first_token) / num_more
+
+    @property
+    def met_slo(self) -> bool | None:
+        """Whether every objective given was met; None when none was given."""
+        pairs = ((self.ttft_slo_s, self.ttft), (self.tpot_slo_s, self.tpot))
+        given = [(limit, value) for limit, value in pairs if limit is not None]
+        if not given:
+            return None
+        if self.is_relegated or self.finished is None or self.first_token is None:
+            return False
+        return all(value is None or value <= limit for limit, value in given)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """The generated part of a request, or one of its ``n``.
+
+    Attributes:
+        index: which of the ``n``, from 0.
+        text: generated text, or None without a tokenizer or with ``detokenize=False``.
+        finish_reason: ``stop``, ``length``, ``abort``, ``error``; None only while unfinished.
+        stop_reason: the stop string or token id that ended it; None for end-of-sequence.
+        logprobs: one mapping of token id to :class:`Logprob` a token, if asked for.
+        cumulative_logprob: sum over the generated tokens, if asked for.
+    """
+
+    index: int
+    text: str | None
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """State of one request as a user sees it.
+
+    Attributes:
+        prompt: its text, that of messages as the chat template wrote it; None where ids were given.
+        outputs: its completions by index; as ``delta`` those that have something new.
+        error: what went wrong when ``finish_reason`` is ``error``; the tokens produced before it are kept.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: Exception | None = None
+    num_cached_tokens: int = field(default=0)
