@@ -3,7 +3,7 @@
 import numpy as np
 
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.sim.hardware import load_sheet
+from medha.cost.hardware import load_sheet
 from medha.sim.known_models import find_model
 from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation

@@ -22,6 +22,9 @@ import torch
 from medha.attention.choose import choose_backend
 from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape
 from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from medha.cost.machine import load_coefficients
+from medha.cost.predictor import Predictor
+from medha.cost.prefill_time import complete_config
 from medha.distributed import Caller, DrivingRunner, Follower, failures_named, give_up
 from medha.engine import Engine, ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
@@ -51,11 +54,8 @@ from medha.parallel.mesh import (
 )
 from medha.parallel.spp import StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
-from medha.profile import load_coefficients
 from medha.runner import Runner
 from medha.sched.policy import load_policy
-from medha.sched.predictor import Predictor
-from medha.sched.prefill_time import complete_config
 from medha.sched.scheduler import Scheduler
 from medha.swap import AtOnce, HostCache, SideStream
 from medha.text import Tokenizer, load_tokenizer

@@ -11,7 +11,7 @@ import medha
 from medha.bench.cli import app as bench_app
 from medha.bench.profile import profile
 from medha.command import end_process, make_app, run_app
-from medha.environment import environment
+from medha.cost.machine import environment
 from medha.errors import ConfigError
 from medha.generate import generate
 from medha.replay import replay

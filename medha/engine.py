@@ -22,12 +22,12 @@ import numpy.typing as npt
 
 from medha.admission import ModelLimits, PreparedRequest, Prompt, check_type, prepare_request
 from medha.batch import Batch
+from medha.cost.correction import KINDS, ErrorFigures, Kind
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
 from medha.live import Completion, LiveRequest
 from medha.outputs import Explanation, RequestOutput
 from medha.params import PRIORITIES, SLO, SamplingParams, check_seconds
 from medha.runner import StepResult
-from medha.sched.correction import KINDS, ErrorFigures, Kind
 from medha.sched.journal import Journal
 from medha.sched.ledger import Ledger
 from medha.sched.packer import Prediction

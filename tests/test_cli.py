@@ -14,7 +14,7 @@ import torch
 import medha
 from medha.cli import app
 from medha.command import make_app, run_app
-from medha.environment import environment
+from medha.cost.machine import environment
 from medha.errors import ConfigError, EngineDeadError, RequestError, ValidationError
 from medha.models.needle import write_needle
 

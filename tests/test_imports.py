@@ -111,7 +111,7 @@ def test_light_modules_load_no_torch() -> None:
         "medha",
         *sorted(PLAIN),
         "medha.sched.scheduler",
-        "medha.sim.hardware",
+        "medha.cost.hardware",
         "medha.sim.known_models",
         "medha.sim.sheet_fit",
         "medha.timeline",

@@ -26,12 +26,12 @@ from medha.build import build_engine
 from medha.cli import app
 from medha.command import run_app
 from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
+from medha.cost.coefficients import Coefficients, ProfileKey
+from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from medha.params import SamplingParams
-from medha.sched.coefficients import Coefficients, ProfileKey
 from medha.sched.journal import replay
 from medha.sched.packer import Prediction
-from medha.sched.predictor import Predictor, Work
 from medha.timeline import Timeline
 from tests.bench.shapes import TINY
 

@@ -60,8 +60,8 @@ class LayerShape:
 class AttentionBackend(Protocol):
     """What runs attention; stateless between steps apart from its workspace.
 
-    A plan that is also :class:`~medha.attention.staging.Stageable` has integers that the device needs; whoever makes the
-    step's one copy may take them along, and else the first run copies them.
+    A plan that is also :class:`~medha.attention.staging.Stageable` has integers that the device needs; whoever makes
+    the step's one copy may take them along, and else the first run copies them.
     """
 
     name: str

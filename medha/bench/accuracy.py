@@ -37,10 +37,10 @@ from medha.bench.tabulate import figures_table
 from medha.build import build_role
 from medha.config import EngineConfig
 from medha.console import counted, report_console
+from medha.cost.correction import KINDS, Kind
 from medha.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
-from medha.sched.correction import KINDS, Kind
 from medha.sched.packer import Prediction
 
 TOLERANCE = 0.15

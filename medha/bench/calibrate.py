@@ -30,7 +30,7 @@ import numpy as np
 from medha.bench.handmade import Step, StepRunner, chunk, decodes
 from medha.bench.stages import StageTime
 from medha.config import ModelConfig, ParallelConfig
-from medha.sched.coefficients import Coefficients, Curve, Link, ProfileKey
+from medha.cost.coefficients import Coefficients, Curve, Link, ProfileKey
 from medha.sched.fit import fit_chunks, fit_curve, fit_decodes
 
 CHUNKS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)

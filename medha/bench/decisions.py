@@ -27,12 +27,12 @@ from medha.batch import Batch
 from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.config import CacheConfig, ModelConfig, RopeConfig, SchedulerConfig
 from medha.console import report_console
+from medha.cost.coefficients import ProfileKey
+from medha.cost.generic import HardwareSheet, default_coefficients
+from medha.cost.predictor import Predictor
 from medha.errors import ConfigError
 from medha.params import SLO
-from medha.sched.coefficients import ProfileKey
-from medha.sched.hardware import HardwareSheet, default_coefficients
 from medha.sched.policy import load_policy
-from medha.sched.predictor import Predictor
 from medha.sched.scheduler import RequestHead, Scheduler
 
 LIMITS_MS = {10_000: 1.0, 100_000: 10.0}

@@ -23,9 +23,9 @@ from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.bench.tables import Floats
 from medha.bench.vllm_run import MeasuredRun, Times, read_run
 from medha.console import report_console
+from medha.cost.coefficients import Coefficients, Link, ProfileKey
+from medha.cost.predictor import Predictor
 from medha.errors import ConfigError
-from medha.sched.coefficients import Coefficients, Link, ProfileKey
-from medha.sched.predictor import Predictor
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline, Segment
 from medha.sim.simulator import Simulation

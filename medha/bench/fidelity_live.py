@@ -33,11 +33,11 @@ from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.bench.tables import Floats
 from medha.config import EngineConfig, ParallelConfig
 from medha.console import report_console
+from medha.cost.coefficients import Coefficients
+from medha.cost.correction import KINDS
+from medha.cost.predictor import Predictor
+from medha.cost.prefill_time import complete_config
 from medha.errors import ConfigError
-from medha.sched.coefficients import Coefficients
-from medha.sched.correction import KINDS
-from medha.sched.predictor import Predictor
-from medha.sched.prefill_time import complete_config
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Outcome, Simulation

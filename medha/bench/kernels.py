@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medha.bench.tables import KernelTable, Record, TableKind, read_records, read_tables
+from medha.cost.coefficients import Coefficients, Curve, Link, MixedAttention, ProfileKey
+from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-from medha.sched.coefficients import Coefficients, Curve, Link, MixedAttention, ProfileKey
 from medha.sched.fit import best_tile, fit_chunks, fit_curve, fit_decodes, fit_mixed
-from medha.sched.predictor import Predictor, Work
 
 _ONCE = ("embedding", "final_layernorm")
 _TWICE = ("layernorm",)

@@ -20,12 +20,12 @@ from medha.bench.report import DEFINITIONS, machine_line, stamp
 from medha.build import Role, build_role
 from medha.config import EngineConfig, ModelConfig, SchedulerConfig
 from medha.console import counted
+from medha.cost.predictor import Predictor
 from medha.engine import Engine, Prompt
 from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
 from medha.models.weights import expected_tensors
-from medha.sched.predictor import Predictor
 from medha.sched.scheduler import Scheduler
 
 RANDOM_LLAMA = "random Llama"

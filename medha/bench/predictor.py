@@ -3,7 +3,7 @@
 Rows are held out in three ways: at random (one in five), by size (every fourth chunk size, batch size or token count,
 the ends kept), and by KV beyond the fitted range (fitted up to half of the largest KV, or of the most tokens for linear
 layers, and tested above). Coefficients are fitted on the rest and predict through
-:class:`medha.sched.predictor.Predictor` itself, so the figures are of the code that serves.
+:class:`medha.cost.predictor.Predictor` itself, so the figures are of the code that serves.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rich.table import Table
 from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.bench.tables import Floats, KernelTable, TableKind, read_tables
 from medha.console import report_console
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, MixedAttention, ProfileKey
+from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-from medha.sched.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, MixedAttention, ProfileKey
 from medha.sched.fit import best_tile, fit_chunks, fit_curve, fit_decodes, fit_mixed
-from medha.sched.predictor import Predictor, Work
 
 Mask = NDArray[np.bool_]
 

@@ -17,7 +17,7 @@ from medha.config import EngineConfig
 from medha.parallel.launch import is_first_rank
 
 if TYPE_CHECKING:
-    from medha.sched.coefficients import Coefficients
+    from medha.cost.coefficients import Coefficients
 
 _MAX_KV = 131072
 
@@ -108,7 +108,7 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
 
 def _summary(found: Coefficients) -> str:
     """What some steps are predicted to take, in words."""
-    from medha.sched.predictor import Predictor, Work
+    from medha.cost.predictor import Predictor, Work
 
     predict = Predictor(found).predict
     steps = {

@@ -23,6 +23,7 @@ from medha.bench.held import Held, Meter, hold, run_steps
 from medha.bench.job import Ask, LastWords, Served
 from medha.build import Role, build_role
 from medha.config import EngineConfig
+from medha.cost.correction import KINDS, Kind
 from medha.display import Display
 from medha.distributed import DrivingRunner
 from medha.driver import Arrival, drive
@@ -30,7 +31,6 @@ from medha.engine import Engine
 from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
 from medha.runner import Runner
-from medha.sched.correction import KINDS, Kind
 from medha.sched.packer import Prediction
 from medha.timeline import RankRecords, encode_records
 

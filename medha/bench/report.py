@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from medha.environment import environment
+from medha.cost.machine import environment
 from medha.errors import ConfigError
 
 DEFINITIONS = {

@@ -38,10 +38,10 @@ from medha.bench.tabulate import figures_table
 from medha.bench.workloads import Workload, arrivals_of, described, longest_of, rate_text
 from medha.command import FAILED_REQUESTS
 from medha.console import report_console
+from medha.cost.correction import KINDS, RunningError
 from medha.driver import Arrival
 from medha.engine import Engine
 from medha.errors import ConfigError
-from medha.sched.correction import KINDS, RunningError
 from medha.sched.packer import Prediction
 from medha.workload.trace import Trace
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from medha.checks.rows import FAIL, PASS, Crew, Row
-from medha.environment import environment
+from medha.cost.machine import environment
 
 _VERSIONS = ("medha", "python", "torch", "CUDA", "NCCL")
 

@@ -30,12 +30,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import ParallelConfig, SchedulerConfig
+from medha.cost.hardware import load_sheet
+from medha.cost.predictor import Work
 from medha.reproduce.baselines.loongserve import LoongServe, play
 from medha.reproduce.result import Options
 from medha.reproduce.served import Floats, Served, quantile_s
 from medha.reproduce.timing import MODELS, stage_predictors
-from medha.sched.predictor import Work
-from medha.sim.hardware import load_sheet
 from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation
 from medha.workload.lengths import parse_lengths

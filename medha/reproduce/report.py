@@ -20,7 +20,7 @@ _NUM_COLORS = 96
 _HEIGHT = 4.2
 _SIGNS = {"at-least": "at least ", "at-most": "at most "}
 _SHEETS = (
-    "Times are simulated, with the cost sheets of `medha/sim/sheets`: `a100-80g` is fitted to public kernel tables; "
+    "Times are simulated, with the cost sheets of `medha/cost/specs`: `a100-80g` is fitted to public kernel tables; "
     "`h100-80g` is derived from it by published ratios, so absolute times on H100s are estimates. 1M tokens are 2^20, "
     "except in `requirements`, where a million is 10^6. Nothing here ran on a GPU."
 )

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
+from medha.cost.hardware import Floats, Sheet, kv_pool_tokens, load_sheet, stage_coefficients
+from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-from medha.sched.predictor import Predictor, Work
-from medha.sim.hardware import Floats, Sheet, kv_pool_tokens, load_sheet, stage_coefficients
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica

@@ -14,10 +14,10 @@ from typing import Protocol, runtime_checkable
 
 from medha.batch import Batch, Extent, Row
 from medha.config import SchedulerConfig
+from medha.cost.predictor import Decodes, Predictor, Work
 from medha.sched.balancer import choose_group, pending_work, prefill_work
 from medha.sched.displace import Loss, by_loss, fewest, loss, of_lower_class, oldest
 from medha.sched.memory import KVMemory
-from medha.sched.predictor import Decodes, Predictor, Work
 from medha.sched.queue import Queue, State
 
 SizeFn = Callable[[int, int, int], int]

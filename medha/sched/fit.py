@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from medha.sched.coefficients import ChunkAttention, Curve, DecodeAttention, MixedAttention
+from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention, MixedAttention
 
 Floats = NDArray[np.float64]
 

@@ -22,10 +22,10 @@ from typing import Any, TextIO
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
+from medha.cost.coefficients import Coefficients
+from medha.cost.predictor import Predictor
 from medha.errors import ConfigError, EngineDeadError
 from medha.params import SLO
-from medha.sched.coefficients import Coefficients
-from medha.sched.predictor import Predictor
 from medha.sched.queue import RequestHead
 from medha.sched.scheduler import Scheduler
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from medha.batch import Batch, Row
+from medha.cost.predictor import Predictor, Work
 from medha.outputs import Explanation
 from medha.sched.policy import Floats
-from medha.sched.predictor import Predictor, Work
 from medha.sched.queue import RequestHead
 from medha.sched.scheduler import Scheduler
 

@@ -29,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import SchedulerConfig
-from medha.sched.correction import Kind
+from medha.cost.correction import Kind
+from medha.cost.predictor import Predictor, Tick
 from medha.sched.draft import Draft
 from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
 from medha.sched.policy import SHORTEST_S, Ranking, load_policy, order
-from medha.sched.predictor import Predictor, Tick
 from medha.sched.queue import Queue, State
 
 # Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.batch import Row
+from medha.cost.prefill_time import PrefillTimes
 from medha.params import SLO
 from medha.sched.balancer import prefill_work
 from medha.sched.policy import Columns, Floats, Ints
-from medha.sched.prefill_time import PrefillTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 import medha
 from medha.config import CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
+from medha.cost.hardware import load_sheet
 from medha.errors import ConfigError
-from medha.sim.hardware import load_sheet
 from medha.sim.known_models import find_model
 from medha.sim.replica import Replica
 from medha.sim.report import System

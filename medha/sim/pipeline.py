@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from medha.batch import Batch
+from medha.cost.predictor import MIN_SECONDS, Decodes, Predictor, Work, split
 from medha.sched.memory import KVMemory
-from medha.sched.predictor import MIN_SECONDS, Decodes, Predictor, Work, split
 
 
 @dataclass(frozen=True, slots=True)

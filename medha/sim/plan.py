@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
+from medha.cost.hardware import Sheet
 from medha.errors import ConfigError
-from medha.sim.hardware import Sheet
 from medha.sim.replica import Replica
 from medha.sim.simulator import Outcome, Simulation
 from medha.workload.trace import Trace

@@ -80,7 +80,7 @@ def plan(
     """
     from medha.bench.report import check_writable, write_report
     from medha.console import report_console
-    from medha.sim.hardware import load_sheet
+    from medha.cost.hardware import load_sheet
     from medha.sim.known_models import find_model
     from medha.sim.plan import NO_OBJECTIVE_S, Goal, Planner, to_json
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
+from medha.cost.hardware import Sheet, kv_pool_tokens, stage_coefficients
+from medha.cost.predictor import Predictor, Work
+from medha.cost.prefill_time import complete_config
 from medha.errors import ConfigError
-from medha.sched.predictor import Predictor, Work
-from medha.sched.prefill_time import complete_config
 from medha.sched.scheduler import Scheduler
-from medha.sim.hardware import Sheet, kv_pool_tokens, stage_coefficients
 from medha.sim.pipeline import Pipeline, Segment
 
 _TYPICAL_CHUNK, _TYPICAL_KV = 512, 8192

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.sched.predictor import Predictor
-from medha.sched.prefill_time import budgeted_chunk
+from medha.cost.predictor import Predictor
+from medha.cost.prefill_time import budgeted_chunk
 from medha.sim.replica import Replica, slowest_of
 from medha.sim.simulator import Gaps, Outcome
 

@@ -1,7 +1,7 @@
 """Sheets from public kernel tables, and how far off they are.
 
-    python -m medha.sim.sheet_fit --data DIR --out medha/sim/sheets/a100-80g.json    # fits, and prints the errors
-    python -m medha.sim.sheet_fit derive --out medha/sim/sheets                      # the other sheets, from that one
+    python -m medha.sim.sheet_fit --data DIR --out medha/cost/specs/a100-80g.json    # fits, and prints the errors
+    python -m medha.sim.sheet_fit derive --out medha/cost/specs                      # the other sheets, from that one
     python -m medha.sim.sheet_fit anchors --data DIR                                 # whole prefills, fitted to nothing
 
 DIR holds copies of the public files that the sheet's sources name, under ``vidur/``, ``aiconfigurator/`` and
@@ -33,9 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import ParallelConfig
-from medha.errors import ConfigError
-from medha.sched.predictor import Predictor, Work
-from medha.sim.hardware import (
+from medha.cost.hardware import (
     AttentionRates,
     ElementwiseRates,
     Floats,
@@ -52,6 +50,8 @@ from medha.sim.hardware import (
     stage_coefficients,
     unsplit_decode_line,
 )
+from medha.cost.predictor import Predictor, Work
+from medha.errors import ConfigError
 from medha.sim.known_models import KNOWN_MODELS
 
 _VIDUR = "github.com/microsoft/vidur @7d47513 data/profiling"

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.batch import Batch
+from medha.cost.predictor import MIN_SECONDS
 from medha.errors import ConfigError
 from medha.params import SLO
 from medha.sched.packer import Prediction
-from medha.sched.predictor import MIN_SECONDS
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.sim.pipeline import Passage, Pipeline
 from medha.workload.trace import NORMAL, Row, Trace

@@ -20,7 +20,7 @@ from medha.bench.accuracy import (
 )
 from medha.bench.calibrate import Effort
 from medha.bench.handmade import Part, Step, chunk, decodes
-from medha.sched.correction import Kind
+from medha.cost.correction import Kind
 from tests.bench.shapes import TINY
 
 SMALL = AccuracyOptions(

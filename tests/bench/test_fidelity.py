@@ -19,9 +19,9 @@ from medha.bench.kernels import fit_kernels, read_kernels
 from medha.bench.vllm_run import read_run
 from medha.command import run_app
 from medha.config import EngineConfig
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, ProfileKey
+from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-from medha.sched.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, ProfileKey
-from medha.sched.predictor import Predictor, Work
 from tests.bench.shapes import TINY
 
 LAYERS = 32

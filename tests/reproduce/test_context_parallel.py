@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from medha.cost.hardware import LinkRates
 from medha.errors import ConfigError
 from medha.reproduce.baselines.context_parallel import (
     ContextParallel,
@@ -17,7 +18,6 @@ from medha.reproduce.baselines.context_parallel import (
 )
 from medha.reproduce.figures.baselines import TETRIS_S, TETRIS_TOKENS, ring_s
 from medha.reproduce.timing import MODELS, h100
-from medha.sim.hardware import LinkRates
 
 LENGTHS, TABLE, ours = TETRIS_TOKENS, TETRIS_S, ring_s
 SMALL = MODELS["Llama-3 8B"]

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from medha.config import ParallelConfig
+from medha.cost.hardware import kv_pool_tokens
+from medha.cost.predictor import Work
 from medha.errors import ConfigError
 from medha.reproduce.baselines.disaggregation import (
     PUBLISHED,
@@ -24,8 +26,6 @@ from medha.reproduce.baselines.disaggregation import (
 from medha.reproduce.figures.disaggregation import FIGURE, LAYOUTS, OUTPUT_TOKENS, splits
 from medha.reproduce.result import Options
 from medha.reproduce.timing import MODELS, M, a100, stage_predictors
-from medha.sched.predictor import Work
-from medha.sim.hardware import kv_pool_tokens
 from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
 

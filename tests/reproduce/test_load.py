@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from medha.cost.hardware import load_sheet
 from medha.reproduce.figures.capacity import Capacity, capacity, sustains
 from medha.reproduce.figures.pools import num_long_finished
 from medha.reproduce.figures.schedulers import prompt_tokens_done
@@ -44,7 +45,6 @@ from medha.reproduce.result import Options
 from medha.reproduce.served import Served
 from medha.reproduce.timing import MODELS
 from medha.sched.queue import RequestHead
-from medha.sim.hardware import load_sheet
 from medha.sim.replica import Replica
 from medha.sim.simulator import Gaps
 from medha.workload.trace import Trace

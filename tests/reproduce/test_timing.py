@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from medha.config import ParallelConfig
+from medha.cost.predictor import Work
 from medha.reproduce.figures.adaptive import adaptive
 from medha.reproduce.figures.chunks import attention_s
 from medha.reproduce.figures.example import POLICIES, play
@@ -28,7 +29,6 @@ from medha.reproduce.timing import (
     simulate,
     stage_predictors,
 )
-from medha.sched.predictor import Work
 
 SMALL, LARGE = MODELS["Llama-3 8B"], MODELS["Llama-3 70B"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from medha.sched.coefficients import (
+from medha.cost.coefficients import (
     ChunkAttention,
     Coefficients,
     Curve,

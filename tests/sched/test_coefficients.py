@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 
 from medha.config import ModelConfig, RopeConfig
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link
+from medha.cost.generic import HardwareSheet, default_coefficients
+from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-from medha.sched.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link
-from medha.sched.hardware import HardwareSheet, default_coefficients
-from medha.sched.predictor import Predictor, Work
 
 from .costs import KEY, PLAIN, coefficients
 

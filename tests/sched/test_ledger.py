@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
+from medha.cost.predictor import Work
 from medha.outputs import Explanation
 from medha.params import SLO
 from medha.sched.ledger import Ledger
-from medha.sched.predictor import Work
 from medha.sched.scheduler import RequestHead, Scheduler
 
 from .virtual import Drive, Job, Seconds, jobs, make_predictor

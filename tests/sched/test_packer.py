@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
+from medha.cost.predictor import Predictor, Tick, Work
+from medha.cost.prefill_time import efficient_kv
 from medha.params import SLO
 from medha.sched.draft import Draft
 from medha.sched.packer import MedhaPacker, Prediction
 from medha.sched.policy import BUILT_IN
-from medha.sched.predictor import Predictor, Tick, Work
-from medha.sched.prefill_time import efficient_kv
 from medha.sched.queue import Queue
 from medha.sched.scheduler import RequestHead, Scheduler
 

@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.sched.coefficients import (
-    ChunkAttention,
-    Coefficients,
-    Curve,
-    DecodeAttention,
-    Link,
-    MixedAttention,
-)
-from medha.sched.predictor import MIN_SECONDS, Predictor, Tick, Work
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, MixedAttention
+from medha.cost.predictor import MIN_SECONDS, Predictor, Tick, Work
 
 from .costs import KEY, PLAIN, coefficients
 

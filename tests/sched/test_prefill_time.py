@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.sched.predictor import Predictor
-from medha.sched.prefill_time import ChunkRule, PrefillTimes, budgeted_chunk
+from medha.cost.predictor import Predictor
+from medha.cost.prefill_time import ChunkRule, PrefillTimes, budgeted_chunk
 
 from .costs import PLAIN, coefficients
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch
 from medha.config import SCHEDULERS, ParallelConfig, SchedulerConfig
-from medha.sched.predictor import Work
+from medha.cost.hardware import load_sheet
+from medha.cost.predictor import Work
 from medha.sched.scheduler import RequestHead, Scheduler
-from medha.sim.hardware import load_sheet
 from medha.sim.known_models import find_model
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch, Extent, Row
 from medha.config import ModelConfig, RopeConfig
+from medha.cost.generic import HardwareSheet, default_coefficients
+from medha.cost.predictor import Predictor
 from medha.params import SLO
-from medha.sched.hardware import HardwareSheet, default_coefficients
-from medha.sched.predictor import Predictor
 from medha.sched.scheduler import RequestHead, Scheduler
 
 from .costs import KEY

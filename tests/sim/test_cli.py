@@ -20,7 +20,7 @@ import pytest
 import medha
 from medha.cli import app
 from medha.command import run_app
-from medha.sim.hardware import SHEETS
+from medha.cost.hardware import SHEETS
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.options import NUM_REQUESTS
 from medha.sim.simulator import Simulation

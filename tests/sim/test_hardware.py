@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from medha.build import Part
 from medha.config import ModelConfig, ParallelConfig
-from medha.errors import ConfigError
-from medha.sched.coefficients import Coefficients
-from medha.sched.predictor import Predictor, Work
-from medha.sim.hardware import (
+from medha.cost.coefficients import Coefficients
+from medha.cost.hardware import (
     SHEETS,
     Floats,
     Sheet,
@@ -33,6 +31,8 @@ from medha.sim.hardware import (
     stage_coefficients,
     weights_bytes,
 )
+from medha.cost.predictor import Predictor, Work
+from medha.errors import ConfigError
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.sheet_fit import _fit, _rows, derived_sheets, prefill_s, run
 

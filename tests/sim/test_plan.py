@@ -11,8 +11,8 @@ import pytest
 from medha.cli import app
 from medha.command import run_app
 from medha.config import SchedulerConfig
+from medha.cost.hardware import load_sheet
 from medha.errors import ConfigError
-from medha.sim.hardware import load_sheet
 from medha.sim.known_models import find_model
 from medha.sim.plan import Candidate, Goal, Layout, Planner, Reason, grouped
 from medha.workload.synth import synthesize

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.sim.hardware import load_sheet
+from medha.cost.hardware import load_sheet
 from medha.sim.known_models import find_model
 from medha.sim.replica import Replica
 from medha.sim.report import Report, System, Times, alone_seconds, percentile, report

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 import medha
 from medha.batch import Batch
 from medha.config import ParallelConfig, SchedulerConfig
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention
+from medha.cost.hardware import load_sheet
+from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-from medha.sched.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention
 from medha.sched.memory import KVMemory
-from medha.sched.predictor import Predictor, Work
 from medha.sched.scheduler import Scheduler
-from medha.sim.hardware import load_sheet
 from medha.sim.known_models import find_model
 from medha.sim.pipeline import Passage, Pipeline, Segment
 from medha.sim.replica import Replica

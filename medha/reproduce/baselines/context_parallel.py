@@ -22,9 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from medha.config import ModelConfig, ParallelConfig
+from medha.cost.hardware import LinkRates, Sheet, chunk_slope_s, first_chunk_s, stage_coefficients
+from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-from medha.sched.predictor import Predictor, Work
-from medha.sim.hardware import LinkRates, Sheet, chunk_slope_s, first_chunk_s, stage_coefficients
 
 KINDS = ("ring", "striped")
 STEP_S = 0.6e-3

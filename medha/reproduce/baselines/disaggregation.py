@@ -12,7 +12,7 @@ leaves out of its comparison as they run out of memory (section 2.2). The rules,
 
 Memory is enforced on both sides. A prefill instance holds weights, the activations of its largest batch under way, and
 keys and values of all prompts that are being read or were not fetched; what can never fit is refused. What activations
-take is :func:`medha.sim.hardware.activation_bytes` of the whole prompt. It counts what serving engines of the time held
+take is :func:`~medha.cost.hardware.activation_bytes` of the whole prompt. It counts what engines of the time held
 at the widest point of a layer, the MLP: residual, normed input and output in the model dimension, which tensor
 parallelism does not split, and gate, up and product, which it does; queries, keys and values take less. Logits are
 those of last tokens only, and no attention matrix is written.
@@ -44,11 +44,11 @@ from types import MappingProxyType
 import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig
+from medha.cost.hardware import Sheet, activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
+from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from medha.reproduce.served import Floats, Served
 from medha.reproduce.timing import a100, stage_predictors
-from medha.sched.predictor import Predictor, Work
-from medha.sim.hardware import Sheet, activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Gaps

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from medha.config import ModelConfig
+from medha.cost.hardware import Sheet
 from medha.errors import ConfigError
 from medha.reproduce.baselines.loongserve_cost import EspCosts
 from medha.reproduce.baselines.loongserve_manager import Manager
 from medha.reproduce.baselines.loongserve_pool import OnOccupied
 from medha.reproduce.served import Served
-from medha.sim.hardware import Sheet
 from medha.sim.simulator import Gaps
 from medha.workload.trace import Trace
 

@@ -20,9 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import ModelConfig, ParallelConfig
-from medha.reproduce.baselines.context_parallel import ContextParallel, block_bytes
-from medha.sched.predictor import Predictor, Work
-from medha.sim.hardware import (
+from medha.cost.hardware import (
     LinkRates,
     Sheet,
     activation_bytes,
@@ -31,6 +29,8 @@ from medha.sim.hardware import (
     kv_pool_tokens,
     stage_coefficients,
 )
+from medha.cost.predictor import Predictor, Work
+from medha.reproduce.baselines.context_parallel import ContextParallel, block_bytes
 
 Floats = NDArray[np.float64]
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from medha.config import ParallelConfig
+from medha.cost.hardware import Floats
+from medha.cost.predictor import Predictor, Work
 from medha.reproduce.plotting import COLORS, finish, plain_ticks, token_label
 from medha.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from medha.reproduce.timing import MODELS, M, chunk_seconds, h100, stage_predictors
-from medha.sched.predictor import Predictor, Work
-from medha.sim.hardware import Floats
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DECODES = (Work(1, 1024, True),) * 8

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from medha.cost.hardware import LinkRates
 from medha.reproduce.baselines import disaggregation, loongserve_figures
 from medha.reproduce.baselines.context_parallel import ContextParallel, prefill_s
 from medha.reproduce.plotting import COLORS, MARKERS, PAPER, finish, plain_ticks, token_axis
 from medha.reproduce.result import FigureResult, FigureSpec, Options
 from medha.reproduce.timing import MODELS, a100
-from medha.sim.hardware import LinkRates
 
 TETRIS_TOKENS = tuple(1024 * k for k in (4, 8, 16, 32, 64, 128, 256))
 TETRIS_S: Mapping[int, tuple[float | None, ...]] = {

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig
+from medha.cost.hardware import Floats, chunk_slope_s
+from medha.cost.predictor import Predictor, Work
 from medha.reproduce.baselines.context_parallel import ContextParallel, prefill_s
 from medha.reproduce.flops import chunk_intensity
 from medha.reproduce.plotting import COLORS, MARKERS, PAPER, finish, token_axis, token_label
 from medha.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from medha.reproduce.timing import MODELS, M, a100, chunk_seconds, h100, pipeline_ends, stage_predictors
-from medha.sched.predictor import Predictor, Work
-from medha.sim.hardware import Floats, chunk_slope_s
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _TP8 = ParallelConfig(tp=8)

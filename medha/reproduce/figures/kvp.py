@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from medha.config import ParallelConfig
+from medha.cost.predictor import Work
 from medha.reproduce.plotting import COLORS, MARKERS, PAPER, finish, token_label
 from medha.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from medha.reproduce.timing import (
@@ -24,7 +25,6 @@ from medha.reproduce.timing import (
     simulate,
     stage_predictors,
 )
-from medha.sched.predictor import Work
 from medha.sim.pipeline import Segment
 
 GROUPS = (1, 2, 4)

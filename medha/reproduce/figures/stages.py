@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from medha.config import ParallelConfig
+from medha.cost.predictor import Work
 from medha.reproduce.plotting import COLORS, MARKERS, PAPER, finish, token_label
 from medha.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from medha.reproduce.timing import CHUNK, MODELS, M, decode_s, fits, h100, simulate, stage_predictors
-from medha.sched.predictor import Work
 
 STAGES = (1, 2, 4, 8, 16)
 _DERIVED = "The H100 sheet is derived, not measured."

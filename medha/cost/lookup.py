@@ -1,4 +1,4 @@
-"""Coefficients made ready for look-ups: the tables behind :mod:`medha.sched.predictor`.
+"""Coefficients made ready for look-ups: the tables behind :mod:`medha.cost.predictor`.
 
 Plain Python lists: the packer asks for one number at a time, where numpy costs more than the arithmetic.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.sched.coefficients import ChunkAttention, Curve, DecodeAttention, Link
+from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention, Link
 
 Floats = NDArray[np.float64]
 

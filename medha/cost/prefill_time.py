@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.sched.predictor import Predictor, Run
+from medha.cost.predictor import Predictor, Run
 
 Floats = NDArray[np.float64]
 ChunkRule = Callable[[int], int]

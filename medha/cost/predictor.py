@@ -5,8 +5,8 @@ form is inverted instead of probed: attention depends on the chunk through its n
 is found in a table, and within the tile the linear layers' curve is inverted. Everything is non-decreasing in tokens
 and in KV, and affine in KV, so that 10M tokens are predicted by the same line as 16K.
 
-Coefficients are the affair of :mod:`medha.sched.coefficients`, learning while running that of
-:mod:`medha.sched.correction`. Work left of a whole prompt (Algorithm 3) is :mod:`medha.sched.prefill_time`.
+Coefficients are the affair of :mod:`medha.cost.coefficients`, learning while running that of
+:mod:`medha.cost.correction`. Work left of a whole prompt (Algorithm 3) is :mod:`medha.cost.prefill_time`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from medha.sched.coefficients import Coefficients
-from medha.sched.correction import Correction, Kind
-from medha.sched.lookup import DecodeLine, Line, Tiles, decode_line, decode_seconds
+from medha.cost.coefficients import Coefficients
+from medha.cost.correction import Correction, Kind
+from medha.cost.lookup import DecodeLine, Line, Tiles, decode_line, decode_seconds
 
 MIN_SECONDS = 1e-6
 """No batch is predicted to take less."""
@@ -147,11 +147,11 @@ class Predictor:
         return self.correction.factor(kind)
 
     def observe(self, kind: Kind, predicted_s: float, busy_s: float, *, factor: float | None = None) -> bool:
-        """Learn from a batch that ran; see :meth:`medha.sched.correction.Correction.observe`."""
+        """Learn from a batch that ran; see :meth:`medha.cost.correction.Correction.observe`."""
         return self.correction.observe(kind, predicted_s, busy_s, factor=factor)
 
     def uncorrected(self) -> Predictor:
-        """The same coefficients at factor 1 for good, as :class:`medha.sched.prefill_time.PrefillTimes` wants them."""
+        """The same coefficients at factor 1 for good, as :class:`medha.cost.prefill_time.PrefillTimes` wants them."""
         return Predictor(self.coefficients, max_tokens=self.max_tokens)
 
 

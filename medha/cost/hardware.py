@@ -1,6 +1,6 @@
 """What an accelerator and its links take, whatever the model, and from that the costs of any stage of any layout.
 
-A :class:`Sheet` holds rates, each with its source; ``medha/sim/sheets/`` has some. ``a100-80g`` is fitted to public
+A :class:`Sheet` holds rates, each with its source; ``medha/cost/specs/`` has some. ``a100-80g`` is fitted to public
 kernel tables by :mod:`medha.sim.sheet_fit`, whose docstring gives the errors. The others are derived from it by the
 ratios of published figures: derived, not measured. The forms:
 
@@ -33,12 +33,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from medha.config import ModelConfig, ParallelConfig
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, ProfileKey
 from medha.errors import ConfigError
-from medha.sched.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, ProfileKey
 
 Floats = NDArray[np.float64]
 
-SHEETS = Path(__file__).parent / "sheets"
+SHEETS = Path(__file__).parent / "specs"
 GEMM_TILES = ((64, 64), (128, 128), (128, 256))
 """Rows and columns of the output that one thread block computes."""
 BACKENDS = {"split-kv": True, "no-split-kv": False}
@@ -414,7 +414,7 @@ def stage_coefficients(
     dtype_bytes: int = 2,
     backend: str | None = None,
 ) -> Coefficients:
-    """Costs of one stage of one group, for :class:`medha.sched.predictor.Predictor`.
+    """Costs of one stage of one group, for :class:`medha.cost.predictor.Predictor`.
 
     Where groups or tensor-parallel ranks lie differently on the nodes, the slowest counts. The last stage sends nothing
     on. A merge's latency does not grow with its groups. The host's time is that of the first stage: what is to run is

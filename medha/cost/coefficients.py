@@ -1,4 +1,4 @@
-"""What one pipeline stage of one group costs, as data: the coefficients that :mod:`medha.sched.predictor` reads.
+"""What one pipeline stage of one group costs, as data: the coefficients that :mod:`medha.cost.predictor` reads.
 
 The form follows from public kernel measurements. Attention of a chunk of c queries behind kv > 0 cached tokens is
 ``A(c) + B(c) * kv``, kv = 0 is another kernel regime with a table of its own, and A and B are constant within a tile
@@ -6,7 +6,7 @@ of queries (on an A100, 672 and 704 tokens cost the same, and so do 544 and 576)
 beyond the KV it was fitted on; random forests (Vidur) and quadratics in the chunk (Tetris, SGLang) do not. Attention
 of a batch that mixes decodes and a chunk in one fused launch is not the sum of the two, see :class:`MixedAttention`.
 
-Where coefficients come from: a sheet of rates (:mod:`medha.sched.hardware`), or a profile that was measured, fitted
+Where coefficients come from: a sheet of rates (:mod:`medha.cost.generic`), or a profile that was measured, fitted
 (:mod:`medha.sched.fit`) and written as JSON with the :class:`ProfileKey` of everything it depends on.
 
 Every time is in seconds for the whole stage, that is for all of its layers.

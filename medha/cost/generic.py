@@ -2,7 +2,7 @@
 
 Such a form is 5 to 20 % off on measured kernels even with the right rates (3 coefficients of attention: 4.6 to 19 %
 median on four GPUs; 4 of linear layers: 1.4 to 3.6 %), and the rates here are a guess. Expect a factor of a few until
-:mod:`medha.sched.correction` has seen some steps, or measure with ``medha profile``.
+:mod:`medha.cost.correction` has seen some steps, or measure with ``medha profile``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from medha.config import ModelConfig
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, ProfileKey
 from medha.errors import ConfigError
-from medha.sched.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, ProfileKey
 
 
 @dataclass(frozen=True, slots=True)
