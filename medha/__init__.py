@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from medha.engine import Engine
+    from medha.engine.engine import Engine
     from medha.llm import LLM
     from medha.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from medha.params import SLO, SamplingParams
@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "medha.llm",
-    "Engine": "medha.engine",
+    "Engine": "medha.engine.engine",
     "SamplingParams": "medha.params",
     "SLO": "medha.params",
     "RequestOutput": "medha.params",

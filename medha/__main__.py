@@ -1,6 +1,92 @@
-"""``python -m medha`` is the command ``medha``."""
+"""The ``medha`` command. A verb's own module holds its work; what is heavy is imported when a verb runs."""
 
-from medha.cli import main
+from __future__ import annotations
+
+import json
+from typing import Annotated, NoReturn
+
+import typer
+
+import medha
+from medha.bench.cli import app as bench_app
+from medha.bench.profile import profile
+from medha.cli.command import end_process, make_app, run_app
+from medha.cost.machine import environment
+from medha.errors import ConfigError
+from medha.generate.__main__ import generate
+from medha.replay import replay
+from medha.reproduce.cli import reproduce
+from medha.sim.cli import simulate
+from medha.sim.plan_cli import plan
+from medha.verify.__main__ import verify
+from medha.workload.cli import app as trace_app
+
+app = make_app(help="Serve long-context LLMs without convoys.")
+app.command("generate")(generate)
+app.command("plan")(plan)
+app.command("profile")(profile)
+app.command("replay")(replay)
+app.command("reproduce")(reproduce)
+app.command("simulate")(simulate)
+app.command("verify")(verify)
+app.add_typer(bench_app, name="bench")
+app.add_typer(trace_app, name="trace")
+
+
+# Verbs of other engines' commands, and what there is in their place.
+_ELSEWHERE = {
+    "serve": "there is no server; medha generate MODEL --requests FILE --output FILE serves a file",
+    "run-batch": "medha generate MODEL --requests FILE --output FILE reads OpenAI's batch lines",
+    "chat": "medha generate MODEL --chat --prompt TEXT",
+    "complete": "medha generate MODEL --prompt TEXT",
+    "collect-env": "medha env",
+}
+
+
+def _elsewhere(context: typer.Context) -> int:
+    raise ConfigError(f"medha has no verb {context.info_name!r}; accepted: {_ELSEWHERE[context.info_name or '']}")
+
+
+for _verb in _ELSEWHERE:
+    options = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(_verb, hidden=True, context_settings=options)(_elsewhere)
+
+
+@app.callback(invoke_without_command=True)
+def medha_command(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", "-v", help="Print the version and exit.")] = False,
+) -> None:
+    """Serve long-context LLMs without convoys."""
+    if show_version:
+        print(f"medha {medha.__version__}")
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Print versions, devices and threads, for a bug report."""
+    facts = environment()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
+        elif isinstance(value, list):
+            value = ", ".join(value)
+        print(f"{name:>10}  {'none' if value is None else value}")
+    return 0
+
+
+def main() -> NoReturn:
+    """Entry point of ``medha``. Ends in SystemExit."""
+    end_process(run_app(app, "medha"))
+
 
 if __name__ == "__main__":
     main()

@@ -25,16 +25,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from medha.build import Role, build_role
 from medha.config import EngineConfig
-from medha.engine import Engine, PreparedRequest, Prompt
+from medha.engine.build import Role, build_role
+from medha.engine.engine import Engine, PreparedRequest, Prompt
+from medha.engine.journal import check_recordable
+from medha.engine.jsonl import emptied, opened
+from medha.engine.request import refused_output
 from medha.errors import DeadlineError, EngineDeadError, UnsupportedFeatureError, ValidationError
-from medha.jsonl import emptied, opened
-from medha.live import refused_output
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
 from medha.params import SLO, SamplingParams
-from medha.sched.journal import check_recordable
 from medha.text import Tokenizer
 from medha.timeline import Timeline
 

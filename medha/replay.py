@@ -17,7 +17,7 @@ def replay(
     journal: Annotated[Path, typer.Argument(metavar="FILE", help="What medha generate --journal wrote.")],
 ) -> int:
     """Repeat the decisions of a recorded run, without its model, and say whether they are the same."""
-    from medha.sched.journal import replay as replayed  # here because it loads numpy
+    from medha.engine.journal import replay as replayed
 
     found = replayed(journal)
     if found.is_truncated:

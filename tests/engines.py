@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-import medha.runner
+import medha.worker.runner
 from medha.attention.interface import AttentionBackend
 from medha.attention.torch_backend import TorchBackend
 from medha.config import ModelConfig, SchedulerConfig
-from medha.engine import Engine, ModelLimits
-from medha.kv_cache import KVCache
+from medha.engine.engine import Engine, ModelLimits
 from medha.models.decoder import Decoder, build_decoder
 from medha.models.hf_config import load_model_config
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.params import SamplingParams
-from medha.runner import Runner
 from medha.sched.scheduler import Scheduler
-from medha.swap import AtOnce, CopyLine, HostCache
+from medha.worker.kv_cache import KVCache
+from medha.worker.runner import Runner
+from medha.worker.swap import AtOnce, CopyLine, HostCache
 
 CPU = torch.device("cpu")
 
@@ -90,7 +90,7 @@ def run_with_logits(
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """As :func:`run_to_end`, with the logits that chose each token, [num_tokens, V] a prompt."""
     logits: dict[int, list[torch.Tensor]] = {}
-    original = medha.runner.sample
+    original = medha.worker.runner.sample
 
     def recording(logits_SV, slots, indices):  # type: ignore[no-untyped-def]
         for row, slot in zip(logits_SV, slots, strict=True):
@@ -98,6 +98,6 @@ def run_with_logits(
         return original(logits_SV, slots, indices)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(medha.runner, "sample", recording)
+        patch.setattr(medha.worker.runner, "sample", recording)
         tokens = run_to_end(engine, prompts, num_tokens)
     return tokens, [torch.stack(logits[i]) for i in range(len(prompts))]  # request i draws with seed i

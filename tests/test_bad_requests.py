@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from medha import LLM, SLO, SamplingParams
-from medha.admission import ModelLimits, prepare_request
 from medha.config import SchedulerConfig
-from medha.engine import Engine
+from medha.engine.admission import ModelLimits, prepare_request
+from medha.engine.engine import Engine
 from medha.errors import ContextLengthError, KVCapacityError, ValidationError
 from medha.sched.scheduler import Scheduler
 from tests.serving import GREEDY, Model, assert_empty, finish, make_byte_model, serve_one, write_byte_model

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 import torch
 
-import medha.build
+import medha.engine.build
 from medha import LLM, SLO
+from medha.__main__ import app
 from medha.batch import Batch
-from medha.build import build_engine
-from medha.cli import app
-from medha.command import run_app
+from medha.cli.command import run_app
 from medha.config import EngineConfig, SchedulerConfig
-from medha.engine import Engine, ModelLimits
+from medha.engine.build import build_engine
+from medha.engine.engine import Engine, ModelLimits
 from medha.errors import ConfigError, ValidationError
 from medha.params import SamplingParams
-from medha.runner import Pending, StepResult
-from medha.sampling import Sampled
 from medha.sched.scheduler import Scheduler
+from medha.worker.runner import Pending, StepResult
+from medha.worker.sampling import Sampled
 from tests.sched.virtual import make_predictor
 from tests.serving import GREEDY, Model, make_byte_model, write_byte_model
 
@@ -98,7 +98,7 @@ def test_a_bad_option_is_named_from_python_and_from_the_command_line(
     folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch,
     name: str, text: str, message: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
     value = text if name == "scheduler" else float(text)
     with pytest.raises(ConfigError) as caught:
         LLM(folder, **{name: value})
@@ -116,7 +116,7 @@ def test_an_unknown_policy_is_named_before_the_weights_are_read(
     policy: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr(medha.build, "_build_runner", lambda *_, **__: pytest.fail("the weights are read"))
+    monkeypatch.setattr(medha.engine.build, "_build_runner", lambda *_, **__: pytest.fail("the weights are read"))
     with pytest.raises(ConfigError) as caught:
         LLM(folder, policy=policy, num_kv_blocks=4)
     assert str(caught.value).startswith(message)
@@ -265,7 +265,7 @@ def test_a_policy_in_the_current_folder_is_found_as_python_m_finds_it(
     (tmp_path / "here" / "my_own_policy.py").write_text(OWN)
     script = tmp_path / "bin" / "script.py"
     script.write_text(START + LOAD)
-    environment = {**os.environ, "PYTHONPATH": str(Path(medha.build.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(medha.engine.build.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, *flags, str(script)], cwd=tmp_path / "here", env=environment, capture_output=True, text=True
     )

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-import medha.build
+import medha.engine.build
 from medha import LLM, SamplingParams
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import LayerShape
 from medha.attention.torch_backend import TorchBackend
-from medha.build import _wants_graphs, _with_decode_lag, build_engine, own_device, pick_backend, pick_device
 from medha.config import EngineConfig
-from medha.engine import Engine
+from medha.engine.build import _wants_graphs, _with_decode_lag, build_engine, own_device, pick_backend, pick_device
+from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.models.needle import write_needle
 from medha.parallel.launch import Launch
@@ -83,9 +83,9 @@ def test_default_pool_holds_every_request_that_may_run(good: Path) -> None:
 
 def test_default_pool_takes_half_of_the_memory_at_most(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block_bytes = KV_BYTES_PER_TOKEN * 32
-    monkeypatch.setattr(medha.build, "_available_memory", lambda: 2 * (10 * block_bytes) + 1)
+    monkeypatch.setattr(medha.engine.build, "_available_memory", lambda: 2 * (10 * block_bytes) + 1)
     assert pool(build(good, block_size=32)) == (10, 32)
-    monkeypatch.setattr(medha.build, "_available_memory", lambda: block_bytes)
+    monkeypatch.setattr(medha.engine.build, "_available_memory", lambda: block_bytes)
     with pytest.raises(ConfigError, match=rf"^half of the free memory leaves {block_bytes // 2} bytes for the KV pool"):
         build(good, block_size=32)
 
@@ -96,7 +96,7 @@ def test_pool_that_the_system_cannot_give(good: Path) -> None:
 
 
 def test_available_memory_is_plausible() -> None:
-    assert 2**24 < medha.build._available_memory() < 2**50
+    assert 2**24 < medha.engine.build._available_memory() < 2**50
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import medha
-from medha.cli import app
-from medha.command import make_app, run_app
+from medha.__main__ import app
+from medha.cli.command import make_app, run_app
 from medha.cost.machine import environment
 from medha.errors import ConfigError, EngineDeadError, RequestError, ValidationError
 from medha.models.needle import write_needle
@@ -30,7 +30,9 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-v"], ["generate", "-h"], ["env", "--help"]])
 def test_help_and_version_load_no_torch(arguments: list[str]) -> None:
-    code = "import sys, medha.cli as c\ntry: c.main()\nfinally: assert not {'torch', 'tokenizers'} & set(sys.modules)"
+    code = (
+        "import sys, medha.__main__ as c\ntry: c.main()\nfinally: assert not {'torch', 'tokenizers'} & set(sys.modules)"
+    )
     done = run_python(code, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     if arguments == ["-v"]:
@@ -43,7 +45,7 @@ def test_help_breaks_its_lines_at_the_width_alone(capsys: pytest.CaptureFixture[
     assert run_app(app, "medha", ["bench", "serve", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split("╭")[0].split())
     assert "ITL: gap between tokens. E2EL: arrival to last token." in text
-    done = run_python("from medha.cli import main; main()", "bench", "serve", "--help")
+    done = run_python("from medha.__main__ import main; main()", "bench", "serve", "--help")
     paragraph = done.stdout.split("TTFT: arrival")[1].split("\n \n")[0].split("╭")[0].rstrip().splitlines()
     assert all(len(line.rstrip()) > 60 for line in paragraph[1:-1])
 

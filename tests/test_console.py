@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.table import Table
 
-from medha.console import counted, report_console
+from medha.cli.console import counted, report_console
 
 
 def test_text_in_a_file_has_80_columns_and_tables_what_they_need(

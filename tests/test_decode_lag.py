@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.batch import Batch
-from medha.build import build_engine
 from medha.config import EngineConfig, SchedulerConfig
-from medha.engine import Engine
+from medha.engine.build import build_engine
+from medha.engine.engine import Engine
 from medha.errors import ConfigError, NonFiniteLogitsError
 from medha.params import SamplingParams
 from medha.sched.scheduler import RequestHead, Scheduler

@@ -11,8 +11,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-import medha.display
-from medha.display import Display, StreamedText, results_table
+import medha.cli.display
+from medha.cli.display import Display, StreamedText, results_table
 from medha.errors import ValidationError
 from medha.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
@@ -46,7 +46,7 @@ class Screen:
 
 @pytest.fixture(autouse=True)
 def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(medha.display, "_REFRESH_S", 0.0)
+    monkeypatch.setattr(medha.cli.display, "_REFRESH_S", 0.0)
 
 
 def output(
@@ -82,7 +82,7 @@ def test_bars_with_rate_and_time_left_fit_the_terminal(width: int) -> None:
 
 
 def test_rate_is_over_the_last_seconds() -> None:
-    rate = medha.display._Rate()
+    rate = medha.cli.display._Rate()
     rate.note(0.0, 0)
     assert rate.rate_and_time_left(1000) == ("", "")
     for second in range(1, 21):

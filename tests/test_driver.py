@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-import medha.driver
+import medha.engine.arrivals
 from medha.batch import Batch
-from medha.build import build_engine
 from medha.config import EngineConfig
-from medha.driver import LONG_PROMPT, Arrival, Joiner, drive
-from medha.engine import Engine, PendingResult
+from medha.engine.arrivals import LONG_PROMPT, Arrival, Joiner, drive
+from medha.engine.build import build_engine
+from medha.engine.engine import Engine, PendingResult
+from medha.engine.jsonl import OutputLines
 from medha.errors import ContextLengthError, EngineDeadError, RankFailedError, ValidationError
-from medha.jsonl import OutputLines
 from medha.models.needle import write_needle
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
-from medha.runner import StepResult
 from medha.text import Tokenizer
+from medha.worker.runner import StepResult
 from tests.text.samples import PANIC, panicking
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine on a clock of its own, which must be empty again at the end."""
     clock = VirtualClock()
-    monkeypatch.setattr(medha.driver.time, "sleep", clock.sleep)
+    monkeypatch.setattr(medha.engine.arrivals.time, "sleep", clock.sleep)
     built = build_engine(EngineConfig.from_flat(str(folder), max_model_len=256, num_kv_blocks=8, chunk_size=32))
     engine = Engine(built.runner, built.scheduler, built.limits, tokenizer=built.tokenizer, clock=clock)
     yield engine
@@ -210,7 +210,7 @@ def test_a_stop_returns_what_is_being_tokenised(engine: Engine, monkeypatch: pyt
     ids=range(9),
 )
 def test_which_prompts_short_ones_do_not_wait_for(prompt: Any, is_long: bool) -> None:
-    assert medha.driver._is_long(prompt) == is_long
+    assert medha.engine.arrivals._is_long(prompt) == is_long
 
 
 def test_a_stop_returns_every_request(engine: Engine) -> None:

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-import medha.runner
+import medha.worker.runner
 from medha.config import SchedulerConfig
-from medha.driver import Joiner
-from medha.engine import Engine
+from medha.engine.arrivals import Joiner
+from medha.engine.engine import Engine
 from medha.errors import DeadlineError, EngineDeadError, NonFiniteLogitsError, ValidationError
 from medha.outputs import Logprob, RequestOutput
 from medha.params import SLO, SamplingParams
-from medha.sampling import uniform
 from medha.sched.scheduler import Scheduler
+from medha.worker.sampling import uniform
 from tests.checkpoints import reference_greedy, reference_logits
 from tests.sched.virtual import make_predictor
 from tests.serving import (
@@ -263,7 +263,7 @@ def test_completions_without_a_seed_are_all_different_and_repeat(bytes_model: Mo
 
 def test_bad_logits_end_one_completion(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = bytes_model.engine(block_size=16)
-    sample = medha.runner.sample
+    sample = medha.worker.runner.sample
 
     def poisoned(logits_SV: torch.Tensor, slots: Any, indices: Any) -> Any:
         rows = [
@@ -272,7 +272,7 @@ def test_bad_logits_end_one_completion(bytes_model: Model, monkeypatch: pytest.M
         logits_SV[rows] = torch.nan
         return sample(logits_SV, slots, indices)
 
-    monkeypatch.setattr(medha.runner, "sample", poisoned)
+    monkeypatch.setattr(medha.worker.runner, "sample", poisoned)
     output = serve_one(engine, PROMPTS[0], DRAWN)
     assert [completion.finish_reason for completion in output.outputs] == ["length", "error", "length"]
     assert [len(completion.token_ids) for completion in output.outputs] == [NUM_TOKENS, 2, NUM_TOKENS]
@@ -799,7 +799,7 @@ def test_requests_without_a_seed_differ_and_repeat(bytes_model: Model) -> None:
 def poison(patch: pytest.MonkeyPatch, *, seed: int, index: int, value: float) -> dict[int, list[torch.Tensor]]:
     """Make one logit of one request's token bad; returns where all logits are recorded, by the seed of the request."""
     logits: dict[int, list[torch.Tensor]] = {}
-    original = medha.runner.sample
+    original = medha.worker.runner.sample
 
     def poisoned(logits_SV: torch.Tensor, slots: Any, indices: Any) -> Any:
         for row, slot, i in zip(logits_SV, slots, indices, strict=True):
@@ -808,7 +808,7 @@ def poison(patch: pytest.MonkeyPatch, *, seed: int, index: int, value: float) ->
                 row[11] = value
         return original(logits_SV, slots, indices)
 
-    patch.setattr(medha.runner, "sample", poisoned)
+    patch.setattr(medha.worker.runner, "sample", poisoned)
     return logits
 
 
@@ -896,8 +896,8 @@ def test_death_by_the_tokenizer_still_returns_the_tokens(needle: Model, monkeypa
     def broken(*_: object) -> str:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("medha.live.Detokenizer.push", broken)
-    monkeypatch.setattr("medha.live.Detokenizer.finish", broken)
+    monkeypatch.setattr("medha.engine.request.Detokenizer.push", broken)
+    monkeypatch.setattr("medha.engine.request.Detokenizer.finish", broken)
     with pytest.raises(EngineDeadError, match="ZeroDivisionError") as caught:
         engine.step()
     assert [o.request_id for o in caught.value.outputs] == ["a", "b"]

@@ -23,15 +23,15 @@ from typing import Any
 
 import pytest
 
-import medha.build
-import medha.demo
-from medha.command import first_interrupt, run_app
+import medha.engine.build
+import medha.verify.demo
+from medha.cli.command import first_interrupt, run_app
 from medha.config import OPTION_ALIASES, EngineConfig
+from medha.engine.journal import replay
 from medha.errors import ConfigError
-from medha.generate import _ENGINE, app
+from medha.generate.__main__ import _ENGINE, app
 from medha.models.needle import make_haystack, write_needle
-from medha.runner import Runner
-from medha.sched.journal import replay
+from medha.worker.runner import Runner
 
 ROOT = Path(medha.__file__).parents[1]
 ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
@@ -89,9 +89,9 @@ def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., E
         seen.append(config)
         raise ConfigError("no model is loaded here")
 
-    monkeypatch.setattr(medha.build, "build_role", build_role)
+    monkeypatch.setattr(medha.engine.build, "build_role", build_role)
     monkeypatch.setattr("medha.generate.own_ranks", lambda *_: nullcontext())
-    monkeypatch.setattr("medha.work._checked", lambda config, arrivals: arrivals)
+    monkeypatch.setattr("medha.generate.work._checked", lambda config, arrivals: arrivals)
 
     def configure(*arguments: str) -> EngineConfig:
         done = run("--prompt", "x", *arguments)
@@ -292,7 +292,7 @@ def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
         (ids_alone / name).unlink()
     requests = write_lines(tmp_path / "in.jsonl", {"prompt": "x"}, {"prompt_token_ids": [1]}, {"messages": []})
     with monkeypatch.context() as patch:
-        patch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
+        patch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
         for arguments, message in (
             (
                 (ids_alone, "--prompt", "x"),
@@ -481,7 +481,7 @@ def test_sampling_options(run: Command) -> None:
 
 # -- what it refuses ---------------------------------------------------------------------------------------------
 
-NO_CUDA = pytest.mark.skipif(medha.build.torch.cuda.is_available(), reason="needs a machine without CUDA")
+NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
 @pytest.mark.parametrize(
@@ -538,7 +538,7 @@ NO_CUDA = pytest.mark.skipif(medha.build.torch.cuda.is_available(), reason="need
 def test_bad_usage_is_one_line_before_the_model_is_loaded(
     bare: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
     requests = write_lines(tmp_path / "requests.jsonl", {"prompt": "x"})
     (tmp_path / "latin-1.txt").write_bytes(b"Zo\xeb")
     (tmp_path / "old.jsonl").write_text(EARLIER)
@@ -703,7 +703,7 @@ def test_an_interrupt_while_the_model_is_loaded(run: Command, monkeypatch: pytes
     def build_role(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(medha.build, "build_role", build_role)
+    monkeypatch.setattr(medha.engine.build, "build_role", build_role)
     assert run("--prompt", "x").code == 130
 
 
@@ -877,7 +877,7 @@ def test_log_level(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_argument_is_the_demo(bare: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(medha.demo, "run_demo", lambda *, live: seen.append(live) or 0)
+    monkeypatch.setattr(medha.verify.demo, "run_demo", lambda *, live: seen.append(live) or 0)
     done = bare()
     said = "medha: no argument, so this is the demo: no download, about a minute; --help tells of the rest\n"
     assert (done.code, done.err) == (0, said)

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import GraphBackend
 from medha.attention.torch_backend import TorchBackend
-from medha.build import build_engine
 from medha.config import EngineConfig
-from medha.engine import Engine
+from medha.engine.build import build_engine
+from medha.engine.engine import Engine
 from medha.errors import ConfigError
-from medha.graphs import CudaGraphs, DecodeGraphs, graph_sizes
 from medha.params import SamplingParams
+from medha.worker.graphs import CudaGraphs, DecodeGraphs, graph_sizes
 from tests.attention import fake_flashinfer
 from tests.engines import make_engine, run_to_end
 from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401

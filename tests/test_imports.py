@@ -15,7 +15,7 @@ import medha
 
 ROOT = Path(medha.__file__).parents[1]
 PLAIN = {"medha.errors", "medha.config", "medha.params", "medha.batch", "medha.outputs", "medha.foreign_options"}
-TOP = {"medha.build", "medha.engine", "medha.llm", "medha.runner"}
+TOP = {"medha.engine.build", "medha.engine", "medha.llm", "medha.worker.runner"}
 
 
 def module_name(path: Path) -> str:

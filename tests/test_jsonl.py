@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from medha.engine.jsonl import opened, output_line, read_requests, unwritable_reported, write_line
 from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, ValidationError
-from medha.jsonl import opened, output_line, read_requests, unwritable_reported, write_line
 from medha.outputs import CompletionOutput, Explanation, Logprob, RequestMetrics, RequestOutput
 from medha.params import SLO, SamplingParams
 
@@ -328,7 +328,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from medha.errors import RequestError
-from medha.jsonl import opened, unwritable_reported
+from medha.engine.jsonl import opened, unwritable_reported
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 path = Path(sys.argv[1])
 try:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.batch import Batch, Extent, Row
-from medha.kv_cache import BlockTables, KVCache, WritePlan
+from medha.worker.kv_cache import BlockTables, KVCache, WritePlan
 
 CPU = torch.device("cpu")
 

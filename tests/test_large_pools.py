@@ -15,7 +15,7 @@ from medha.attention.interface import AttentionBackend, Segment
 from medha.attention.staging import Staging
 from medha.attention.torch_backend import TorchBackend
 from medha.batch import Batch, Extent, Row
-from medha.kv_cache import BlockTables, KVCache, WritePlan
+from medha.worker.kv_cache import BlockTables, KVCache, WritePlan
 from tests.attention import fake_flashinfer
 from tests.attention.reference import assert_segments_close
 

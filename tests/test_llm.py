@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from medha import LLM, SLO, RequestOutput, SamplingParams
+from medha.engine.journal import replay
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
 from medha.models.needle import make_haystack, write_needle
-from medha.sched.journal import replay
 from medha.timeline import Timeline
 from tests.checkpoints import reference_greedy
 from tests.serving import ANSWER, GREEDY, assert_empty, question, write_byte_model

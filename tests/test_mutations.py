@@ -15,7 +15,7 @@ from medha.attention.interface import Segment
 from medha.attention.merge import merge_partials
 from medha.attention.torch_backend import TorchBackend
 from medha.batch import Batch
-from medha.runner import Runner
+from medha.worker.runner import Runner
 from tests.engines import make_engine, run_to_end
 from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
 

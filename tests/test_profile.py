@@ -16,21 +16,21 @@ import pytest
 import torch
 
 import medha
+from medha.__main__ import app
 from medha.batch import Batch
 from medha.bench.calibrate import Effort, Measured, Measuring, families, fit, slowest_stage
 from medha.bench.handmade import Step, chunk, decodes
 from medha.bench.measure import measure
 from medha.bench.model import write_config
 from medha.bench.stages import StageTime
-from medha.build import build_engine
-from medha.cli import app
-from medha.command import run_app
+from medha.cli.command import run_app
 from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
 from medha.cost.coefficients import Coefficients, ProfileKey
 from medha.cost.predictor import Predictor, Work
+from medha.engine.build import build_engine
+from medha.engine.journal import replay
 from medha.errors import ConfigError
 from medha.params import SamplingParams
-from medha.sched.journal import replay
 from medha.sched.packer import Prediction
 from medha.timeline import Timeline
 from tests.bench.shapes import TINY
@@ -223,7 +223,17 @@ def test_what_cannot_be_measured_is_refused(
 def test_under_torchrun_every_rank_takes_part(model: Path, tmp_path: Path, axis: str, has_link: str | None) -> None:
     path = tmp_path / "profile.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command += ["medha.cli", "profile", str(model), f"--{axis}", "2", "--quick", "--max-kv", "512", "--num-threads"]
+    command += [
+        "medha.__main__",
+        "profile",
+        str(model),
+        f"--{axis}",
+        "2",
+        "--quick",
+        "--max-kv",
+        "512",
+        "--num-threads",
+    ]
     command += ["1", "--dtype", "float32", "--block-size", "64", "--output", str(path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

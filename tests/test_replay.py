@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import medha.build
-from medha.cli import app
-from medha.command import run_app
+import medha.engine.build
+from medha.__main__ import app
+from medha.cli.command import run_app
 from medha.models.needle import make_haystack, write_needle
-from medha.runner import Runner
+from medha.worker.runner import Runner
 
 ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
 ROWS = [
@@ -116,7 +116,7 @@ def test_a_bad_file_is_one_line(
 def test_a_journal_that_cannot_be_written_is_found_before_the_model_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
     assert generate(folder, tmp_path, "--journal", tmp_path / "gone" / "run.journal") == 2
     assert "run.journal: No such file or directory" in capsys.readouterr().err
     assert generate(folder, tmp_path, "--journal", tmp_path / "in.jsonl") == 2

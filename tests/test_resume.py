@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import medha
-import medha.build
-from medha.command import run_app
+import medha.engine.build
+from medha.cli.command import run_app
+from medha.engine.jsonl import read_requests
 from medha.errors import ConfigError
-from medha.generate import app
-from medha.jsonl import read_requests
-from medha.resume import read_earlier
+from medha.generate.__main__ import app
+from medha.generate.resume import read_earlier
 from tests.serving import write_byte_model
 
 ROWS = [{"id": f"r{i}", "prompt": f"Question {i}", "max_tokens": 10 + i % 7, "temperature": 1.0} for i in range(24)]
@@ -103,7 +103,7 @@ def test_what_is_run_again(folder: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_when_nothing_is_left(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(medha.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
     requests = write_lines(tmp_path / "in.jsonl", ROWS[:2])
     own = {"type": "NonFiniteLogitsError"}  # of another completion of the request
     for last, code in ((line("r1"), 0), (line("r1", "error", error=own), 3), (line("r1", error=own), 3)):

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha import sampling
 from medha.params import SamplingParams
-from medha.sampling import Sampled, SlotSampling, draw, sample, uniform
+from medha.worker import sampling
+from medha.worker.sampling import Sampled, SlotSampling, draw, sample, uniform
 
 VOCAB = 16
 FILTERS: list[dict[str, Any]] = [

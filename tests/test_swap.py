@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.batch import Batch, Extent, Row
-from medha.build import build_engine
 from medha.config import EngineConfig
-from medha.engine import Engine
+from medha.engine.build import build_engine
+from medha.engine.engine import Engine
 from medha.errors import ConfigError
-from medha.kv_cache import BlockTables, KVCache
 from medha.params import SamplingParams
-from medha.runner import Runner
-from medha.swap import AtOnce, CopyLine, HostCache, Moves
+from medha.worker.kv_cache import BlockTables, KVCache
+from medha.worker.runner import Runner
+from medha.worker.swap import AtOnce, CopyLine, HostCache, Moves
 from tests.attention import fake_flashinfer
 from tests.serving import Model, finish, make_byte_model, random_ids
 from tests.test_graphs import Repeating
@@ -353,7 +353,7 @@ def test_swapping_changes_no_token_on_a_gpu(decode_lag: int, tmp_path: Path, mon
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_blocks_come_back_bit_by_bit_beside_compute_on_a_gpu() -> None:
-    from medha.swap import SideStream
+    from medha.worker.swap import SideStream
 
     device = torch.device("cuda")
     cache = KVCache(

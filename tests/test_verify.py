@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-import medha.checks.kernels as kernels
+import medha.verify.kernels as kernels
 from medha.attention.merge import merge_partials
 from medha.attention.torch_backend import TorchBackend
-from medha.checks.machine import machine_facts, rows_of
-from medha.checks.rows import FAIL, NOT_RUN, PASS, Crew, Row, Setting, attempted, exact, held, not_run, worst_of
-from medha.checks.serving import compared, find_needle, memory_row, random_llama
-from medha.command import run_app
+from medha.cli.command import run_app
 from medha.config import ParallelConfig
 from medha.errors import ParallelConfigError
 from medha.models.needle import write_needle
 from medha.models.reference import next_token_logprobs, random_weights
 from medha.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from medha.runner import Runner
-from medha.verify import app, chosen_layout, layout_of
+from medha.verify.__main__ import app, chosen_layout, layout_of
+from medha.verify.machine import machine_facts, rows_of
+from medha.verify.rows import FAIL, NOT_RUN, PASS, Crew, Row, Setting, attempted, exact, held, not_run, worst_of
+from medha.verify.serving import compared, find_needle, memory_row, random_llama
+from medha.worker.runner import Runner
 
 LOG2_E = 1.4426950408889634
 QUICK = ["--device", "cpu", "--needle-tokens", "512"]

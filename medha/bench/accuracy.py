@@ -32,13 +32,13 @@ from medha.bench.calibrate import QUICK
 from medha.bench.handmade import Step, StepRunner, fill, step_of
 from medha.bench.measure import measure
 from medha.bench.model import describe, random_llama, write_config
-from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.bench.tabulate import figures_table
-from medha.build import build_role
+from medha.cli.console import counted, report_console
+from medha.cli.report import check_writable, machine_line, stamp, write_report
 from medha.config import EngineConfig
-from medha.console import counted, report_console
 from medha.cost.correction import KINDS, Kind
-from medha.engine import Engine
+from medha.engine.build import build_role
+from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.sched.packer import Prediction

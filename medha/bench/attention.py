@@ -25,13 +25,13 @@ from medha.attention.interface import AttentionBackend, LayerShape, Segment
 from medha.bench.handmade import fill_pools
 from medha.bench.local import Subject, footer, report_head, shape_of, title_of
 from medha.bench.rates import Rate, Yardstick, matrix_product, synchronize
-from medha.bench.report import Timing, check_writable, in_turn, progress, timed, write_report
 from medha.bench.tabulate import figures_table
-from medha.build import TORCH_DTYPES, pick_backend, pick_device
+from medha.cli.console import report_console
+from medha.cli.report import Timing, check_writable, in_turn, progress, timed, write_report
 from medha.config import ModelConfig
-from medha.console import report_console
+from medha.engine.build import TORCH_DTYPES, pick_backend, pick_device
 from medha.errors import ConfigError
-from medha.kv_cache import KVCache
+from medha.worker.kv_cache import KVCache
 
 _BLOCK_SIZE = 256
 _PRODUCT = "matrix product"

@@ -11,7 +11,7 @@ import typer
 from medha.bench import verbs
 from medha.bench.arguments import parse_lengths as _lengths
 from medha.bench.arguments import parse_overrides as _overrides
-from medha.command import make_app
+from medha.cli.command import make_app
 from medha.errors import ConfigError
 
 app = make_app(help="Measure on this machine.")

@@ -21,11 +21,11 @@ import torch
 from medha.bench.compare_mixed import PADDED_BATCH, WAYS, mixed_requests, run_mixed
 from medha.bench.comparing import BLOCK_SIZE, Comparison, Pair
 from medha.bench.model import describe, random_llama
-from medha.bench.report import Timing, check_writable, interleaved, machine_line, progress, stamp, write_report
 from medha.bench.tabulate import figures_table
 from medha.bench.workloads import Workload, described, longest_of
-from medha.build import TORCH_DTYPES
-from medha.console import counted, report_console
+from medha.cli.console import counted, report_console
+from medha.cli.report import Timing, check_writable, interleaved, machine_line, progress, stamp, write_report
+from medha.engine.build import TORCH_DTYPES
 from medha.errors import ConfigError
 from medha.llm import LLM
 from medha.params import SamplingParams

@@ -27,7 +27,7 @@ import numpy as np
 from medha.bench.convoy_figures import LONG, SHORT, Bucket, Ratios, SystemFigures, ratios, system_figures
 from medha.bench.job import Ask, Job, Stream, measure_profile
 from medha.bench.model import write_config
-from medha.bench.report import check_writable, stamp, write_report
+from medha.cli.report import check_writable, stamp, write_report
 from medha.config import ParallelConfig
 
 WHOLE = "whole prefill"

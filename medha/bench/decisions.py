@@ -24,9 +24,9 @@ import numpy as np
 from rich.table import Table
 
 from medha.batch import Batch
-from medha.bench.report import check_writable, machine_line, stamp, write_report
+from medha.cli.console import report_console
+from medha.cli.report import check_writable, machine_line, stamp, write_report
 from medha.config import CacheConfig, ModelConfig, RopeConfig, SchedulerConfig
-from medha.console import report_console
 from medha.cost.coefficients import ProfileKey
 from medha.cost.generic import HardwareSheet, default_coefficients
 from medha.cost.predictor import Predictor

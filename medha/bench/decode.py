@@ -21,9 +21,9 @@ from rich.table import Table
 from medha.bench.handmade import Step, StepRunner, decodes, fill
 from medha.bench.local import Local, Subject, loaded, step_parameters, title_of
 from medha.bench.rates import Rate, memory_read
-from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
 from medha.bench.tabulate import figures_table
-from medha.console import report_console
+from medha.cli.console import report_console
+from medha.cli.report import Timing, check_writable, in_turn, progress, write_report
 
 TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"
 _BLOCK_SIZE = 256

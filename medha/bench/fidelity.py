@@ -19,10 +19,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from medha.bench.kernels import fit_kernels, read_kernels
-from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.bench.tables import Floats
 from medha.bench.vllm_run import MeasuredRun, Times, read_run
-from medha.console import report_console
+from medha.cli.console import report_console
+from medha.cli.report import check_writable, machine_line, stamp, write_report
 from medha.cost.coefficients import Coefficients, Link, ProfileKey
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigError

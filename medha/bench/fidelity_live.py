@@ -29,10 +29,10 @@ from rich.table import Table
 from medha.bench.convoy import SMALL_LLAMA
 from medha.bench.job import Ask, Job, Stream, measure_profile
 from medha.bench.model import describe, write_config
-from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.bench.tables import Floats
+from medha.cli.console import report_console
+from medha.cli.report import check_writable, machine_line, stamp, write_report
 from medha.config import EngineConfig, ParallelConfig
-from medha.console import report_console
 from medha.cost.coefficients import Coefficients
 from medha.cost.correction import KINDS
 from medha.cost.predictor import Predictor

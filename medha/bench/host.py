@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medha.batch import Batch
-from medha.bench.report import Timing
-from medha.engine import Engine
+from medha.cli.report import Timing
+from medha.engine.engine import Engine
 from medha.sched.packer import Prediction
 
 

@@ -225,7 +225,7 @@ def measure_profile(model: str, layout: ParallelConfig, path: Path, *, max_kv: i
     options = {"output": path, "tp": layout.tp, "spp": layout.spp, "kvp": layout.kvp, "max-kv": max_kv}
     options |= {"num-threads": 1, "dtype": "float32", "device": "cpu", "log-level": "warning"}
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    ranks = _start(["medha.cli", "profile", model, *flags, "--quick"], layout.world_size)
+    ranks = _start(["medha.__main__", "profile", model, *flags, "--quick"], layout.world_size)
     try:
         for rank in ranks:
             rank.communicate()

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from medha.bench.load import Outcome, fixed_output, serve_load
 from medha.bench.local import Local, Subject, loaded, random_prompt, terms, title_of
-from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
 from medha.bench.tabulate import figures_table
-from medha.console import report_console
-from medha.driver import Arrival
+from medha.cli.console import report_console
+from medha.cli.report import Timing, check_writable, in_turn, progress, write_report
+from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)

@@ -1,7 +1,7 @@
 """Puts a load on a live engine and notes what became of each request: arrivals in time, and a stream of probes.
 
-:func:`medha.driver.drive` serves a list of arrivals. Here probes keep coming until the load is done, a number of
-requests at once may be the limit, and the time of every token is kept: when it is on the host, so that what a device
+:func:`~medha.engine.arrivals.drive` serves a list of arrivals. Here probes keep coming until the load is done, a number
+of requests at once may be the limit, and the time of every token is kept: when it is on the host, so that what a device
 had to do for it is over.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from medha.driver import Arrival, unserved
-from medha.engine import Engine
+from medha.engine.arrivals import Arrival, unserved
+from medha.engine.engine import Engine
 from medha.errors import EngineDeadError, MedhaError
 from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from medha.bench.model import describe, random_llama, write_config
-from medha.bench.report import DEFINITIONS, machine_line, stamp
-from medha.build import Role, build_role
+from medha.cli.console import counted
+from medha.cli.report import DEFINITIONS, machine_line, stamp
 from medha.config import EngineConfig, ModelConfig, SchedulerConfig
-from medha.console import counted
 from medha.cost.predictor import Predictor
-from medha.engine import Engine, Prompt
+from medha.engine.build import Role, build_role
+from medha.engine.engine import Engine, Prompt
 from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model

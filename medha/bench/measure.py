@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from medha.bench.calibrate import Effort, Measuring, families, fit, slowest_stage
 from medha.bench.handmade import Step, StepRunner, fill
 from medha.bench.stages import StageMeter, StageTime, all_reduce_seconds, gathered
-from medha.build import Role, build_role
 from medha.config import EngineConfig
 from medha.cost.coefficients import Coefficients
+from medha.engine.build import Role, build_role
 from medha.errors import ConfigError
 from medha.outputs import RequestOutput
 from medha.parallel.mesh import Ranks
-from medha.runner import Runner
+from medha.worker.runner import Runner
 
 MAX_KV = 131072
 _REDUCED_TOKENS = (1, 64, 512, 2048)

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from medha.bench.report import check_writable, machine_line, stamp, write_report
 from medha.bench.tables import Floats, KernelTable, TableKind, read_tables
-from medha.console import report_console
+from medha.cli.console import report_console
+from medha.cli.report import check_writable, machine_line, stamp, write_report
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, MixedAttention, ProfileKey
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError

@@ -23,12 +23,12 @@ from rich.table import Table
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.local import Local, Subject, layer_parameters, loaded, random_prompt, terms, title_of
 from medha.bench.rates import Rate, matrix_product
-from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
 from medha.bench.tabulate import figures_table
+from medha.cli.console import report_console
+from medha.cli.report import Timing, check_writable, in_turn, progress, write_report
 from medha.config import ModelConfig, SchedulerConfig
-from medha.console import report_console
-from medha.driver import Arrival
-from medha.engine import Engine, Prompt
+from medha.engine.arrivals import Arrival
+from medha.engine.engine import Engine, Prompt
 from medha.errors import ConfigError
 
 WHOLE = "whole"

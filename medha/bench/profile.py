@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from medha.command import start_logging
+from medha.cli.command import start_logging
 from medha.config import EngineConfig
 from medha.parallel.launch import is_first_rank
 
@@ -76,8 +76,8 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
 
     from medha.bench.calibrate import QUICK, Effort
     from medha.bench.measure import measure
-    from medha.bench.report import check_writable, machine_line
-    from medha.console import counted, report_console
+    from medha.cli.console import counted, report_console
+    from medha.cli.report import check_writable, machine_line
 
     check_writable(output if is_first_rank() else None)
     load = os.getloadavg()[0]

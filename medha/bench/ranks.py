@@ -21,18 +21,18 @@ from rich.console import Console
 from medha.batch import Batch
 from medha.bench.held import Held, Meter, hold, run_steps
 from medha.bench.job import Ask, LastWords, Served
-from medha.build import Role, build_role
+from medha.cli.display import Display
 from medha.config import EngineConfig
 from medha.cost.correction import KINDS, Kind
-from medha.display import Display
-from medha.distributed import DrivingRunner
-from medha.driver import Arrival, drive
-from medha.engine import Engine
+from medha.engine.arrivals import Arrival, drive
+from medha.engine.build import Role, build_role
+from medha.engine.distributed import DrivingRunner
+from medha.engine.engine import Engine
 from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
-from medha.runner import Runner
 from medha.sched.packer import Prediction
 from medha.timeline import RankRecords, encode_records
+from medha.worker.runner import Runner
 
 
 def run_rank(engine: Mapping[str, Any], held: Mapping[str, Any] | None) -> None:

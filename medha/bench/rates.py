@@ -2,7 +2,7 @@
 
 A share of such a rate says how much of the machine a piece of work uses: MFU of the products, MBU of the memory. Both
 are measured in the same run as the work, with its dtype, device and threads, and in turn with it
-(:func:`medha.bench.report.in_turn`); a rate on a data sheet would say nothing about a shared machine.
+(:func:`medha.cli.report.in_turn`); a rate on a data sheet would say nothing about a shared machine.
 
 The products are plain ``torch.mm``. A model's own may be a little faster: on the CPU its weights are kept in the matrix
 library's layout. So a share may exceed 1.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from medha.bench.report import Timing, interleaved, timed
+from medha.cli.report import Timing, interleaved, timed
 
 _CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 4096))
 _CUDA_PRODUCTS = ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192))

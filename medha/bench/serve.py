@@ -25,7 +25,6 @@ from rich.table import Table
 from medha.batch import Batch
 from medha.bench.load import Served, fixed_output, serve_load
 from medha.bench.local import Local, Subject, loaded, random_prompt, terms, title_of
-from medha.bench.report import check_writable, progress, write_report
 from medha.bench.serve_figures import (
     METRICS,
     Goodput,
@@ -36,11 +35,12 @@ from medha.bench.serve_figures import (
 )
 from medha.bench.tabulate import figures_table
 from medha.bench.workloads import Workload, arrivals_of, described, longest_of, rate_text
-from medha.command import FAILED_REQUESTS
-from medha.console import report_console
+from medha.cli.command import FAILED_REQUESTS
+from medha.cli.console import report_console
+from medha.cli.report import check_writable, progress, write_report
 from medha.cost.correction import KINDS, RunningError
-from medha.driver import Arrival
-from medha.engine import Engine
+from medha.engine.arrivals import Arrival
+from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.sched.packer import Prediction
 from medha.workload.trace import Trace

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from medha.batch import Batch
 from medha.bench.held import Meter
 from medha.parallel.mesh import Ranks
-from medha.runner import Runner, StepResult
 from medha.timeline import BatchRecord
+from medha.worker.runner import Runner, StepResult
 
 _REDUCE_CALLS = 5
 

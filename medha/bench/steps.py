@@ -24,10 +24,10 @@ from rich.table import Table
 from medha.bench.held import Held
 from medha.bench.job import Job, LastWords, parse_layout, records_in
 from medha.bench.model import NARROW_LLAMA, describe, random_llama, write_config
-from medha.bench.report import Timing, check_writable, machine_line, stamp, write_report
 from medha.bench.tabulate import figures_table
+from medha.cli.console import report_console
+from medha.cli.report import Timing, check_writable, machine_line, stamp, write_report
 from medha.config import ParallelConfig
-from medha.console import report_console
 from medha.timeline import BatchRecord, RankRecords
 
 ONE_RANK = "1 rank"

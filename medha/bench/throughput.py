@@ -19,10 +19,10 @@ from rich.table import Table
 from medha.bench.host import HostClock, HostFigures, HostStep
 from medha.bench.load import serve_load
 from medha.bench.local import Local, Subject, loaded, title_of
-from medha.bench.report import Timing, check_writable, in_turn, progress, write_report
 from medha.bench.tabulate import figures_table
 from medha.bench.workloads import Workload, arrivals_of, described, longest_of
-from medha.console import report_console
+from medha.cli.console import report_console
+from medha.cli.report import Timing, check_writable, in_turn, progress, write_report
 from medha.errors import ConfigError
 from medha.workload.trace import Trace
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from medha.bench.load import fixed_output
 from medha.bench.local import Local, random_prompt
-from medha.driver import Arrival
+from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
 from medha.params import PRIORITIES, SLO
 from medha.workload.reading import Reading, read_trace

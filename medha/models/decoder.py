@@ -2,7 +2,7 @@
 
 The module's parameter names are those of the Hugging Face checkpoint, with each layer under its index in the whole
 model, so a stage of a pipeline is built by naming its layers and loads with the same code. How a forward is batched,
-where keys and values live and how attention runs are not its concern: see :mod:`medha.runner`.
+where keys and values live and how attention runs are not its concern: see :mod:`medha.worker.runner`.
 
 Legend: T tokens, D model dimension, N query heads, K KV heads, H head dimension, R = H / 2, V vocabulary, S rows to
 sample.

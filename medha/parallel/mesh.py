@@ -251,7 +251,7 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
 
     The groups of all ranks, and those of tensor parallelism, are made once a process and live as long as it: the next
     LLM of the process uses them again, or two do at once. The others are this job's own, see
-    :func:`medha.distributed.leave`.
+    :func:`medha.engine.distributed.leave`.
 
     Raises:
         ConfigError: the ranks cannot reach each other.

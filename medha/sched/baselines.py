@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
-from medha.sched.draft import Draft, Packer, SizeFn
+from medha.sched.batch_builder import Draft, Packer, SizeFn
 from medha.sched.policy import SHORTEST_S, sort_rows
 from medha.sched.queue import Queue, State
 
@@ -57,7 +57,7 @@ class StaticPacker:
     once all of these have ended. ``max_batch_tokens`` does not bound the prompts: they start together."""
 
     def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
-        """See :meth:`medha.sched.draft.Packer.fill`."""
+        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
         if not queue.running:
             _start_whole(queue, draft, _all)
             return
@@ -75,7 +75,7 @@ class OrcaPacker:
     """
 
     def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
-        """See :meth:`medha.sched.draft.Packer.fill`."""
+        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
 
         def if_it_fits(first: int, count: int, most: int) -> int:
             groups = range(first, first + count)
@@ -94,7 +94,7 @@ class SarathiPacker:
     arXiv:2403.02310). The batch's tokens are bounded by ``max_batch_tokens``, a chunk's by ``chunk_size``."""
 
     def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
-        """See :meth:`medha.sched.draft.Packer.fill`."""
+        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
         draft.add_decodes()
         _continue_started(list(queue.prefills()), draft)
         _start_waiting(queue, draft)
@@ -106,7 +106,7 @@ class VllmPacker:
     ``long_prefill_token_threshold`` does there. Unlike there nobody is preempted: claims keep the memory."""
 
     def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
-        """See :meth:`medha.sched.draft.Packer.fill`."""
+        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
         due = {state.slot for state in draft.due_decodes()}
         for state in list(queue.running.values()):
             if state.slot in due:
@@ -147,7 +147,7 @@ class TokenBudgetPacker:
         self._max_tokens = config.max_batch_tokens
 
     def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
-        """See :meth:`medha.sched.draft.Packer.fill`."""
+        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
         draft.add_decodes()
         budgets = [self.budget(self._max_tokens - left) for left in draft.tokens_left]
         admits = True
@@ -165,7 +165,7 @@ class TokenBudgetPacker:
         return max((total - num_decodes) // _ALIGNMENT, 1) * _ALIGNMENT
 
     def completed(self, batch: Batch, busy_s: float) -> None:
-        """See :meth:`medha.sched.draft.LearningPacker.completed`; times that are no positive number teach nothing."""
+        """See :class:`~medha.sched.batch_builder.LearningPacker`; times that are no positive number teach nothing."""
         if not 0 < busy_s < math.inf:
             return
         token_s = max(busy_s / _tokens_of_busiest_group(batch), SHORTEST_S)

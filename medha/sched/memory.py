@@ -9,7 +9,7 @@ end (Dijkstra's banker's algorithm). So memory is used before it is promised to 
 A request that decodes never waits for memory: with the last chunk of its prompt the rest of its claim is set aside.
 
 With ``overcommit`` claims are not looked at: whatever is free may be taken. Then a decode can find nothing free, and
-somebody has to give way (:mod:`medha.sched.displace`).
+somebody has to give way (:mod:`medha.sched.preempt`).
 
 The host may have a pool for each group as well: a request that lies on one group can be *swapped out* to it when it
 gives way, and comes back to the same group.

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from medha.config import SchedulerConfig
 from medha.cost.correction import Kind
 from medha.cost.predictor import Predictor, Tick
-from medha.sched.draft import Draft
+from medha.sched.batch_builder import Draft
 from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
 from medha.sched.policy import SHORTEST_S, Ranking, load_policy, order
 from medha.sched.queue import Queue, State
@@ -123,7 +123,7 @@ class MedhaPacker:
         self._ranking = load_policy(self.config.policy)
 
     def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
-        """See :meth:`medha.sched.draft.Packer.fill`."""
+        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
         favoured = self._make_room(queue, draft) if self._ranking.by_class else []
         draft.add_decodes()
         self._groups = [self._group_time(queue, draft, group) for group in range(draft.memory.num_groups)]

@@ -20,7 +20,7 @@ from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
 from medha.sched.baselines import classical_packer
-from medha.sched.draft import Draft, LearningPacker, Leaving, Packer
+from medha.sched.batch_builder import Draft, LearningPacker, Leaving, Packer
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker, Prediction
 from medha.sched.queue import Queue, RequestHead

@@ -1,4 +1,4 @@
-"""``medha simulate``: the engine's scheduler on hardware that is not there. Exit codes are in :mod:`medha.command`.
+"""``medha simulate``: the engine's scheduler on hardware that is not there. Exit codes are in :mod:`medha.cli.command`.
 
 What goes to stdout and into files depends on the arguments alone; what was measured with a clock goes to stderr.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from medha.command import FAILED_REQUESTS, start_logging
+from medha.cli.command import FAILED_REQUESTS, start_logging
 from medha.config import SCHEDULERS, CacheConfig, SchedulerConfig
 from medha.errors import ConfigError, exit_code
 
@@ -157,8 +157,8 @@ def simulate(
 
     Several schedulers, policies or rates in one call are compared on the same arrivals and lengths.
     """
-    from medha.bench.report import check_writable
-    from medha.console import report_console
+    from medha.cli.console import report_console
+    from medha.cli.report import check_writable
     from medha.sim.options import about, study_of
 
     start_logging("warning")
@@ -183,7 +183,7 @@ def simulate(
 
 def _finish(console: Console, given: Mapping[str, Any], study: Study, runs: list[Run]) -> int:
     """Write what came of it, then print it; returns the exit code."""
-    from medha.bench.report import write_report
+    from medha.cli.report import write_report
     from medha.sim.options import config_of
     from medha.sim.tables import print_reports
 

@@ -1,4 +1,4 @@
-"""``medha plan``: which layout to run. Exit codes are in :mod:`medha.command`; 1 is that no layout meets everything."""
+"""``medha plan``: which layout to run. Exit codes as in :mod:`medha.cli.command`; 1: no layout meets everything."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def plan(
 
     Every product of replicas, tp (inside a node), spp and kvp that uses all of them is simulated.
     """
-    from medha.bench.report import check_writable, write_report
-    from medha.console import report_console
+    from medha.cli.console import report_console
+    from medha.cli.report import check_writable, write_report
     from medha.cost.hardware import load_sheet
     from medha.sim.known_models import find_model
     from medha.sim.plan import NO_OBJECTIVE_S, Goal, Planner, to_json

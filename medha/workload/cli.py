@@ -1,4 +1,4 @@
-"""``medha trace …``: convert, stats, synth and validate. Exit codes are in :mod:`medha.command`; 2 is a wrong trace."""
+"""``medha trace …``: convert, stats, synth and validate. Exit codes as in :mod:`medha.cli.command`; 2: a wrong trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from medha.command import complain, make_app, start_logging
+from medha.cli.command import complain, make_app, start_logging
 from medha.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def stats(
     chars_per_token: CharsPerToken = None,
 ) -> int:
     """Print rate, burstiness and lengths of a trace."""
-    from medha.console import report_console
+    from medha.cli.console import report_console
     from medha.workload.stats import trace_stats
 
     reading = _read(file, from_format, time_unit, skip_invalid, chars_per_token)

@@ -12,7 +12,7 @@ from medha.bench.convoy import CHUNKED, OURS, WHOLE, Calibration, ConvoyOptions,
 from medha.bench.convoy_figures import LONG, SHORT, Bucket, SystemFigures, percentile, ratios, system_figures
 from medha.bench.convoy_plot import plot_convoy
 from medha.bench.job import Ask, Served
-from medha.command import run_app
+from medha.cli.command import run_app
 from tests.bench.shapes import TINY
 
 OPTIONS = ConvoyOptions(num_short=30, num_long=2, long_len=1000)

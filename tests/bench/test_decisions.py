@@ -12,7 +12,7 @@ import pytest
 
 from medha.bench.cli import app
 from medha.bench.decisions import DecisionOptions, Decisions, Spread, _collector, _Load, bench_decisions, growth
-from medha.command import run_app
+from medha.cli.command import run_app
 from medha.errors import ConfigError
 
 SMALL = DecisionOptions(waiting=(60,), num_decoding=12, num_prefilling=4, num_decisions=40, warmup=5)

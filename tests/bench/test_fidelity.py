@@ -17,7 +17,7 @@ from medha.bench.fidelity_live import LiveOptions, compare, live_fidelity, make_
 from medha.bench.job import Served, Stream
 from medha.bench.kernels import fit_kernels, read_kernels
 from medha.bench.vllm_run import read_run
-from medha.command import run_app
+from medha.cli.command import run_app
 from medha.config import EngineConfig
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, ProfileKey
 from medha.cost.predictor import Predictor, Work

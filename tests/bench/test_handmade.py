@@ -9,8 +9,8 @@ import pytest
 
 from medha.batch import Batch
 from medha.bench.handmade import FIRST_SLOT, Part, Step, StepRunner, chunk, decodes, step_of
-from medha.kv_cache import BlockTables
-from medha.runner import Pending, StepResult
+from medha.worker.kv_cache import BlockTables
+from medha.worker.runner import Pending, StepResult
 
 BLOCK = 16
 

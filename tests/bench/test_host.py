@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from medha.batch import Batch, Row
 from medha.bench.host import HostClock, HostStep
-from medha.engine import Engine
+from medha.engine.engine import Engine
 
 
 class FakeEngine:

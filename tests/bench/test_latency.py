@@ -11,7 +11,7 @@ import pytest
 from medha.bench.cli import app
 from medha.bench.latency import LengthLatency
 from medha.bench.load import Outcome
-from medha.command import run_app
+from medha.cli.command import run_app
 from tests.bench.shapes import ON_TINY, TINY
 
 

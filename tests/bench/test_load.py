@@ -9,7 +9,7 @@ import pytest
 
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.local import Local, Subject, loaded
-from medha.driver import Arrival
+from medha.engine.arrivals import Arrival
 from tests.bench.shapes import TINY
 
 

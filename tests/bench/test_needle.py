@@ -9,7 +9,7 @@ import pytest
 
 from medha.bench.cli import app
 from medha.bench.needle import find_needle
-from medha.command import run_app
+from medha.cli.command import run_app
 from medha.config import ParallelConfig
 
 

@@ -12,7 +12,7 @@ import typer
 from medha.bench.cli import app
 from medha.bench.local import Subject, fitting
 from medha.bench.options import MODEL, SCHEDULING, SERVING, WORKLOAD, subject_of, takes, workload_of
-from medha.command import make_app, run_app
+from medha.cli.command import make_app, run_app
 from medha.config import EngineConfig
 from medha.models.needle import write_needle
 

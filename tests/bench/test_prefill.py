@@ -11,8 +11,8 @@ from medha.bench.cli import app
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.local import Subject, layer_parameters, loaded, shape_of
 from medha.bench.prefill import useful_flops
-from medha.command import run_app
-from medha.driver import Arrival
+from medha.cli.command import run_app
+from medha.engine.arrivals import Arrival
 from tests.bench.shapes import ON_TINY, TINY
 
 SMALL = [*ON_TINY, "--num-iters", "2"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medha.bench.rates import Rate, Yardstick, matrix_product, memory_read
-from medha.bench.report import Timing, in_turn, interleaved
+from medha.cli.report import Timing, in_turn, interleaved
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 from medha.bench.cli import app
 from medha.bench.job import Job, parse_layout
 from medha.bench.scaling import ONE_RANK, Usage
-from medha.command import run_app
+from medha.cli.command import run_app
 from medha.config import ParallelConfig
 from medha.errors import ConfigError, RankFailedError
 from medha.timeline import BatchRecord, RankRecords

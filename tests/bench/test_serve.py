@@ -28,7 +28,7 @@ from medha.bench.serve_figures import (
     serving_figures,
 )
 from medha.bench.workloads import Workload
-from medha.command import run_app
+from medha.cli.command import run_app
 from medha.errors import ConfigError
 from medha.params import SLO
 from medha.workload.trace import Trace

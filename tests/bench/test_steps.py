@@ -12,7 +12,7 @@ from medha.bench.held import Held
 from medha.bench.job import Job
 from medha.bench.model import write_config
 from medha.bench.steps import ONE_RANK, Parts, StepOptions, step_scaling
-from medha.command import run_app
+from medha.cli.command import run_app
 from medha.config import ParallelConfig
 from tests.bench.shapes import TINY
 

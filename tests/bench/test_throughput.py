@@ -10,7 +10,7 @@ import pytest
 from medha.bench.cli import app
 from medha.bench.host import HostFigures, HostStep
 from medha.bench.throughput import Throughput
-from medha.command import run_app
+from medha.cli.command import run_app
 from tests.bench.shapes import ON_TINY
 
 QUICK = ["--num-iters", "2", "--num-iters-warmup", "0"]

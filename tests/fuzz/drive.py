@@ -16,11 +16,11 @@ import pytest
 
 from medha import LLM, SLO, RequestOutput, SamplingParams
 from medha.batch import Batch
-from medha.engine import Engine
+from medha.engine.engine import Engine
+from medha.engine.journal import replay
 from medha.errors import ValidationError
-from medha.runner import StepResult
-from medha.sched.journal import replay
-from medha.swap import HostCache
+from medha.worker.runner import StepResult
+from medha.worker.swap import HostCache
 from tests.checkpoints import random_prompt
 from tests.fuzz.cases import Ask, Case
 from tests.fuzz.mutations import MUTATIONS

@@ -15,16 +15,16 @@ import torch
 import medha.models.decoder as decoder
 import medha.parallel.kvp as kvp
 from medha.batch import Batch, Row
-from medha.engine import Engine
-from medha.kv_cache import BlockTables
+from medha.engine.engine import Engine
 from medha.models.layers import LinearFn, TensorShard
-from medha.runner import Runner
-from medha.sched.draft import Draft
+from medha.sched.batch_builder import Draft
 from medha.sched.memory import KVMemory
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
-from medha.swap import HostCache, Moves, Run
 from medha.text import StopChecker
+from medha.worker.kv_cache import BlockTables
+from medha.worker.runner import Runner
+from medha.worker.swap import HostCache, Moves, Run
 
 Patch = pytest.MonkeyPatch
 

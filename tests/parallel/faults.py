@@ -113,7 +113,7 @@ def start(
 
 def command(rank: int, arguments: list[str]) -> None:
     """Run ``python -m medha.generate`` with these arguments."""
-    from medha import generate
+    from medha.generate import __main__ as generate
 
     sys.argv = ["medha.generate", *arguments]
     generate.main()
@@ -143,9 +143,9 @@ def _rank(
 
 def _install(fault: Fault, folder: Path) -> None:
     """Put the fault into medha."""
-    from medha import build, distributed
     from medha.batch import Batch
-    from medha.runner import Runner
+    from medha.engine import build, distributed
+    from medha.worker.runner import Runner
 
     passed = itertools.count()
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-import medha.distributed
+import medha.engine.distributed
 import medha.parallel.control
 import medha.parallel.kvp
 import medha.parallel.spp
@@ -263,7 +263,7 @@ class Transport:
             destroy_process_group=lambda *_: None,
         )
         with pytest.MonkeyPatch.context() as patch:
-            for module in (medha.distributed, medha.parallel.control, medha.parallel.kvp, medha.parallel.spp):
+            for module in (medha.engine.distributed, medha.parallel.control, medha.parallel.kvp, medha.parallel.spp):
                 patch.setattr(module, "dist", dist)
             patch.setattr(medha.parallel.control, "threading", SimpleNamespace(Thread=self._thread))
             patch.setattr(medha.parallel.control, "queue", SimpleNamespace(SimpleQueue=lambda: _Queue(self)))

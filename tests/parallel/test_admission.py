@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from medha.admission import ModelLimits, prepare_request
 from medha.config import SchedulerConfig
+from medha.engine.admission import ModelLimits, prepare_request
+from medha.engine.wire import encode_sampling
 from medha.params import SamplingParams
 from medha.sched.scheduler import Scheduler
-from medha.wire import encode_sampling
 from tests.checkpoints import make_checkpoint
 from tests.engines import load_decoder, make_engine
 from tests.parallel.workers import WorkerPool

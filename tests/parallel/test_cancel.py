@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medha.engine import Engine
+from medha.engine.engine import Engine
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from tests.checkpoints import make_checkpoint, random_prompt

@@ -23,25 +23,25 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-import medha.distributed
+import medha.engine.distributed
 import medha.parallel.control
 import medha.parallel.kvp
-import medha.runner
+import medha.worker.runner
 from medha.attention.interface import Segment
 from medha.batch import Batch, Row
 from medha.config import ParallelConfig, RopeConfig, SchedulerConfig
-from medha.distributed import Caller, DrivingRunner, Follower, ReportLine
-from medha.engine import Engine, ModelLimits
+from medha.engine.distributed import Caller, DrivingRunner, Follower, ReportLine
+from medha.engine.engine import Engine, ModelLimits
 from medha.errors import PlanDivergenceError
-from medha.kv_cache import KVCache
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.kvp import Merge, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import StagePipe
 from medha.params import SamplingParams
-from medha.runner import Runner
 from medha.sched.scheduler import Scheduler
+from medha.worker.kv_cache import KVCache
+from medha.worker.runner import Runner
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import load_decoder, make_engine
 from tests.parallel.rendezvous import DeadlockError, Group, Transport
@@ -246,7 +246,7 @@ def toy_arithmetic() -> Iterator[None]:
     """Within, parts of attention add up, and layers get positions where a rotation would be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(medha.parallel.kvp, "merge_partials", toy_merge)
-        patch.setattr(medha.runner, "cos_sin", lambda positions, *_: (positions, positions))
+        patch.setattr(medha.worker.runner, "cos_sin", lambda positions, *_: (positions, positions))
         yield
 
 
@@ -389,7 +389,7 @@ def on_transport(transport: Transport, workload: Workload, layout: Layout, limit
         caller.close()
 
     with transport.installed(config.world_size), toy_arithmetic(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(medha.distributed, "_REPORTS_IN_FLIGHT", limits.reports)
+        patch.setattr(medha.engine.distributed, "_REPORTS_IN_FLIGHT", limits.reports)
         patch.setattr(medha.parallel.control, "_RING", limits.messages)
         patch.setattr(medha.parallel.control, "_POSTED", limits.posted)
         patch.setattr(medha.parallel.control, "FRAME_INTS", limits.frame_ints)
@@ -463,14 +463,14 @@ def merge_synchronously(patch: pytest.MonkeyPatch) -> None:
 
 def turn_runs_around(patch: pytest.MonkeyPatch) -> None:
     """Mutation: groups with an odd number take the runs of a batch in descending order."""
-    rows = medha.runner.shared_rows
+    rows = medha.worker.runner.shared_rows
 
     def turned(batch: Batch, device: torch.device) -> list[Shared]:
         shared = rows(batch, device)
         rank = int(threading.current_thread().name.split()[1])
         return shared[::-1] if rank % 2 else shared
 
-    patch.setattr(medha.runner, "shared_rows", turned)
+    patch.setattr(medha.worker.runner, "shared_rows", turned)
 
 
 def send_messages_late(patch: pytest.MonkeyPatch) -> None:
@@ -631,7 +631,7 @@ def busy_ranks(workload: Workload, layout: Layout) -> set[int]:
     """The ranks that pass on hidden states or tokens, or take part in a collective."""
     transport = Transport(0)
     on_transport(transport, workload, layout, AMPLE)
-    quiet = {("control", 0), ("report", medha.distributed._RECORDS_TAG), ("barrier", 0)}
+    quiet = {("control", 0), ("report", medha.engine.distributed._RECORDS_TAG), ("barrier", 0)}
     return {rank for rank, *what in transport.operations if tuple(what) not in quiet}
 
 

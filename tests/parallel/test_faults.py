@@ -193,7 +193,7 @@ def tampered(rank: int, arguments: list[str]) -> None:
     """As ``command``; rank 1 takes the fifth batch for another one."""
     import dataclasses
 
-    from medha.distributed import Follower
+    from medha.engine.distributed import Follower
 
     take = Follower._take
 

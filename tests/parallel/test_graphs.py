@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import medha.distributed
-from medha.build import Role
-from medha.distributed import Caller, Follower
+import medha.engine.distributed
+from medha.engine.build import Role
+from medha.engine.distributed import Caller, Follower
 from medha.params import SamplingParams
 from tests.parallel.workers import WorkerPool
 from tests.serving import random_ids
@@ -21,7 +21,7 @@ from tests.serving import random_ids
 
 def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], int]:
     """On each rank: tokens, and how many batches ran from a graph."""
-    import medha.build as build
+    import medha.engine.build as build
     from medha import LLM
     from tests.test_graphs import Repeating, make_backend
 
@@ -73,7 +73,7 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
         barrier=lambda *, group: order.append(f"barrier of {group}"),
         destroy_process_group=lambda group: order.append(f"end of {group}"),
     )
-    monkeypatch.setattr(medha.distributed, "dist", dist)
+    monkeypatch.setattr(medha.engine.distributed, "dist", dist)
     monkeypatch.setattr(Follower, "serve", lambda self: None)
     parts: dict[str, Any] = {"caller": Caller(quiet, ranks), "follower": Follower(runner, ranks, quiet)}
     no_limits: Any = None

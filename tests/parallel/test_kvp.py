@@ -26,13 +26,13 @@ from medha.attention.merge import merge_partials
 from medha.attention.torch_backend import TorchBackend
 from medha.batch import Batch, Row
 from medha.config import ParallelConfig
-from medha.engine import Engine
+from medha.engine.engine import Engine
 from medha.errors import PlanDivergenceError
 from medha.outputs import RequestOutput
 from medha.parallel.kvp import Merge, Pending, shared_rows
 from medha.parallel.mesh import _run_groups
 from medha.params import SamplingParams
-from medha.runner import Runner
+from medha.worker.runner import Runner
 from tests.attention.reference import assert_attention_close
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engines import load_decoder, make_engine

@@ -76,7 +76,8 @@ def test_command_line_with_a_part_of_the_environment(model: Path) -> None:
 
 def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     """What building the LLM raises on this rank, and how soon; loading a weight would be an error of its own."""
-    from medha import LLM, build
+    from medha import LLM
+    from medha.engine import build
 
     def load(*args: Any, **named: Any) -> None:
         raise AssertionError("weights are read")

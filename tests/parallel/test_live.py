@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from medha.engine.journal import replay
 from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
-from medha.sched.journal import replay
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.parallel.workers import WorkerPool
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from medha.config import EngineConfig
-from medha.dryrun import plan_ranks, run_dry
+from medha.engine.dryrun import plan_ranks, run_dry
 from medha.errors import ParallelConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.weights import Checkpoint
@@ -21,7 +21,7 @@ from tests.parallel.workers import WorkerPool
 
 def load(folder: str, options: dict[str, Any]) -> tuple[int, int]:
     """On each rank: (bytes read from the checkpoint, bytes of parameters held)."""
-    from medha.build import build_role
+    from medha.engine.build import build_role
     from medha.models.layers import local_part
 
     read: list[int] = []
@@ -78,7 +78,7 @@ def test_dry_run_refuses_what_cannot_work(tmp_path: Path) -> None:
 
 def resolve_from_hub(marker: str) -> list[str]:
     """On each rank: resolve a hub id with a download that takes a while; what was in the cache when it began."""
-    from medha import build
+    from medha.engine import build
     from medha.parallel.launch import read_launch
     from medha.parallel.mesh import meet
 

@@ -51,12 +51,12 @@ def generate(folder: str, prompt: list[int], options: dict[str, Any]) -> Seen:
 @contextmanager
 def recording() -> Iterator[tuple[list[torch.Tensor], list[int]]]:
     """Collect the logits from which this rank draws, and the bytes of its KV blocks after each batch."""
-    import medha.runner
-    from medha.runner import Runner
+    import medha.worker.runner
+    from medha.worker.runner import Runner
 
     logits: list[torch.Tensor] = []
     held: list[int] = []
-    draw, run = medha.runner.sample, Runner.run
+    draw, run = medha.worker.runner.sample, Runner.run
 
     def sample(logits_SV: torch.Tensor, *rest: Any) -> Any:
         logits.append(logits_SV.clone())
@@ -68,7 +68,7 @@ def recording() -> Iterator[tuple[list[torch.Tensor], list[int]]]:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(medha.runner, "sample", sample)
+        patch.setattr(medha.worker.runner, "sample", sample)
         patch.setattr(Runner, "run", run_and_count)
         yield logits, held
 

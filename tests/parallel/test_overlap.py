@@ -34,8 +34,8 @@ SHAPE = {
 
 def read_prompts(folder: str, trace: str, layout: dict[str, int]) -> list[list[RankRecords]]:
     """On each rank: prefill two prompts one by one; rank 0 returns the records of each, and writes the trace."""
-    from medha.build import build_role
     from medha.config import EngineConfig
+    from medha.engine.build import build_role
     from medha.params import SamplingParams
 
     prompt = [i % 256 for i in range(NUM_CHUNKS * CHUNK_SIZE)]

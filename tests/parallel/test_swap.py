@@ -20,7 +20,7 @@ PARAMS = SamplingParams(
 def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], int, int, int]:
     """On each rank: tokens; there and on rank 0: how often somebody gave way, was swapped, and tokens computed."""
     from medha import LLM
-    from medha.swap import HostCache
+    from medha.worker.swap import HostCache
 
     with pytest.MonkeyPatch.context() as patch:  # what is decided is not to hang on a clock
         patch.setattr(HostCache, "measure_block_s", lambda self: 0.0)

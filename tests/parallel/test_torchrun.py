@@ -15,21 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from medha.command import run_app
+from medha.cli.command import run_app
 from medha.config import EngineConfig
-from medha.demo import layout_for
-from medha.dryrun import choose_layout
+from medha.engine.dryrun import choose_layout
 from medha.errors import ParallelConfigError
-from medha.generate import app
+from medha.generate.__main__ import app
 from medha.models.needle import write_needle
 from medha.parallel.launch import Launch
+from medha.verify.demo import layout_for
 from tests.parallel.workers import free_port
 from tests.serving import write_byte_model
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PROMPT = "The code of Ada is 31.\nThe code of Ada is"
-DEMO = "from medha.demo import run_demo; raise SystemExit(run_demo(long_prompt_tokens=2048, live=False))"
+DEMO = "from medha.verify.demo import run_demo; raise SystemExit(run_demo(long_prompt_tokens=2048, live=False))"
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -127,7 +127,7 @@ def processes(*texts: str) -> list[int]:
 
 def ranks_of(model: Path) -> list[int]:
     """What a command has started for a model, and still runs."""
-    return processes("medha.follow", str(model))
+    return processes("medha.engine.follow", str(model))
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:

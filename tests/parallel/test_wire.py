@@ -15,11 +15,7 @@ from hypothesis import strategies as st
 
 from medha import errors
 from medha.batch import Row
-from medha.errors import MedhaError, RequestError
-from medha.params import SamplingParams
-from medha.runner import StepResult
-from medha.sampling import Sampled, SlotSampling
-from medha.wire import (
+from medha.engine.wire import (
     decode_report,
     decode_sampling,
     encode_report,
@@ -28,6 +24,10 @@ from medha.wire import (
     error_to_json,
     report_size,
 )
+from medha.errors import MedhaError, RequestError
+from medha.params import SamplingParams
+from medha.worker.runner import StepResult
+from medha.worker.sampling import Sampled, SlotSampling
 
 IDS = st.integers(0, 2**31 - 1)
 FLOATS = st.floats(allow_nan=False)

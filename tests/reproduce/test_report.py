@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from medha.cli import app
-from medha.command import run_app
+from medha.__main__ import app
+from medha.cli.command import run_app
 from medha.reproduce.claims import load_claims
 from medha.reproduce.registry import FIGURES
 from medha.reproduce.report import draw, report, run_figure, write_all

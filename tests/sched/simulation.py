@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
-from medha.kv_cache import BlockTables
 from medha.params import SLO
 from medha.sched.balancer import pending_work, prefill_work
 from medha.sched.scheduler import RequestHead, Scheduler
+from medha.worker.kv_cache import BlockTables
 from tests.sched.banker import Claimant, blocks_by_group, is_safe
 
 LAST_TICK = 25  # of arrivals and cancels

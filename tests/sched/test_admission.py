@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from medha.config import ADMISSIONS, SCHEDULERS, SchedulerConfig
+from medha.engine.journal import Journal, replay
 from medha.errors import ConfigError
 from medha.params import SLO
-from medha.sched.journal import Journal, replay
 from medha.sched.scheduler import RequestHead, Scheduler
 
 from .virtual import make_predictor

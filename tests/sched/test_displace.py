@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch
 from medha.config import SCHEDULERS, SchedulerConfig
-from medha.sched import displace
-from medha.sched.displace import by_loss, fewest, of_lower_class, recompute_s
+from medha.sched import preempt as displace
+from medha.sched.preempt import by_loss, fewest, of_lower_class, recompute_s
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import RequestHead, Scheduler
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch
 from medha.config import SCHEDULERS, SchedulerConfig
-from medha.engine import Engine
+from medha.engine.engine import Engine
+from medha.engine.journal import Journal, replay
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder
 from medha.params import SLO, SamplingParams
-from medha.sched.journal import Journal, replay
 from medha.sched.policy import Columns
 from medha.sched.scheduler import Scheduler
 from tests.checkpoints import make_checkpoint

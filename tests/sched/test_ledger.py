@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Work
+from medha.engine.explain import Ledger
 from medha.outputs import Explanation
 from medha.params import SLO
-from medha.sched.ledger import Ledger
 from medha.sched.scheduler import RequestHead, Scheduler
 
 from .virtual import Drive, Job, Seconds, jobs, make_predictor
@@ -303,7 +303,7 @@ def test_a_request_without_a_first_token_is_explained_so_far_and_a_cancelled_one
 
 
 def test_old_chunks_are_summed_though_no_longer_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medha.sched.ledger._CHUNKS_KEPT", 4)
+    monkeypatch.setattr("medha.engine.explain._CHUNKS_KEPT", 4)
     drive = play([Job(0.0, 80, 1), Job(0.0, 8, 1)], tokens=8)
     explained = drive.explained[1]
     assert explained.others_s == 10.0
@@ -312,7 +312,7 @@ def test_old_chunks_are_summed_though_no_longer_named(monkeypatch: pytest.Monkey
 
 def test_names_are_kept_no_longer_than_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot after the other's requests: what is long gone is forgotten, and who has just run is named."""
-    monkeypatch.setattr("medha.sched.ledger._CHUNKS_KEPT", 8)
+    monkeypatch.setattr("medha.engine.explain._CHUNKS_KEPT", 8)
     drive = play([Job(3.0 * i, 16, 1) for i in range(40)] + [Job(118.0, 8, 1)], tokens=8)
     assert len(drive.ledger._names) <= 2 * (8 + 2)
     assert drive.explained[40].others == (("job 39", 1.0),)

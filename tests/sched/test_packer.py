@@ -17,7 +17,7 @@ from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor, Tick, Work
 from medha.cost.prefill_time import efficient_kv
 from medha.params import SLO
-from medha.sched.draft import Draft
+from medha.sched.batch_builder import Draft
 from medha.sched.packer import MedhaPacker, Prediction
 from medha.sched.policy import BUILT_IN
 from medha.sched.queue import Queue

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from medha.batch import Batch
-from medha.sched.displace import loss
-from medha.sched.draft import Draft
-from medha.sched.journal import Journal, replay
+from medha.engine.journal import Journal, replay
+from medha.sched.batch_builder import Draft
 from medha.sched.memory import KVMemory
+from medha.sched.preempt import loss
 from medha.sched.queue import Queue, RequestHead, State
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline, parts_of

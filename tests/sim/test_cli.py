@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import medha
-from medha.cli import app
-from medha.command import run_app
+from medha.__main__ import app
+from medha.cli.command import run_app
 from medha.cost.hardware import SHEETS
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.options import NUM_REQUESTS
@@ -302,9 +302,8 @@ def test_help_names_what_is_accepted(simulate: Simulate) -> None:
 
 
 def test_it_loads_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys, medha.cli as c\ntry: c.main()\nfinally: print({'torch', 'matplotlib', 'scipy'} & set(sys.modules))"
-    )
+    code = "import sys, medha.__main__ as c\ntry: c.main()\n"
+    code += "finally: print({'torch', 'matplotlib', 'scipy'} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, "simulate", *map(str, SMALL), "--timeline", str(tmp_path / "t.json")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)

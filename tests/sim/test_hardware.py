@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.build import Part
 from medha.config import ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import (
@@ -32,6 +31,7 @@ from medha.cost.hardware import (
     weights_bytes,
 )
 from medha.cost.predictor import Predictor, Work
+from medha.engine.build import Part
 from medha.errors import ConfigError
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.sheet_fit import _fit, _rows, derived_sheets, prefill_s, run

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from medha.cli import app
-from medha.command import run_app
+from medha.__main__ import app
+from medha.cli.command import run_app
 from medha.config import SchedulerConfig
 from medha.cost.hardware import load_sheet
 from medha.errors import ConfigError

@@ -247,7 +247,7 @@ def test_the_hash_seed_is_nothing(tmp_path: Path) -> None:
     written = []
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.json"
-        command = [sys.executable, "-m", "medha.cli", "simulate", "--spp", "2", "--workload", "sharegpt4-8k"]
+        command = [sys.executable, "-m", "medha.__main__", "simulate", "--spp", "2", "--workload", "sharegpt4-8k"]
         command += ["--policy", "lars,edf", "--qps", "4", "--num-requests", "30", "--json", str(path)]
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(medha.__file__).parents[1])}
         subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from medha.cli import app
-from medha.command import run_app
+from medha.__main__ import app
+from medha.cli.command import run_app
 from medha.workload import cli
 from medha.workload.formats import FORMATS
 from medha.workload.lengths import named_lengths
@@ -183,7 +183,9 @@ def test_help_names_what_is_accepted(trace: Trace) -> None:
 
 
 def test_no_verb_loads_torch(mooncake: Path, tmp_path: Path) -> None:
-    code = "import sys, medha.cli as c\ntry: c.main()\nfinally: assert not {'torch', 'tokenizers'} & set(sys.modules)"
+    code = (
+        "import sys, medha.__main__ as c\ntry: c.main()\nfinally: assert not {'torch', 'tokenizers'} & set(sys.modules)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     for arguments in (["convert", mooncake, tmp_path / "a.csv"], ["stats", mooncake], ["validate", mooncake]):
         done = subprocess.run(

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from medha.driver import Arrival, Joiner, unserved
+from medha.engine.arrivals import Arrival, Joiner, unserved
 from medha.errors import ConfigError, MedhaError, RankFailedError, RequestError, ValidationError
 from medha.outputs import CompletionOutput, RequestOutput
 from medha.params import (
@@ -41,7 +41,7 @@ from medha.params import (
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
-    from medha.engine import Engine
+    from medha.engine.engine import Engine
 
 logger = logging.getLogger("medha")
 

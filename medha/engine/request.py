@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter
 
-from medha.admission import ModelLimits, PreparedRequest
+from medha.engine.admission import ModelLimits, PreparedRequest
 from medha.errors import NonFiniteLogitsError
 from medha.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from medha.params import SLO
-from medha.sampling import Sampled
 from medha.text import Detokenizer, StopChecker, Tokenizer
+from medha.worker.sampling import Sampled
 
 # What of the completions' metrics is added up.
 _SUMS = ("num_output_tokens", "num_chunks", "num_preemptions", "num_swaps", "work_lost_s")

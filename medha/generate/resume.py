@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from medha.driver import Arrival
+from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
 
 _LOST = ("EngineDeadError", "PlanDivergenceError", "RankFailedError")  # errors of a run, not of a request

@@ -25,11 +25,9 @@ from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from medha.cost.machine import load_coefficients
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import complete_config
-from medha.distributed import Caller, DrivingRunner, Follower, failures_named, give_up
-from medha.engine import Engine, ModelLimits
+from medha.engine.distributed import Caller, DrivingRunner, Follower, failures_named, give_up
+from medha.engine.engine import Engine, ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
-from medha.graphs import CudaGraphs, graph_sizes
-from medha.kv_cache import KVCache
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
 from medha.models.generation_config import load_generation_config
 from medha.models.hf_config import load_model_config
@@ -54,12 +52,14 @@ from medha.parallel.mesh import (
 )
 from medha.parallel.spp import StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
-from medha.runner import Runner
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler
-from medha.swap import AtOnce, HostCache, SideStream
 from medha.text import Tokenizer, load_tokenizer
 from medha.timeline import Timeline
+from medha.worker.graphs import CudaGraphs, graph_sizes
+from medha.worker.kv_cache import KVCache
+from medha.worker.runner import Runner
+from medha.worker.swap import AtOnce, HostCache, SideStream
 
 logger = logging.getLogger("medha")
 

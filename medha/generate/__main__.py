@@ -1,6 +1,6 @@
 """``python -m medha.generate``, also ``medha generate``: complete prompts with a checkpoint, many at once.
 
-With no argument at all it runs the demo (:mod:`medha.demo`). Exit codes and streams: :mod:`medha.command`.
+With no argument at all it runs the demo (:mod:`medha.verify.demo`). Exit codes and streams: :mod:`medha.cli.command`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from medha.command import (
+from medha.cli.command import (
     FAILED_REQUESTS,
     end_process,
     first_interrupt,
@@ -28,19 +28,19 @@ from medha.command import (
     start_logging,
     state_on_signal,
 )
+from medha.cli.console import report_console
+from medha.cli.display import Display, StreamedText, print_explanation
 from medha.config import ATTENTION_BACKENDS, SCHEDULERS, EngineConfig
-from medha.console import report_console
-from medha.display import Display, StreamedText, print_explanation
-from medha.driver import Arrival, drive
+from medha.engine.arrivals import Arrival, drive
+from medha.engine.jsonl import OutputLines, emptied, opened, unwritable_reported
 from medha.errors import ConfigError
-from medha.jsonl import OutputLines, emptied, opened, unwritable_reported
+from medha.generate.work import requested
 from medha.models.hf_config import parse_hf_overrides
 from medha.parallel.launch import is_first_rank, is_launched, own_ranks, read_launch
 from medha.timeline import Timeline
-from medha.work import requested
 
 if TYPE_CHECKING:
-    from medha.engine import Engine
+    from medha.engine.engine import Engine
 
 logger = logging.getLogger("medha")
 app = make_app()
@@ -219,23 +219,23 @@ def generate(
     """
     start_logging(log_level)
     if not _given(context, *context.params):
-        from medha.demo import run_demo  # here because it loads torch, which takes seconds
+        from medha.verify.demo import run_demo
 
         logger.info("no argument, so this is the demo: no download, about a minute; --help tells of the rest")
         return run_demo(live=not no_progress)
     options = _engine_options(context.params)
     launch = read_launch()
     if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp"):
-        from medha.dryrun import choose_layout  # here because it loads torch
+        from medha.engine.dryrun import choose_layout
 
         options |= choose_layout(EngineConfig.from_flat(**options), launch)
     config = EngineConfig.from_flat(**options)
     if dry_run:
-        from medha.dryrun import run_dry  # here because it loads torch
+        from medha.engine.dryrun import run_dry
 
         return run_dry(config, report_console())
     if not is_first_rank():
-        from medha.follow import follow  # here because it loads torch
+        from medha.engine.follow import follow
 
         return follow(config)
     arrivals, earlier = requested(context.params, config)
@@ -244,7 +244,7 @@ def generate(
     with ExitStack() as stack:
         if launch is None and config.parallel.world_size > 1:
             logger.info("starting %d ranks on this machine", config.parallel.world_size)
-            stack.enter_context(own_ranks(config.parallel.world_size, ["medha.follow", json.dumps(options)]))
+            stack.enter_context(own_ranks(config.parallel.world_size, ["medha.engine.follow", json.dumps(options)]))
         files = [None if path is None else stack.enter_context(opened(path)) for path in (output, timeline, journal)]
         code = _serve(
             config,
@@ -298,7 +298,7 @@ def _serve(
     live: bool,
 ) -> int:
     """Load the model and run the requests; returns the exit code."""
-    from medha.build import build_role  # here because it loads torch
+    from medha.engine.build import build_role
 
     trace = None if timeline is None else Timeline()
     logger.info("%s", config.scheduler.budget_text(has_tpot=any(a.slo and a.slo.tpot_s for a in arrivals)))

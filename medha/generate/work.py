@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from medha.config import EngineConfig
-from medha.driver import Arrival
+from medha.engine.arrivals import Arrival
+from medha.engine.jsonl import STDIN, read_input, read_requests
 from medha.errors import ConfigError, ValidationError
-from medha.jsonl import STDIN, read_input, read_requests
+from medha.generate.resume import Earlier, drop_lines, read_earlier
 from medha.parallel.launch import is_launched
 from medha.params import SamplingParams
-from medha.resume import Earlier, drop_lines, read_earlier
 
 if TYPE_CHECKING:
     from medha.text import Tokenizer

@@ -7,13 +7,13 @@ writes the new keys and values, attends, and samples the rows that end at the la
 With KV parallelism the runner is handed the part of a batch that concerns its group. Rows that lie on several groups
 are attended to over this group's shard and merged with the others', while the other rows are computed.
 
-Blocks that are swapped to host memory or back move beside the compute of the batch that says so (:mod:`medha.swap`).
+Blocks that are swapped to host memory or back move beside the compute of the batch that says so (:mod:`.swap`).
 
 With ``decode_lag`` a batch is only started: its tokens are drawn where the logits lie and noted there, the next batch
 can read them from there, and the host reads them when they are asked for. Until then nothing waits for the device.
 
 What a step's kernels need to know is copied to the device at once (:mod:`medha.attention.staging`). Batches of decodes
-alone run from a captured graph where there is one (:mod:`medha.graphs`).
+alone run from a captured graph where there is one (:mod:`medha.worker.graphs`).
 
 Legend: T tokens of a batch, D model dimension, V vocabulary, S rows to sample, N query heads, K KV heads, H head
 dimension.
@@ -32,16 +32,16 @@ import torch
 from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape, Segment
 from medha.attention.staging import Stageable, Staging, mark
 from medha.batch import Batch, Row
-from medha.graphs import DecodeGraphs, Decodes, GraphMaker
-from medha.kv_cache import BlockTables, KVCache, WritePlan
 from medha.models.decoder import Decoder, LayerAttendFn
 from medha.models.rope import cos_sin, inverse_frequencies
 from medha.parallel.kvp import Merge, shared_rows
 from medha.parallel.spp import StagePipe
 from medha.params import SamplingParams
-from medha.sampling import Drawing, Sampled, SlotSampling, draw, sample
-from medha.swap import HostCache, Moves
 from medha.timeline import Recorder
+from medha.worker.graphs import DecodeGraphs, Decodes, GraphMaker
+from medha.worker.kv_cache import BlockTables, KVCache, WritePlan
+from medha.worker.sampling import Drawing, Sampled, SlotSampling, draw, sample
+from medha.worker.swap import HostCache, Moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class Runner:
     def capture(
         self, maker: GraphMaker, sizes: Sequence[int], on_captured: Callable[[int, int], None], *, is_alone: bool = True
     ) -> None:
-        """Capture graphs of decodes; arguments and errors as of :meth:`medha.graphs.DecodeGraphs.capture`."""
+        """Capture graphs of decodes; arguments and errors as of :meth:`medha.worker.graphs.DecodeGraphs.capture`."""
         assert isinstance(self.backend, GraphBackend), f"a graph cannot hold the attention of {self.backend.name}"
         config, pool = self.model.config, self.cache.k[0]
         num_heads = config.num_heads * pool.shape[1] // config.num_kv_heads

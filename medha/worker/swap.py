@@ -1,6 +1,6 @@
 """KV in host memory: where the blocks of a request that gave way go, and how they move there and back.
 
-Who is swapped, and which host blocks it gets, the scheduler decides (:mod:`medha.sched.displace`); a rank moves its own
+Who is swapped, and which host blocks it gets, the scheduler decides (:mod:`medha.sched.preempt`); a rank moves its own
 layers and heads of them. On CUDA the copies run on a stream of their own beside the compute, layer by layer: a layer's
 new keys are written when its own copies are done, while those of later layers go on. Nothing waits on the host. On the
 CPU they are made at once, before the compute. Not in the paper.
@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 
 from medha.errors import ConfigError
-from medha.kv_cache import KVCache
 from medha.models.decoder import LayerAttendFn
+from medha.worker.kv_cache import KVCache
 
 Run = tuple[int, int, int]
 """Tokens that move together: (first token of the device's pool, first token of the host's, count)."""

@@ -25,7 +25,7 @@ from rich.text import Text
 from medha.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
-    from medha.engine import Engine
+    from medha.engine.engine import Engine
 
 logger = logging.getLogger("medha")
 

@@ -1,8 +1,8 @@
 """``python -m medha.verify``, also ``medha verify`` and under torchrun: is all well on this machine, in this layout?
 
 One table: attention and merge against a dense softmax, the layout's collectives, the engine against a plain forward,
-and a fact found in a long document. What each row means is in :mod:`medha.checks`; exit codes are in
-:mod:`medha.command`: 0 when nothing failed, 3 when a check did.
+and a fact found in a long document. What each row means is in :mod:`medha.verify`; exit codes are in
+:mod:`medha.cli.command`: 0 when nothing failed, 3 when a check did.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from medha.bench.report import check_writable, stamp, write_report
-from medha.command import (
+from medha.cli.command import (
     FAILED_REQUESTS,
     end_process,
     first_interrupt,
@@ -30,13 +29,14 @@ from medha.command import (
     run_app,
     start_logging,
 )
+from medha.cli.console import report_console
+from medha.cli.report import check_writable, stamp, write_report
 from medha.config import ATTENTION_BACKENDS, EngineConfig, ParallelConfig
-from medha.console import report_console
 from medha.errors import ConfigError, ParallelConfigError
 from medha.parallel.launch import Launch, is_first_rank, read_launch
 
 if TYPE_CHECKING:
-    from medha.checks.rows import Row, Setting
+    from medha.verify.rows import Row, Setting
 
 DTYPES = ("auto", "float32", "bfloat16")
 MIN_NEEDLE_TOKENS = 256
@@ -71,7 +71,7 @@ def verify(
     if needle_tokens < MIN_NEEDLE_TOKENS:
         raise ConfigError(f"needle_tokens={needle_tokens}; accepted: {MIN_NEEDLE_TOKENS} or more")
     check_writable(json_file)
-    from medha.checks.rows import Setting  # here because it loads torch
+    from medha.verify.rows import Setting
 
     return run_and_print(Setting(parallel, device, dtype, attention_backend, needle_tokens), launch, json_file)
 
@@ -110,8 +110,8 @@ def run_and_print(setting: Setting, launch: Launch | None, json_file: Path | Non
     Raises:
         MedhaError: a rank failed, or the setting cannot be run; the table so far is printed.
     """
-    from medha.checks.rows import FAIL, failed  # here because they load torch
-    from medha.checks.run import resolved, run_checks
+    from medha.verify.rows import FAIL, failed
+    from medha.verify.run import resolved, run_checks
 
     setting = resolved(setting)
     if not is_first_rank():

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from medha.checks.rows import FAIL, PASS, Crew, Row
 from medha.cost.machine import environment
+from medha.verify.rows import FAIL, PASS, Crew, Row
 
 _VERSIONS = ("medha", "python", "torch", "CUDA", "NCCL")
 

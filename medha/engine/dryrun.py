@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from medha.build import TORCH_DTYPES, Part, pick_device
+from medha.cli.console import counted
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
-from medha.console import counted
+from medha.engine.build import TORCH_DTYPES, Part, pick_device
 from medha.errors import ParallelConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model

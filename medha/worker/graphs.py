@@ -23,9 +23,9 @@ import torch
 from medha.attention.interface import FixedAttention, GraphBackend, LayerShape, Segment
 from medha.attention.staging import Staging
 from medha.errors import ConfigError
-from medha.kv_cache import KVCache, WritePlan
 from medha.models.decoder import Decoder
 from medha.models.rope import cos_sin
+from medha.worker.kv_cache import KVCache, WritePlan
 
 logger = logging.getLogger("medha")
 

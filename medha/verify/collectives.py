@@ -20,13 +20,13 @@ from medha.attention.interface import AttentionBackend
 from medha.attention.reference import dense_attention, largest_error, out_limit
 from medha.batch import Batch
 from medha.batch import Row as BatchRow
-from medha.checks.kernels import cut, name_of, random_qkv, shard_attention
-from medha.checks.rows import Crew, Row, exact, held, median_us, not_run, us
 from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.kvp import Merge, Partial, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over
+from medha.verify.kernels import cut, name_of, random_qkv, shard_attention
+from medha.verify.rows import Crew, Row, exact, held, median_us, not_run, us
 
 _TIMES = 30
 _WARM = 3

@@ -13,18 +13,18 @@ from pathlib import Path
 import torch
 
 from medha.attention.interface import LayerShape
-from medha.build import TORCH_DTYPES, own_device, pick_backend, pick_device
-from medha.checks.collectives import collective_rows
-from medha.checks.kernels import attention_rows, merge_rows
-from medha.checks.machine import machine_rows
-from medha.checks.rows import Crew, Row, Setting, attempted, timed
-from medha.checks.serving import find_needle, memory_row, parity_rows, random_llama
-from medha.distributed import failures_named, leave
+from medha.engine.build import TORCH_DTYPES, own_device, pick_backend, pick_device
+from medha.engine.distributed import failures_named, leave
 from medha.errors import RankFailedError
 from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
 from medha.parallel.launch import Launch
 from medha.parallel.mesh import check_same_everywhere, init_ranks, meet
+from medha.verify.collectives import collective_rows
+from medha.verify.kernels import attention_rows, merge_rows
+from medha.verify.machine import machine_rows
+from medha.verify.rows import Crew, Row, Setting, attempted, timed
+from medha.verify.serving import find_needle, memory_row, parity_rows, random_llama
 
 Add = Callable[[Sequence[Row]], None]
 

@@ -1,8 +1,8 @@
 """The engine over ranks: rank 0 schedules and drives, the others follow the control stream.
 
-Rank 0 gives its engine a :class:`DrivingRunner`, which has the interface of :class:`medha.runner.Runner`: a batch that
-is submitted goes out as a message, runs on rank 0's own stage, and its result is a report from the sampling ranks.
-Every other rank runs :class:`Follower`: it takes messages in order and runs its stage as told, at its own pace.
+Rank 0 gives its engine a :class:`DrivingRunner`, which has the interface of :class:`medha.worker.runner.Runner`: a
+batch that is submitted goes out as a message, runs on rank 0's own stage, and its result is a report from the sampling
+ranks. Every other rank runs :class:`Follower`: it takes messages in order and runs its stage as told, at its own pace.
 
 What travels: the batch to everyone; with it the tokens of its rows, to the ranks that embed them, and to the rank that
 samples for a request what it needs for that, once; sampled tokens from each group's sampling rank to rank 0, which has
@@ -27,15 +27,7 @@ import torch
 import torch.distributed as dist
 
 from medha.batch import Batch, Row
-from medha.errors import EngineDeadError, MedhaError, RankFailedError
-from medha.outputs import RequestOutput
-from medha.parallel.control import ControlReceiver, ControlSender, Message
-from medha.parallel.mesh import Job, Ranks
-from medha.params import SamplingParams
-from medha.runner import Runner, StepResult, sampling_rows
-from medha.sampling import SlotSampling
-from medha.timeline import RankRecords, Timeline, decode_records, encode_records
-from medha.wire import (
+from medha.engine.wire import (
     decode_report,
     decode_sampling,
     encode_report,
@@ -44,6 +36,14 @@ from medha.wire import (
     error_to_json,
     report_size,
 )
+from medha.errors import EngineDeadError, MedhaError, RankFailedError
+from medha.outputs import RequestOutput
+from medha.parallel.control import ControlReceiver, ControlSender, Message
+from medha.parallel.mesh import Job, Ranks
+from medha.params import SamplingParams
+from medha.timeline import RankRecords, Timeline, decode_records, encode_records
+from medha.worker.runner import Runner, StepResult, sampling_rows
+from medha.worker.sampling import SlotSampling
 
 logger = logging.getLogger("medha")
 
@@ -150,12 +150,12 @@ class DrivingRunner:
         seed: int,
         end_ids: tuple[int, ...],
     ) -> None:
-        """See :meth:`medha.runner.Runner.open`; the others hear of it with the rows that concern them."""
+        """See :meth:`medha.worker.runner.Runner.open`; the others hear of it with the rows that concern them."""
         self._runner.open(slot, prompt_ids, params, seed=seed, end_ids=end_ids)
         self._sampled_on.pop(slot, None)
 
     def close(self, slot: int) -> None:
-        """See :meth:`medha.runner.Runner.close`."""
+        """See :meth:`medha.worker.runner.Runner.close`."""
         self._runner.close(slot)
         if self._sampled_on.pop(slot, None) is not None:
             self._closed.append(slot)

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from medha.build import Role, build_role
+from medha.cli.display import Display, results_table
 from medha.config import EngineConfig
-from medha.display import Display, results_table
-from medha.driver import Arrival, Joiner, drive
-from medha.engine import Engine
+from medha.engine.arrivals import Arrival, Joiner, drive
+from medha.engine.build import Role, build_role
+from medha.engine.engine import Engine
 from medha.errors import ConfigError, ParallelConfigError
 from medha.models.needle import NUM_LAYERS, make_haystack, write_needle
 from medha.outputs import RequestOutput

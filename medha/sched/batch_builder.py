@@ -2,7 +2,7 @@
 
 A packer says who is next and how many tokens it may get; what bounds a row otherwise (tokens of a batch, the end of a
 shard, KV memory, the number of running requests) is checked here, the same for every packer. So is who gives way where
-memory is overcommitted (:mod:`medha.sched.displace`).
+memory is overcommitted (:mod:`medha.sched.preempt`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from medha.batch import Batch, Extent, Row
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Predictor, Work
 from medha.sched.balancer import choose_group, pending_work, prefill_work
-from medha.sched.displace import Loss, by_loss, fewest, loss, of_lower_class, oldest
 from medha.sched.memory import KVMemory
+from medha.sched.preempt import Loss, by_loss, fewest, loss, of_lower_class, oldest
 from medha.sched.queue import Queue, State
 
 SizeFn = Callable[[int, int, int], int]

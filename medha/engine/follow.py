@@ -1,4 +1,4 @@
-"""``python -m medha.follow OPTIONS``: a rank behind the first one, which started it and tells it what to run.
+"""``python -m medha.engine.follow OPTIONS``: a rank behind the first one, which started it and tells it what to run.
 
 A rank that torchrun has started calls :func:`follow` with what its own command line says.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import sys
 
-from medha.build import build_role
-from medha.command import end_process, ignore_signals, run_guarded, start_logging, state_on_signal
+from medha.cli.command import end_process, ignore_signals, run_guarded, start_logging, state_on_signal
 from medha.config import EngineConfig
+from medha.engine.build import build_role
 
 
 def follow(config: EngineConfig) -> int:

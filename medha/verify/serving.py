@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from medha.batch import Batch
-from medha.build import Role, build_role
-from medha.checks.rows import FAIL, PASS, Row, Setting, exact, held, not_run
 from medha.config import CacheConfig, EngineConfig, ParallelConfig
-from medha.engine import Engine, PendingResult, Prompt
+from medha.engine.build import Role, build_role
+from medha.engine.engine import Engine, PendingResult, Prompt
 from medha.errors import ParallelConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.needle import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, make_haystack
@@ -25,6 +24,7 @@ from medha.models.reference import Weights, llama_config, next_token_logprobs, r
 from medha.outputs import RequestOutput
 from medha.parallel.mesh import check_layout
 from medha.params import SamplingParams
+from medha.verify.rows import FAIL, PASS, Row, Setting, exact, held, not_run
 
 LOGPROB_LIMIT = {"float32": 1e-4, "bfloat16": 0.5}
 """How far a log-probability of the engine may be from the plain forward's, which runs in float64."""

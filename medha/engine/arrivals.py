@@ -18,7 +18,7 @@ from medha.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from medha.params import SLO, SamplingParams
 
 if TYPE_CHECKING:
-    from medha.engine import Engine, PreparedRequest, Prompt
+    from medha.engine.engine import Engine, PreparedRequest, Prompt
 
 LONG_PROMPT = 100_000
 """Characters or ids of the longest prompt that is prepared among the short ones."""

@@ -1,9 +1,9 @@
 """The loop: requests in, batches through scheduler and runner, outputs back.
 
 :class:`Engine` is for those who drive the loop themselves (``add_request``, ``abort``, ``step``);
-:class:`medha.LLM` wraps it. What a request must satisfy is in :mod:`medha.admission`, when it ends in
-:mod:`medha.live`; the scheduler decides what runs; the runner computes. A step is: fill the pipeline to its depth, then
-complete the oldest batch.
+:class:`medha.LLM` wraps it. What a request must satisfy is in :mod:`medha.engine.admission`, when it ends in
+:mod:`medha.engine.request`; the scheduler decides what runs; the runner computes. A step is: fill the
+pipeline to its depth, then complete the oldest batch.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from medha.admission import ModelLimits, PreparedRequest, Prompt, check_type, prepare_request
 from medha.batch import Batch
 from medha.cost.correction import KINDS, ErrorFigures, Kind
+from medha.engine.admission import ModelLimits, PreparedRequest, Prompt, check_type, prepare_request
+from medha.engine.explain import Ledger
+from medha.engine.journal import Journal
+from medha.engine.request import Completion, LiveRequest
+from medha.engine.turns import Turns
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
-from medha.live import Completion, LiveRequest
 from medha.outputs import Explanation, RequestOutput
 from medha.params import PRIORITIES, SLO, SamplingParams, check_seconds
-from medha.runner import StepResult
-from medha.sched.journal import Journal
-from medha.sched.ledger import Ledger
 from medha.sched.packer import Prediction
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.text import Tokenizer
 from medha.timeline import Timeline
-from medha.turns import Turns
+from medha.worker.runner import StepResult
 
 __all__ = ["Engine", "ModelLimits", "PreparedRequest", "Prompt"]
 
@@ -52,7 +52,7 @@ class PendingResult(Protocol):
 
 
 class BatchRunner(Protocol):
-    """What runs batches: :class:`medha.runner.Runner` on one rank, or all ranks behind rank 0."""
+    """What runs batches: :class:`medha.worker.runner.Runner` on one rank, or all ranks behind rank 0."""
 
     def open(
         self,

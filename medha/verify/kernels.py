@@ -13,8 +13,8 @@ import torch
 from medha.attention.interface import AttentionBackend, Segment
 from medha.attention.merge import merge_partials
 from medha.attention.reference import dense_attention, largest_error, lse_limit, out_limit
-from medha.checks.rows import Row, exact, held
-from medha.kv_cache import KVCache
+from medha.verify.rows import Row, exact, held
+from medha.worker.kv_cache import KVCache
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -1,0 +1,1 @@
+"""What every verb shares: exit codes, signals, log, progress, reports."""

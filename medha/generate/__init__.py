@@ -1,0 +1,1 @@
+"""``python -m medha.generate``: prompts or request files in, answers out."""
