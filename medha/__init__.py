@@ -14,17 +14,15 @@ if TYPE_CHECKING:
     from medha.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from medha.params import SLO, SamplingParams
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "LLM": "medha.llm",
     "Engine": "medha.engine.engine",
     "SamplingParams": "medha.params",
     "SLO": "medha.params",
-    "RequestOutput": "medha.params",
-    "CompletionOutput": "medha.params",
-    "RequestMetrics": "medha.params",
-    "Logprob": "medha.params",
+    "RequestOutput": "medha.outputs",
+    "CompletionOutput": "medha.outputs",
+    "RequestMetrics": "medha.outputs",
+    "Logprob": "medha.outputs",
 }
 
 __all__ = [
@@ -40,6 +38,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # here because it takes longer than all else
+
+        return version("medha")
     if name not in _HOMES:
         raise AttributeError(f"module 'medha' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from typing import Annotated, NoReturn
 
 import typer
 
-import medha
 from medha.bench.cli import app as bench_app
-from medha.bench.profile import profile
 from medha.cli.command import end_process, make_app, run_app
 from medha.cost.machine import environment
 from medha.errors import ConfigError
 from medha.generate.__main__ import generate
+from medha.profile.cli import profile
 from medha.replay import replay
-from medha.reproduce.cli import reproduce
 from medha.sim.cli import simulate
 from medha.sim.plan_cli import plan
 from medha.verify.__main__ import verify
@@ -26,7 +25,6 @@ app.command("generate")(generate)
 app.command("plan")(plan)
 app.command("profile")(profile)
 app.command("replay")(replay)
-app.command("reproduce")(reproduce)
 app.command("simulate")(simulate)
 app.command("verify")(verify)
 app.add_typer(bench_app, name="bench")
@@ -59,7 +57,7 @@ def medha_command(
 ) -> None:
     """Serve long-context LLMs without convoys."""
     if show_version:
-        print(f"medha {medha.__version__}")
+        print(f"medha {version('medha')}")
         raise typer.Exit()
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -265,7 +265,7 @@ def test_a_policy_in_the_current_folder_is_found_as_python_m_finds_it(
     (tmp_path / "here" / "my_own_policy.py").write_text(OWN)
     script = tmp_path / "bin" / "script.py"
     script.write_text(START + LOAD)
-    environment = {**os.environ, "PYTHONPATH": str(Path(medha.engine.build.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(medha.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, *flags, str(script)], cwd=tmp_path / "here", env=environment, capture_output=True, text=True
     )

@@ -77,10 +77,10 @@ def test_examples_are_short_and_tested(path: Path) -> None:
 
 def test_the_committed_report_shows_every_figure() -> None:
     """``medha reproduce all`` in full: its table, and the pictures that it shows."""
-    from medha.reproduce.claims import load_claims
-    from medha.reproduce.registry import FIGURES
+    from examples.reproduce.claims import load_claims
+    from examples.reproduce.registry import FIGURES
 
-    folder = EXAMPLES / "reproduce"
+    folder = EXAMPLES / "reproduce" / "results"
     text = (folder / "REPORT.md").read_text(encoding="utf-8")
     assert all(f"({name}.png)" in text and (folder / f"{name}.png").is_file() for name in FIGURES)
     assert all(claim.says.replace("|", "/") in text for claim in load_claims())

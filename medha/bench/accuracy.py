@@ -28,12 +28,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from medha.batch import Batch
-from medha.bench.calibrate import QUICK
-from medha.bench.handmade import Step, StepRunner, fill, step_of
-from medha.bench.measure import measure
 from medha.bench.model import describe, random_llama, write_config
-from medha.bench.tabulate import figures_table
-from medha.cli.console import counted, report_console
+from medha.cli.console import counted, figures_table, report_console
 from medha.cli.report import check_writable, machine_line, stamp, write_report
 from medha.config import EngineConfig
 from medha.cost.correction import KINDS, Kind
@@ -41,6 +37,9 @@ from medha.engine.build import build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
+from medha.profile.calibrate import QUICK
+from medha.profile.measure import measure
+from medha.profile.steps import Step, StepRunner, fill, step_of
 from medha.sched.packer import Prediction
 
 TOLERANCE = 0.15

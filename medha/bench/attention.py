@@ -22,15 +22,14 @@ import torch
 from rich.table import Table
 
 from medha.attention.interface import AttentionBackend, LayerShape, Segment
-from medha.bench.handmade import fill_pools
-from medha.bench.local import Subject, footer, report_head, shape_of, title_of
-from medha.bench.rates import Rate, Yardstick, matrix_product, synchronize
-from medha.bench.tabulate import figures_table
-from medha.cli.console import report_console
-from medha.cli.report import Timing, check_writable, in_turn, progress, timed, write_report
+from medha.bench.harness import Subject, footer, report_head, shape_of, title_of
+from medha.bench.timing import Rate, Timing, Yardstick, in_turn, matrix_product, synchronize, timed
+from medha.cli.console import figures_table, report_console
+from medha.cli.report import check_writable, progress, write_report
 from medha.config import ModelConfig
 from medha.engine.build import TORCH_DTYPES, pick_backend, pick_device
 from medha.errors import ConfigError
+from medha.profile.steps import fill_pools
 from medha.worker.kv_cache import KVCache
 
 _BLOCK_SIZE = 256

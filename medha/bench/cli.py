@@ -165,18 +165,6 @@ def convoy(
 
 
 @app.command()
-def predictor(
-    table: Annotated[list[Path], typer.Option(help="Kernel table as CSV or CSV.gz; may be repeated.")],
-    seed: Annotated[int, typer.Option(min=0, help="Of the rows held out at random.")] = 0,
-    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-) -> int:
-    """Fit the predictor on public kernel tables; errors on held-out rows."""
-    from medha.bench.predictor import run_and_print
-
-    return run_and_print(table, output_json, seed=seed)
-
-
-@app.command()
 def accuracy(
     profile: Annotated[str | None, typer.Option(help="File that medha profile wrote; else measured first.")] = None,
     num_rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of the mix.")] = 3,
@@ -234,48 +222,3 @@ def scheduler(
         seed=seed,
     )
     return run_and_print(options, output_json)
-
-
-@app.command()
-def fidelity(
-    run: Annotated[
-        Path | None,
-        typer.Option(help="Folder with kernel tables in profile/ and a measured run of vLLM in vllm_run/."),
-    ] = None,
-    live: Annotated[bool, typer.Option("--live", help="The engine of this machine instead; within 3 minutes.")] = False,
-    model: Annotated[str | None, typer.Option(help="Name or path; by default as the run says.")] = None,
-    host_s: Annotated[float, typer.Option("--host-s", help="Seconds of a step on the host, for --run.")] = 1e-3,
-    num_kv_tokens: Annotated[
-        int | None, typer.Option(help="KV pool of the run; by default as it says, or all requests at once.")
-    ] = None,
-    all_reduce_alpha_s: Annotated[
-        float | None, typer.Option("--all-reduce-alpha-s", help="Latency, with tensor parallelism.")
-    ] = None,
-    all_reduce_bytes_per_s: Annotated[
-        float | None, typer.Option("--all-reduce-bytes-per-s", help="Bandwidth, with tensor parallelism.")
-    ] = None,
-    load: Annotated[
-        float, typer.Option(help="Part of the simulated capacity that the stream takes, for --live.")
-    ] = 0.6,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths, prompts and weights, for --live.")] = 0,
-    hf_overrides: Annotated[str | None, typer.Option(help=_OVERRIDES, show_default=False)] = None,
-    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-) -> int:
-    """Simulated against measured request times: a run of vLLM from its kernel tables, or this machine's engine."""
-    from medha.bench import fidelity, fidelity_live
-
-    if (run is not None) == live:
-        raise ConfigError(f"run={run}, live={live}; accepted: one of --run DIR and --live")
-    if live:
-        options = fidelity_live.LiveOptions(load=load, seed=seed, shape=_overrides(hf_overrides))
-        return fidelity_live.run_and_print(options, output_json)
-    assert run is not None, "checked above"
-    run_options = fidelity.FidelityOptions(
-        run=run,
-        model=model,
-        host_s=host_s,
-        num_kv_tokens=num_kv_tokens,
-        all_reduce_alpha_s=all_reduce_alpha_s,
-        all_reduce_bytes_per_s=all_reduce_bytes_per_s,
-    )
-    return fidelity.run_and_print(run_options, output_json)

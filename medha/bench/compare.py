@@ -21,10 +21,10 @@ import torch
 from medha.bench.compare_mixed import PADDED_BATCH, WAYS, mixed_requests, run_mixed
 from medha.bench.comparing import BLOCK_SIZE, Comparison, Pair
 from medha.bench.model import describe, random_llama
-from medha.bench.tabulate import figures_table
+from medha.bench.timing import Timing, interleaved
 from medha.bench.workloads import Workload, described, longest_of
-from medha.cli.console import counted, report_console
-from medha.cli.report import Timing, check_writable, interleaved, machine_line, progress, stamp, write_report
+from medha.cli.console import counted, figures_table, report_console
+from medha.cli.report import check_writable, machine_line, progress, stamp, write_report
 from medha.engine.build import TORCH_DTYPES
 from medha.errors import ConfigError
 from medha.llm import LLM

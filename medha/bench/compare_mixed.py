@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from medha.bench.comparing import BLOCK_SIZE, Comparison, Pair
-from medha.cli.report import Timing, in_turn, timed
+from medha.bench.timing import Timing, in_turn, timed
 from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.workload.trace import Trace

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from medha.cli.report import Timing
+from medha.bench.timing import Timing
 from medha.llm import LLM
 
 BLOCK_SIZE = 256

@@ -6,7 +6,7 @@ measured in turn with the steps. What a cache holds between steps makes small mo
 
 What is timed is a step of the runner: from the batch to its tokens, with block tables, embedding, sampling; the
 scheduler and what the engine keeps of a request are not in it. The steps are made by hand over a KV cache of random
-numbers (:mod:`medha.bench.handmade`), in which no two requests share a block.
+numbers (:mod:`medha.profile.steps`), in which no two requests share a block.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from pathlib import Path
 
 from rich.table import Table
 
-from medha.bench.handmade import Step, StepRunner, decodes, fill
-from medha.bench.local import Local, Subject, loaded, step_parameters, title_of
-from medha.bench.rates import Rate, memory_read
-from medha.bench.tabulate import figures_table
-from medha.cli.console import report_console
-from medha.cli.report import Timing, check_writable, in_turn, progress, write_report
+from medha.bench.harness import Local, Subject, loaded, step_parameters, title_of
+from medha.bench.timing import Rate, Timing, in_turn, memory_read
+from medha.cli.console import figures_table, report_console
+from medha.cli.report import check_writable, progress, write_report
+from medha.profile.steps import Step, StepRunner, decodes, fill
 
 TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"
 _BLOCK_SIZE = 256

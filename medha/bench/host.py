@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medha.batch import Batch
-from medha.cli.report import Timing
+from medha.bench.timing import Timing
 from medha.engine.engine import Engine
 from medha.sched.packer import Prediction
 

@@ -138,7 +138,7 @@ class Job:
         model: folder.
         layout: degrees; one rank runs without any process group.
         options: of the engine, by their flat names; one thread a rank unless they say otherwise.
-        held: what the KV cache holds from the start, see :class:`medha.bench.held.Held`; nothing by default.
+        held: what the KV cache holds from the start, see :class:`medha.profile.held.Held`; nothing by default.
     """
 
     def __init__(

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from medha.bench.load import Outcome, fixed_output, serve_load
-from medha.bench.local import Local, Subject, loaded, random_prompt, terms, title_of
-from medha.bench.tabulate import figures_table
-from medha.cli.console import report_console
-from medha.cli.report import Timing, check_writable, in_turn, progress, write_report
+from medha.bench.harness import Local, Subject, loaded, random_prompt, terms, title_of
+from medha.bench.load import fixed_output, serve_load
+from medha.bench.timing import Timing, in_turn
+from medha.cli.console import figures_table, report_console
+from medha.cli.report import check_writable, progress, write_report
 from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
+from medha.workload.metrics import Outcome
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 """Those of ``vllm bench latency``."""

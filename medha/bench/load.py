@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from medha.engine.arrivals import Arrival, unserved
@@ -18,69 +18,9 @@ from medha.engine.engine import Engine
 from medha.errors import EngineDeadError, MedhaError
 from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
+from medha.workload.metrics import Outcome, Served
 
 _MAX_SLEEP_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a request. Times in seconds.
-
-    Attributes:
-        input_len, output_len: tokens of the prompt, and tokens produced.
-        start_s: arrival, after the start of the load.
-        queue_s: arrival to its first chunk; None where there was none.
-        ttft_s: arrival to the first token; None where there was none.
-        itl_s: gaps between successive tokens.
-        e2el_s: arrival to the end.
-        num_chunks: batches in which its prompt was read.
-        text: what was generated; empty without a tokenizer.
-        error: why it has not completed; empty where it has.
-        slo: its objectives.
-    """
-
-    request_id: str
-    input_len: int
-    output_len: int
-    start_s: float
-    queue_s: float | None
-    ttft_s: float | None
-    itl_s: tuple[float, ...]
-    e2el_s: float
-    num_chunks: int = 0
-    text: str = ""
-    error: str = ""
-    slo: SLO = field(default_factory=SLO)
-
-    @property
-    def is_completed(self) -> bool:
-        """Whether it has come to its end."""
-        return not self.error
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean time between tokens after the first; None with fewer than two."""
-        return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
-
-    @property
-    def end_s(self) -> float:
-        """Its end, after the start of the load."""
-        return self.start_s + self.e2el_s
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A load that is done.
-
-    Attributes:
-        outcomes: of the load, in the order of its arrivals.
-        probes: of the probes, in the order in which they came.
-        duration_s: from the start to the end of the load's last request.
-    """
-
-    outcomes: tuple[Outcome, ...]
-    probes: tuple[Outcome, ...]
-    duration_s: float
 
 
 def fixed_output(num_tokens: int) -> SamplingParams:

@@ -19,7 +19,7 @@ from medha.bench.arguments import parse_overrides
 from medha.config import SCHEDULERS, EngineConfig
 
 if TYPE_CHECKING:
-    from medha.bench.local import Subject
+    from medha.bench.harness import Subject
     from medha.bench.workloads import Workload
 
 Group = Mapping[str, tuple[Any, Any]]
@@ -169,7 +169,7 @@ def subject_of(given: Mapping[str, Any], *, seed: int = 0, has_tpot: bool = Fals
 
     Says on stderr what a batch may hold. Requests may have a TPOT objective where ``has_tpot``, or where a trace has.
     """
-    from medha.bench.local import Subject
+    from medha.bench.harness import Subject
 
     names = [name for name in (*MODEL, *SCHEDULING, *SERVING) if name not in ("model", "hf_overrides")]
     engine = {name: given[name] for name in names if given.get(name) is not None} | {"seed": seed}

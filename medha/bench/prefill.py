@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from medha.bench.harness import Local, Subject, layer_parameters, loaded, random_prompt, terms, title_of
 from medha.bench.load import fixed_output, serve_load
-from medha.bench.local import Local, Subject, layer_parameters, loaded, random_prompt, terms, title_of
-from medha.bench.rates import Rate, matrix_product
-from medha.bench.tabulate import figures_table
-from medha.cli.console import report_console
-from medha.cli.report import Timing, check_writable, in_turn, progress, write_report
+from medha.bench.timing import Rate, Timing, in_turn, matrix_product
+from medha.cli.console import figures_table, report_console
+from medha.cli.report import check_writable, progress, write_report
 from medha.config import ModelConfig, SchedulerConfig
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine, Prompt

@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 
 from medha.batch import Batch
-from medha.bench.held import Held, Meter, hold, run_steps
 from medha.bench.job import Ask, LastWords, Served
 from medha.cli.display import Display
 from medha.config import EngineConfig
@@ -30,6 +29,7 @@ from medha.engine.distributed import DrivingRunner
 from medha.engine.engine import Engine
 from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
+from medha.profile.held import Held, Meter, hold, run_steps
 from medha.sched.packer import Prediction
 from medha.timeline import RankRecords, encode_records
 from medha.worker.runner import Runner
@@ -97,7 +97,7 @@ def _ask(role: Role, *, prompt: str, max_tokens: int, show_progress: bool) -> di
     engine.add_request("document", prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     output = None
     live = Console(stderr=True) if show_progress else None
-    with Display(engine, lines=None, live=live, num_requests=1) as display:
+    with Display(engine.prefills, lines=None, live=live, num_requests=1) as display:
         while engine.has_unfinished:
             output = next((o for o in engine.step() if o.finished), output)
             display.refresh()

@@ -23,26 +23,18 @@ import numpy as np
 from rich.table import Table
 
 from medha.batch import Batch
-from medha.bench.load import Served, fixed_output, serve_load
-from medha.bench.local import Local, Subject, loaded, random_prompt, terms, title_of
-from medha.bench.serve_figures import (
-    METRICS,
-    Goodput,
-    cell,
-    detailed,
-    percentile_name,
-    serving_figures,
-)
-from medha.bench.tabulate import figures_table
+from medha.bench.harness import Local, Subject, loaded, random_prompt, terms, title_of
+from medha.bench.load import fixed_output, serve_load
 from medha.bench.workloads import Workload, arrivals_of, described, longest_of, rate_text
 from medha.cli.command import FAILED_REQUESTS
-from medha.cli.console import report_console
+from medha.cli.console import figures_table, report_console
 from medha.cli.report import check_writable, progress, write_report
 from medha.cost.correction import KINDS, RunningError
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.sched.packer import Prediction
+from medha.workload.metrics import METRICS, Goodput, Served, cell, detailed, percentile_name, serving_figures
 from medha.workload.trace import Trace
 
 
@@ -53,7 +45,7 @@ class ServeOptions:
     Attributes:
         max_concurrency: requests of the load at once; who comes while there are so many arrives when one ends.
         goodput: objectives of requests that bring none.
-        metrics, percentiles: what is reported of which figures, see :mod:`medha.bench.serve_figures`.
+        metrics, percentiles: what is reported of which figures, see :mod:`medha.workload.metrics`.
         probe_request_rate: probes a second on average; 0 is none.
         probe_input_len, probe_output_len: tokens of a probe.
         num_warmups: requests of the load that are served before it, all at once, and do not count.

@@ -2,7 +2,7 @@
 
 KV parallelism is the paper's section 3.3 (arXiv 2409.17264 v5): each group attends over its share of the keys, and what
 does not shrink is everything outside attention, which every group repeats (its Amdahl bound), and the merges. So both
-are shown apart. What the KV cache holds is random (:mod:`medha.bench.held`); a step is the same work as in a request
+are shown apart. What the KV cache holds is random (:mod:`medha.profile.held`); a step is the same work as in a request
 that had been read for real, through the same control plane. The jobs take turns of a few steps.
 """
 
@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from medha.bench.held import Held
 from medha.bench.job import Job, LastWords, parse_layout, records_in
 from medha.bench.model import NARROW_LLAMA, describe, random_llama, write_config
-from medha.bench.tabulate import figures_table
-from medha.cli.console import report_console
-from medha.cli.report import Timing, check_writable, machine_line, stamp, write_report
+from medha.bench.timing import Timing
+from medha.cli.console import figures_table, report_console
+from medha.cli.report import check_writable, machine_line, stamp, write_report
 from medha.config import ParallelConfig
+from medha.profile.held import Held
 from medha.timeline import BatchRecord, RankRecords
 
 ONE_RANK = "1 rank"

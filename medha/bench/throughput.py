@@ -16,13 +16,13 @@ from typing import Any
 
 from rich.table import Table
 
+from medha.bench.harness import Local, Subject, loaded, title_of
 from medha.bench.host import HostClock, HostFigures, HostStep
 from medha.bench.load import serve_load
-from medha.bench.local import Local, Subject, loaded, title_of
-from medha.bench.tabulate import figures_table
+from medha.bench.timing import Timing, in_turn
 from medha.bench.workloads import Workload, arrivals_of, described, longest_of
-from medha.cli.console import report_console
-from medha.cli.report import Timing, check_writable, in_turn, progress, write_report
+from medha.cli.console import figures_table, report_console
+from medha.cli.report import check_writable, progress, write_report
 from medha.errors import ConfigError
 from medha.workload.trace import Trace
 

@@ -48,8 +48,8 @@ def latency(
 
     TTFT: arrival to first token, queueing included. TPOT: (last - first token) / (tokens - 1).
     """
+    from medha.bench.harness import fitting
     from medha.bench.latency import LatencyOptions, run_and_print
-    from medha.bench.local import fitting
 
     subject = subject_of(given, seed=seed)
     options = LatencyOptions(
@@ -121,7 +121,7 @@ def serve(
     their share of the requests with one. Exit code 3: some requests failed.
     """
     from medha.bench.serve import ServeOptions, run_and_print
-    from medha.bench.serve_figures import Goodput, parse_metrics, parse_percentiles
+    from medha.workload.metrics import Goodput, parse_metrics, parse_percentiles
 
     goals = Goodput.parse([*(goodput or ()), *(more_goodput or ())])
     options = ServeOptions(
@@ -159,7 +159,7 @@ def attention(
 ) -> int:
     """Attention of one layer, chunks over KV lengths: its rate, against the matrix products of this machine."""
     from medha.bench.attention import AttentionOptions, run_and_print
-    from medha.bench.local import Subject
+    from medha.bench.harness import Subject
 
     options = AttentionOptions(
         subject=Subject(model, parse_overrides(hf_overrides), {"device": device, "num_threads": num_threads}),
@@ -185,7 +185,7 @@ def decode(
 ) -> int:
     """A step of decodes, batch sizes over contexts: its time, and the share of the memory's rate (MBU)."""
     from medha.bench.decode import DecodeOptions, run_and_print
-    from medha.bench.local import fitting
+    from medha.bench.harness import fitting
 
     subject = subject_of(given)
     options = DecodeOptions(
@@ -214,7 +214,7 @@ def prefill(
     **given: Any,
 ) -> int:
     """Prompts read whole and in adaptive chunks: TTFT, and the share of the matrix products' rate (MFU)."""
-    from medha.bench.local import fitting
+    from medha.bench.harness import fitting
     from medha.bench.prefill import PrefillOptions, run_and_print
 
     subject = subject_of(given, seed=seed)

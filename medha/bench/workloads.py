@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from medha.bench.harness import Local, random_prompt
 from medha.bench.load import fixed_output
-from medha.bench.local import Local, random_prompt
 from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
 from medha.params import PRIORITIES, SLO
-from medha.workload.reading import Reading, read_trace
+from medha.workload.io import Reading, read_trace
 from medha.workload.synth import arrival_times, generators, synthesize
 from medha.workload.trace import Trace
 
@@ -25,7 +25,7 @@ class Workload:
 
     Attributes:
         dataset_path: trace file; None draws the lengths.
-        lengths: what they are drawn from, as of :func:`medha.workload.lengths.parse_lengths`; None is ``input_len`` and
+        lengths: what they are drawn from, as of :func:`medha.workload.synth.parse_lengths`; None is ``input_len`` and
             ``output_len`` for all.
         num_prompts: how many; of a trace the first ones, None for all of it.
         request_rate: requests a second on average, ``inf`` for all at once; None is as a trace has it, else ``inf``.

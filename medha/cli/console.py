@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -32,3 +35,19 @@ def report_console() -> Console:
 def counted(number: int, noun: str) -> str:
     """``1 thread``, ``2 threads``."""
     return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def figures_table(title: str, figures: Sequence[str], *, words: Sequence[str] = ()) -> Table:
+    """An empty table.
+
+    Args:
+        title: above it, on one line if the console is wide enough.
+        figures: headings of columns of numbers, aligned on the right.
+        words: headings of columns of text, which come first.
+    """
+    table = Table(title=title, min_width=cell_len(title), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in words:
+        table.add_column(name, no_wrap=True)
+    for name in figures:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

@@ -11,9 +11,9 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -23,9 +23,6 @@ from rich.table import Table
 from rich.text import Text
 
 from medha.outputs import CompletionOutput, RequestOutput
-
-if TYPE_CHECKING:
-    from medha.engine.engine import Engine
 
 logger = logging.getLogger("medha")
 
@@ -41,7 +38,7 @@ class Display:
     """Many requests at once: a line for each that ends and, on a terminal, the state of those that run.
 
     Args:
-        engine: asked for the progress of prefills.
+        prefills: (request id, tokens read, tokens in all) of each prompt under way of at least so many tokens.
         lines: where a line for each finished request is printed; None prints none.
         live: where the running requests are drawn, if it is a terminal; None draws nothing.
         num_requests: how many there will be.
@@ -50,14 +47,14 @@ class Display:
 
     def __init__(
         self,
-        engine: Engine,
+        prefills: Callable[[int], Sequence[tuple[str, int, int]]],
         *,
         lines: Console | None,
         live: Console | None,
         num_requests: int,
         long_prompt: int = 4096,
     ) -> None:
-        self._engine = engine
+        self._prefills = prefills
         self._lines = lines
         self._long_prompt = long_prompt
         self._num_requests = num_requests
@@ -113,7 +110,7 @@ class Display:
         """What is redrawn: streaming answers, then bars, then the count."""
         streaming = [(i, tail) for i, tail in self._tails.items() if tail]
         region: list[RenderableType] = [_tail_line(i, tail, width) for i, tail in streaming[:_MAX_ROWS]]
-        prefills = self._engine.prefills(min_tokens=self._long_prompt)
+        prefills = self._prefills(self._long_prompt)
         self._rates = {i: self._rates.get(i) or _Rate() for i, _, _ in prefills}
         for request_id, done, _ in prefills:
             self._rates[request_id].note(now, done)

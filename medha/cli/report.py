@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,79 +26,6 @@ DEFINITIONS = {
     "SLO attainment": "share, of the requests with an objective, that completed and met all of theirs",
 }
 """What the terms of serving mean here; other tools differ."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of repeated runs of one thing.
-
-    Attributes:
-        median_s: median over the runs.
-        min_s, max_s: spread.
-        runs: how many counted, warm-up apart.
-    """
-
-    median_s: float
-    min_s: float
-    max_s: float
-    runs: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Timing:
-        """Summarise the runs."""
-        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
-
-    def cells_ms(self) -> tuple[str, str]:
-        """Median and spread in milliseconds, for a table."""
-        return f"{self.median_s * 1e3:,.1f}", f"{self.min_s * 1e3:,.0f}-{self.max_s * 1e3:,.0f}"
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def in_turn(
-    contestants: Mapping[str, Callable[[], float]],
-    *,
-    warmup: int,
-    runs: int,
-    on_run: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
-    """Let several callables that tell their seconds take turns (a b c a b c ...), so that a slow spell hits all alike.
-
-    Args:
-        contestants: by name; each call is one run.
-        warmup: turns that do not count.
-        runs: turns that count.
-        on_run: called after each run, warm-up included.
-
-    Returns:
-        Seconds of the runs that count, in order, by name.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for i in range(warmup + runs):
-        for name, run in contestants.items():
-            elapsed_s = run()
-            on_run()
-            if i >= warmup:
-                seconds[name].append(elapsed_s)
-    return seconds
-
-
-def interleaved(
-    contestants: Mapping[str, Callable[[], object]],
-    *,
-    warmup: int,
-    runs: int,
-    on_run: Callable[[], None] = lambda: None,
-) -> dict[str, Timing]:
-    """Time several callables that take turns; arguments as of :func:`in_turn`."""
-    clocked = {name: partial(timed, run) for name, run in contestants.items()}
-    seconds = in_turn(clocked, warmup=warmup, runs=runs, on_run=on_run)
-    return {name: Timing.of(values) for name, values in seconds.items()}
 
 
 @contextmanager
@@ -146,4 +70,4 @@ def write_report(path: Path | None, report: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    return asdict(value) if isinstance(value, Timing) else str(value)
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -7,7 +7,7 @@ beyond the KV it was fitted on; random forests (Vidur) and quadratics in the chu
 of a batch that mixes decodes and a chunk in one fused launch is not the sum of the two, see :class:`MixedAttention`.
 
 Where coefficients come from: a sheet of rates (:mod:`medha.cost.generic`), or a profile that was measured, fitted
-(:mod:`medha.sched.fit`) and written as JSON with the :class:`ProfileKey` of everything it depends on.
+(:mod:`medha.profile.fit`) and written as JSON with the :class:`ProfileKey` of everything it depends on.
 
 Every time is in seconds for the whole stage, that is for all of its layers.
 """

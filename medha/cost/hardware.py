@@ -1,7 +1,7 @@
 """What an accelerator and its links take, whatever the model, and from that the costs of any stage of any layout.
 
 A :class:`Sheet` holds rates, each with its source; ``medha/cost/specs/`` has some. ``a100-80g`` is fitted to public
-kernel tables by :mod:`medha.sim.sheet_fit`, whose docstring gives the errors. The others are derived from it by the
+kernel tables by :mod:`tools.fit_spec`, whose docstring gives the errors. The others are derived from it by the
 ratios of published figures: derived, not measured. The forms:
 
 - A matrix product fills the machine with tiles of three sizes, in waves, beside the reading and writing of its

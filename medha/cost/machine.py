@@ -9,20 +9,22 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-import medha
 from medha.config import EngineConfig, ModelConfig
 from medha.cost.coefficients import Coefficients, ProfileKey
 from medha.cost.generic import HardwareSheet, default_coefficients
+
+if TYPE_CHECKING:
+    import torch
 
 
 def profile_key(
     config: EngineConfig, model: ModelConfig, *, backend: str, dtype: str, device: torch.device
 ) -> ProfileKey:
     """What a profile of this engine would be measured for."""
+    import torch  # here because simulation does without
+
     parallel = config.parallel
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     shape = (
@@ -49,6 +51,8 @@ def load_coefficients(
     Raises:
         ConfigError: the profile cannot be read, or was measured for something else.
     """
+    from torch import get_num_threads  # here because simulation does without
+
     name = str(dtype).removeprefix("torch.")
     key = profile_key(config, model, backend=backend, dtype=name, device=device)
     if config.profile is not None:
@@ -57,7 +61,7 @@ def load_coefficients(
     return default_coefficients(
         model,
         key=key,
-        sheet=HardwareSheet() if device.type == "cuda" else HardwareSheet.cpu(torch.get_num_threads()),
+        sheet=HardwareSheet() if device.type == "cuda" else HardwareSheet.cpu(get_num_threads()),
         num_layers=len(parallel.layers_of(0, model.num_layers)),  # the first stages take one more
         dtype_bytes=dtype.itemsize,
         tp=parallel.tp,
@@ -89,7 +93,7 @@ def environment() -> dict[str, Any]:
         gpu = torch.cuda.get_device_properties(index)
         devices.append(f"cuda:{index} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)")
     return {
-        "medha": medha.__version__,
+        "medha": version("medha"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},

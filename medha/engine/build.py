@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from medha.attention.choose import choose_backend
 from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape
 from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from medha.cost.machine import load_coefficients
@@ -56,6 +55,7 @@ from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer, load_tokenizer
 from medha.timeline import Timeline
+from medha.worker.choose import choose_backend
 from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
@@ -551,7 +551,7 @@ def own_device(device: torch.device, launch: Launch | None) -> torch.device:
 def pick_backend(
     name: str, shape: LayerShape, device: torch.device, *, block_size: int = CacheConfig().block_size
 ) -> AttentionBackend:
-    """The attention backend called ``name``, apart from an engine; see :func:`medha.attention.choose.choose_backend`.
+    """The attention backend called ``name``, apart from an engine; see :func:`medha.worker.choose.choose_backend`.
 
     Raises:
         ConfigError: it cannot serve here.

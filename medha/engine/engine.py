@@ -208,7 +208,7 @@ class Engine:
         return self._host_s / self._num_host_steps if self._num_host_steps else None
 
     @_in_turn
-    def prefills(self, *, min_tokens: int = 1) -> list[tuple[str, int, int]]:
+    def prefills(self, min_tokens: int = 1) -> list[tuple[str, int, int]]:
         """(request id, prompt tokens computed, prompt tokens) of admitted prompts of at least ``min_tokens``."""
         return [
             (one.name, self.scheduler.num_computed_tokens(one.slot), one.metrics.num_prompt_tokens)

@@ -397,7 +397,7 @@ def _view(engine: Engine, arrivals: Sequence[Arrival], *, json_lines: bool, live
     single = len(arrivals) == 1 and not json_lines and (arrivals[0].params is None or arrivals[0].params.n == 1)
     lines = None if single or json_lines else Console()
     stderr = Console(stderr=True) if live and not (json_lines and sys.stdout.isatty()) else None
-    display = Display(engine, lines=lines, live=stderr, num_requests=len(arrivals))
+    display = Display(engine.prefills, lines=lines, live=stderr, num_requests=len(arrivals))
     return StreamedText(display, sys.stdout) if single else display
 
 

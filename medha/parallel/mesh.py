@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from importlib.metadata import version
 from typing import TypeVar
 
 import torch
@@ -24,7 +25,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-import medha
 from medha.config import ModelConfig, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError, RankFailedError
 from medha.parallel.health import BEHIND_S, Monitor
@@ -319,7 +319,7 @@ def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
     Raises:
         ConfigError: names the ranks that differ from rank 0, and in what; the same text on every rank.
     """
-    prints = {name: fingerprint(part) for name, part in {"version of medha": medha.__version__, **parts}.items()}
+    prints = {name: fingerprint(part) for name, part in {"version of medha": version("medha"), **parts}.items()}
     job.store.set(f"prints/{job.launch.rank}", json.dumps(prints))
     wait_for_all(job, "compared", limit_s=_READ_LIMIT_S)
     theirs = [json.loads(job.store.get(f"prints/{rank}")) for rank in range(job.launch.world_size)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-import medha
 from medha.config import CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
 from medha.cost.hardware import load_sheet
 from medha.errors import ConfigError
@@ -19,7 +19,7 @@ from medha.sim.known_models import find_model
 from medha.sim.replica import Replica
 from medha.sim.report import System
 from medha.sim.study import Study
-from medha.workload.reading import Reading, read_trace
+from medha.workload.io import Reading, read_trace
 from medha.workload.synth import arrival_times, generators, synthesize
 from medha.workload.trace import Trace
 
@@ -94,7 +94,7 @@ def config_of(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
     replica = study.systems[0].replica
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items() if name in _TOLD}
     return {
-        "medha": medha.__version__,
+        "medha": version("medha"),
         **plain,
         "workload": (given["workload"] or "medha-mix") if given["trace"] is None else None,
         "max_model_len": replica.max_model_len,

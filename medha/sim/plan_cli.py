@@ -121,7 +121,7 @@ def _check_context(context: int, max_model_len: int | None, name: str, model: Mo
 
 def _workload(name: str, duration_s: float, seed: int) -> tuple[Rate, int]:
     """The requests at a rate, of a trace file or drawn; and the tokens of the longest."""
-    from medha.workload.reading import read_trace
+    from medha.workload.io import read_trace
     from medha.workload.synth import synthesize
 
     if Path(name).is_file():

@@ -2,7 +2,8 @@
 
 The loop is that of :class:`medha.engine.Engine` under :func:`~medha.engine.arrivals.drive`: add who has arrived, fill
 the pipeline to its depth, wait for its oldest batch. Time is virtual: what a batch takes is predicted, and who gets
-tokens and when a request ends is read off the trace. The scheduler is the very object of the engine and knows nothing of it.
+tokens and when a request ends is read off the trace. The scheduler is the very object of the engine and knows nothing
+of it.
 """
 
 from __future__ import annotations

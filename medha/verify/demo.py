@@ -199,7 +199,7 @@ def _act(
         return None
     _announce(stage, act)
     num_requests = 1 + len(_CODES)
-    with Display(engine, lines=stage.console, live=stage.live, num_requests=num_requests) as display:
+    with Display(engine.prefills, lines=stage.console, live=stage.live, num_requests=num_requests) as display:
         outputs = serve(engine, display)
     role.close()
     timeline.write(folder / act.file)

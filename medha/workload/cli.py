@@ -1,4 +1,4 @@
-"""``medha trace …``: convert, stats, synth and validate. Exit codes as in :mod:`medha.cli.command`; 2: a wrong trace."""
+"""``medha trace …``: convert, stats, synth and validate. Exit codes: :mod:`medha.cli.command`; 2: a wrong trace."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from medha.workload.reading import Reading
-    from medha.workload.stats import TraceStats
-    from medha.workload.trace import Trace, TraceFormatError
+    from medha.workload.io import Reading
+    from medha.workload.trace import Trace, TraceFormatError, TraceStats
 
 app = make_app(help="Request traces: convert, summarise, generate, check.")
 
@@ -61,8 +60,8 @@ def convert(
     chars_per_token: CharsPerToken = None,
 ) -> int:
     """Write a trace in another format. --qps scales its arrivals, or draws them where it has none."""
+    from medha.workload.io import format_for, write_trace
     from medha.workload.synth import arrival_times, generators
-    from medha.workload.writing import format_for, write_trace
 
     to_format = to_format or format_for(target)
     reading = _read(source, from_format, time_unit, skip_invalid, chars_per_token)
@@ -96,7 +95,7 @@ def stats(
 ) -> int:
     """Print rate, burstiness and lengths of a trace."""
     from medha.cli.console import report_console
-    from medha.workload.stats import trace_stats
+    from medha.workload.trace import trace_stats
 
     reading = _read(file, from_format, time_unit, skip_invalid, chars_per_token)
     figures = trace_stats(reading.trace)
@@ -127,8 +126,8 @@ def synth(
     to_format: To = None,
 ) -> int:
     """Generate a trace."""
+    from medha.workload.io import format_for, write_trace
     from medha.workload.synth import synthesize
-    from medha.workload.writing import format_for, write_trace
 
     to_format = to_format or format_for(target)
     kind, _, name = arrivals.partition(":")
@@ -188,7 +187,7 @@ def _read(
     on_fault: Callable[[TraceFormatError], None] | None = None,
 ) -> Reading:
     from medha.workload.formats import characters_over
-    from medha.workload.reading import read_trace
+    from medha.workload.io import read_trace
 
     start_logging("warning")
     return read_trace(

@@ -12,8 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.attention import choose
-from medha.attention.choose import choose_backend
 from medha.attention.flashinfer_backend import (
     FlashInferBackend,
     FlashInferPlan,
@@ -24,6 +22,8 @@ from medha.attention.interface import LayerShape, Segment
 from medha.attention.staging import Staging
 from medha.attention.torch_backend import TorchBackend
 from medha.errors import ConfigError
+from medha.worker import choose
+from medha.worker.choose import choose_backend
 from tests.attention import fake_flashinfer
 from tests.attention.reference import assert_segments_close
 from tests.attention.test_torch_backend import Model, Shape, build, models, shapes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from medha.bench import rates
+from medha.bench import timing as rates
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from medha.bench.accuracy import (
     repeats_of,
     run_and_print,
 )
-from medha.bench.calibrate import Effort
-from medha.bench.handmade import Part, Step, chunk, decodes
 from medha.cost.correction import Kind
+from medha.profile.calibrate import Effort
+from medha.profile.steps import Part, Step, chunk, decodes
 from tests.bench.shapes import TINY
 
 SMALL = AccuracyOptions(

@@ -9,7 +9,7 @@ import pytest
 
 from medha.bench.attention import AttentionOptions, useful_flops
 from medha.bench.cli import app
-from medha.bench.local import Subject, shape_of
+from medha.bench.harness import Subject, shape_of
 from medha.cli.command import run_app
 from tests.bench.shapes import ON_TINY, TINY
 

@@ -12,9 +12,9 @@ from medha.bench import compare_mixed
 from medha.bench.cli import app
 from medha.bench.compare import CompareOptions
 from medha.bench.comparing import Comparison
+from medha.bench.timing import Timing
 from medha.bench.workloads import Workload
 from medha.cli.command import run_app
-from medha.cli.report import Timing
 from tests.bench.shapes import TINY
 
 SMALL = ["--num-threads", "1", "--hf-overrides", json.dumps(TINY), "--num-iters", "2"]

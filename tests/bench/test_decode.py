@@ -9,7 +9,7 @@ import pytest
 
 from medha.bench.cli import app
 from medha.bench.decode import DecodeOptions
-from medha.bench.local import Subject, layer_parameters, shape_of, step_parameters
+from medha.bench.harness import Subject, layer_parameters, shape_of, step_parameters
 from medha.cli.command import run_app
 from tests.bench.shapes import ON_TINY, TINY
 

@@ -10,8 +10,8 @@ import pytest
 
 from medha.bench.cli import app
 from medha.bench.latency import LengthLatency
-from medha.bench.load import Outcome
 from medha.cli.command import run_app
+from medha.workload.metrics import Outcome
 from tests.bench.shapes import ON_TINY, TINY
 
 

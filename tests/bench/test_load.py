@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
+from medha.bench.harness import Local, Subject, loaded
 from medha.bench.load import fixed_output, serve_load
-from medha.bench.local import Local, Subject, loaded
 from medha.engine.arrivals import Arrival
 from tests.bench.shapes import TINY
 

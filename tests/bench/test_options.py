@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from medha.bench.cli import app
-from medha.bench.local import Subject, fitting
+from medha.bench.harness import Subject, fitting
 from medha.bench.options import MODEL, SCHEDULING, SERVING, WORKLOAD, subject_of, takes, workload_of
 from medha.cli.command import make_app, run_app
 from medha.config import EngineConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from medha.bench.cli import app
+from medha.bench.harness import Subject, layer_parameters, loaded, shape_of
 from medha.bench.load import fixed_output, serve_load
-from medha.bench.local import Subject, layer_parameters, loaded, shape_of
 from medha.bench.prefill import useful_flops
 from medha.cli.command import run_app
 from medha.engine.arrivals import Arrival

@@ -13,11 +13,17 @@ import numpy as np
 import pytest
 
 from medha.bench.cli import app
-from medha.bench.load import Outcome, Served
 from medha.bench.serve import ServeOptions, probe_stream
-from medha.bench.serve_figures import (
+from medha.bench.workloads import Workload
+from medha.cli.command import run_app
+from medha.errors import ConfigError
+from medha.params import SLO
+from medha.workload.io import write_trace
+from medha.workload.metrics import (
     METRICS,
     Goodput,
+    Outcome,
+    Served,
     by_length,
     latency_fields,
     meets,
@@ -27,12 +33,7 @@ from medha.bench.serve_figures import (
     parse_percentiles,
     serving_figures,
 )
-from medha.bench.workloads import Workload
-from medha.cli.command import run_app
-from medha.errors import ConfigError
-from medha.params import SLO
 from medha.workload.trace import Trace
-from medha.workload.writing import write_trace
 from tests.bench.shapes import ON_TINY
 
 VLLM_KEYS = {

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from medha.bench.cli import app
-from medha.bench.held import Held
 from medha.bench.job import Job
 from medha.bench.model import write_config
 from medha.bench.steps import ONE_RANK, Parts, StepOptions, step_scaling
 from medha.cli.command import run_app
 from medha.config import ParallelConfig
+from medha.profile.held import Held
 from tests.bench.shapes import TINY
 
 SMALL = {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2}

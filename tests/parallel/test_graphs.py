@@ -23,7 +23,7 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
     """On each rank: tokens, and how many batches ran from a graph."""
     import medha.engine.build as build
     from medha import LLM
-    from tests.test_graphs import Repeating, make_backend
+    from tests.worker.test_graphs import Repeating, make_backend
 
     makers: list[Repeating] = []
 

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -144,14 +145,9 @@ def test_no_torchrun_prints_the_command(model: Path) -> None:
 
 def different(folders: list[str], options: list[dict[str, Any]], versions: list[str]) -> tuple[str, str, float]:
     """As ``refusal``, with a model, options and version for each rank."""
-    import medha
-
     rank = int(os.environ["RANK"])
-    before, medha.__version__ = medha.__version__, versions[rank]
-    try:
+    with patch("medha.parallel.mesh.version", return_value=versions[rank]):
         return refusal(folders[rank], {"spp": 2, **options[rank]})
-    finally:
-        medha.__version__ = before
 
 
 @pytest.mark.parametrize(

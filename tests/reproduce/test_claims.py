@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from examples.reproduce.claims import Claim, load_claims
+from examples.reproduce.registry import FIGURES, find_figures
+from examples.reproduce.report import run_figure
+from examples.reproduce.result import VERDICTS, Options, ratio, verdict
 from medha.errors import ConfigError
-from medha.reproduce.claims import CLAIMS, Claim, load_claims
-from medha.reproduce.registry import FIGURES, find_figures
-from medha.reproduce.report import run_figure
-from medha.reproduce.result import VERDICTS, Options, ratio, verdict
 from tests.reproduce import PLAYED
 
 CLAIM = """
@@ -93,11 +93,6 @@ def test_an_id_is_given_once(tmp_path: Path) -> None:
 def test_no_claims_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing.toml cannot be read"):
         load_claims(tmp_path / "nothing.toml")
-
-
-def test_the_file_is_packaged() -> None:
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert CLAIMS.is_file() and '"reproduce/claims.toml"' in text
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from medha.cost.hardware import LinkRates
-from medha.errors import ConfigError
-from medha.reproduce.baselines.context_parallel import (
+from examples.reproduce.baselines.context_parallel import (
     ContextParallel,
     attention_parts_s,
     block_bytes,
     hidden_tokens,
     prefill_s,
 )
-from medha.reproduce.figures.baselines import TETRIS_S, TETRIS_TOKENS, ring_s
-from medha.reproduce.timing import MODELS, h100
+from examples.reproduce.figures.baselines import TETRIS_S, TETRIS_TOKENS, ring_s
+from examples.reproduce.timing import MODELS, h100
+from medha.cost.hardware import LinkRates
+from medha.errors import ConfigError
 
 LENGTHS, TABLE, ours = TETRIS_TOKENS, TETRIS_S, ring_s
 SMALL = MODELS["Llama-3 8B"]

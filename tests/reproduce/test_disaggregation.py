@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medha.config import ParallelConfig
-from medha.cost.hardware import kv_pool_tokens
-from medha.cost.predictor import Work
-from medha.errors import ConfigError
-from medha.reproduce.baselines.disaggregation import (
+from examples.reproduce.baselines.disaggregation import (
     PUBLISHED,
     Disaggregated,
     is_refused,
@@ -23,9 +19,13 @@ from medha.reproduce.baselines.disaggregation import (
     play_colocated,
     stage_memories,
 )
-from medha.reproduce.figures.disaggregation import FIGURE, LAYOUTS, OUTPUT_TOKENS, splits
-from medha.reproduce.result import Options
-from medha.reproduce.timing import MODELS, M, a100, stage_predictors
+from examples.reproduce.figures.disaggregation import FIGURE, LAYOUTS, OUTPUT_TOKENS, splits
+from examples.reproduce.result import Options
+from examples.reproduce.timing import MODELS, M, a100, stage_predictors
+from medha.config import ParallelConfig
+from medha.cost.hardware import kv_pool_tokens
+from medha.cost.predictor import Work
+from medha.errors import ConfigError
 from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from medha.cost.hardware import load_sheet
-from medha.reproduce.figures.capacity import Capacity, capacity, sustains
-from medha.reproduce.figures.pools import num_long_finished
-from medha.reproduce.figures.schedulers import prompt_tokens_done
-from medha.reproduce.load import (
+from examples.reproduce.figures.capacity import Capacity, capacity, sustains
+from examples.reproduce.figures.pools import num_long_finished
+from examples.reproduce.figures.schedulers import prompt_tokens_done
+from examples.reproduce.load import (
     EDF,
     FCFS,
     LARS,
@@ -41,9 +40,10 @@ from medha.reproduce.load import (
     ttft_quantile,
     waited_s,
 )
-from medha.reproduce.result import Options
-from medha.reproduce.served import Served
-from medha.reproduce.timing import MODELS
+from examples.reproduce.result import Options
+from examples.reproduce.served import Served
+from examples.reproduce.timing import MODELS
+from medha.cost.hardware import load_sheet
 from medha.sched.queue import RequestHead
 from medha.sim.replica import Replica
 from medha.sim.simulator import Gaps
@@ -76,7 +76,7 @@ class Fake:
     wait_s_per_qps: float
 
     def play(self, trace: Trace, stop_s: float) -> Run:
-        """See :class:`medha.reproduce.load.System`."""
+        """See :class:`examples.reproduce.load.System`."""
         wait_s = self.wait_s_per_qps * len(trace) / stop_s
         ttft_s = np.where(trace.arrival_s + wait_s <= stop_s, wait_s, np.nan)
         first_s = trace.arrival_s + ttft_s

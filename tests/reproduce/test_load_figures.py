@@ -10,12 +10,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from medha.reproduce.claims import load_claims
-from medha.reproduce.figures import capacity, decode_load, knee, layouts, pools, schedulers
-from medha.reproduce.load import LOONGSERVE, MEDHA, Load, Run, System, fixed_batch_s, is_long
-from medha.reproduce.report import draw, run_figure
-from medha.reproduce.result import Options
-from medha.reproduce.served import Served
+from examples.reproduce.claims import load_claims
+from examples.reproduce.figures import capacity, decode_load, knee, layouts, pools, schedulers
+from examples.reproduce.load import LOONGSERVE, MEDHA, Load, Run, System, fixed_batch_s, is_long
+from examples.reproduce.report import draw, run_figure
+from examples.reproduce.result import Options
+from examples.reproduce.served import Served
 from medha.sim.simulator import Gaps
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

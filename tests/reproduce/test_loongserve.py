@@ -11,12 +11,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from medha.errors import ConfigError
-from medha.reproduce.baselines.context_parallel import ContextParallel, prefill_s
-from medha.reproduce.baselines.loongserve import LoongServe, play
-from medha.reproduce.baselines.loongserve_cost import EspCosts
-from medha.reproduce.baselines.loongserve_figures import SYSTEMS, own_figures
-from medha.reproduce.baselines.loongserve_plan import (
+from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
+from examples.reproduce.baselines.loongserve import LoongServe, play
+from examples.reproduce.baselines.loongserve_cost import EspCosts
+from examples.reproduce.baselines.loongserve_figures import SYSTEMS, own_figures
+from examples.reproduce.baselines.loongserve_plan import (
     MAX_PREFILL_S,
     Pending,
     Planned,
@@ -25,9 +24,10 @@ from medha.reproduce.baselines.loongserve_plan import (
     plan_batches,
     select,
 )
-from medha.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Occupied
-from medha.reproduce.served import Served
-from medha.reproduce.timing import MODELS, a100
+from examples.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Occupied
+from examples.reproduce.served import Served
+from examples.reproduce.timing import MODELS, a100
+from medha.errors import ConfigError
 from medha.workload.trace import Trace
 
 MODEL = MODELS["Llama-3 8B"]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from medha.__main__ import app
+from examples.reproduce.__main__ import app
+from examples.reproduce.claims import load_claims
+from examples.reproduce.registry import FIGURES
+from examples.reproduce.report import draw, report, run_figure, write_all
+from examples.reproduce.result import FigureResult, FigureSpec, Options
 from medha.cli.command import run_app
-from medha.reproduce.claims import load_claims
-from medha.reproduce.registry import FIGURES
-from medha.reproduce.report import draw, report, run_figure, write_all
-from medha.reproduce.result import FigureResult, FigureSpec, Options
 from tests.reproduce import PLAYED
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -23,7 +23,7 @@ NAMES = ("intensity", "kvp-decode")
 def test_two_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for folder in ("a", "b"):
-        assert run_app(app, "medha", ["reproduce", *NAMES, "--out", str(tmp_path / folder), "--quick"]) == 0
+        assert run_app(app, "reproduce", [*NAMES, "--out", str(tmp_path / folder), "--quick"]) == 0
         texts.append((tmp_path / folder / "REPORT.md").read_text())
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == str(tmp_path / "b" / "REPORT.md")
@@ -64,14 +64,14 @@ def test_the_whole_report_lists_what_is_not_answered() -> None:
     ],
 )
 def test_bad_usage(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "medha", ["reproduce", *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert run_app(app, "reproduce", [*arguments, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert run_app(app, "medha", ["reproduce", "intensity", "--out", str(tmp_path / "file")]) == 2
+    assert run_app(app, "reproduce", ["intensity", "--out", str(tmp_path / "file")]) == 2
     assert "cannot be written to" in capsys.readouterr().err
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from medha.config import ParallelConfig
-from medha.cost.predictor import Work
-from medha.reproduce.figures.adaptive import adaptive
-from medha.reproduce.figures.chunks import attention_s
-from medha.reproduce.figures.example import POLICIES, play
-from medha.reproduce.figures.requirements import gpus_needed, most_tokens_by_compute
-from medha.reproduce.flops import (
+from examples.reproduce.figures.adaptive import adaptive
+from examples.reproduce.figures.chunks import attention_s
+from examples.reproduce.figures.example import POLICIES, play
+from examples.reproduce.figures.requirements import gpus_needed, most_tokens_by_compute
+from examples.reproduce.flops import (
     attention_flops,
     chunk_intensity,
     kv_bytes,
@@ -19,7 +17,7 @@ from medha.reproduce.flops import (
     prefill_flops,
     weight_bytes,
 )
-from medha.reproduce.timing import (
+from examples.reproduce.timing import (
     MODELS,
     chunk_seconds,
     decode_s,
@@ -29,6 +27,8 @@ from medha.reproduce.timing import (
     simulate,
     stage_predictors,
 )
+from medha.config import ParallelConfig
+from medha.cost.predictor import Work
 
 SMALL, LARGE = MODELS["Llama-3 8B"], MODELS["Llama-3 70B"]
 

@@ -24,9 +24,8 @@ from medha.cost.hardware import SHEETS
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.options import NUM_REQUESTS
 from medha.sim.simulator import Simulation
-from medha.workload.lengths import named_lengths
-from medha.workload.synth import ARRIVALS, synthesize
-from medha.workload.writing import write_trace
+from medha.workload.io import write_trace
+from medha.workload.synth import ARRIVALS, named_lengths, synthesize
 
 ROOT = Path(medha.__file__).parents[1]
 SMALL = ("--workload", "uniform:100-900,1-20", "--num-requests", 20, "--qps", 5)

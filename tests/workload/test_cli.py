@@ -17,9 +17,8 @@ from medha.__main__ import app
 from medha.cli.command import run_app
 from medha.workload import cli
 from medha.workload.formats import FORMATS
-from medha.workload.lengths import named_lengths
-from medha.workload.reading import read_trace
-from medha.workload.synth import ARRIVALS
+from medha.workload.io import read_trace
+from medha.workload.synth import ARRIVALS, named_lengths
 
 VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
 MOONCAKE = "".join(

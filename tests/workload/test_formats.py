@@ -19,12 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.errors import ConfigError, MedhaError
-from medha.workload import files
-from medha.workload.files import detect, json_objects
+from medha.workload import io as files
 from medha.workload.formats import FORMATS, characters_over
-from medha.workload.reading import iter_requests, read_trace
+from medha.workload.io import detect, iter_requests, json_objects, read_trace, write_trace
 from medha.workload.trace import MAX_TOKENS, Row, Trace, TraceFormatError
-from medha.workload.writing import write_trace
 
 WRITABLE = [name for name, kind in FORMATS.items() if kind.line is not None]
 VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from medha.errors import ConfigError
-from medha.workload.lengths import named_lengths, parse_lengths
-from medha.workload.stats import trace_stats
-from medha.workload.synth import ARRIVALS, arrival_times, generators, synthesize
+from medha.workload.synth import ARRIVALS, arrival_times, generators, named_lengths, parse_lengths, synthesize
+from medha.workload.trace import trace_stats
 
 MANY = 200_000
 NEAR = 0.03

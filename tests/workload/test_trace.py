@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from medha.errors import ConfigError, exit_code
-from medha.workload.stats import trace_stats
-from medha.workload.trace import MAX_TOKENS, Row, Trace, TraceFormatError
+from medha.workload.trace import MAX_TOKENS, Row, Trace, TraceFormatError, trace_stats
 
 
 def make_trace(times: list[float], **columns: Any) -> Trace:

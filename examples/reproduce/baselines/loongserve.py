@@ -1,0 +1,124 @@
+"""LoongServe under load: elastic sequence parallelism, played on a virtual clock.
+
+Source: LoongServe (Wu et al., arXiv:2404.09526), and its published code where the paper leaves something open. It is
+what section 6 of arXiv:2409.17264v5 compares with; the reserved pool is that of its section 6.5. Instances of ``tp``
+accelerators form groups. A prefill runs whole on one group and is never interrupted; a group decodes until its
+requests end. The manager takes four steps:
+
+1. Dispatching (:func:`examples.reproduce.baselines.loongserve_plan.select`), when no prefill runs, and not before every
+   group has decoded ten steps since. Up to four times in a row, later requests may pass one that cannot go. Who arrives
+   while prefills run waits for all of them, unless idle instances can prefill it before the last of them ends.
+2. Allocation: groups move together while one more instance saves the prefill more than the move takes; groups stop for
+   the prefill where memory wants it, or where that saves more per prompt token than it costs per token produced.
+3. Batching (:func:`examples.reproduce.baselines.loongserve_plan.plan_batches`).
+4. Scaling: a prefill keeps its keys and values on the fewest instances that hold them, and the others are free when it
+   ends. Decodes take another instance where memory ends, or where a master would have more than 128 requests.
+
+Simplified, and kinder than the system: groups do not wait for each other between steps; any idle instance may prefill
+what fits in the time left; nobody is evicted, since a request is admitted only with room for its whole output, which is
+known; the manager takes no time. A prompt that all instances together cannot hold, the activations of the whole prompt
+included, is refused and never gets a token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from examples.reproduce.baselines.loongserve_cost import EspCosts
+from examples.reproduce.baselines.loongserve_manager import Manager
+from examples.reproduce.baselines.loongserve_pool import OnOccupied
+from examples.reproduce.served import Served
+from medha.config import ModelConfig
+from medha.cost.hardware import Sheet
+from medha.errors import ConfigError
+from medha.sim.simulator import Gaps
+from medha.workload.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class LoongServe:
+    """A system of elastic instances.
+
+    Attributes:
+        sheet: the accelerators.
+        model: what runs on them.
+        num_instances: in all.
+        tp: accelerators of each.
+        reserved: instances for prompts below ``reserved_below`` tokens; the others serve the rest. 0 for no such pool.
+        reserved_below: tokens.
+        utilization: share of the memory that may be used.
+        is_elastic: False for static sequence parallelism: one group of all instances, prefills first.
+    """
+
+    sheet: Sheet
+    model: ModelConfig
+    num_instances: int = 8
+    tp: int = 2
+    reserved: int = 0
+    reserved_below: int = 8192
+    utilization: float = 0.9
+    is_elastic: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_instances, int) or self.num_instances < 1:
+            raise ConfigError(f"num_instances={self.num_instances!r}; accepted: a whole number of at least 1")
+        if not isinstance(self.reserved, int) or not 0 <= self.reserved < self.num_instances:
+            raise ConfigError(f"reserved={self.reserved!r}; accepted: 0 to {self.num_instances - 1}")
+
+    @property
+    def num_gpus(self) -> int:
+        """Accelerators in all."""
+        return self.num_instances * self.tp
+
+
+def play(
+    system: LoongServe, trace: Trace, *, stop_s: float | None = None, on_occupied: OnOccupied | None = None
+) -> Served:
+    """Play a trace on it; the same trace gives the same result.
+
+    Args:
+        system: who serves.
+        trace: what is asked.
+        stop_s: time of the clock at which to stop; None is the end.
+        on_occupied: is told what each instance did, as it ends.
+
+    Raises:
+        ConfigError: the model does not fit an instance.
+    """
+    count = len(trace)
+    first_token_s, finish_s = np.full(count, np.nan), np.full(count, np.nan)
+    gaps, is_stopped = Gaps(), False
+    costs = EspCosts(
+        system.sheet,
+        system.model,
+        num_instances=system.num_instances,
+        tp=system.tp,
+        utilization=system.utilization,
+    )
+    is_short = trace.prompt_tokens < system.reserved_below
+    pools = [(range(system.num_instances), np.ones(count, np.bool_))]
+    if system.reserved:
+        pools = [
+            (range(system.reserved), is_short),
+            (range(system.reserved, system.num_instances), ~is_short),
+        ]
+    for instances, mask in pools:
+        manager = Manager(
+            costs,
+            trace,
+            instances,
+            is_elastic=system.is_elastic,
+            gaps=gaps,
+            on_occupied=on_occupied,
+        )
+        is_stopped |= manager.play(np.flatnonzero(mask).tolist(), math.inf if stop_s is None else stop_s)
+        first_token_s[mask], finish_s[mask] = manager.first_token_s[mask], manager.finish_s[mask]
+    if is_stopped and stop_s is not None:
+        for times in (first_token_s, finish_s):
+            times[times > stop_s] = np.nan  # the last step of a run that the manager interrupted
+    last_s = float(np.nanmax(finish_s, initial=0.0))
+    end_s = stop_s if is_stopped and stop_s is not None else last_s
+    return Served(trace, first_token_s, finish_s, end_s, gaps)

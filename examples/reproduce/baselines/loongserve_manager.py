@@ -1,0 +1,444 @@
+"""A manager of LoongServe and its instances, played event by event; see :mod:`examples.reproduce.baselines.loongserve`.
+
+Tokens are not played one by one: a group does a run of up to 32 steps of one length, that of its middle, and room for
+the tokens of a run is taken when it begins. What a run has not done is given back when the manager interrupts it, at
+the end of a step. A request that ends with such a step leaves when the manager looks, up to a step before its time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from examples.reproduce.baselines.loongserve_cost import EspCosts
+from examples.reproduce.baselines.loongserve_plan import Pending, Situation, fill, plan_batches, select
+from examples.reproduce.baselines.loongserve_pool import (
+    MASTER_REQUESTS,
+    Group,
+    KvPool,
+    Occupied,
+    OnOccupied,
+    Prefill,
+    Request,
+    Run,
+    assign,
+)
+from medha.sim.simulator import Gaps
+from medha.workload.trace import Trace
+
+_STEPS_BETWEEN = 10
+"""Decode steps between prefills: ``max_wait_tokens``."""
+_MAX_PASSES = 4
+_MAX_SCANNED = 512
+_MAX_STEPS = 32
+_TYPICAL = (32, 2048)
+"""Requests and tokens of each, for the time of a typical step."""
+_FIRST_OUTPUT = 512
+"""Tokens that an output is expected to have, before any has ended."""
+_LEAST_STEPS = 10
+"""Decodes are never expected to end sooner."""
+
+
+_Event = int | Prefill | Group | None
+"""An arrival by row, the end of a prefill, that of a run of a group, or a time to dispatch."""
+
+
+class Manager:
+    """Instances under one manager.
+
+    Args:
+        costs: of its instances.
+        trace: what is asked.
+        instances: their numbers.
+        is_elastic: groups are not always of all instances.
+        gaps: where waits between tokens are counted.
+        on_occupied: is told what each instance did, as it ends.
+
+    Attributes:
+        first_token_s, finish_s: by row of the trace; NaN for what did not happen.
+    """
+
+    def __init__(
+        self,
+        costs: EspCosts,
+        trace: Trace,
+        instances: range,
+        *,
+        is_elastic: bool,
+        gaps: Gaps,
+        on_occupied: OnOccupied | None,
+    ) -> None:
+        self.first_token_s, self.finish_s = np.full((2, len(trace)), np.nan)
+        self._gaps = gaps
+        self._costs, self._is_elastic, self._on_occupied = costs, is_elastic, on_occupied
+        self._prompts, self._outputs = trace.prompt_tokens.tolist(), trace.output_tokens.tolist()
+        self._arrivals: list[float] = trace.arrival_s.tolist()
+        self._instances = list(instances)
+        self._pool = KvPool(instances, costs.pool_tokens)
+        self._prefills: list[Prefill] = []
+        self._queue: list[Pending] = []
+        self._claims = self._order = self._num_passes = 0
+        self._events: list[tuple[float, int, _Event, Run | None]] = []
+        self._next_dispatch_s = 0.0
+        self._must_decode = False
+        self._ended_tokens, self._num_ended = _FIRST_OUTPUT, 1
+        count, kv = _TYPICAL
+        self._typical_s = costs.step_s(count, count * kv, kv, num_instances=1, rows=count)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The clock
+
+    def play(self, rows: Sequence[int], stop_s: float) -> bool:
+        """Play these rows of the trace; whether that was stopped before its end."""
+        for row in rows:
+            self._push(self._arrivals[row], row)
+        while self._events and self._events[0][0] <= stop_s:
+            now_s, is_changed = self._events[0][0], False
+            while self._events and self._events[0][0] == now_s:
+                _, _, what, run = heapq.heappop(self._events)
+                is_changed = self._handle(what, run) or is_changed
+            if is_changed and self._queue:
+                self._dispatch(now_s)
+            self._start_runs(now_s)
+        for group in list(self._pool.groups):
+            if (run := group.run) is not None and run.start_s < stop_s:
+                self._account(group, int((stop_s - run.start_s) / run.step_s))
+        return bool(self._events)
+
+    def _push(self, time_s: float, what: _Event, run: Run | None = None) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (time_s, self._order, what, run))
+
+    def _handle(self, what: _Event, run: Run | None) -> bool:
+        """Do what is due; whether there is something new for the manager."""
+        if isinstance(what, int):
+            return self._arrive(what)
+        if isinstance(what, Prefill):
+            self._end_prefill(what)
+        elif isinstance(what, Group):
+            if run is None or what.run is not run:
+                return False
+            self._account(what, run.num_steps)
+        return True
+
+    def _arrive(self, row: int) -> bool:
+        """Queue a request; False where it is refused."""
+        prompt, claim = self._prompts[row], self._prompts[row] + self._outputs[row] - 1
+        if not self._costs.fits(prompt, claim, len(self._instances)):
+            return False
+        self._queue.append(Pending(row, prompt, claim))
+        return True
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Dispatching and allocation
+
+    def _dispatch(self, now_s: float) -> None:
+        if self._prefills:
+            self._fill(now_s)
+            return
+        if self._pool.groups and (self._must_decode or now_s < self._next_dispatch_s):
+            return
+        places = select(
+            self._costs,
+            self._queue[:_MAX_SCANNED],
+            self._situation(),
+            may_pass=self._num_passes < _MAX_PASSES,
+        )
+        if not places:
+            return
+        for group in list(self._pool.groups):
+            self._interrupt(group, now_s)
+        chosen = self._start_prefills([self._queue[place] for place in places], now_s)
+        if chosen:
+            is_in_order = self._queue[: len(chosen)] == chosen
+            self._num_passes = 0 if is_in_order else self._num_passes + 1
+            self._leave_queue(chosen)
+
+    def _leave_queue(self, chosen: Sequence[Pending]) -> None:
+        rows = {pending.row for pending in chosen}
+        self._queue = [pending for pending in self._queue if pending.row not in rows]
+
+    def _fill(self, now_s: float) -> None:
+        """Prefill on idle instances what ends before the prefills that run."""
+        idle = self._pool.idle()
+        ends_s = [prefill.end_s for prefill in self._prefills if not prefill.is_filling]
+        if not idle or not ends_s:
+            return
+        used = [0] * len(idle)
+        queue = self._queue[:_MAX_SCANNED]
+        places = fill(self._costs, queue, used, left_s=max(ends_s) - now_s, claim_tokens=self._unclaimed())
+        if places:
+            chosen = sorted((queue[place] for place in places), key=lambda pending: -pending.prompt_tokens)
+            if self._start_batches(chosen, idle, now_s, is_filling=True):
+                self._leave_queue(chosen)
+
+    def _situation(self) -> Situation:
+        used = list(self._pool.used.values())
+        busy = -(-sum(used) // self._pool.tokens) if self._is_elastic else 0
+        requests = [request for group in self._pool.running() for request in group.requests]
+        expected = self._ended_tokens / self._num_ended
+        left = max((max(expected - one.done, 0.1 * one.done) for one in requests), default=0.0)
+        idle = [0] * (len(used) - busy)
+        return Situation(
+            num_instances=len(used),
+            most_idle=len(idle),
+            idle_prompt_tokens=self._costs.most_tokens(idle if self._is_elastic else used),
+            prompt_tokens=self._costs.most_tokens(used),
+            claim_tokens=self._unclaimed(),
+            decode_left_s=max(left, _LEAST_STEPS) * self._typical_s,
+            decode_rate=sum(1 / request.done for request in requests),
+        )
+
+    def _unclaimed(self) -> int:
+        return self._pool.tokens * len(self._instances) - self._claims
+
+    def _start_prefills(self, chosen: list[Pending], now_s: float) -> list[Pending]:
+        """Give the prefills instances and start them, without the last ones where there is no room; those started."""
+        if self._is_elastic:
+            self._move_together(chosen)
+        while chosen:
+            instances, stopped = self._allocate(chosen)
+            by_length = sorted(chosen, key=lambda pending: -pending.prompt_tokens)
+            if self._start_batches(by_length, instances, now_s):
+                for group in stopped:
+                    self._pool.stop(group)
+                return chosen
+            chosen = chosen[:-1]
+        return []
+
+    def _move_together(self, chosen: Sequence[Pending]) -> None:
+        """Empty instances of running groups while a further one saves the prefill more than the move takes."""
+        tokens, squares, _ = _sums(chosen)
+        used, owner = self._pool.used, self._pool.owner
+        most_idle = len(used) - -(-sum(used.values()) // self._pool.tokens)
+        if tokens > self._costs.most_tokens([0] * most_idle):
+            return
+        busy = sorted((instance for instance in used if owner[instance]), key=lambda at: (used[at], at))
+        num_idle = len(used) - len(busy)
+        while num_idle < most_idle and len(busy) > 1:
+            source, *others = busy
+            if tokens <= self._costs.most_tokens([0] * num_idle):
+                less_s = self._costs.estimate_s(num_idle + 1, tokens, squares)
+                saved_s = self._costs.estimate_s(num_idle, tokens, squares) - less_s
+                if saved_s < self._costs.migration_s(used[source]):
+                    return
+            if sum(self._pool.tokens - used[other] for other in others) < used[source]:
+                return
+            self._pool.move(source, others[::-1], self._costs.migration_s(used[source]))
+            busy = others
+            num_idle += 1
+
+    def _allocate(self, chosen: Sequence[Pending]) -> tuple[list[int], list[Group]]:
+        """Instances for the prefills, and the groups that stop for them."""
+        tokens, squares, rate = _sums(chosen)
+        instances, stopped = self._pool.idle(), []
+        groups = sorted(self._pool.running(), key=self._pool.room)
+        if not self._is_elastic:
+            return self._instances, groups
+        while groups and tokens > self._costs.most_tokens([self._pool.used[instance] for instance in instances]):
+            stopped.append(groups.pop())
+            instances = instances + stopped[-1].instances
+        kept = []
+        for group in groups:
+            degree = len(instances) + len(group.instances)
+            prefill_s = self._costs.estimate_s(degree, tokens, squares)
+            saved_s = self._costs.estimate_s(len(instances), tokens, squares) - prefill_s
+            produced = sum(request.done for request in group.requests)
+            if saved_s * rate < prefill_s * len(group.requests) ** 2 / produced:
+                kept.append(group)
+            else:
+                stopped.append(group)
+                instances = instances + group.instances
+        self._leave_room(kept, instances, tokens)
+        return instances, stopped
+
+    def _leave_room(self, groups: Sequence[Group], instances: list[int], tokens: int) -> None:
+        """Give groups that go on but have no room for a step an idle instance that the prefill can do without."""
+        for group in groups:
+            idle = [instance for instance in instances if self._pool.owner[instance] is None]
+            if self._pool.masters(group) is None and idle:
+                others = [self._pool.used[instance] for instance in instances if instance != idle[-1]]
+                if tokens <= self._costs.most_tokens(others):
+                    self._pool.join(group, idle[-1])
+                    instances.remove(idle[-1])
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Prefills
+
+    def _start_batches(
+        self, by_length: Sequence[Pending], instances: Sequence[int], now_s: float, *, is_filling: bool = False
+    ) -> bool:
+        """Start prefills of these requests on these instances; False, and nothing done, where there is no room."""
+        instances = sorted(instances, key=lambda instance: (self._pool.used[instance], instance))
+        lengths, used = [one.prompt_tokens for one in by_length], [self._pool.used[instance] for instance in instances]
+        if not self._is_elastic:
+            if sum(lengths) > self._costs.most_tokens(used):
+                return False
+            self._start_prefill(by_length, instances, now_s, is_filling=is_filling)
+            return True
+        plan = plan_batches(self._costs, lengths, used)
+        for batch in plan or ():
+            requests = by_length[batch.first_request : batch.end_request]
+            on = instances[batch.first_instance : batch.end_instance]
+            self._start_prefill(requests, on, now_s, is_filling=is_filling)
+        return plan is not None
+
+    def _start_prefill(
+        self, pendings: Sequence[Pending], instances: Sequence[int], now_s: float, *, is_filling: bool
+    ) -> None:
+        lengths = [pending.prompt_tokens for pending in pendings]
+        start_s = max(now_s, *(self._pool.ready_s[instance] for instance in instances))
+        end_s = start_s + self._costs.prefill_s(lengths, len(instances))
+        requests = [Request(pending, self._outputs[pending.row] - 1) for pending in pendings]
+        prefill = Prefill(list(instances), requests, start_s, end_s, sum(lengths) / len(instances), is_filling)
+        room = {at: self._costs.room_tokens(self._pool.used[at], prefill.activations) for at in instances}
+        self._pool.keep(prefill, room, spreads=not self._is_elastic)
+        for instance in instances:
+            self._pool.owner[instance] = prefill
+        self._prefills.append(prefill)
+        self._claims += sum(pending.claim_tokens for pending in pendings)
+        self._push(end_s, prefill)
+
+    def _end_prefill(self, prefill: Prefill) -> None:
+        """All its requests have a token, and decode on the instances that keep something, with who waited there."""
+        end_s = prefill.end_s
+        self._prefills.remove(prefill)
+        for instance in prefill.instances:
+            self._report(instance, "prefill", prefill.start_s, end_s, prefill.requests, prefill.activations)
+            self._pool.owner[instance], self._pool.ready_s[instance] = None, end_s
+        for request in prefill.requests:
+            self.first_token_s[request.pending.row] = request.last_s = end_s
+            if not request.left:
+                self._finish(request, end_s)
+        group = Group([], [request for request in prefill.requests if request.left])
+        kept = {instance for request in group.requests for instance in request.kv}
+        group.instances = sorted(kept if self._is_elastic else prefill.instances)
+        for waiting in [one for one in self._pool.groups if one.is_stopped]:
+            if not set(waiting.instances).isdisjoint(prefill.instances):
+                group.requests = waiting.requests + group.requests
+                group.instances = sorted({*waiting.instances, *group.instances})
+                self._pool.groups.remove(waiting)
+        if group.requests:
+            self._pool.groups.append(group)
+            self._pool.resume(group, is_elastic=self._is_elastic)
+        if not self._prefills:
+            self._must_decode = True
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Decodes
+
+    def _start_runs(self, now_s: float) -> None:
+        """Let groups that wait for nothing go on; after prefills, note when they have decoded long enough."""
+        for group in list(self._pool.groups):
+            if group in self._pool.groups and group.run is None and not group.is_stopped:
+                self._start_run(group, now_s)
+        if self._must_decode:
+            self._must_decode = False
+            runs = [group.run for group in self._pool.groups if group.run is not None]
+            self._next_dispatch_s = max((run.end_s(_STEPS_BETWEEN) for run in runs), default=now_s)
+            if runs:
+                self._push(self._next_dispatch_s, None)
+
+    def _start_run(self, group: Group, now_s: float) -> None:
+        """Start the next steps of a group, with another instance or another group where memory is short."""
+        while (masters := self._pool.masters(group)) is None:
+            others = [
+                one for one in self._pool.running() if one is not group and self._pool.room(one) > len(one.requests)
+            ]
+            if idle := self._pool.idle():
+                self._pool.join(group, idle[0])
+            elif others:
+                other = max(others, key=self._pool.room)
+                self._interrupt(other, now_s)
+                if other in self._pool.groups:
+                    self._pool.merge(group, other)
+            else:
+                return
+        count = len(group.requests)
+        if self._is_elastic and count // len(group.instances) > MASTER_REQUESTS and (idle := self._pool.idle()):
+            self._pool.join(group, idle[0])
+            masters = self._pool.masters(group) or masters
+        most_steps = min((self._pool.tokens - self._pool.used[instance]) // rows for instance, rows in masters)
+        num_steps = min(_MAX_STEPS, most_steps, *(request.left for request in group.requests))
+        for instance, rows in masters:
+            self._pool.used[instance] += rows * num_steps
+        assign(group, masters)
+        step_s = self._costs.step_s(
+            count,
+            max(self._pool.used[instance] for instance in group.instances) - num_steps / 2 * masters[0][1],
+            max(request.length for request in group.requests),
+            num_instances=len(group.instances),
+            rows=max(rows for _, rows in masters),
+        )
+        start_s = max(now_s, *(self._pool.ready_s[instance] for instance in group.instances))
+        group.run = Run(start_s, step_s, num_steps, masters)
+        self._push(group.run.end_s(num_steps), group, group.run)
+
+    def _interrupt(self, group: Group, now_s: float) -> None:
+        """End a group's run with the step that is under way."""
+        if (run := group.run) is not None:
+            steps = math.ceil((now_s - run.start_s) / run.step_s - 1e-9)
+            self._account(group, min(max(steps, 0), run.num_steps))
+
+    def _account(self, group: Group, num_steps: int) -> None:
+        """Enter that a group has done so many steps of its run, and nothing more."""
+        run, group.run = group.run, None
+        assert run is not None, "only a run that began can end"
+        for instance, rows in run.masters:
+            self._pool.used[instance] -= rows * (run.num_steps - num_steps)
+        if not num_steps:
+            return
+        end_s, first_s = run.end_s(num_steps), run.end_s(1)
+        for instance in group.instances:
+            self._report(instance, "decode", run.start_s, end_s, group.requests, 0.0)
+            self._pool.ready_s[instance] = end_s
+        num_even = num_steps * len(group.requests)
+        for request in group.requests:
+            if request.last_s != run.start_s:
+                self._gaps.add(first_s - request.last_s)
+                num_even -= 1
+            request.last_s = end_s
+            request.done += num_steps
+            request.left -= num_steps
+            request.kv[request.master] = request.kv.get(request.master, 0) + num_steps
+        if num_even:
+            self._gaps.add(run.step_s, num_even)
+        self._release(group, end_s)
+
+    def _release(self, group: Group, end_s: float) -> None:
+        """Let go of requests that have ended, and of instances that hold nothing more."""
+        ended = [request for request in group.requests if not request.left]
+        if not ended:
+            return
+        for request in ended:
+            self._finish(request, end_s)
+        group.requests = [request for request in group.requests if request.left]
+        for instance in list(group.instances):
+            if self._pool.used[instance] == 0 and (self._is_elastic or not group.requests):
+                self._pool.drop(group, instance)
+        if not group.requests:
+            self._pool.groups.remove(group)
+
+    def _finish(self, request: Request, end_s: float) -> None:
+        self.finish_s[request.pending.row] = end_s
+        self._pool.free(request)
+        self._claims -= request.pending.claim_tokens
+        self._ended_tokens += request.done
+        self._num_ended += 1
+
+    def _report(
+        self, instance: int, kind: str, start_s: float, end_s: float, requests: Sequence[Request], activations: float
+    ) -> None:
+        if self._on_occupied is not None:
+            rows = tuple(request.pending.row for request in requests)
+            beside = activations * self._costs.activation_tokens
+            self._on_occupied(Occupied(instance, kind, start_s, end_s, rows, self._pool.used[instance], beside))
+
+
+def _sums(pendings: Sequence[Pending]) -> tuple[int, int, float]:
+    """Tokens of the prompts, their squares, and one over each, added up."""
+    lengths = [pending.prompt_tokens for pending in pendings]
+    return sum(lengths), sum(n * n for n in lengths), sum(1 / n for n in lengths)

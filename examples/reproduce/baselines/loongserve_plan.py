@@ -1,0 +1,182 @@
+"""Who is prefilled next, in which batches and on how many instances: the decisions of LoongServe's manager.
+
+Source: LoongServe (Wu et al., arXiv:2404.09526), its dispatching and its batching, as its published code does them.
+Both look at times of the manager's fit, :meth:`EspCosts.estimate_s`, and change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from examples.reproduce.baselines.loongserve_cost import EspCosts
+
+MAX_PREFILL_S = 5.0
+"""Prefills of several requests are not made longer: ``max_prefill_time`` in the authors' runs."""
+
+
+class Pending(NamedTuple):
+    """A request that waits.
+
+    Attributes:
+        row: of the trace.
+        prompt_tokens: to prefill.
+        claim_tokens: cached by the time it ends.
+    """
+
+    row: int
+    prompt_tokens: int
+    claim_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What dispatching looks at.
+
+    Attributes:
+        num_instances: that run no prefill.
+        most_idle: of them, how many could be idle if all cached tokens moved together.
+        idle_prompt_tokens, prompt_tokens: the largest prefill on those, and on all.
+        claim_tokens: for which nobody has a claim yet.
+        decode_left_s: until the decodes are expected to have ended.
+        decode_rate: of all decodes, the sum of one over tokens produced.
+    """
+
+    num_instances: int
+    most_idle: int
+    idle_prompt_tokens: float
+    prompt_tokens: float
+    claim_tokens: int
+    decode_left_s: float
+    decode_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A batch of neighbours among the sorted requests, on neighbours among the sorted instances; ends excluded."""
+
+    first_request: int
+    end_request: int
+    first_instance: int
+    end_instance: int
+
+
+def select(costs: EspCosts, queue: Sequence[Pending], now: Situation, *, may_pass: bool) -> list[int]:
+    """Dispatching: first come, first served, while memory lasts and a larger prefill still helps.
+
+    A request goes at once where those instances suffice that decodes can leave, that is where it would lose no more by
+    not having all of them than by waiting for the decodes to end. Others go where stopping all decodes for the
+    prefill costs less per token than waiting costs.
+
+    Args:
+        costs: of the system.
+        queue: in order of arrival.
+        now: the situation.
+        may_pass: requests may go before one that cannot.
+
+    Returns:
+        Places in the queue, ascending.
+    """
+    going: list[int] = []
+    unsure: list[int] = []
+    tokens = squares = claims = 0
+    unsure_tokens = unsure_squares = unsure_claims = num_sure = 0
+    unsure_rate = 0.0
+    for place, (_, prompt, claim) in enumerate(queue):
+        n, n2 = tokens + prompt, squares + prompt * prompt
+        fits = claims + claim <= now.claim_tokens and n <= now.prompt_tokens
+        if fits and n <= now.idle_prompt_tokens and (may_pass or not unsure):
+            idle_s = costs.estimate_s(now.most_idle, n, n2)
+            lost_s = idle_s - costs.estimate_s(now.num_instances, n, n2)
+            if lost_s <= now.decode_left_s and (not going or idle_s <= MAX_PREFILL_S):
+                going.append(place)
+                tokens, squares, claims = n, n2, claims + claim
+                if idle_s > MAX_PREFILL_S:
+                    break
+                continue
+        n, n2 = n + unsure_tokens, n2 + unsure_squares
+        if fits and n <= now.prompt_tokens and claims + unsure_claims + claim <= now.claim_tokens:
+            unsure.append(place)
+            unsure_tokens, unsure_squares = unsure_tokens + prompt, unsure_squares + prompt * prompt
+            unsure_claims += claim
+            unsure_rate += 1 / prompt
+            all_s = costs.estimate_s(now.num_instances, n, n2)
+            is_short = len(going) + len(unsure) == 1 or all_s <= MAX_PREFILL_S
+            if is_short and all_s * now.decode_rate <= now.decode_left_s * unsure_rate:
+                num_sure = len(unsure)
+        elif not may_pass:
+            break
+    return sorted(going + unsure[:num_sure])
+
+
+def fill(
+    costs: EspCosts, queue: Sequence[Pending], used: Sequence[int], *, left_s: float, claim_tokens: int
+) -> list[int]:
+    """Places of requests that idle instances can prefill before other prefills end.
+
+    Args:
+        costs: of the system.
+        queue: in order of arrival.
+        used: cached tokens of the idle instances, at least one.
+        left_s: seconds until then.
+        claim_tokens: for which nobody has a claim yet.
+    """
+    going: list[int] = []
+    tokens = squares = 0
+    most = costs.most_tokens(used)
+    for place, (_, prompt, claim) in enumerate(queue):
+        n, n2 = tokens + prompt, squares + prompt * prompt
+        if n <= most and claim <= claim_tokens and costs.estimate_s(len(used), n, n2) <= left_s:
+            going.append(place)
+            tokens, squares, claim_tokens = n, n2, claim_tokens - claim
+    return going
+
+
+def plan_batches(costs: EspCosts, prompt_tokens: Sequence[int], used: Sequence[int]) -> list[Planned] | None:
+    """Batching: the batches that make the sum of seconds per prompt token least, by dynamic programming.
+
+    Batches are runs of the requests, and get runs of the instances, in the order given; the last instances may be left.
+
+    Args:
+        costs: of the system.
+        prompt_tokens: longest first.
+        used: cached tokens of the instances, emptiest first.
+
+    Returns:
+        Batches, or None where the instances have no room.
+    """
+    num_requests, num_instances = len(prompt_tokens), len(used)
+    lengths = np.asarray(prompt_tokens, dtype=np.float64)
+    sums = np.zeros((3, num_requests + 1))
+    sums[:, 1:] = np.cumsum([lengths, lengths**2, 1 / lengths], axis=1)
+    tokens, squares, rates = (total[None, :] - total[:, None] for total in sums)
+    before = np.tril(np.full(tokens.shape, math.inf))  # a batch ends after it begins
+    seconds = [before] * (num_instances + 1)
+    for degree in range(1, num_instances + 1):
+        alpha, beta, gamma = costs.fit[degree]
+        seconds[degree] = (alpha + beta * tokens + gamma * squares) * rates + before
+    best = np.full((num_instances + 1, num_requests + 1), math.inf)
+    best[0, 0] = 0.0
+    came_from: dict[tuple[int, int], tuple[int, int]] = {}
+    for end in range(1, num_instances + 1):
+        for degree in range(1, end + 1):
+            most = costs.most_tokens(used[end - degree : end])
+            ways = np.where(tokens <= most, best[end - degree][:, None] + seconds[degree], math.inf)
+            first = ways.argmin(axis=0)
+            value = ways[first, np.arange(num_requests + 1)]
+            for request in np.flatnonzero(value < best[end]).tolist():
+                came_from[end, request] = (end - degree, int(first[request]))
+            best[end] = np.minimum(best[end], value)
+    end, request = int(best[:, num_requests].argmin()), num_requests
+    if not math.isfinite(best[end, request]):
+        return None
+    plan = []
+    while request:
+        previous, first_request = came_from[end, request]
+        plan.append(Planned(first_request, request, previous, end))
+        end, request = previous, first_request
+    return plan[::-1]

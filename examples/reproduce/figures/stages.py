@@ -1,0 +1,257 @@
+"""Stream pipeline parallelism: prefill over stages, its cost to decodes, the papers' formulas.
+
+v5 section 3.3, figures 5, 17 and 18; v4 section 3.3, figures 8 to 10, eqs. 4 to 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, token_label
+from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.timing import CHUNK, MODELS, M, decode_s, fits, h100, simulate, stage_predictors
+from medha.config import ParallelConfig
+from medha.cost.predictor import Work
+
+STAGES = (1, 2, 4, 8, 16)
+_DERIVED = "The H100 sheet is derived, not measured."
+
+
+def layout(spp: int, *, tp: int = 8, kvp: int = 1) -> ParallelConfig:
+    """TP 8 unless told otherwise, as in the papers."""
+    return ParallelConfig(tp=tp, spp=spp, kvp=kvp)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prefill over stages
+
+
+def run_scaling(options: Options) -> FigureResult:
+    """TTFT by model, length and stages; ``quick`` takes 1M and 10M alone."""
+    lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
+    sheet = h100()
+    ttft_s: dict[str, dict[str, list[float]]] = {}
+    fit: dict[str, dict[str, list[bool]]] = {}
+    for name, model in MODELS.items():
+        ttft_s[name] = {str(n): [simulate(sheet, model, layout(s), n).ttft_s for s in STAGES] for n in lengths}
+        fit[name] = {str(n): [fits(sheet, model, layout(s), n) for s in STAGES] for n in lengths}
+    crossing = simulate(sheet, MODELS["Llama-3 8B"], layout(1, tp=16), M).ttft_s
+    numbers: dict[str, Any] = {"stages": list(STAGES), "ttft_s": ttft_s, "fits": fit, "ttft_s_1m_8b_tp16": crossing}
+    numbers["efficiency"] = {
+        name: {n: [row[0] / (row[i] * s) for i, s in enumerate(STAGES)] for n, row in rows.items()}
+        for name, rows in ttft_s.items()
+    }
+    return FigureResult(numbers, _scaling_answers(numbers, crossing))
+
+
+def _scaling_answers(numbers: Mapping[str, Any], crossing: float) -> dict[str, Answer]:
+    efficiency, ttft_s = numbers["efficiency"], numbers["ttft_s"]
+    small, large = efficiency["Llama-3 8B"], efficiency["Llama-3 70B"]
+    at_16 = [row[-1] for rows in efficiency.values() for row in rows.values()]
+    at_10m = {name: rows[str(10 * M)][-1] for name, rows in ttft_s.items()}
+    tp16_gain = ttft_s["Llama-3 8B"][str(M)][0] / crossing
+    spp2_gain = ttft_s["Llama-3 8B"][str(M)][0] / ttft_s["Llama-3 8B"][str(M)][1]
+    fit_10m = [numbers["fits"][name][str(10 * M)][-1] for name in MODELS]
+    largest = {name: numbers["fits"][name][str(10 * M)] for name in MODELS}
+    return {
+        "spp-efficiency": Answer(
+            100 * min(at_16),
+            f"The least of both models over 1M to 10M at 16 stages, relative to 8 GPUs whose "
+            f"memory is taken as large enough; up to {100 * max(at_16):.0f} % at 10M. {_DERIVED}",
+        ),
+        "spp-8b-efficiency": Answer(
+            100 * min(row[-1] for row in small.values()),
+            "16 stages against one, 4K chunks; the filling of the pipeline is what is lost.",
+        ),
+        "spp-70b-efficiency": Answer(
+            100 * large[str(M)][STAGES.index(8)],
+            f"1M tokens, 8 stages against one; we lose only the filling of the pipeline. {_DERIVED}",
+        ),
+        "spp-10m": Answer(
+            float(np.mean(fit_10m)),
+            f"10M tokens fit on 16 stages; TTFT {at_10m['Llama-3 8B'] / 60:.0f} minutes for 8B and "
+            f"{at_10m['Llama-3 70B'] / 60:.0f} for 70B.",
+        ),
+        "spp-70b-memory": Answer(
+            float(np.mean([not largest["Llama-3 70B"][STAGES.index(4)], largest["Llama-3 70B"][STAGES.index(16)]])),
+            "10M tokens of 70B: too much for 4 stages of 8 H100s, and not for 16; on 8 they "
+            f"{'fit' if largest['Llama-3 70B'][STAGES.index(8)] else 'do not fit without a second KVP group'}.",
+        ),
+        "tp-one-node": Answer(
+            float(tp16_gain < spp2_gain),
+            f"1M tokens of 8B: from 8 to 16 GPUs TTFT falls {tp16_gain:.2f} times by TP across nodes and "
+            f"{spp2_gain:.2f} times by a second stage.",
+        ),
+    }
+
+
+def draw_scaling(numbers: Mapping[str, Any], figure: Any) -> None:
+    """TTFT over stages; a hollow point does not fit into memory (v5 figure 17)."""
+    for index, (axes, name) in enumerate(zip(figure.subplots(1, 2), MODELS, strict=True)):
+        for row, (n, seconds) in enumerate(numbers["ttft_s"][name].items()):
+            fit = numbers["fits"][name][n]
+            label = f"{token_label(int(n))} tokens"
+            axes.plot(numbers["stages"], seconds, color=COLORS[row], marker=MARKERS[row], label=label)
+            misfits = [(s, t) for s, t, ok in zip(numbers["stages"], seconds, fit, strict=True) if not ok]
+            if misfits:
+                axes.scatter(*zip(*misfits, strict=True), marker="x", s=70, color="red", zorder=3)
+            ideal = [seconds[0] / s for s in numbers["stages"]]
+            axes.plot(numbers["stages"], ideal, color=PAPER, linestyle=":", linewidth=1)
+        axes.plot([], [], color=PAPER, linestyle=":", label="linear")
+        axes.scatter([], [], marker="x", color="red", label="does not fit into memory")
+        axes.set(xscale="log", yscale="log", xlabel="stages of 8 H100s (TP 8)")
+        axes.set_xticks(numbers["stages"], [str(s) for s in numbers["stages"]])
+        axes.minorticks_off()
+        finish(axes, title=f"{name}, 4K chunks", ylabel="" if index else "TTFT, s", legend=False)
+        axes.set_ylim(bottom=min(min(row) for row in numbers["ttft_s"][name].values()) / 20)
+        axes.legend(fontsize=8, frameon=False, loc="lower left", ncols=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decodes
+
+
+def run_decode(options: Options) -> FigureResult:
+    """TPOT of one 2M request over stages, through scheduler and pipeline; ``quick`` decodes fewer tokens."""
+    tokens = 9 if options.quick else 65
+    tpot_s = {
+        name: [simulate(h100(), model, layout(s), 2 * M, output_tokens=tokens, chunk=CHUNK).tpot_s for s in STAGES]
+        for name, model in MODELS.items()
+    }
+    rises = {name: [100 * (t / row[0] - 1) for t in row] for name, row in tpot_s.items()}
+    numbers = {"stages": list(STAGES), "tpot_s": tpot_s, "rise_percent": rises}
+    eight = {name: row[STAGES.index(8)] for name, row in rises.items()}
+    host_s = h100().host_s
+    why = f"The host's {1e3 * host_s:.1f} ms a step are charged to the first stage; the others prepare meanwhile."
+    small, large = rises["Llama-3 8B"], rises["Llama-3 70B"]
+    answers = {
+        "spp-decode-8": Answer(
+            eight["Llama-3 8B"],
+            f"Llama-3 8B at 2M; {eight['Llama-3 70B']:.0f} % for 70B, and the paper does not say which. {why}",
+        ),
+        "spp-decode-larger-model": Answer(
+            float(np.mean([b < a for a, b in zip(small[1:], large[1:], strict=True)])),
+            f"At 16 stages {large[-1]:.0f} % for 70B against {small[-1]:.0f} % for 8B.",
+        ),
+    }
+    return FigureResult(numbers, answers)
+
+
+def draw_decode(numbers: Mapping[str, Any], figure: Any) -> None:
+    """TPOT over stages (v5 figure 18)."""
+    axes = figure.subplots()
+    for index, (name, seconds) in enumerate(numbers["tpot_s"].items()):
+        values = [1e3 * s for s in seconds]
+        axes.plot(numbers["stages"], values, marker=MARKERS[index], color=COLORS[index], label=name)
+        points = list(zip(numbers["stages"], values, numbers["rise_percent"][name], strict=True))
+        for s, value, rise in points[1:]:
+            axes.annotate(
+                f"{rise:+.0f} %", (s, value), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8
+            )
+    axes.set(xscale="log", xlabel="stages of 8 H100s (TP 8)")
+    axes.set_xticks(numbers["stages"], [str(s) for s in numbers["stages"]])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.12)
+    finish(axes, title="Decode of one 2M request alone", ylabel="TPOT, ms")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The formulas of v4
+
+
+def run_equations(options: Options) -> FigureResult:
+    """v4 eqs. 4 to 6 against the simulated times; ``quick`` takes the 8B model alone."""
+    models = {"Llama-3 8B": MODELS["Llama-3 8B"]} if options.quick else MODELS
+    prefill = [_eq4(name, s, n) for name in models for s in STAGES[1:] for n in (M, 4 * M, 10 * M)]
+    decode = [_eq5(name, kvp, n) for name in models for kvp in (2, 4) for n in (M, 4 * M, 10 * M)]
+    chunk = [_eq6(name, kvp, n) for name in models for kvp in (2, 4) for n in (M, 4 * M, 10 * M)]
+    numbers: dict[str, Any] = {"eq4": prefill, "eq5": decode, "eq6": chunk}
+    sentences = {
+        "eq4": "The formula leaves out the filling of the pipeline, which shows at 1M and 16 stages.",
+        "eq5": "Only the part of attention that grows with the keys is divided in the simulation.",
+        "eq6": "512-token chunks.",
+    }
+    answers = {}
+    for name, rows in (("eq4", prefill), ("eq5", decode), ("eq6", chunk)):
+        off = [abs(row["simulated_s"] / row["formula_s"] - 1) for row in rows]
+        answers[name] = Answer(
+            float(np.mean([error <= 0.15 for error in off])),
+            f"Share of {len(rows)} layouts and lengths within 15 %; worst {100 * max(off):.0f} %. {sentences[name]}",
+        )
+    return FigureResult(numbers, answers)
+
+
+def _eq4(name: str, spp: int, tokens: int) -> dict[str, Any]:
+    """(T_p + T_comm n / c) / p_spp."""
+    one, many = (simulate(h100(), MODELS[name], layout(s), tokens).ttft_s for s in (1, spp))
+    link = stage_predictors(h100(), MODELS[name], layout(spp))[0].coefficients.spp
+    assert link is not None, "the first of several stages sends"
+    send_s = link.fixed_s + link.token_s * CHUNK
+    formula = (one + send_s * tokens / CHUNK) / spp
+    return {"model": name, "degree": spp, "tokens": tokens, "simulated_s": many, "formula_s": formula}
+
+
+def _eq5(name: str, kvp: int, tokens: int) -> dict[str, Any]:
+    """T_attn / p_kvp + (T_d - T_attn) + T_comm, one stage."""
+    one, many = (stage_predictors(h100(), MODELS[name], layout(1, kvp=p)) for p in (1, kvp))
+    table, link = one[0].coefficients.decodes, many[0].coefficients.kvp
+    assert link is not None, "groups merge"
+    attention_s = table.a_s[0] + table.b_s[0] * tokens
+    merge_s = link.fixed_s + (kvp - 1) * link.token_s
+    whole_s = decode_s(one, tokens)
+    formula = attention_s / kvp + whole_s - attention_s + merge_s
+    return {
+        "model": name,
+        "degree": kvp,
+        "tokens": tokens,
+        "simulated_s": decode_s(many, tokens, kvp=kvp),
+        "formula_s": formula,
+    }
+
+
+def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> dict[str, Any]:
+    """The same for a chunk behind so many tokens."""
+    one, many = (stage_predictors(h100(), MODELS[name], layout(1, kvp=p))[0] for p in (1, kvp))
+    table, link = one.coefficients.chunks, many.coefficients.kvp
+    assert link is not None, "groups merge"
+    a, b = (float(np.interp(chunk, table.tokens, column)) for column in (table.a_s, table.b_s))
+    attention_s = a + b * tokens
+    merge_s = link.fixed_s + (kvp - 1) * link.token_s * chunk
+    formula = attention_s / kvp + one.predict([Work(chunk, tokens, False)]) - attention_s + merge_s
+    simulated = many.predict([Work(chunk, tokens // kvp, False, (0, kvp - 1))])
+    return {"model": name, "degree": kvp, "tokens": tokens, "simulated_s": simulated, "formula_s": formula}
+
+
+def draw_equations(numbers: Mapping[str, Any], figure: Any) -> None:
+    """Simulated over formula."""
+    titles = {"eq4": "eq. 4: SPP prefill", "eq5": "eq. 5: KVP decode", "eq6": "eq. 6: KVP chunk"}
+    for index, (axes, (key, title)) in enumerate(zip(figure.subplots(1, 3, sharey=True), titles.items(), strict=True)):
+        rows = numbers[key]
+        for column, tokens in enumerate(sorted({row["tokens"] for row in rows})):
+            for name in sorted({row["model"] for row in rows}, reverse=True):
+                some = [row for row in rows if row["tokens"] == tokens and row["model"] == name]
+                axes.plot(
+                    [row["degree"] for row in some],
+                    [row["simulated_s"] / row["formula_s"] for row in some],
+                    marker="o" if name.endswith("8B") else "s",
+                    linestyle="-" if name.endswith("8B") else "--",
+                    color=COLORS[column],
+                    label=f"{name[8:]}, {token_label(tokens)}",
+                )
+        degrees = sorted({row["degree"] for row in rows})
+        axes.axhspan(0.85, 1.15, color="#EEEEEE", zorder=0)
+        axes.set(xscale="log", xlabel="stages" if key == "eq4" else "KVP groups")
+        axes.set_xticks(degrees, [str(degree) for degree in degrees])
+        axes.minorticks_off()
+        finish(axes, title=f"v4 {title}", ylabel="" if index else "simulated / formula", legend=not index)
+
+
+FIGURES = (
+    FigureSpec("spp-scaling", "Prefill over pipeline stages to 10M tokens (v5 fig. 17)", run_scaling, draw_scaling),
+    FigureSpec("spp-decode", "What pipeline stages cost a decode (v5 fig. 18)", run_decode, draw_decode),
+    FigureSpec("equations", "v4 equations 4 to 6 against the simulation", run_equations, draw_equations),
+)

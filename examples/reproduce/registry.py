@@ -1,0 +1,66 @@
+"""All figures by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from examples.reproduce.figures import (
+    adaptive,
+    baselines,
+    capacity,
+    chunks,
+    decode_load,
+    disaggregation,
+    example,
+    knee,
+    kvp,
+    layouts,
+    lengths,
+    pools,
+    requirements,
+    schedulers,
+    stages,
+    utilization,
+    versus,
+)
+from examples.reproduce.result import FigureSpec
+from medha.errors import ConfigError
+
+_ALL = (
+    requirements.FIGURE,
+    *chunks.FIGURES,
+    adaptive.FIGURE,
+    *stages.FIGURES,
+    versus.FIGURE,
+    *kvp.FIGURES,
+    *utilization.FIGURES,
+    example.FIGURE,
+    lengths.FIGURE,
+    baselines.FIGURE,
+    disaggregation.FIGURE,
+    capacity.FIGURE,
+    decode_load.FIGURE,
+    schedulers.FIGURE,
+    pools.FIGURE,
+    layouts.FIGURE,
+    knee.FIGURE,
+)
+FIGURES: dict[str, FigureSpec] = {figure.name: figure for figure in _ALL}
+
+
+def find_figures(names: Sequence[str]) -> list[FigureSpec]:
+    """Figures by name, each once, in the order of the registry; none, or ``all``, is all.
+
+    Raises:
+        ConfigError: a name is not known.
+    """
+    wanted = set(names)
+    for name in names:
+        if name != "all" and name not in FIGURES:
+            near = difflib.get_close_matches(name, ["all", *FIGURES], n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"figure {name!r} is not known; accepted: all, {', '.join(FIGURES)}{hint}")
+    if not wanted or "all" in wanted:
+        return list(FIGURES.values())
+    return [figure for name, figure in FIGURES.items() if name in wanted]

@@ -1,0 +1,221 @@
+"""Runs figures and writes them: for each a JSON and a PNG, and ``REPORT.md`` with a verdict on every claim."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from examples.reproduce.claims import Claim
+from examples.reproduce.registry import FIGURES
+from examples.reproduce.result import RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
+from medha.errors import ConfigError
+
+_DPI = 130
+_NUM_COLORS = 96
+_HEIGHT = 4.2
+_SIGNS = {"at-least": "at least ", "at-most": "at most "}
+_SHEETS = (
+    "Times are simulated, with the cost sheets of `medha/cost/specs`: `a100-80g` is fitted to public kernel tables; "
+    "`h100-80g` is derived from it by published ratios, so absolute times on H100s are estimates. 1M tokens are 2^20, "
+    "except in `requirements`, where a million is 10^6. Nothing here ran on a GPU."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One claim with what we get."""
+
+    claim: Claim
+    ours: Ours
+    sentence: str
+
+    @property
+    def verdict(self) -> str:
+        """One of VERDICTS."""
+        return verdict(self.claim, self.ours)
+
+
+def run_figure(figure: FigureSpec, claims: Sequence[Claim], options: Options) -> tuple[FigureResult, list[Row]]:
+    """Compute a figure and judge the claims that point at it.
+
+    Raises:
+        RuntimeError: it leaves one of them unanswered, or answers another.
+    """
+    result = figure.run(options)
+    own = [claim for claim in claims if claim.figure == figure.name]
+    if differing := {claim.id for claim in own} ^ set(result.answers):
+        raise RuntimeError(f"figure {figure.name} and claims.toml differ in {', '.join(sorted(differing))}")
+    answers = result.answers
+    return result, [Row(claim, answers[claim.id].ours, answers[claim.id].sentence) for claim in own]
+
+
+def write_all(
+    figures: Sequence[FigureSpec],
+    claims: Sequence[Claim],
+    options: Options,
+    out: Path,
+    *,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[Row]:
+    """Run figures and write their files and the report.
+
+    Args:
+        figures: to run, in order.
+        claims: all of them.
+        options: of the run.
+        out: folder; made where it is not there.
+        tell: told what was written.
+
+    Returns:
+        The claims that were answered.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        rows, drawn = [], True
+        for figure in figures:
+            result, more = run_figure(figure, claims, options)
+            rows += more
+            (out / f"{figure.name}.json").write_text(_json(figure, result, more, options))
+            drawn = draw(figure, result.numbers, out / f"{figure.name}.png") and drawn
+            tell(f"{figure.name}: {_counts(more)}")
+        (out / "REPORT.md").write_text(report(figures, claims, rows, options, drawn=drawn))
+    except OSError as error:
+        raise ConfigError(f"out={str(out)!r} cannot be written to: {error}") from error
+    return rows
+
+
+def draw(figure: FigureSpec, numbers: dict[str, Any], path: Path) -> bool:
+    """Draw a figure into a PNG.
+
+    Returns:
+        False, and nothing is written, where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from PIL import Image  # matplotlib brings it
+    except ImportError:
+        return False
+    canvas = Figure(layout="constrained")
+    figure.draw(numbers, canvas)
+    grids = [spec.get_gridspec() for axes in canvas.axes if (spec := axes.get_subplotspec()) is not None]
+    num_rows, num_columns = max(((grid.nrows, grid.ncols) for grid in grids), default=(1, 1))
+    canvas.set_size_inches(1.5 + 4.6 * num_columns + 1.5 * (num_columns == 1), _HEIGHT * num_rows)
+    drawn = io.BytesIO()
+    canvas.savefig(drawn, dpi=_DPI, format="png")
+    Image.open(drawn).convert("RGB").quantize(_NUM_COLORS).save(path, optimize=True)
+    return True
+
+
+def report(
+    figures: Sequence[FigureSpec], claims: Sequence[Claim], rows: Sequence[Row], options: Options, *, drawn: bool
+) -> str:
+    """The text of ``REPORT.md``; the same figures and options give the same text."""
+    whole = len(figures) == len(FIGURES)
+    lines = [
+        "# What the papers claim, and what we get",
+        "",
+        "v5 is arXiv:2409.17264v5, v4 the version before it.",
+        _SHEETS,
+        "",
+        f"**Rule.** {RULE}",
+        "",
+        f"{'All' if whole else 'Some'} figures, {'quick' if options.quick else 'in full'}, seed {options.seed}: "
+        f"{_counts(rows)}.",
+        "",
+        *([] if drawn else ["matplotlib is not installed, so there are no PNGs; pip install 'medha[plot]'.", ""]),
+    ]
+    lines += _table(rows)
+    if whole:
+        lines += _unanswered(claims)
+    lines += ["", "## Figures"]
+    for figure in figures:
+        lines += ["", f"`{figure.name}`: {figure.title}"]
+        lines += ["", f"![{figure.title}]({figure.name}.png)"] if drawn else []
+    return "\n".join(lines) + "\n"
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "| claim | where | paper | ours | ratio | verdict | how, and why it differs | figure |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        claim, relative = row.claim, ratio(row.claim, row.ours)
+        cells = (
+            claim.says,
+            claim.where,
+            _SIGNS.get(claim.kind, "") + _amount(claim, claim.value),
+            _amount(claim, row.ours),
+            "" if relative is None else f"{relative:.2f}",
+            f"**{row.verdict}**",
+            " ".join(filter(None, [row.sentence, claim.note and f"Note: {claim.note}"])),
+            f"`{claim.figure}`",
+        )
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return lines
+
+
+def _unanswered(claims: Sequence[Claim]) -> list[str]:
+    """Claims that no figure can answer."""
+    never = [claim for claim in claims if not claim.figure]
+    lines = [
+        "",
+        f"## Not answered here: {len(never)} claims",
+        "",
+        "| claim | where | paper | why |",
+        "| --- | --- | --- | --- |",
+    ]
+    for claim in never:
+        why = claim.reason + (f" Note: {claim.note}" if claim.note else "")
+        lines.append(
+            f"| {claim.says} | {claim.where} | {_SIGNS.get(claim.kind, '')}{_amount(claim, claim.value)} | {why} |"
+        )
+    return lines
+
+
+def _amount(claim: Claim, value: float | tuple[float, ...]) -> str:
+    """A number with its unit; of a statement, whether it holds."""
+    if claim.kind == "statement":
+        assert not isinstance(value, tuple)
+        return "holds" if value >= 1 else "does not hold" if value <= 0 else f"holds in {100 * value:.0f} % of cases"
+    numbers = value if isinstance(value, tuple) else (value,)
+    return f"{' to '.join(_number(number) for number in numbers)} {claim.unit}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    counts = Counter(row.verdict for row in rows)
+    return ", ".join(f"{counts[name]} {name}" for name in VERDICTS)
+
+
+def _json(figure: FigureSpec, result: FigureResult, rows: Sequence[Row], options: Options) -> str:
+    tree = {
+        "figure": figure.name,
+        "title": figure.title,
+        "options": {"quick": options.quick, "seed": options.seed},
+        "claims": [
+            {
+                "id": row.claim.id,
+                "paper": row.claim.value,
+                "unit": row.claim.unit,
+                "ours": row.ours,
+                "ratio": ratio(row.claim, row.ours),
+                "verdict": row.verdict,
+                "sentence": row.sentence,
+            }
+            for row in rows
+        ],
+        "numbers": result.numbers,
+    }
+    return json.dumps(tree, indent=1) + "\n"

@@ -1,0 +1,137 @@
+"""What a figure gives, and how it is judged against what a paper says.
+
+The rule, printed in every report:
+
+- A value is *reproduced* within 15 %, *partly* within a factor of 2 and on the same side of the point where nothing
+  changes (1 for a ratio), and *not* otherwise. A range must hold at both ends.
+- A bound is reproduced where it holds, partly where it is missed by less than a factor of 2.
+- A statement without a number is tested in several cases: reproduced in all of them, partly in at least half.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from examples.reproduce.claims import Claim
+
+CLOSE = 0.15
+FACTOR = 2.0
+_ROUNDING = 1e-9
+VERDICTS = ("reproduced", "partly", "not")
+RULE = (
+    "A value is reproduced within 15 % of the paper's, partly within a factor of 2 and in the same direction, else "
+    "not; a range at both ends. A bound is reproduced where it holds, partly where it is missed by less than a factor "
+    "of 2. A statement is tested in several cases: reproduced in all, partly in at least half."
+)
+
+Ours = float | tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How figures are computed.
+
+    Attributes:
+        quick: fewer points on the axes; claims keep the points that they are about.
+        seed: of what is drawn.
+    """
+
+    quick: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What we get for one claim.
+
+    Attributes:
+        ours: in the unit of the claim; two numbers for a range.
+        sentence: what it was computed with, and why it differs where it does.
+    """
+
+    ours: Ours
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class FigureResult:
+    """A figure that was computed.
+
+    Attributes:
+        numbers: everything that is drawn, and more; JSON types.
+        answers: by the id of the claim.
+    """
+
+    numbers: dict[str, Any]
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FigureSpec:
+    """A figure that can be computed.
+
+    Attributes:
+        name: on the command line and of its files.
+        title: one line.
+        run: computes it.
+        draw: draws its numbers into a matplotlib figure.
+    """
+
+    name: str
+    title: str
+    run: Callable[[Options], FigureResult]
+    draw: Callable[[Mapping[str, Any], Any], None]
+
+
+def verdict(claim: Claim, ours: Ours) -> str:
+    """One of VERDICTS.
+
+    Raises:
+        ValueError: one number for a range or two for a value.
+    """
+    if claim.kind == "range":
+        low, high = claim.pair
+        ours_low, ours_high = _pair(claim, ours)
+        ends = (_of_value(low, ours_low, claim.neutral), _of_value(high, ours_high, claim.neutral))
+        return max(ends, key=VERDICTS.index)
+    number, paper = _number(claim, ours), claim.number
+    if claim.kind == "statement":
+        return "reproduced" if number >= 1 else "partly" if number >= 1 / FACTOR else "not"
+    if claim.kind == "value":
+        return _of_value(paper, number, claim.neutral)
+    missed = number / paper if claim.kind == "at-most" else paper / number if number > 0 else math.inf
+    return "reproduced" if missed <= 1 + _ROUNDING else "partly" if missed <= FACTOR else "not"
+
+
+def ratio(claim: Claim, ours: Ours) -> float | None:
+    """Ours over the paper's, of the middles of a range; None for a statement or a paper's 0."""
+    if claim.kind == "statement":
+        return None
+    ours_middle = sum(ours) / 2 if isinstance(ours, tuple) else ours
+    paper = sum(claim.pair) / 2 if claim.kind == "range" else claim.number
+    return ours_middle / paper if paper else None
+
+
+def _of_value(paper: float, ours: float, neutral: float | None) -> str:
+    if paper == 0 or ours / paper <= 0:
+        return "reproduced" if ours == paper else "not"
+    if abs(ours / paper - 1) <= CLOSE + _ROUNDING:
+        return "reproduced"
+    same_side = neutral is None or (ours - neutral) * (paper - neutral) > 0
+    within = 1 / FACTOR <= ours / paper <= FACTOR
+    return "partly" if same_side and within else "not"
+
+
+def _number(claim: Claim, ours: Ours) -> float:
+    if isinstance(ours, tuple):
+        raise ValueError(f"claim {claim.id} is a {claim.kind}, and two numbers were given: {ours}")
+    return ours
+
+
+def _pair(claim: Claim, ours: Ours) -> tuple[float, float]:
+    if not isinstance(ours, tuple):
+        raise ValueError(f"claim {claim.id} is a range, and one number was given: {ours}")
+    return ours

@@ -1,0 +1,192 @@
+"""What this machine does at best, measured: matrix products, and reading memory.
+
+A share of such a rate says how much of the machine a piece of work uses: MFU of the products, MBU of the memory. Both
+are measured in the same run as the work, with its dtype, device and threads, and in turn with it
+(:func:`medha.bench.timing.in_turn`); a rate on a data sheet would say nothing about a shared machine.
+
+The products are plain ``torch.mm``. A model's own may be a little faster: on the CPU its weights are kept in the matrix
+library's layout. So a share may exceed 1.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+_CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 4096))
+_CUDA_PRODUCTS = ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192))
+"""(m, k, n) of products that are tried."""
+
+_CPU_BUFFER_BYTES = 256 << 20
+_CUDA_BUFFER_BYTES = 2 << 30
+"""What is read; more than any cache holds."""
+
+_ROW = 4096
+_TRIALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Yardstick:
+    """A piece of work whose size is known.
+
+    Attributes:
+        name: for a report.
+        amount: floating-point operations, or bytes read, of one run.
+        run: does it, and returns when it is done.
+    """
+
+    name: str
+    amount: float
+    run: Callable[[], None]
+
+    def seconds(self) -> float:
+        """Run once; returns how long it took."""
+        return timed(self.run)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What a yardstick measured.
+
+    Attributes:
+        name: of the yardstick.
+        per_s: FLOP/s or bytes/s at the median.
+        timing: seconds of a run.
+    """
+
+    name: str
+    per_s: float
+    timing: Timing
+
+    @classmethod
+    def of(cls, yardstick: Yardstick, seconds: Sequence[float]) -> Rate:
+        """From the seconds of its runs."""
+        timing = Timing.of(seconds)
+        return cls(yardstick.name, yardstick.amount / timing.median_s, timing)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what it was given; the CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def matrix_product(dtype: torch.dtype, device: torch.device) -> Yardstick:
+    """The fastest of several matrix products, by the median of some trials."""
+    shapes = _CUDA_PRODUCTS if device.type == "cuda" else _CPU_PRODUCTS
+    return _fastest([_product(shape, dtype, device) for shape in shapes])
+
+
+def memory_read(device: torch.device) -> Yardstick:
+    """The fastest of several ways to read a large buffer once, by the median of some trials."""
+    size = _CUDA_BUFFER_BYTES if device.type == "cuda" else _CPU_BUFFER_BYTES
+    buffer = torch.ones(size // 4 // _ROW, _ROW, device=device)
+    vector = torch.ones(_ROW, device=device)
+    ways: dict[str, Callable[[], object]] = {
+        "sum": buffer.sum,
+        "maximum": buffer.amax,
+        "product with a vector": lambda: torch.mv(buffer, vector),
+    }
+    amount = float(buffer.nbytes)
+    return _fastest([Yardstick(f"read by {name}", amount, _waited(way, device)) for name, way in ways.items()])
+
+
+def _product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Yardstick:
+    m, k, n = shape
+    generator = torch.Generator(device).manual_seed(0)
+    left = torch.randn(m, k, generator=generator, device=device).to(dtype)
+    right = torch.randn(k, n, generator=generator, device=device).to(dtype)
+    out = torch.empty(m, n, dtype=dtype, device=device)
+    run = _waited(lambda: torch.mm(left, right, out=out), device)
+    return Yardstick(f"product {m} x {k} x {n}", 2.0 * m * k * n, run)
+
+
+def _waited(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    def run() -> None:
+        work()
+        synchronize(device)
+
+    return run
+
+
+def _fastest(yardsticks: Sequence[Yardstick]) -> Yardstick:
+    timings = interleaved({one.name: one.run for one in yardsticks}, warmup=1, runs=_TRIALS)
+    return max(yardsticks, key=lambda one: one.amount / timings[one.name].median_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of repeated runs of one thing.
+
+    Attributes:
+        median_s: median over the runs.
+        min_s, max_s: spread.
+        runs: how many counted, warm-up apart.
+    """
+
+    median_s: float
+    min_s: float
+    max_s: float
+    runs: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        """Summarise the runs."""
+        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
+    def cells_ms(self) -> tuple[str, str]:
+        """Median and spread in milliseconds, for a table."""
+        return f"{self.median_s * 1e3:,.1f}", f"{self.min_s * 1e3:,.0f}-{self.max_s * 1e3:,.0f}"
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def in_turn(
+    contestants: Mapping[str, Callable[[], float]],
+    *,
+    warmup: int,
+    runs: int,
+    on_run: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Let several callables that tell their seconds take turns (a b c a b c ...), so that a slow spell hits all alike.
+
+    Args:
+        contestants: by name; each call is one run.
+        warmup: turns that do not count.
+        runs: turns that count.
+        on_run: called after each run, warm-up included.
+
+    Returns:
+        Seconds of the runs that count, in order, by name.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for i in range(warmup + runs):
+        for name, run in contestants.items():
+            elapsed_s = run()
+            on_run()
+            if i >= warmup:
+                seconds[name].append(elapsed_s)
+    return seconds
+
+
+def interleaved(
+    contestants: Mapping[str, Callable[[], object]],
+    *,
+    warmup: int,
+    runs: int,
+    on_run: Callable[[], None] = lambda: None,
+) -> dict[str, Timing]:
+    """Time several callables that take turns; arguments as of :func:`in_turn`."""
+    clocked = {name: partial(timed, run) for name, run in contestants.items()}
+    seconds = in_turn(clocked, warmup=warmup, runs=runs, on_run=on_run)
+    return {name: Timing.of(values) for name, values in seconds.items()}

@@ -1,0 +1,1 @@
+"""``medha profile``: measures what batches take on this machine, and fits coefficients to it."""

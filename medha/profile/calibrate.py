@@ -1,0 +1,298 @@
+"""Measures what one stage's steps cost, and fits the coefficients that the scheduler predicts with.
+
+Steps of many shapes run in turn, each several times: chunks of all sizes behind nothing and behind 1K to 128K cached
+tokens, and batches of decodes over the same range. Every rank measures its own stage (:mod:`medha.profile.meter`); the
+coefficients are of the slowest stage of group 0, in the parts that the predictor has:
+
+- attention: of chunks, affine in the cached tokens, and of decodes, with what a row more costs on the host;
+- linear layers over the tokens of the step, less the all-reduces of a tensor-parallel group, which are measured apart;
+- the head over the rows that sample; the host's share of a step, from the rows with one request;
+- merges of KV-parallel groups. Waiting for a slower group is not among them: the predictor takes the slowest group.
+
+The send to the next stage of a pipeline has no part: it runs beside the next batch, and a stage's busy time ends before
+it. Attention of a mixed batch is a sum, as the torch backend runs one request after another.
+
+A step that takes longer than a limit is not measured; the predictor extrapolates, linearly in KV and in tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from medha.config import ModelConfig, ParallelConfig
+from medha.cost.coefficients import Coefficients, Curve, Link, ProfileKey
+from medha.profile.fit import fit_chunks, fit_curve, fit_decodes
+from medha.profile.meter import StageTime
+from medha.profile.steps import Step, StepRunner, chunk, decodes
+
+CHUNKS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # matrix kernels jump at small numbers of rows
+KV = (256, 1024, 4096, 16384, 65536, 131072, 262144, 524288, 1048576)
+_LEAST_KV = 1024  # of a chunk, which then costs more than behind nothing by more than noise
+_TILE = 16  # queries, less than any kernel's on the CPU; what lies between the sizes is interpolated
+_MAX_REDUCES = 0.9  # of the time of the layers without attention
+_SMALLEST = 1e-7  # seconds; a part that was not noticed at all
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        chunks, batches: sizes.
+        lengths: tokens cached before them, besides none for chunks and the most that is asked for.
+        limit_s: steps that take longer are left out.
+        total_s: seconds that the repeats of all steps may take together.
+        min_repeats, max_repeats: of each step; the first run of each is for warming up and does not count.
+    """
+
+    chunks: tuple[int, ...] = CHUNKS
+    batches: tuple[int, ...] = BATCHES
+    lengths: tuple[int, ...] = KV
+    limit_s: float = 1.0
+    total_s: float = 120.0
+    min_repeats: int = 5
+    max_repeats: int = 15
+
+
+QUICK = Effort(
+    chunks=(16, 32, 64, 128, 256, 512, 1024),
+    batches=(1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
+    lengths=(1024, 8192, 65536, 524288),
+    limit_s=0.4,
+    total_s=30.0,
+    min_repeats=3,
+    max_repeats=7,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run of a step on one stage.
+
+    Attributes:
+        time: where its busy seconds went.
+    """
+
+    step: Step
+    time: StageTime
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the step."""
+        return sum(part.q_len for part in self.step)
+
+
+def families(effort: Effort, *, max_kv: int, num_groups: int, block_size: int) -> list[list[Step]]:
+    """The steps that are wanted, in lists along which they take longer and longer."""
+    lengths = [*(kv for kv in effort.lengths if kv < max_kv), max_kv]
+    behind = [kv for kv in lengths if kv >= min(_LEAST_KV, max_kv)]
+    found = [[chunk(size, 0) for size in effort.chunks]]
+    found += [[chunk(size, kv) for kv in behind] for size in effort.chunks]
+    found += [[decodes(batch, kv) for kv in lengths] for batch in effort.batches]
+    for groups in range(2, num_groups + 1):
+        kv = 2 * groups * block_size
+        if kv <= max_kv:
+            found.append([chunk(size, kv, num_groups=groups) for size in effort.chunks])
+    return found
+
+
+class Measuring:
+    """The measuring side, on rank 0.
+
+    Args:
+        run: runs a step and returns its batch id and busy seconds.
+        effort: how much.
+        on_progress: called with the share done, from 0 to 1.
+
+    Attributes:
+        steps: by batch id, the runs that count.
+    """
+
+    def __init__(self, run: StepRunner, effort: Effort, on_progress: Callable[[float], None]) -> None:
+        self.steps: dict[int, Step] = {}
+        self._run = run
+        self._effort = effort
+        self._on_progress = on_progress
+
+    def all_of(self, wanted: Sequence[list[Step]], *, seed: int = 0) -> None:
+        """Warm each step up, leave out what takes too long, and run the others in turn, in another order each time."""
+        costs: dict[Step, float] = {}
+        for number, steps in enumerate(wanted):
+            if not _is_too_long(steps[0], costs):
+                costs |= self._within_limit(steps)
+            self._on_progress(0.3 * (number + 1) / len(wanted))
+        rounds = self._num_rounds(sum(costs.values()))
+        shuffled = random.Random(seed)
+        for done in range(rounds):
+            for step in shuffled.sample(list(costs), len(costs)):
+                self.steps[self._run.run(step)[0]] = step
+            self._on_progress(0.3 + 0.7 * (done + 1) / rounds)
+
+    def _within_limit(self, steps: Sequence[Step]) -> dict[Step, float]:
+        """Seconds of the first steps of a list, up to the first that takes too long; at least two of them."""
+        costs: dict[Step, float] = {}
+        for step, following in pairwise([*steps, None]):
+            assert step is not None, "only the last has none after it"
+            costs[step] = self._run.run(step)[1]
+            if following is None or len(costs) < 2:
+                continue
+            if costs[step] * _growth(step, following) > 2 * self._effort.limit_s:
+                break
+        return costs
+
+    def _num_rounds(self, round_s: float) -> int:
+        effort = self._effort
+        return min(max(int(effort.total_s / round_s), effort.min_repeats), effort.max_repeats)
+
+
+def _is_too_long(step: Step, costs: Mapping[Step, float]) -> bool:
+    """Whether a chunk takes too long even with nothing cached, as was found out before."""
+    part = step[0]
+    return bool(costs) and not part.is_decode and part.kv_before > 0 and chunk(part.q_len, 0) not in costs
+
+
+def _growth(step: Step, following: Step) -> float:
+    """How many times longer than a step the next one may take at most."""
+    before, after = step[0], following[0]
+    return max(after.q_len / before.q_len, (1 + after.kv_before) / (1 + before.kv_before))
+
+
+def slowest_stage(stages: Sequence[Mapping[int, StageTime]], steps: Mapping[int, Step]) -> tuple[int, list[Measured]]:
+    """The stage that took longest in all, and the runs on it.
+
+    Args:
+        stages: of group 0, by batch id.
+        steps: by batch id, the runs that count.
+    """
+    totals = [sum(stage[batch_id].busy_s for batch_id in steps) for stage in stages]
+    slowest = totals.index(max(totals))
+    return slowest, [Measured(step, stages[slowest][batch_id]) for batch_id, step in steps.items()]
+
+
+def fit(
+    rows: Sequence[Measured],
+    key: ProfileKey,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    num_layers: int,
+    dtype_bytes: int,
+    has_head: bool = True,
+    merges: Sequence[tuple[int, int, float]] = (),
+    reduces: Sequence[tuple[int, float]] = (),
+) -> Coefficients:
+    """Coefficients of the stage that was measured.
+
+    Args:
+        rows: steps on one group.
+        key: what they were measured for.
+        model, parallel: shape and degrees.
+        num_layers: of the stage.
+        dtype_bytes: of a weight.
+        has_head: the stage ends in the vocabulary projection.
+        merges: (tokens, groups, seconds) of steps that several groups shared.
+        reduces: (tokens, seconds) of one all-reduce.
+    """
+    chunk_rows = [row for row in rows if not row.step[0].is_decode]
+    decode_rows = [row for row in rows if row.step[0].is_decode]
+    host_s = statistics.median(row.time.host_s for row in rows if len(row.step) == 1)
+    tp = None
+    if parallel.tp > 1:
+        tp = _tp_link(rows, reduces, num_layers=num_layers, bytes_per_token=model.hidden_size * dtype_bytes)
+    q_len = [row.step[0].q_len for row in chunk_rows]
+    kv = [row.step[0].kv_before for row in chunk_rows]
+    q_len, kv, attention = _medians(q_len, kv, [row.time.attention_s for row in chunk_rows])
+    batch, mean_kv, beside = _medians(
+        [len(row.step) for row in decode_rows],
+        [row.step[0].kv_before for row in decode_rows],
+        [row.time.attention_s + max(row.time.host_s - host_s, 0.0) for row in decode_rows],
+    )
+    return Coefficients(
+        key=key,
+        linear=_linear(rows, tp),
+        chunks=fit_chunks(q_len, kv, attention, tile=_TILE),
+        decodes=fit_decodes(batch, mean_kv, beside),
+        head=_curve([(len(row.step), row.time.head_s) for row in decode_rows]) if has_head else None,
+        host_s=host_s,
+        tp=tp,
+        kvp=_kvp_link(merges, model, parallel, num_layers=num_layers, dtype_bytes=dtype_bytes) if merges else None,
+    )
+
+
+def _linear(rows: Sequence[Measured], tp: Link | None) -> Curve:
+    """Layers without attention and all-reduces, over tokens."""
+    points = []
+    for row in rows:
+        reduces_s = 0.0 if tp is None else tp.fixed_s + tp.token_s * row.num_tokens
+        points.append((row.num_tokens, row.time.linear_s - reduces_s))
+    return _curve(points)
+
+
+def _curve(points: Sequence[tuple[int, float]]) -> Curve:
+    x, seconds = zip(*points, strict=True)
+    return fit_curve(x, np.maximum(seconds, _SMALLEST))
+
+
+def _medians(
+    sizes: Sequence[int], lengths: Sequence[int], seconds: Sequence[float]
+) -> tuple[list[int], list[int], list[float]]:
+    """One row a shape, so that shapes weigh alike and a slow spell does not count."""
+    runs: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for size, length, value in zip(sizes, lengths, seconds, strict=True):
+        runs[size, length].append(value)
+    shapes = list(runs)
+    medians = [max(statistics.median(runs[shape]), _SMALLEST) for shape in shapes]
+    return [size for size, _ in shapes], [length for _, length in shapes], medians
+
+
+def _tp_link(
+    rows: Sequence[Measured], reduces: Sequence[tuple[int, float]], *, num_layers: int, bytes_per_token: float
+) -> Link:
+    """All-reduces, two a layer; measured alone they may be slower than within a step, and then count as less."""
+    link = _link(reduces, calls=2 * num_layers, bytes_per_token=bytes_per_token)
+    within: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        within[row.num_tokens].append(row.time.linear_s)
+    alone = {tokens: link.fixed_s + link.token_s * tokens for tokens in within}
+    share = min(_MAX_REDUCES * statistics.median(within[tokens]) / alone[tokens] for tokens in within)
+    if share >= 1:
+        return link
+    return dataclasses.replace(link, alpha_s=link.alpha_s * share, bytes_per_s=link.bytes_per_s / share)
+
+
+def _kvp_link(
+    merges: Sequence[tuple[int, int, float]],
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    num_layers: int,
+    dtype_bytes: int,
+) -> Link:
+    """Merges: what a rank receives grows with the groups beyond its own."""
+    heads = model.num_heads / parallel.tp
+    calls = [(tokens * (groups - 1), seconds / num_layers) for tokens, groups, seconds in merges]
+    return _link(calls, calls=num_layers, bytes_per_token=heads * (model.head_dim * dtype_bytes + 4))
+
+
+def _link(calls_s: Sequence[tuple[int, float]], *, calls: int, bytes_per_token: float) -> Link:
+    """Latency and bandwidth of one call, by least squares of the relative error, neither below 0."""
+    tokens, seconds = (np.array(column, dtype=np.float64) for column in zip(*calls_s, strict=True))
+    seconds = np.maximum(seconds, _SMALLEST)
+    if np.unique(tokens).size > 1:
+        token_s, alpha_s = np.polyfit(tokens, seconds, 1, w=1 / seconds).tolist()
+    else:
+        token_s, alpha_s = 0.0, float(np.median(seconds))
+    if token_s <= 0:
+        token_s, alpha_s = _SMALLEST / tokens.max(), float(np.median(seconds))
+    if alpha_s < 0:
+        token_s, alpha_s = float(np.median(seconds / tokens)), 0.0
+    return Link(calls, alpha_s, bytes_per_token / token_s, bytes_per_token)

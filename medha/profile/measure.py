@@ -1,0 +1,151 @@
+"""Measuring on every rank: each builds its part of the model and meters it, rank 0 runs the steps and fits.
+
+The pool is the engine's own, filled with random numbers as far as it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from medha.config import EngineConfig
+from medha.cost.coefficients import Coefficients
+from medha.engine.build import Role, build_role
+from medha.errors import ConfigError
+from medha.outputs import RequestOutput
+from medha.parallel.mesh import Ranks
+from medha.profile.calibrate import Effort, Measuring, families, fit, slowest_stage
+from medha.profile.meter import StageMeter, StageTime, all_reduce_seconds, gathered
+from medha.profile.steps import Step, StepRunner, fill
+from medha.worker.runner import Runner
+
+MAX_KV = 131072
+_REDUCED_TOKENS = (1, 64, 512, 2048)
+
+
+def measure(
+    config: EngineConfig,
+    effort: Effort,
+    *,
+    max_kv: int | None = None,
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> Coefficients | None:
+    """Build this rank's part and measure; every rank calls it.
+
+    Args:
+        config: the engine that will run.
+        effort: how much is measured.
+        max_kv: longest KV cache in tokens; by default 131,072, or what model and memory allow.
+        on_progress: called with the share done.
+
+    Returns:
+        The coefficients on rank 0, None on the others.
+
+    Raises:
+        ConfigError: ``max_kv`` is too long, the device cannot be measured, or something is wrong with the engine.
+        RankFailedError: another rank failed.
+    """
+    role = build_role(config)
+    effort, longest = _bounded(role, effort, max_kv)
+    num_blocks = -(-(longest + effort.chunks[-1]) // role.runner.cache.block_size)
+    fill(role.runner, num_blocks * role.runner.cache.block_size)
+    meter = StageMeter(role.runner)
+    ranks = next((part.ranks for part in (role.caller, role.follower) if part is not None), None)
+    reduces = [] if ranks is None else _all_reduces(ranks, role.runner)
+    if role.follower is not None:
+        role.follower.join("profile")
+        gathered(role.follower.ranks, meter.take())
+        role.close()
+        return None
+    steps: dict[int, Step] = {}
+
+    def run() -> list[RequestOutput]:
+        steps.update(_run_steps(role, config, effort, longest, num_blocks=num_blocks, on_progress=on_progress))
+        return []
+
+    if role.caller is None:
+        run()
+        by_rank = [meter.take()]
+    else:
+        role.caller.call("profile", run)
+        by_rank = gathered(role.caller.ranks, meter.take())
+    found = _fitted(role, config, steps, by_rank, reduces)
+    role.close()
+    return found
+
+
+def _bounded(role: Role, effort: Effort, max_kv: int | None) -> tuple[Effort, int]:
+    """Chunks and the longest KV cache that model and pool allow."""
+    runner = role.runner
+    if runner.device.type != "cpu":
+        raise ConfigError(f"device {runner.device}: the busy time of a step is not known there; accepted: cpu")
+    positions = role.limits.max_model_len
+    effort = dataclasses.replace(effort, chunks=tuple(size for size in effort.chunks if size <= positions) or (1,))
+    most = min(positions, runner.cache.num_blocks * runner.cache.block_size - effort.chunks[-1])
+    if most < 1 or (max_kv is not None and not 1 <= max_kv <= most):
+        raise ConfigError(
+            f"max_kv={max_kv}; accepted: 1 to {most}, what the model's {positions} positions and half of the free "
+            "memory allow"
+        )
+    return effort, min(most, MAX_KV) if max_kv is None else max_kv
+
+
+def _all_reduces(ranks: Ranks, runner: Runner) -> list[tuple[int, float]]:
+    """Seconds of the all-reduces of this rank's tensor-parallel group, by tokens."""
+    if ranks.config.tp == 1:
+        return []
+    dim, dtype = runner.model.config.hidden_size, runner.cache.k[0].dtype
+    return all_reduce_seconds(ranks.tp_group, _REDUCED_TOKENS, dim=dim, dtype=dtype, device=runner.device)
+
+
+def _run_steps(
+    role: Role,
+    config: EngineConfig,
+    effort: Effort,
+    longest: int,
+    *,
+    num_blocks: int,
+    on_progress: Callable[[float], None],
+) -> dict[int, Step]:
+    """Run all steps on rank 0; by batch id, those that count."""
+    assert role.engine is not None, "rank 0 has the engine"
+    block_size = role.runner.cache.block_size
+    hand = StepRunner(
+        role.engine.runner, block_size=block_size, num_blocks=num_blocks, vocab_size=role.limits.vocab_size
+    )
+    measuring = Measuring(hand, effort, on_progress)
+    measuring.all_of(families(effort, max_kv=longest, num_groups=config.parallel.kvp, block_size=block_size))
+    return measuring.steps
+
+
+def _fitted(
+    role: Role,
+    config: EngineConfig,
+    steps: Mapping[int, Step],
+    by_rank: Sequence[Mapping[int, StageTime]],
+    reduces: Sequence[tuple[int, float]],
+) -> Coefficients:
+    """Coefficients of the slowest stage of group 0, keyed as this engine's own are."""
+    assert role.engine is not None and role.engine.scheduler.predictor is not None, "the medha scheduler predicts"
+    parallel, model = config.parallel, role.runner.model.config
+    own = {batch_id: step for batch_id, step in steps.items() if step[0].num_groups == 1}
+    stages = [by_rank[parallel.rank_of(stage=stage, tp_rank=0)] for stage in range(parallel.spp)]
+    stage, rows = slowest_stage(stages, own)
+    groups = [by_rank[parallel.rank_of(stage=stage, tp_rank=0, kvp_rank=group)] for group in range(parallel.kvp)]
+    shared = {batch_id: step for batch_id, step in steps.items() if step[0].num_groups > 1}
+    return fit(
+        rows,
+        role.engine.scheduler.predictor.coefficients.key,
+        model,
+        parallel,
+        num_layers=len(parallel.layers_of(stage, model.num_layers)),
+        dtype_bytes=role.runner.cache.k[0].dtype.itemsize,
+        has_head=stage == parallel.spp - 1,
+        merges=[_merge(step, [times[i] for times in groups if i in times]) for i, step in shared.items()],
+        reduces=reduces,
+    )
+
+
+def _merge(step: Step, times: Sequence[StageTime]) -> tuple[int, int, float]:
+    """(tokens, groups, seconds) of a shared chunk; the group that comes last waits for nobody."""
+    return step[0].q_len, step[0].num_groups, min(time.merge_s for time in times)

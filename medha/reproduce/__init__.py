@@ -1,1 +1,0 @@
-"""The figures and numeric claims of the Medha papers, computed anew: ``medha reproduce``."""

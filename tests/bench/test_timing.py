@@ -1,0 +1,56 @@
+"""The machine's rates at toy sizes: what they are made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from medha.bench.timing import Rate, Timing, Yardstick, in_turn, interleaved, matrix_product, memory_read
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.usefixtures("_small_rates")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrix_product(dtype: torch.dtype) -> None:
+    product = matrix_product(dtype, CPU)
+    assert product.name in ("product 192 x 192 x 192", "product 256 x 256 x 256")
+    size = int(product.name.split()[-1])
+    assert product.amount == 2 * size**3
+    assert product.seconds() > 0
+
+
+@pytest.mark.usefixtures("_small_rates")
+def test_memory_read() -> None:
+    memory = memory_read(CPU)
+    assert memory.amount == 8 << 20
+    assert memory.name.startswith("read by ")
+    assert Rate.of(memory, [memory.seconds() for _ in range(3)]).per_s > 0
+
+
+def test_a_rate_is_that_of_the_median() -> None:
+    rate = Rate.of(Yardstick("work", 12.0, lambda: None), [1.0, 3.0, 2.0])
+    assert (rate.name, rate.per_s) == ("work", 6.0)
+    assert rate.timing == Timing(2.0, 1.0, 3.0, 3)
+
+
+def test_contestants_take_turns_and_the_warm_up_does_not_count() -> None:
+    calls: list[str] = []
+
+    def contestant(name: str, start_s: float) -> float:
+        calls.append(name)
+        return start_s + len(calls)
+
+    num_done = 0
+
+    def note() -> None:
+        nonlocal num_done
+        num_done += 1
+
+    contestants = {"a": lambda: contestant("a", 10.0), "b": lambda: contestant("b", 20.0)}
+    seconds = in_turn(contestants, warmup=1, runs=2, on_run=note)
+    assert "".join(calls) == "ababab"
+    assert seconds == {"a": [13.0, 15.0], "b": [24.0, 26.0]}
+    assert num_done == 6
+    timings = interleaved({"a": lambda: None}, warmup=0, runs=3)
+    assert timings["a"].runs == 3 and timings["a"].min_s <= timings["a"].median_s <= timings["a"].max_s

@@ -1,0 +1,197 @@
+"""What is drawn while requests run, at the widths of terminals."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import time
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+import medha.cli.display
+from medha.cli.display import Display, StreamedText, results_table
+from medha.errors import ValidationError
+from medha.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class FakeEngine:
+    """Only what a display asks an engine for."""
+
+    def __init__(self, *prefills: tuple[str, int, int]) -> None:
+        self.running = list(prefills)
+
+    def prefills(self, min_tokens: int) -> list[tuple[str, int, int]]:
+        return [row for row in self.running if row[2] >= min_tokens]
+
+
+class Screen:
+    """A terminal of some width, and what was written to it."""
+
+    def __init__(self, width: int = 80) -> None:
+        self.file = io.StringIO()
+        self.console = Console(file=self.file, force_terminal=True, width=width, height=30, color_system=None)
+
+    def lines(self) -> list[str]:
+        """What was written since the last call, without the movements of the cursor."""
+        text = CONTROL.sub("", self.file.getvalue()).replace("\r", "\n")
+        self.file.seek(0)
+        self.file.truncate()
+        return [line for line in text.split("\n") if line.strip()]
+
+
+@pytest.fixture(autouse=True)
+def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(medha.cli.display, "_REFRESH_S", 0.0)
+
+
+def output(
+    request_id: str = "a", text: str | None = "", *, finished: bool = False, error: Exception | None = None
+) -> RequestOutput:
+    metrics = RequestMetrics(0.0, 0.1, 0.25, 3.25, num_prompt_tokens=3, num_output_tokens=4)
+    reason = None if not finished else "stop" if error is None else "error"
+    completion = CompletionOutput(0, text, [7, 8, 9, 10], reason)
+    return RequestOutput(request_id, "abc", [1, 2, 3], [completion], finished, metrics, error)
+
+
+def make_display(engine: FakeEngine, screen: Screen | None, lines: Console | None = None, total: int = 3) -> Display:
+    live = None if screen is None else screen.console
+    return Display(engine.prefills, lines=lines, live=live, num_requests=total)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_bars_with_rate_and_time_left_fit_the_terminal(width: int) -> None:
+    engine = FakeEngine(("document", 1_234_567, 10_000_000), ("short", 10, 20))
+    screen = Screen(width)
+    with make_display(engine, screen) as display:
+        display.refresh()
+        time.sleep(0.02)
+        engine.running[0] = ("document", 1_234_667, 10_000_000)
+        screen.lines()
+        display.refresh()
+        drawn = screen.lines()
+    assert len(drawn) == 2
+    assert all(len(line) <= width for line in drawn)
+    assert re.fullmatch(r"document +━+[╸╺]? +1,234,667/10,000,000 [\d,]+ tok/s \d+:\d\d left", drawn[0])
+    assert len(drawn[0]) == width
+    assert drawn[1] == "0 of 3 requests done"
+
+
+def test_rate_is_over_the_last_seconds() -> None:
+    rate = medha.cli.display._Rate()
+    rate.note(0.0, 0)
+    assert rate.rate_and_time_left(1000) == ("", "")
+    for second in range(1, 21):
+        rate.note(float(second), 1000 * second if second <= 10 else 10_000 + 100 * (second - 10))
+    assert rate.rate_and_time_left(11_000 + 100 * 83) == ("100 tok/s", "01:23 left")
+    assert rate.rate_and_time_left(11_000 + 100 * 36_005) == ("100 tok/s", "10:00:05 left")
+
+
+def test_streaming_answers_show_their_ends_on_one_line_each() -> None:
+    screen = Screen(80)
+    with make_display(FakeEngine(), screen, total=20) as display:
+        display.update(output("plain", "one\ntwo\x1b[2J"))
+        display.update(output("wide", "漢字" * 100))
+        display.update(output("an-id-of-more-than-sixteen-characters", "x" * 300 + "end"))
+        for i in range(7):
+            display.update(output(f"more-{i}", "text"))
+        screen.lines()
+        display.refresh()
+        drawn = screen.lines()
+    assert drawn[0] == "plain            one⏎two·[2J"
+    assert cell_len(drawn[1]) <= 80
+    assert drawn[1].endswith("漢字")
+    assert drawn[2].startswith("an-id-o…aracters xxx")
+    assert drawn[2].endswith("end")
+    assert len(drawn[2]) == 80
+    assert len(drawn) == 9
+    assert drawn[8] == "0 of 20 requests done, 2 running that are not shown"
+
+
+def test_a_line_for_each_request_that_ends() -> None:
+    out = io.StringIO()
+    lines = Console(file=out, width=40)
+    with make_display(FakeEngine(), None, lines) as display:
+        display.update(output("a", "half "))
+        display.refresh()
+        display.finish(output("a", "half and half\n" * 5, finished=True))
+        display.finish(output("b", None, finished=True))
+        display.finish(output("c", None, finished=True, error=ValidationError("bad\nprompt")))
+    assert out.getvalue().splitlines() == [
+        "a  " + "half and half⏎" * 5 + "  [stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s]",
+        "b  7 8 9 10   [stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s]",
+        "c  7 8 9 10   [ValidationError: bad·prompt]".replace("·", "⏎"),
+    ]
+
+
+def test_lines_on_a_terminal_stand_above_the_part_that_is_redrawn() -> None:
+    screen, elsewhere = Screen(), Screen()
+    with make_display(FakeEngine(("document", 1, 5000)), screen, lines=elsewhere.console) as display:
+        display.refresh()
+        screen.lines()
+        display.finish(output("a", "answer", finished=True))
+        drawn = screen.lines()
+    assert drawn[0] == "a  answer  [stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s]"
+    assert drawn[1].startswith("document ")
+    assert elsewhere.lines() == []
+
+
+def test_nothing_is_drawn_off_a_terminal() -> None:
+    out = io.StringIO()
+    display = Display(FakeEngine(("document", 1, 5000)).prefills, lines=None, live=Console(file=out), num_requests=2)  # type: ignore[arg-type]
+    with display:
+        display.update(output("a", "text"))
+        display.refresh()
+        display.finish(output("a", "text", finished=True))
+    assert out.getvalue() == ""
+
+
+def test_streamed_text_alone_is_on_the_stream(caplog: pytest.LogCaptureFixture) -> None:
+    screen, out = Screen(), io.StringIO()
+    engine = FakeEngine(("prompt-0", 100, 5000))
+    with (
+        caplog.at_level(logging.INFO, "medha"),
+        StreamedText(make_display(engine, screen, total=1), out) as streamed,
+    ):
+        streamed.refresh()
+        assert screen.lines()[-1].startswith("prompt-0 ")
+        assert out.getvalue() == ""
+        streamed.update(output(text="one "))
+        screen.lines()
+        streamed.refresh()
+        assert screen.lines() == []
+        streamed.update(output(text="two", finished=True))
+        streamed.finish(output(text="one two", finished=True))
+    assert out.getvalue() == "one two\n"
+    assert [r.getMessage() for r in caplog.records] == ["stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s"]
+
+
+def test_a_needle_stands_on_one_line_of_80_columns() -> None:
+    screen = Screen(80)
+    whole = output("document", " 7429-amber.", finished=True)
+    whole.metrics.num_prompt_tokens = 32_768
+    screen.console.print(results_table([whole], expected={"document": " 7429-amber."}))
+    drawn = screen.lines()
+    assert sum(" 7429-amber. " in line and "right" in line for line in drawn) == 1
+    assert max(map(len, drawn)) <= 80
+
+
+def test_results_table_folds_answers_at_80_columns() -> None:
+    screen = Screen(80)
+    rows = [output("document", "word " * 40, finished=True), output("b", "x", finished=True)]
+    rows += [output("c", "", finished=True, error=ValidationError("no such thing"))]
+    expected = {"document": "word " * 40, "b": "y", "c": "z"}
+    screen.console.print(results_table(rows, expected=expected))
+    drawn = screen.lines()
+    assert all(len(line) <= 80 for line in drawn)
+    assert sum(line.count("word") for line in drawn) == 40
+    assert [re.findall("right|wrong", line) for line in drawn if re.search("right|wrong", line)] == [
+        ["right"],
+        ["wrong"],
+        ["wrong"],
+    ]
+    assert any("250 ms" in line and "1.00 s" in line for line in drawn)

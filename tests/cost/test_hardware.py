@@ -1,0 +1,445 @@
+"""Sheets as JSON, and the costs and memory that follow from them, against closed forms."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.config import ModelConfig, ParallelConfig
+from medha.cost.coefficients import Coefficients
+from medha.cost.hardware import (
+    SHEETS,
+    Floats,
+    Sheet,
+    activation_bytes,
+    chunk_slope_s,
+    first_chunk_s,
+    gemm_s,
+    kv_bytes_per_token,
+    kv_pool_tokens,
+    linear_layer_s,
+    load_sheet,
+    stage_coefficients,
+    weights_bytes,
+)
+from medha.cost.predictor import Predictor, Work
+from medha.engine.build import Part
+from medha.errors import ConfigError
+from medha.sim.known_models import KNOWN_MODELS
+from tools.fit_spec import _fit, _rows, derived_sheets, prefill_s, run
+
+NAMES = ("a100-80g", "b200-180g", "h100-80g", "h200-141g")
+A100, H100 = load_sheet("a100-80g"), load_sheet("h100-80g")
+LLAMA_8B, LLAMA_70B, QWEN = (KNOWN_MODELS[name] for name in ("llama-3-8b", "llama-3-70b", "qwen2.5-14b-1m"))
+LAYOUTS = [ParallelConfig(*degrees) for degrees in ((1, 1, 1), (2, 2, 2), (8, 1, 1), (8, 4, 4), (4, 3, 1))]
+
+
+def predictor(
+    sheet: Sheet,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    stage: int = 0,
+    *,
+    max_tokens: int = 16384,
+    **options: Any,
+) -> Predictor:
+    return Predictor(stage_coefficients(sheet, model, parallel, stage, **options), max_tokens=max_tokens)
+
+
+def chunk_s(model: Predictor, tokens: int, kv: int = 0) -> float:
+    return model.predict([Work(tokens, kv, False)])
+
+
+def changed(path: str, value: Any) -> str:
+    tree = json.loads(A100.to_json())
+    node = tree
+    *parents, last = path.split(".")
+    for name in parents:
+        node = node[int(name) if name.isdigit() else name]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return json.dumps(tree)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sheets
+
+
+def test_the_sheets_that_come_along() -> None:
+    assert sorted(path.stem for path in SHEETS.glob("*.json")) == list(NAMES)
+    for name in NAMES:
+        sheet = load_sheet(name)
+        assert sheet.name == name
+        assert sheet.provenance == ("measured" if name == "a100-80g" else "derived")
+        assert Sheet.from_json(sheet.to_json()) == sheet
+        assert all("derived, not measured" in sheet.sources[part] for part in ("gemm", "all_reduce", "node_send")) == (
+            sheet.provenance == "derived"
+        )
+
+
+def test_derived_sheets_follow_from_the_fitted_one() -> None:
+    assert {sheet.name: sheet for sheet in derived_sheets(A100)} == {name: load_sheet(name) for name in NAMES[1:]}
+
+
+def test_every_rate_is_below_what_is_published() -> None:
+    for sheet in map(load_sheet, NAMES):
+        assert max(sheet.gemm.flops_per_s) < 0.8 * sheet.peak_flops_per_s
+        assert 0.4 * sheet.peak_flops_per_s < sheet.attention.flops_per_s < 0.7 * sheet.peak_flops_per_s
+        for bytes_per_s in (sheet.gemm.bytes_per_s, sheet.attention.bytes_per_s, sheet.elementwise.bytes_per_s):
+            assert 0.4 * sheet.hbm_bytes_per_s < bytes_per_s < 0.95 * sheet.hbm_bytes_per_s
+        assert sheet.node_send.bytes_per_s < sheet.send.bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON"),
+        ("[]", "accepted: a file of format 'medha-hardware-sheet', version 1"),
+        (changed("version", 2), "version 1"),
+        (changed("gemm", 1), "gemm is 1; accepted: an object"),
+        (changed("gemm.launch_s", ...), "gemm lacks launch_s"),
+        (changed("gemm.speed", 1), "gemm has unknown fields speed; known: bytes_per_s"),
+        (changed("gemm.launch_s", 0), "gemm.launch_s=0; accepted: a finite number above 0"),
+        (changed("gemm.launch_s", "1"), "gemm.launch_s='1'"),
+        (changed("gemm.flops_per_s", [1e12]), "gemm.flops_per_s=.*; accepted: 3 numbers"),
+        (changed("gemm.flops_per_s", [1e12, 1e12, None]), "gemm.flops_per_s=None"),
+        (changed("gemm.wave_share", 1.5), "gemm.wave_share=1.5; accepted: a finite number of at least 0, at most 1"),
+        (
+            changed("attention.overlap_power", 0.5),
+            "attention.overlap_power=0.5; accepted: a finite number of at least 1",
+        ),
+        (changed("attention.splits_kv", 1), "attention.splits_kv=1; accepted: true or false"),
+        (changed("attention.tile_rows", 1.5), "attention.tile_rows=1.5; accepted: a whole number of at least 1"),
+        (changed("all_reduce", []), "all_reduce: ranks .*; accepted: at least one, increasing"),
+        (changed("all_reduce", [1]), "all_reduce is 1; accepted: an object"),
+        (changed("all_gather.1.ranks", 2), "all_gather: ranks .2, 2, 8."),
+        (changed("all_gather.0.ranks", 1), "link.ranks=1; accepted: a whole number of at least 2"),
+        (changed("send", 3), "send is 3"),
+        (changed("gemm", []), "gemm is .*; accepted: an object"),
+        (changed("all_reduce", {"alpha_s": 1.0, "bytes_per_s": 1.0, "ranks": 2}), "sheet.all_reduce=.*a list of links"),
+        (changed("memory_bytes", 8e10), "sheet.memory_bytes=80000000000.0; accepted: a whole number"),
+        (changed("num_sms", True), "sheet.num_sms=True"),
+        (changed("provenance", "guessed"), "sheet.provenance='guessed'; accepted: 'measured' or 'derived'"),
+        (changed("machine", ""), "sheet.machine=''; accepted: a text"),
+        (changed("host_s", -1), "sheet.host_s=-1; accepted: a finite number of at least 0"),
+        (changed("peak_flops_per_s", ...), "sheet lacks peak_flops_per_s"),
+        (changed("sources.gemm", ...), "sources: none for gemm; accepted: a text for each of"),
+        (changed("sources.gem", "?"), "sources: unknown gem; accepted"),
+        (changed("sources", []), "sources: none for all_gather"),
+    ],
+)
+def test_a_bad_sheet_is_refused_by_field(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        Sheet.from_json(text, source="sheet x")
+    assert str(caught.value).startswith("sheet x")
+
+
+def test_a_sheet_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(changed("name", "mine"))
+    assert load_sheet(path) == replace(A100, name="mine")
+
+
+def test_an_unknown_sheet_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sheet 'a100' is not known; accepted: a100-80g, .*did you mean a100-80g\?"):
+        load_sheet("a100")
+    with pytest.raises(ConfigError, match=r"accepted: .*, or the path of a JSON file$"):
+        load_sheet(tmp_path / "q")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Costs
+
+
+def test_coefficients_are_of_the_stage() -> None:
+    parallel = ParallelConfig(tp=8, spp=2, kvp=2)
+    first, last = (stage_coefficients(H100, LLAMA_70B, parallel, stage) for stage in (0, 1))
+    assert first.head is None and last.head is not None
+    assert first.spp is not None and last.spp is None
+    assert first.tp is not None and first.tp.calls == 2 * 40
+    assert first.tp.bytes_per_token == 8192 * 2
+    assert first.kvp is not None and first.kvp.calls == 40
+    assert first.kvp.bytes_per_token == 8 * (128 * 2 + 4)
+    assert "derived" in first.key.machine and first.key.layout == "tp8 spp2 kvp2 stage 0"
+    assert Coefficients.from_json(first.to_json()) == first
+    alone = stage_coefficients(A100, LLAMA_8B, ParallelConfig(), 0)
+    assert alone.tp is alone.spp is alone.kvp is None
+
+
+def test_links_are_of_the_network_where_ranks_span_nodes() -> None:
+    def links(*degrees: int, stage: int = 0) -> list[float | None]:
+        found = stage_coefficients(A100, LLAMA_8B, ParallelConfig(*degrees), stage)
+        return [link and link.bytes_per_s for link in (found.tp, found.spp, found.kvp)]
+
+    node, inside = A100.node_send.bytes_per_s, A100.send.bytes_per_s
+    reduces = {link.ranks: link.bytes_per_s for link in A100.all_reduce}
+    gathers = {link.ranks: link.bytes_per_s for link in A100.all_gather}
+    assert links(4, 2) == [reduces[4], inside, None]
+    assert links(4, 4) == [reduces[4], inside, None]
+    assert links(4, 4, stage=1) == [reduces[4], node, None]  # ranks 4 to 7, then 8 to 11
+    assert links(8, 2) == [reduces[8], node, None]
+    assert links(2, 2, 2) == [reduces[2], inside, gathers[2]]
+    assert links(2, 2, 4) == [reduces[2], inside, node]
+    assert links(16) == [A100.node_all_reduce.bytes_per_s, None, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((ParallelConfig(), 1), {}, "stage=1; accepted: 0 to 0"),
+        ((ParallelConfig(), -1), {}, "stage=-1"),
+        ((ParallelConfig(spp=33), 0), {}, "spp=33 stages; accepted: 1 to 32"),
+        ((ParallelConfig(tp=3), 0), {}, "tp=3; accepted: a divisor of 32 query heads"),
+        ((ParallelConfig(), 0), {"dtype_bytes": 4}, "dtype_bytes=4; accepted: 1 or 2"),
+        ((ParallelConfig(), 0), {"backend": "flash"}, "backend='flash'; accepted: split-kv, no-split-kv"),
+    ],
+)
+def test_bad_arguments(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stage_coefficients(A100, LLAMA_8B, *arguments, **options)
+
+
+@pytest.mark.parametrize("backend", ["split-kv", "no-split-kv"])
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: f"tp{p.tp}spp{p.spp}kvp{p.kvp}")
+@pytest.mark.parametrize("model", [LLAMA_8B, QWEN], ids=["llama", "qwen"])
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 16383),
+    more_tokens=st.integers(1, 4096),
+    kv=st.integers(0, 10_000_000),
+    more_kv=st.integers(1, 1_000_000),
+)
+def test_never_cheaper_with_more_tokens_or_kv(
+    model: ModelConfig, parallel: ParallelConfig, backend: str, tokens: int, more_tokens: int, kv: int, more_kv: int
+) -> None:
+    if model.num_heads % parallel.tp or model.intermediate_size % parallel.tp:
+        return
+    costs = PREDICTORS.get(model, parallel, backend)
+    more = min(tokens + more_tokens, 16384)
+    assert 0 < chunk_s(costs, tokens, kv) <= chunk_s(costs, more, kv)
+    assert chunk_s(costs, tokens, kv) <= chunk_s(costs, tokens, kv + more_kv)
+    few = tokens % 128 + 1
+    assert costs.predict([Work(1, kv, True)] * few) <= costs.predict([Work(1, kv + more_kv, True)] * few)
+
+
+class Predictors:
+    """Made once for all examples."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ParallelConfig, str], Predictor] = {}
+
+    def get(self, model: ModelConfig, parallel: ParallelConfig, backend: str) -> Predictor:
+        key = (model.num_layers, parallel, backend)
+        if key not in self._made:
+            self._made[key] = predictor(A100, model, parallel, backend=backend)
+        return self._made[key]
+
+
+PREDICTORS = Predictors()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_large_product_reaches_most_of_the_peak_and_a_thin_one_the_bandwidth(name: str) -> None:
+    sheet, size = load_sheet(name), 8192
+    mfu = 2 * size**3 / float(gemm_s(sheet, size, size, size)) / sheet.peak_flops_per_s
+    assert 0.6 < mfu < 0.8
+    mbu = 2 * size * size / float(gemm_s(sheet, 1, size, size)) / sheet.hbm_bytes_per_s
+    assert 0.4 < mbu < 0.9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_utilisation_of_a_model(name: str) -> None:
+    """2 FLOPs a parameter and token, 2 c^2 width a layer of causal attention; a decode reads weights and its KV."""
+    sheet = load_sheet(name)
+    width = LLAMA_8B.num_heads * LLAMA_8B.head_dim
+    layers = 2 * (8.03e9 - 2 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size)
+    for tokens, kv, least, most in ((8192, 0, 0.5, 0.75), (8192, 1_000_000, 0.45, 0.65)):
+        flops = layers * tokens + LLAMA_8B.num_layers * width * (2 * tokens**2 + 4 * tokens * kv)
+        seconds = chunk_s(predictor(sheet, LLAMA_8B, ParallelConfig()), tokens, kv)
+        assert least < flops / seconds / sheet.peak_flops_per_s < most
+    read = 2 * (8.03e9 - LLAMA_8B.vocab_size * LLAMA_8B.hidden_size) + 131072 * 500_000
+    seconds = predictor(sheet, LLAMA_8B, ParallelConfig()).predict([Work(1, 500_000, True)])
+    assert 0.6 < read / seconds / sheet.hbm_bytes_per_s < 0.85
+
+
+def test_prefills_of_llama_3_8b_on_an_a100() -> None:
+    """Measured by others: 0.98 s for 10,000, 24.9 s for 100,000 and 79.4 s for 200,000 tokens (MInference), 0.28 s for
+    4,096 and 29.2 s for 131,072 tokens (Tetris)."""
+    measured = {10_000: 0.98, 100_000: 24.9, 200_000: 79.4, 4096: 0.28, 131_072: 29.2}
+    assert all(0.75 < prefill_s(A100, tokens) / seconds < 1.2 for tokens, seconds in measured.items())
+
+
+def test_more_ranks_help_less_than_in_proportion() -> None:
+    for tokens, kv in ((4096, 0), (1, 100_000), (512, 1_000_000)):
+        times = [chunk_s(predictor(H100, LLAMA_70B, ParallelConfig(tp=tp)), tokens, kv) for tp in (1, 2, 4, 8)]
+        assert all(after < before < 2 * after for before, after in pairwise(times))
+
+
+def test_stages_add_up_to_the_whole() -> None:
+    whole = chunk_s(predictor(A100, LLAMA_8B, ParallelConfig()), 2048, 100_000)
+    parallel = ParallelConfig(spp=4)
+    stages = [predictor(A100, LLAMA_8B, parallel, stage) for stage in range(4)]
+    linked = sum(link.fixed_s + 2048 * link.token_s for s in stages if (link := s.coefficients.spp))
+    parts = sum(chunk_s(stage, 2048, 100_000) for stage in stages) - linked
+    assert parts == pytest.approx(whole, rel=1e-6)
+
+
+def test_ten_million_tokens_lie_on_the_line() -> None:
+    costs = predictor(H100, LLAMA_70B, ParallelConfig(tp=8, spp=16), 3)
+    for tokens in (64, 2048, 16384):
+        times = [chunk_s(costs, tokens, kv) for kv in (1_000_000, 4_000_000, 10_000_000)]
+        assert times[1] - times[0] == pytest.approx((times[2] - times[1]) / 2, rel=1e-9)
+    short, long = (costs.predict([Work(1, kv, True)]) for kv in (1_000_000, 10_000_000))
+    read_s = 9_000_000 * kv_bytes_per_token(LLAMA_70B, ParallelConfig(tp=8, spp=16), 3) / H100.attention.bytes_per_s
+    assert long - short == pytest.approx(read_s, rel=1e-9)
+
+
+def test_a_kv_that_is_not_split_makes_small_chunks_and_decodes_dear() -> None:
+    split, whole = (predictor(A100, LLAMA_8B, ParallelConfig(), backend=b) for b in ("split-kv", "no-split-kv"))
+    kv = 16_384
+
+    def a_token(costs: Predictor, tokens: int) -> float:
+        return (chunk_s(costs, tokens, kv) - chunk_s(costs, tokens, 1)) / tokens
+
+    assert 1.15 < a_token(split, 64) / a_token(split, 768) < 1.4  # 1.23 with FlashInfer
+    assert 8 < a_token(whole, 32) / a_token(whole, 768) < 11  # as FlashAttention-2 without a KV split
+    assert a_token(whole, 8192) == pytest.approx(a_token(split, 8192), rel=0.05)
+    alone, beside = (costs.predict([Work(1, 1_000_000, True)]) for costs in (split, whole))
+    assert beside > 5 * alone
+    assert not whole.coefficients.splits_kv
+
+
+@pytest.mark.parametrize("backend", ["split-kv", "no-split-kv"])
+def test_tables_follow_the_forms_between_their_points(backend: str) -> None:
+    sheet = replace(A100, attention=replace(A100.attention, splits_kv=backend == "split-kv"))
+    costs = predictor(sheet, LLAMA_8B, ParallelConfig())
+    shape = {"hidden": 4096, "heads_width": 4096, "kv_width": 1024, "intermediate": 14336}
+    for tokens in (48, 200, 777, 3000, 11_111):
+        first = float(first_chunk_s(sheet, tokens, heads=32, head_dim=128))
+        slope = float(chunk_slope_s(sheet, tokens, heads=32, kv_heads=8, head_dim=128))
+        layer = float(linear_layer_s(sheet, tokens, **shape))
+        assert chunk_s(costs, tokens) == pytest.approx(32 * (first + layer) + sheet.host_s, rel=0.06)
+        rise = chunk_s(costs, tokens, 3_000_000) - chunk_s(costs, tokens, 2_000_000)
+        assert rise == pytest.approx(32e6 * slope, rel=0.02)
+
+
+def test_the_largest_chunk_within_a_budget_is_found() -> None:
+    tick = predictor(H100, LLAMA_70B, ParallelConfig(tp=8, spp=4)).tick([Work(1, 4096, True)] * 16)
+    for kv in (0, 100_000, 10_000_000):
+        tokens = tick.largest_chunk(kv, 0.1, 16384)
+        assert 0 < tokens < 16384
+        assert tick.with_chunk(tokens, kv) <= 0.1 < tick.with_chunk(tokens + 1, kv)
+
+
+def test_eight_bits_halve_what_is_read() -> None:
+    kv, one, two = 1_000_000, *(predictor(A100, LLAMA_8B, ParallelConfig(), dtype_bytes=n) for n in (1, 2))
+    both = [costs.predict([Work(1, kv, True)]) - A100.host_s for costs in (one, two)]
+    assert 1.9 < both[1] / both[0] < 2.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_memory_of_llama_3_70b_as_the_paper_has_it() -> None:
+    """arXiv 2409.17264: 320 GB of KV for 1M tokens (binary), 140 GB of weights."""
+    parallel = ParallelConfig()
+    assert kv_bytes_per_token(LLAMA_70B, parallel, 0) == 2 * 80 * 8 * 128 * 2 == 327_680
+    assert 2**20 * kv_bytes_per_token(LLAMA_70B, parallel, 0) == 320 * 2**30
+    assert weights_bytes(LLAMA_70B, parallel, 0) == pytest.approx(141.1e9, rel=1e-3)
+    assert weights_bytes(LLAMA_8B, parallel, 0) == 2 * 8_030_261_248
+    assert weights_bytes(QWEN, parallel, 0) == 2 * 14_770_033_664
+
+
+TIED = replace(LLAMA_8B, tie_word_embeddings=True, qk_norm=True, o_bias=True, qkv_bias=True)
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_70B, QWEN, TIED], ids=["8b", "70b", "qwen", "tied"])
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (8, 4), (1, 3), (4, 2)])
+def test_weights_are_those_that_the_engine_loads(model: ModelConfig, degrees: tuple[int, int]) -> None:
+    parallel = ParallelConfig(*degrees)
+    for stage in range(parallel.spp):
+        part = Part.at(model, parallel, parallel.rank_of(stage=stage, tp_rank=0))
+        assert weights_bytes(model, parallel, stage) == 2 * part.num_parameters()
+        assert kv_bytes_per_token(model, parallel, stage) == 4 * len(part.layers) * part.num_kv_heads * model.head_dim
+
+
+def test_kv_heads_are_repeated_beyond_their_number() -> None:
+    assert kv_bytes_per_token(LLAMA_8B, ParallelConfig(tp=8), 0) == kv_bytes_per_token(
+        LLAMA_8B, ParallelConfig(tp=16), 0
+    )
+
+
+def test_pool_is_what_is_left() -> None:
+    parallel = ParallelConfig(tp=8, spp=2)
+    tokens = kv_pool_tokens(H100, LLAMA_70B, parallel, utilization=0.8, max_batch_tokens=4096)
+    left = [
+        int(0.8 * H100.memory_bytes)
+        - weights_bytes(LLAMA_70B, parallel, stage)
+        - activation_bytes(LLAMA_70B, parallel, stage, 4096)
+        for stage in (0, 1)
+    ]
+    assert tokens == min(left) // (2 * 40 * 1 * 128 * 2)
+    assert kv_pool_tokens(H100, LLAMA_70B, replace(parallel, kvp=4), utilization=0.8, max_batch_tokens=4096) == tokens
+
+
+def test_activations_grow_with_the_batch() -> None:
+    one, two = (activation_bytes(LLAMA_8B, ParallelConfig(tp=2), 0, n) for n in (1000, 2000))
+    assert two - one == 1000 * 2 * (4 * 4096 + 3 * 7168)
+
+
+def test_a_model_that_does_not_fit_says_by_how_much() -> None:
+    message = (
+        r"LlamaForCausalLM 80x8192 at tp=1 spp=1 does not fit a100-80g: stage 0 needs 141.1 GB for weights and 0.6 GB "
+        r"for activations of 2048 tokens, and 77.3 GB are there \(0.9 of 85.9 GB\); accepted: more tp or spp"
+    )
+    with pytest.raises(ConfigError, match=message):
+        kv_pool_tokens(A100, LLAMA_70B, ParallelConfig())
+    assert kv_pool_tokens(A100, LLAMA_70B, ParallelConfig(tp=4)) > 100_000
+    with pytest.raises(ConfigError, match=r"utilization=1\.5; accepted"):
+        kv_pool_tokens(A100, LLAMA_8B, ParallelConfig(), utilization=1.5)
+    with pytest.raises(ConfigError, match="max_batch_tokens=0; accepted"):
+        kv_pool_tokens(A100, LLAMA_8B, ParallelConfig(), max_batch_tokens=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_a_fit_nearly_finds_the_rates_that_made_the_rows() -> None:
+    def predict(sheet: Sheet, sizes: Floats) -> Floats:
+        return gemm_s(sheet, *sizes.T)
+
+    sizes = np.array([(m, n, k) for m in (1, 64, 200, 1024, 8192) for n in (1024, 6144) for k in (1024, 4096)], float)
+    rows = _rows("made up", np.column_stack([sizes, predict(A100, sizes) * 1e3]).tolist(), predict)
+    names = ("flops_per_s", "bytes_per_s", "launch_s")
+    start = replace(A100, gemm=replace(A100.gemm, flops_per_s=(1e14, 1e14, 1e14), bytes_per_s=1e12, launch_s=1e-5))
+    fitted = _fit(start, "gemm", names, [rows])
+    error = rows.error(fitted, "fitted")
+    assert error.median < 0.02 and error.p90 < 0.05 and abs(error.total) < 0.01
+    assert fitted.gemm.bytes_per_s == pytest.approx(A100.gemm.bytes_per_s, rel=0.05)
+    assert max(fitted.gemm.flops_per_s) == pytest.approx(max(A100.gemm.flops_per_s), rel=0.05)
+
+
+def test_command_derives_the_committed_sheets(tmp_path: Path) -> None:
+    assert run(["derive", "--out", str(tmp_path)]) == 0
+    for name in NAMES[1:]:
+        assert (tmp_path / f"{name}.json").read_text() == (SHEETS / f"{name}.json").read_text()
+
+
+def test_command_without_tables_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["anchors", "--data", str(tmp_path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(["fit", "--data", str(tmp_path)])
+    assert "fit needs --out" in capsys.readouterr().err

@@ -1,0 +1,311 @@
+"""``medha profile`` at a toy size: what it writes is what an engine of the same key loads, and nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import medha
+from medha.__main__ import app
+from medha.batch import Batch
+from medha.bench.model import write_config
+from medha.cli.command import run_app
+from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
+from medha.cost.coefficients import Coefficients, ProfileKey
+from medha.cost.predictor import Predictor, Work
+from medha.engine.build import build_engine
+from medha.engine.journal import replay
+from medha.errors import ConfigError
+from medha.params import SamplingParams
+from medha.profile.calibrate import Effort, Measured, Measuring, families, fit, slowest_stage
+from medha.profile.measure import measure
+from medha.profile.meter import StageTime
+from medha.profile.steps import Step, chunk, decodes
+from medha.sched.packer import Prediction
+from medha.timeline import Timeline
+from tests.bench.shapes import TINY
+
+ROOT = Path(medha.__file__).parents[1]
+TINIEST = Effort(chunks=(16, 64), batches=(1, 4), limit_s=0.5, total_s=0.5, min_repeats=2, max_repeats=2)
+OPTIONS = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "block_size": 64}
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_after() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_config(folder, TINY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def profile(model: Path) -> Path:
+    """A file of the tiny model, one process, one thread."""
+    found = measure(config(model), TINIEST, max_kv=256)
+    assert found is not None
+    path = model.parent / "profile.json"
+    path.write_text(found.to_json())
+    return path
+
+
+def config(model: Path, **options: Any) -> EngineConfig:
+    return EngineConfig.from_flat(str(model), **{**OPTIONS, "num_threads": 1, "max_num_seqs": 2, **options})
+
+
+def test_an_engine_of_the_same_key_predicts_with_it(model: Path, profile: Path) -> None:
+    engine = build_engine(config(model, profile=str(profile)))
+    assert engine.scheduler.predictor is not None
+    assert engine.scheduler.predictor.coefficients == Coefficients.load(profile)
+
+
+def test_a_journal_says_what_the_profile_said(model: Path, profile: Path) -> None:
+    engine = build_engine(config(model, profile=str(profile)))
+    file = io.StringIO()
+    engine.record(file)
+    for request_id, length in (("a", 300), ("b", 40)):
+        engine.add_request(request_id, [1, 2, 3] * (length // 3), SamplingParams(temperature=0.0, max_tokens=4))
+    while engine.has_unfinished:
+        engine.step()
+    lines = file.getvalue().splitlines()
+    recorded = json.loads(lines[0])["predictor"]
+    assert Coefficients.from_json(json.dumps(recorded["coefficients"])) == Coefficients.load(profile)
+    assert recorded["max_tokens"] == engine.scheduler.config.max_batch_tokens
+    assert replay(lines).mismatch is None
+
+
+def test_without_a_profile_it_is_the_stated_default_of_the_same_key(model: Path, profile: Path) -> None:
+    engine = build_engine(config(model))
+    assert engine.scheduler.predictor is not None
+    default, measured = engine.scheduler.predictor.coefficients, Coefficients.load(profile)
+    assert default.key == measured.key
+    assert default.chunks.tokens == tuple(float(2**i) for i in range(15))
+    assert default != measured
+
+
+def test_what_was_measured(profile: Path) -> None:
+    found = Coefficients.load(profile)
+    assert found.linear.x == (1.0, 4.0, 16.0, 64.0)
+    assert found.chunks.tokens == (16.0, 64.0)
+    assert found.decodes.batch == (1.0, 4.0)
+    assert found.head is not None and found.head.x == (1.0, 4.0)
+    assert found.host_s > 0
+    assert (found.tp, found.spp, found.kvp, found.mixed) == (None, None, None, None)
+
+
+def test_predicted_and_real_step_times_are_on_show(model: Path, profile: Path, tmp_path: Path) -> None:
+    timeline = Timeline()
+    engine = build_engine(config(model, profile=str(profile)), timeline=timeline)
+    seen: list[tuple[Batch, Prediction | None, float]] = []
+    engine.on_step = lambda batch, prediction, busy_s: seen.append((batch, prediction, busy_s))
+    assert sum(figures.count for figures in engine.prediction_errors.values()) == 0
+    engine.add_request("a", [1, 2, 3] * 40, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+    assert [batch.batch_id for batch, _, _ in seen] == list(range(len(seen)))
+    assert sum(batch.num_decodes for batch, _, _ in seen) == 3
+    for batch, prediction, busy_s in seen:
+        assert prediction is not None
+        assert prediction.kind == ("decode" if batch.num_decodes else "prefill")
+        assert prediction.seconds > 0 and busy_s > 0
+    errors = engine.prediction_errors
+    assert {kind: figures.count for kind, figures in errors.items()} == {
+        "decode": 3,
+        "mixed": 0,
+        "prefill": len(seen) - 3,
+    }
+    timeline.write(tmp_path / "a.json")
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    counters = [event for event in events if event["ph"] == "C" and event["name"].startswith("step")]
+    assert [event["name"] for event in counters] == ["step time (ms)", "step budget (ms)"] * len(seen)
+    for (_, prediction, busy_s), times, budget in zip(seen, counters[::2], counters[1::2], strict=True):
+        assert prediction is not None
+        assert times["args"] == {"predicted": round(prediction.seconds * 1e3, 3), "busy": round(busy_s * 1e3, 3)}
+        assert budget["args"]["budget"] == pytest.approx(prediction.budget_s * 1e3, abs=1e-3)
+        assert budget["args"]["left"] == pytest.approx((prediction.budget_s - busy_s) * 1e3, abs=2e-3)
+
+
+def test_a_scheduler_that_predicts_nothing_has_no_errors_to_show(model: Path) -> None:
+    engine = build_engine(config(model, scheduler="sarathi"))
+    seen: list[Prediction | None] = []
+    engine.on_step = lambda batch, prediction, busy_s: seen.append(prediction)
+    engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+    assert seen == [None, None]
+
+
+OTHER = {
+    "another model": ({"hf_overrides": {"hidden_size": 16}}, r"model is '.*2x32, .*', running '.*2x16, .*'"),
+    "another number of threads": ({"num_threads": 2}, r"num_threads is 1, running 2"),
+    "another dtype": ({"dtype": "bfloat16"}, r"dtype is 'float32', running 'bfloat16'"),
+    "another block size": ({"block_size": 32}, r"block_size is 64, running 32"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_profile_of_something_else_is_refused(model: Path, profile: Path, name: str) -> None:
+    options, message = OTHER[name]
+    with pytest.raises(ConfigError, match=f"profile {profile} was measured for something else: {message}$"):
+        build_engine(config(model, profile=str(profile), **options))
+
+
+def test_a_profile_of_another_machine_ends_generate_with_code_2(
+    model: Path, profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = json.loads(profile.read_text())
+    tree["key"]["machine"] = "Abacus 9"
+    tree["key"]["torch_version"] = "0.1"
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(tree))
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"prompt_token_ids": [1, 2, 3]}\n')
+    arguments = ["generate", str(model), "--load-format", "dummy", "--dtype", "float32", "--device", "cpu"]
+    arguments += ["--num-threads", "1", "--block-size", "64", "--log-level", "error", "--no-progress"]
+    assert run_app(app, "medha", [*arguments, "--requests", str(requests), "--profile", str(profile)]) == 0
+    capsys.readouterr()
+    assert run_app(app, "medha", [*arguments, "--requests", str(requests), "--profile", str(other)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: ConfigError: profile {other} was measured for something else: machine is 'Abacus")
+    assert "torch_version is '0.1', running" in error
+    assert error.count("\n") == 1
+
+
+def test_the_command_writes_the_file(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "written.json"
+    arguments = ["profile", str(model), "--quick", "--max-kv", "64", "--num-threads", "1", "--dtype", "float32"]
+    assert run_app(app, "medha", [*arguments, "--device", "cpu", "--log-level", "error", "--output", str(path)]) == 0
+    found = Coefficients.load(path)
+    assert (found.key.layout, found.key.num_threads) == ("tp1 spp1 kvp1", 1)
+    assert "a decode behind 1K" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-kv", "4096"], r"ConfigError: max_kv=4096; accepted: 1 to 1024"),
+        (["--max-kv", "0"], r"ConfigError: max_kv=0; accepted: 1 to 1024"),
+        (["--spp", "2"], r"ParallelConfigError: tp=1 x spp=2 x kvp=1 needs 2 ranks"),
+        (["--output", "/absent/profile.json"], r"ConfigError: report file /absent/profile.json cannot be written"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    model: Path, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--log-level", "error", "--quick", "--output", str(tmp_path / "profile.json")]
+    assert run_app(app, "medha", ["profile", str(model), *common, *options]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("axis", "has_link"),
+    [
+        pytest.param("spp", None, marks=pytest.mark.slow),
+        pytest.param("tp", "tp", marks=pytest.mark.slow),
+        ("kvp", "kvp"),
+    ],
+)
+def test_under_torchrun_every_rank_takes_part(model: Path, tmp_path: Path, axis: str, has_link: str | None) -> None:
+    path = tmp_path / "profile.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += [
+        "medha.__main__",
+        "profile",
+        str(model),
+        f"--{axis}",
+        "2",
+        "--quick",
+        "--max-kv",
+        "512",
+        "--num-threads",
+    ]
+    command += ["1", "--dtype", "float32", "--block-size", "64", "--output", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = Coefficients.load(path)
+    assert f"{axis}2" in found.key.layout
+    for link in ("tp", "spp", "kvp"):
+        assert (getattr(found, link) is not None) == (link == has_link)
+
+
+# -- the parts, without a clock ----------------------------------------------------------------------------------------
+
+
+class _Timed:
+    """Runs steps on paper: a second a million (tokens x (cached + 1000))."""
+
+    def __init__(self) -> None:
+        self.ran: list[Step] = []
+
+    def run(self, step: Step) -> tuple[int, float]:
+        self.ran.append(step)
+        return len(self.ran), sum(part.q_len * (part.kv_before + 1000) for part in step) / 1e6
+
+
+def test_steps_that_take_too_long_are_left_out_and_the_others_run_in_turn() -> None:
+    paper = _Timed()
+    effort = Effort(chunks=(16, 64, 256, 1024), batches=(1, 16), limit_s=0.3, total_s=1e9, max_repeats=3)
+    measuring = Measuring(paper, effort, lambda done: None)  # type: ignore[arg-type]
+    measuring.all_of(families(effort, max_kv=131072, num_groups=1, block_size=64))
+    assert max(step[0].q_len for step in paper.ran) == 256  # 1,024 tokens are left out with nothing cached already
+    sizes = {step[0].q_len: 0 for step in measuring.steps.values()}
+    assert sorted(sizes) == [1, 16, 64, 256]
+    runs = list(measuring.steps.values())
+    distinct = len(set(runs))
+    assert len(runs) == 3 * distinct
+    for number in range(3):
+        assert len(set(runs[distinct * number : distinct * (number + 1)])) == distinct
+    assert max(len(step) * step[0].kv_before for step in runs if step[0].is_decode) >= 131072
+
+
+MODEL = ModelConfig("Paper", 100, 64, 128, 4, 4, 2, 16, 4096, RopeConfig())
+KEY = ProfileKey("paper", "paper", "float32", "tp1 spp1 kvp1", "torch", 1, 64, "0")
+
+
+def stage_time(step: Step) -> StageTime:
+    """A stage whose costs are exactly of the predictor's form."""
+    tokens = sum(part.q_len for part in step)
+    if step[0].is_decode:
+        attention = sum(20e-6 + 1e-9 * part.kv_before for part in step)
+        return StageTime(attention, 0.0, 1e-3 + 1e-5 * tokens, 2e-4 + 1e-5 * len(step), 3e-4 + 5e-6 * (len(step) - 1))
+    attention = (5e-5 if step[0].kv_before else 4e-5) + 1e-10 * tokens * (tokens / 2 + step[0].kv_before)
+    return StageTime(attention, 0.0, 1e-3 + 1e-5 * tokens, 0.0, 3e-4)
+
+
+def test_a_stage_of_the_predictors_form_is_found_again() -> None:
+    steps = [step for family in families(Effort(), max_kv=65536, num_groups=1, block_size=64) for step in family]
+    found = fit([Measured(step, stage_time(step)) for step in steps], KEY, MODEL, ParallelConfig(), num_layers=4,
+                dtype_bytes=4)  # fmt: skip
+    predictor = Predictor(found)
+    for step in (*steps, chunk(448, 30000), chunk(1024, 900000), decodes(24, 10000), decodes(3, 500000)):
+        works = [Work(part.q_len, part.kv_before, part.is_decode) for part in step]
+        assert predictor.predict(works) == pytest.approx(stage_time(step).busy_s, rel=0.03), step
+    mixed = decodes(8, 2048)
+    real = stage_time(mixed).busy_s + stage_time(chunk(256, 4096)).attention_s + 256e-5
+    works = [Work(1, 2048, True)] * 8 + [Work(256, 4096, False)]
+    assert predictor.predict(works) == pytest.approx(real, rel=0.03)
+
+
+def test_the_slowest_stage_is_the_one_that_counts() -> None:
+    steps = {0: chunk(16, 0), 1: decodes(2, 64)}
+    fast = {number: stage_time(step) for number, step in steps.items()}
+    slow = {number: dataclasses.replace(time, linear_s=2 * time.linear_s) for number, time in fast.items()}
+    stage, rows = slowest_stage([fast, slow, fast], steps)
+    assert stage == 1
+    assert [row.time for row in rows] == [slow[0], slow[1]]

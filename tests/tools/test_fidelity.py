@@ -1,0 +1,321 @@
+"""``medha bench fidelity``: a tiny folder of tables and a run made by hand, and a toy run on this machine's engine."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from medha.bench.job import Served, Stream
+from medha.cli.command import run_app
+from medha.config import EngineConfig
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, ProfileKey
+from medha.cost.predictor import Predictor, Work
+from medha.errors import ConfigError
+from tests.bench.shapes import TINY
+from tools.fidelity import FidelityOptions, app, fidelity
+from tools.kernels import fit_kernels, read_kernels
+from tools.live_fidelity import LiveOptions, compare, live_fidelity, make_mix, report, simulate, spread
+from tools.vllm_run import read_run
+
+LAYERS = 32
+HOST_S = 1e-3
+CHUNKS = (16, 32, 64, 128, 256, 512)
+KVS = (16, 64, 256, 512, 1024, 2048, 4096)
+BATCHES = (1, 2, 4, 8, 16)
+Request = tuple[float, int, int]
+
+
+def chunk_us(chunk: float, kv: float) -> float:
+    return 10 + 0.05 * chunk + 2e-4 * chunk * (kv + chunk / 2)
+
+
+def decode_us(count: float, kv: float) -> float:
+    return 5 + 0.02 * count * (1 + kv / 16)
+
+
+def mixed_us(chunk: float, kv: float, count: float, kv_decode: float) -> float:
+    return max(chunk_us(chunk, kv) + 2 * decode_us(count, kv_decode), 8 + 0.01 * kv_decode)
+
+
+def dense_us(tokens: float) -> float:
+    return max(100.0, 0.5 * tokens)
+
+
+def write(path: Path, header: str, rows: Iterable[Sequence[object]]) -> None:
+    data = "\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n"
+    path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
+
+
+def write_profile(folder: Path) -> None:
+    rows: list[Sequence[object]] = [(c, kv, 0, 0, chunk_us(c, kv)) for c in CHUNKS for kv in (0, *KVS)]
+    rows += [(0, 0, n, kv, decode_us(n, kv)) for n in BATCHES for kv in KVS]
+    rows += [(c, p, n, kv, mixed_us(c, p, n, kv)) for c in CHUNKS for p in (0, *KVS) for n in BATCHES for kv in KVS]
+    write(folder / "attention.csv.gz", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us", rows)
+    tokens = [1, 16, 64, 128, *range(192, 513, 16)]
+    parts = {"embedding": 3.0, "final_layernorm": 2.0, "layernorm": 4.0}
+    rows = [(name, t, us) for name, us in parts.items() for t in tokens]
+    write(folder / "dense.csv", "layer,tokens,time_us", [*rows, *(("mlp", t, dense_us(t)) for t in tokens)])
+    heads = [(name, n, us * n) for name, us in (("lm_head", 20.0), ("sampler", 1.0)) for n in (1, 4, 16)]
+    write(folder / "per_sequence.csv", "layer,sequences,time_us", heads)
+
+
+def serve(requests: Sequence[Request], *, max_num_seqs: int, budget: int) -> list[tuple[float, float]]:
+    """First and last token of each request under vLLM's rule, with the formulas above; one step after another."""
+    waiting, running, now_s = list(range(len(requests))), list[int](), 0.0
+    done, made, times = [0] * len(requests), [0] * len(requests), [(0.0, 0.0)] * len(requests)
+    while waiting or running:
+        left, decodes, chunks = budget, [], []
+        for i in running:
+            size = min(max(requests[i][1] - done[i], 1), left)
+            (decodes if done[i] >= requests[i][1] else chunks).append((i, size))
+            left -= size
+        while waiting and requests[waiting[0]][0] <= now_s and left > 0 and len(running) < max_num_seqs:
+            i = waiting.pop(0)
+            running.append(i)
+            chunks.append((i, min(requests[i][1], left)))
+            left -= chunks[-1][1]
+        if not running:
+            now_s = requests[waiting[0]][0]
+            continue
+        tokens, count = sum(size for _, size in chunks), len(decodes)
+        mean_kv = sum(done[i] for i, _ in decodes) / max(count, 1)
+        chunk = sum(chunk_us(size, done[i]) for i, size in chunks)
+        attention_us = chunk + (2 if chunks else 1) * decode_us(count, mean_kv) * bool(count)
+        sampling = [i for i, size in [*decodes, *chunks] if done[i] + size >= requests[i][1]]
+        dense = LAYERS * (dense_us(tokens + count) + 8) + 5 + 21 * len(sampling)
+        now_s += HOST_S + (LAYERS * attention_us + dense) * 1e-6
+        for i, size in [*decodes, *chunks]:
+            done[i] += size
+        for i in sampling:
+            made[i] += 1
+            times[i] = (times[i][0] or now_s, now_s)
+            if made[i] == requests[i][2]:
+                running.remove(i)
+    return times
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    (path / "profile").mkdir()
+    (path / "vllm_run").mkdir()
+    write_profile(path / "profile")
+    rng = np.random.default_rng(0)
+    arrivals = np.cumsum(rng.exponential(0.08, 40)) + 3.0
+    requests = [(float(t), int(rng.integers(20, 900)), int(rng.integers(2, 40))) for t in arrivals]
+    times = serve(requests, max_num_seqs=8, budget=512)
+    rows = [(f"r{i}", p, o, t, t, *at) for i, ((t, p, o), at) in enumerate(zip(requests, times, strict=True))]
+    header = "request_id,input_tokens,output_tokens,queued_s,scheduled_s,first_token_s,last_token_s"
+    write(path / "vllm_run" / "requests.csv", header, rows[::-1])  # in any order
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "tensor_parallel_size": 1, "max_model_len": None}
+    meta = {"model": "meta-llama/Llama-3.1-8B", "engine_kwargs": settings}
+    (path / "vllm_run" / "meta.json").write_text(json.dumps(meta))
+    summary = "Metric   vLLM   Sim   Diff%\n-----\nTTFT Mean   700.0   650.0   -7.1%\nLatency P90   2,0   1   -1%\n"
+    (path / "vllm_run" / "llmservingsim_summary.txt").write_text(summary)
+    return path
+
+
+def changed(folder: Path, path: Path) -> Path:
+    """A copy that a test may change."""
+    shutil.copytree(folder, path / "copy")
+    return path / "copy"
+
+
+def test_tables_become_costs_of_all_layers(folder: Path) -> None:
+    kernels = read_kernels(folder / "profile", LAYERS)
+    assert kernels.max_chunk == 512
+    assert kernels.linear.y[0] == pytest.approx((LAYERS * (100 + 2 * 4) + 3 + 2) * 1e-6)  # a layer has two norms
+    assert kernels.head.y == pytest.approx((21e-6, 84e-6, 336e-6))
+    key = ProfileKey("", "", "", "", "", num_threads=0, block_size=16, torch_version="")
+    predictor = Predictor(fit_kernels(kernels, key, host_s=HOST_S), max_tokens=512)
+    rest_s = HOST_S + (LAYERS * (0.5 * 258 + 8) + 5 + 2 * 21) * 1e-6
+    batch = [Work(1, 1024, True)] * 2 + [Work(256, 512, False)]
+    assert predictor.predict(batch) == pytest.approx(rest_s + LAYERS * mixed_us(256, 512, 2, 1024) * 1e-6, rel=0.05)
+
+
+def test_a_run_is_read_in_order_of_arrival(folder: Path) -> None:
+    run = read_run(folder / "vllm_run")
+    assert run.trace.arrival_s[0] == 0.0 and run.trace.request_ids[0] == "r0"
+    assert (run.tp, run.block_size, run.num_blocks, run.model.num_layers) == (1, 16, None, LAYERS)
+    config = run.config
+    assert (config.scheduler, config.max_num_seqs, config.max_batch_tokens, config.chunk_size) == ("vllm", 8, 512, 512)
+    assert run.others == {"TTFT mean": 0.65}
+
+
+def test_the_simulation_comes_near_what_was_measured(folder: Path) -> None:
+    found = fidelity(FidelityOptions(folder))
+    errors = {figure.name: figure.error for figure in found.figures}
+    assert errors["latency of a request"] < 0.04
+    assert abs(errors["TPOT mean"]) < 0.03 and abs(errors["makespan"]) < 0.03 and abs(errors["TTFT mean"]) < 0.05
+    assert all(error <= aim for _, error, aim in found.aims) and len(found.aims) == 4
+    assert {steps.kind for steps in found.steps if steps.count} >= {"decode", "mixed"}
+    assert sum(steps.num_tokens for steps in found.steps) == int(
+        found.run.trace.prompt_tokens.sum() + found.run.trace.output_tokens.sum() - len(found.run.trace)
+    )
+    slower = fidelity(FidelityOptions(folder, host_s=20e-3))
+    assert slower.figures[-1].name == "makespan" and slower.figures[-1].error > 0.1
+
+
+def test_a_small_pool_makes_requests_wait(folder: Path) -> None:
+    def ttft(num_kv_tokens: int | None) -> float:
+        found = fidelity(FidelityOptions(folder, num_kv_tokens=num_kv_tokens))
+        return next(figure.simulated for figure in found.figures if figure.name == "TTFT mean")
+
+    assert ttft(1500) > 1.5 * ttft(None)
+    with pytest.raises(ConfigError, match=r"^num_kv_tokens=96; accepted: at least the \d+ tokens of request r\d+$"):
+        ttft(100)
+
+
+def test_tensor_parallel_runs_need_their_all_reduces(folder: Path, tmp_path: Path) -> None:
+    path = changed(folder, tmp_path)
+    meta = json.loads((path / "vllm_run" / "meta.json").read_text())
+    meta["engine_kwargs"]["tensor_parallel_size"] = 2
+    (path / "vllm_run" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match=r"^the run is of 2 tensor-parallel ranks.*accepted: all_reduce_alpha_s and"):
+        fidelity(FidelityOptions(path))
+    found = fidelity(FidelityOptions(path, all_reduce_alpha_s=1e-4, all_reduce_bytes_per_s=1e11))
+    assert found.figures[-1].simulated > fidelity(FidelityOptions(folder)).figures[-1].simulated
+
+
+def cut_column(path: Path, name: str) -> None:
+    lines = [line.split(",") for line in path.read_text().splitlines()]
+    column = lines[0].index(name)
+    path.write_text("\n".join(",".join(line[:column] + line[column + 1 :]) for line in lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("profile/attention.csv.gz", r"profile has no attention\.csv; accepted: a folder with attention\.csv or att"),
+        ("profile/dense.csv", r"profile has no dense\.csv"),
+        ("profile/per_sequence.csv", r"profile has no per_sequence\.csv"),
+        ("vllm_run/meta.json", r"vllm_run has no meta\.json"),
+        ("vllm_run/requests.csv", r"vllm_run has no requests\.csv"),
+    ],
+)
+def test_a_missing_file_is_named(folder: Path, tmp_path: Path, file: str, message: str) -> None:
+    path = changed(folder, tmp_path)
+    (path / file).unlink()
+    with pytest.raises(ConfigError, match=message):
+        fidelity(FidelityOptions(path))
+
+
+@pytest.mark.parametrize(
+    ("file", "column"),
+    [
+        ("profile/dense.csv", "time_us"),
+        ("profile/per_sequence.csv", "sequences"),
+        ("vllm_run/requests.csv", "queued_s"),
+    ],
+)
+def test_a_missing_column_is_named(folder: Path, tmp_path: Path, file: str, column: str) -> None:
+    path = changed(folder, tmp_path)
+    cut_column(path / file, column)
+    with pytest.raises(ConfigError, match=rf"{file.split('/')[1]} lacks {column}; accepted: columns"):
+        fidelity(FidelityOptions(path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_seqs": None}, r"meta\.json: max_num_seqs=None; accepted: a whole number$"),
+        ({"max_num_batched_tokens": 4096}, r"max_num_batched_tokens=4096 .*accepted: at most 512"),
+        ({"data_parallel_size": 2}, r"data_parallel_size=2; accepted: 1$"),
+    ],
+)
+def test_settings_that_cannot_be_simulated(
+    folder: Path, tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    path = changed(folder, tmp_path)
+    meta = json.loads((path / "vllm_run" / "meta.json").read_text())
+    meta["engine_kwargs"].update(settings)
+    (path / "vllm_run" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match=message):
+        fidelity(FidelityOptions(path))
+
+
+def test_values_that_are_no_numbers(folder: Path, tmp_path: Path) -> None:
+    path = changed(folder, tmp_path)
+    table = path / "profile" / "dense.csv"
+    table.write_text(table.read_text().replace("mlp,16,", "mlp,16,x"))
+    with pytest.raises(ConfigError, match=r"dense\.csv has a value that is no number"):
+        fidelity(FidelityOptions(path))
+    with pytest.raises(ConfigError, match="model 'nothing' is not known"):
+        fidelity(FidelityOptions(folder, model="nothing"))
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    assert run_app(app, "fidelity", ["--run", str(folder), "--output-json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "meta-llama/Llama-3.1-8B, tp 1: 40 requests" in out and "makespan: " in out and "met" in out
+    written = json.loads(path.read_text())
+    assert written["benchmark"] == "fidelity" and len(written["figures"]) == 19
+    assert written["figures"][3]["other"] == 0.65
+    assert run_app(app, "fidelity", []) == 2
+    assert "--run" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Live
+
+TOY = LiveOptions(
+    num_short=4,
+    num_long=1,
+    short_lens=(5, 40),
+    long_lens=(300, 400),
+    output_lens=(3, 6),
+    shape={**TINY, "max_position_embeddings": 2048},
+)
+
+
+def test_the_mix_arrives_in_the_time_that_is_asked_for() -> None:
+    mix = make_mix(TOY)
+    assert sorted(request.request_id.split("-")[0] for request in mix) == ["long"] + ["short"] * 4
+    requests = spread(mix, 10.0, seed=0)
+    arrivals = [request.arrival_s for request in requests]
+    assert arrivals == sorted(arrivals) and arrivals[0] >= 0 and arrivals[-1] < 10
+    assert requests == spread(make_mix(TOY), 10.0, seed=0)
+    with pytest.raises(ConfigError, match=r"^load=0; accepted: a finite number above 0$"):
+        LiveOptions(load=0)
+
+
+def test_a_simulation_of_known_costs_and_its_comparison() -> None:
+    key = ProfileKey("", "", "", "", "", num_threads=1, block_size=256, torch_version="")
+    free = ChunkAttention((1.0,), (0.0,), (0.0,), (0.0,), tile=16), DecodeAttention((1.0,), (0.0,), (0.0,))
+    coefficients = Coefficients(key, Curve((1.0, 1000.0), (0.01, 0.01)), *free)
+    config = EngineConfig.from_flat("nothing", max_model_len=500, num_kv_blocks=100, block_size=256)
+    requests = spread(make_mix(TOY), 10.0, seed=0)
+    outcome = simulate(config, coefficients, requests)
+    found = outcome.requests
+    served = tuple(
+        Served(r.request_id, r.arrival_s, float(first_s), float(finish_s), True, 0.02, None, False, 1)
+        for r, first_s, finish_s in zip(requests, found.first_token_s, found.finish_s, strict=True)
+    )
+    figures = {figure.name: figure for figure in compare(requests, Stream(served, {}), outcome)}
+    assert figures["TTFT P50, all"].error == pytest.approx(0.0, abs=1e-6)
+    assert figures["TPOT P50, all"].simulated == pytest.approx(0.01, rel=0.3)
+    assert figures["TPOT P50, all"].error == pytest.approx(figures["TPOT P50, all"].simulated / 0.02 - 1)
+    assert (figures["TTFT P90, long"].num_requests, figures["TTFT P90, short"].num_requests) == (1, 4)
+    twice = dict.fromkeys(("prefill", "decode", "mixed"), (2.0, 10))
+    slower = simulate(config, coefficients, requests[:1], twice).requests
+    alone = simulate(config, coefficients, requests[:1]).requests
+    assert slower.finish_s - requests[0].arrival_s == pytest.approx(2 * (alone.finish_s - requests[0].arrival_s))
+
+
+def test_a_toy_run_on_the_engine() -> None:
+    stages: list[str] = []
+    found = live_fidelity(TOY, on_stage=stages.append)
+    assert stages == ["profiling", "warming up", "rehearsing", "serving"]
+    assert all(one.has_finished for one in found.stream.served) and len(found.stream.served) == 5
+    assert not found.outcome.is_stopped and found.overhead_s > 0
+    assert found.stream.busy_ratio is not None and found.stream.busy_ratio > 0
+    assert set(found.factors) <= {"prefill", "decode", "mixed"} and min(found.factors.values()) > 0
+    written = json.loads(json.dumps(report(TOY, found), default=str))
+    assert len(written["requests"]) == 5 and len(written["figures"]) == 12

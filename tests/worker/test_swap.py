@@ -1,0 +1,375 @@
+"""KV in host memory: what goes out comes back bit by bit, in time for the compute, and changes no token.
+
+On the CPU copies are made when they are issued. A substitute for the stream of CUDA makes them as late as it may: when
+the compute that must come after them is launched. Real streams are for a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.attention.flashinfer_backend import FlashInferBackend
+from medha.batch import Batch, Extent, Row
+from medha.config import EngineConfig
+from medha.engine.build import build_engine
+from medha.engine.engine import Engine
+from medha.errors import ConfigError
+from medha.params import SamplingParams
+from medha.worker.kv_cache import BlockTables, KVCache
+from medha.worker.runner import Runner
+from medha.worker.swap import AtOnce, CopyLine, HostCache, Moves
+from tests.attention import fake_flashinfer
+from tests.serving import Model, finish, make_byte_model, random_ids
+from tests.worker.test_graphs import Repeating
+
+CPU = torch.device("cpu")
+LENGTHS = (40, 3, 70, 25, 90)
+SMALL = {"chunk_size": 16, "max_batch_tokens": 40, "block_size": 16, "num_blocks": 10}
+SWAP = {"overcommit": True, "num_swap_blocks": 60}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+PENALTIES = SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, max_tokens=50, ignore_eos=True)
+
+
+class Late:
+    """Copies that are made as late as they may be."""
+
+    def __init__(self) -> None:
+        self._queued: deque[Callable[[], None]] = deque()
+        self._num_issued = self._num_done = 0
+
+    def begin(self) -> None:
+        assert not self._queued, "the compute of every batch comes after all of its copies, and so do later batches"
+
+    def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
+        self._queued.append(copies)
+        self._num_issued += 1
+        number = self._num_issued
+
+        def wait() -> None:
+            while self._num_done < number:
+                self._queued.popleft()()
+                self._num_done += 1
+
+        return wait
+
+    def finish(self) -> None:
+        while self._queued:
+            self._queued.popleft()()
+            self._num_done += 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_byte_model(tmp_path_factory.mktemp("bytes"))
+
+
+def make_cache(num_blocks: int = 12, block_size: int = 4, *, dtype: torch.dtype = torch.float32) -> KVCache:
+    return KVCache(
+        num_layers=2,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=dtype,
+        device=CPU,
+    )
+
+
+def extents(slot: int, blocks: list[int]) -> tuple[Extent, ...]:
+    return tuple(Extent(slot, block, 1) for block in blocks)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks
+
+
+def read(pools: Sequence[torch.Tensor], tables: BlockTables, num_tokens: Sequence[int]) -> list[torch.Tensor]:
+    """What each pool holds of each slot, in position order; copies."""
+    return [
+        torch.cat([pool[first : first + count] for first, count in tables.ranges(slot, 0, end)])
+        for slot, end in enumerate(num_tokens)
+        for pool in pools
+    ]
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(
+    before=st.permutations(range(12)),
+    after=st.permutations(range(12)),
+    host=st.permutations(range(12)),
+    num_tokens=st.lists(st.integers(1, 16), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    is_late=st.booleans(),
+)
+def test_blocks_come_back_bit_by_bit_wherever_they_lie(
+    before: list[int], after: list[int], host: list[int], num_tokens: list[int], dtype: torch.dtype, is_late: bool
+) -> None:
+    """All slots out and in by one batch, each to other blocks, over host blocks in any order."""
+    cache, tables = make_cache(dtype=dtype), BlockTables(4)
+    memory = HostCache(cache, 12, Late() if is_late else AtOnce())
+    pools = [*cache.k, *cache.v]
+    for pool in pools:
+        pool.copy_(torch.randn(pool.shape).to(dtype))
+    sizes = [-(-count // 4) for count in num_tokens]
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    rows = tuple(Row(slot, 0, count, False, False) for slot, count in enumerate(num_tokens))
+    tables.apply(Batch(0, rows, tuple(e for slot, part in enumerate(parts) for e in extents(slot, before[part]))))
+    expected = read(pools, tables, num_tokens)
+    swaps = tuple(e for slot, part in enumerate(parts) for e in extents(slot, host[part]))
+    new = tuple(e for slot, part in enumerate(parts) for e in extents(slot, after[part]))
+    back = tuple(Row(slot, count, 1, False, False) for slot, count in enumerate(num_tokens) if count % 4)
+    batch = Batch(1, back, new, tuple(range(len(sizes))), swaps, swaps)
+    out = tables.facing(batch.swaps_out)
+    tables.apply(batch)
+    memory.move(out, tables.facing(batch.swaps_in)).wait()
+    assert all(torch.equal(a, b) for a, b in zip(expected, read(pools, tables, num_tokens), strict=True))
+
+
+def test_what_comes_in_is_a_shard_from_the_first_position_and_other_groups_are_left_alone() -> None:
+    tables = BlockTables(4, group=1)
+    extent, other = Extent(5, 2, 2, 1), Extent(6, 0, 3, 0)
+    batch = Batch(0, (Row(5, 7, 1, False, True, 1),), (extent,), (), (), (Extent(5, 8, 2, 1), other))
+    tables.apply(batch)
+    assert tables.shard(5) == (0, 8)
+    assert tables.facing(batch.swaps_in) == [(8, 32, 8)]
+
+
+def test_the_hosts_pools_are_laid_out_as_the_devices() -> None:
+    cache = make_cache()
+    memory = HostCache(cache, 3, AtOnce())
+    assert memory.k[0].shape == (12, 2, 8) and memory.k[0].stride() == (8, 12 * 8, 1)
+    assert len({pool.data_ptr() for pool in (*memory.k, *memory.v)}) == 4
+
+
+def test_measuring_changes_nothing() -> None:
+    cache = make_cache()
+    for pool in (*cache.k, *cache.v):
+        pool.copy_(torch.randn(pool.shape))
+    before = [pool.clone() for pool in (*cache.k, *cache.v)]
+    assert HostCache(cache, 2, AtOnce()).measure_block_s() > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, (*cache.k, *cache.v), strict=True))
+
+
+def test_each_layer_waits_for_its_own_copies_alone() -> None:
+    waited: list[int] = []
+    moves = Moves([lambda layer=layer: waited.append(layer) for layer in range(3)])
+    q = torch.zeros(1)
+    attend = moves.before(lambda layer, *_: waited.append(10 + layer) or q)  # type: ignore[func-returns-value]
+    for layer in range(3):
+        assert attend(layer, q, q, q) is q
+    moves.wait()
+    assert waited == [0, 10, 1, 11, 2, 12, 2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The engine
+
+
+def run(engine: Engine, params: SamplingParams) -> tuple[list[list[int]], list[Batch]]:
+    """Tokens of each request, and the batches."""
+    batches: list[Batch] = []
+    submit = engine.runner.submit
+    engine.runner.submit = lambda batch: (batches.append(batch), submit(batch))[1]  # type: ignore[method-assign]
+    for i, length in enumerate(LENGTHS):
+        engine.add_request(str(i), random_ids(length, seed=4), params)
+    outputs = finish(engine)
+    return [outputs[str(i)].outputs[0].token_ids for i in range(len(LENGTHS))], batches
+
+
+def undisturbed(model: Model, params: SamplingParams) -> list[list[int]]:
+    """Tokens of a run in which nobody gives way."""
+    engine = model.engine(**(SMALL | {"num_blocks": 64}))
+    tokens, _ = run(engine, params)
+    assert engine.num_preemptions == 0
+    return tokens
+
+
+@pytest.mark.parametrize("line", [AtOnce, Late])
+@pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
+@pytest.mark.parametrize("options", [{}, {"depth": 2}, {"decode_lag": 1}], ids=str)
+def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
+    model: Model, params: SamplingParams, options: dict[str, int], line: Callable[[], CopyLine]
+) -> None:
+    engine = model.engine(**(SMALL | SWAP | options), line=line())
+    tokens, batches = run(engine, params)
+    assert tokens == undisturbed(model, params)
+    assert engine.num_swaps == engine.num_preemptions >= 3
+    assert engine.num_swapped_tokens > 0 and engine.swap_s == engine.work_lost_s == 0.0
+    assert sum(batch.num_tokens for batch in batches) == sum(LENGTHS) + 49 * len(LENGTHS)
+    num_out, num_in = (sum(e.count for b in batches for e in getattr(b, way)) for way in ("swaps_out", "swaps_in"))
+    assert num_out == num_in > 0
+    assert engine.scheduler.memory.host_pools[0].num_used == 0
+
+
+def test_a_host_that_is_too_small_for_all_swaps_some(model: Model) -> None:
+    engine = model.engine(**(SMALL | {"overcommit": True, "num_swap_blocks": 4}))
+    assert run(engine, GREEDY)[0] == undisturbed(model, GREEDY)
+    assert 0 < engine.num_swaps < engine.num_preemptions
+
+
+def test_a_request_in_host_memory_can_be_aborted(model: Model) -> None:
+    engine = model.engine(**(SMALL | SWAP))
+    for i, length in enumerate(LENGTHS):
+        engine.add_request(str(i), random_ids(length, seed=4), GREEDY)
+    aborted: set[str] = set()
+    while engine.has_unfinished:
+        engine.step()
+        for request_id, live in list(engine._live.items()):
+            if live.first.metrics.num_swaps and not aborted:
+                assert engine.scheduler.memory.swapped_on(live.first.slot) == 0
+                aborted.add(request_id)
+                engine.abort(request_id)
+    assert aborted
+    assert engine.scheduler.memory.num_used == engine.scheduler.memory.host_pools[0].num_used == 0
+
+
+def test_compute_that_does_not_wait_is_noticed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Moves, "before", lambda self, attend: attend)
+    with pytest.raises(Exception, match="comes after all of its copies"):
+        run(model.engine(**(SMALL | SWAP), line=Late()), GREEDY)
+
+
+def test_what_comes_after_an_interrupt_comes_after_its_copies(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It struck when copies had begun, and before the compute that would have waited for them."""
+    line = Late()
+    engine = model.engine(**(SMALL | SWAP), line=line)
+    forward = Runner._forward
+
+    def interrupted(runner: Runner, batch: Batch, ids: Any, moves: Moves | None, **options: Any) -> Any:
+        if moves is not None:
+            assert line._queued
+            raise KeyboardInterrupt
+        return forward(runner, batch, ids, moves, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "_forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, GREEDY)
+    assert not line._queued
+    engine.step()  # returns what was aborted
+    assert run(engine, GREEDY)[0] == undisturbed(model, GREEDY)
+
+
+def test_a_graph_comes_after_all_copies(model: Model) -> None:
+    """FlashInfer's substitute below the engine; decodes alone are replayed, also beside blocks that go out."""
+    backend = FlashInferBackend(fake_flashinfer.make_api(), block_size=16, num_sms=4, has_fa3=False)
+    engine = model.engine(**(SMALL | SWAP), backend=backend, has_scratch=True, line=Late())
+    maker = Repeating()
+    engine.runner.capture(maker, (1, 2, 4, 8), lambda done, total: None)  # type: ignore[attr-defined]
+    tokens, batches = run(engine, GREEDY)
+    assert tokens == undisturbed(model, GREEDY)
+    assert any(batch.moves and batch.num_decodes == len(batch.rows) for batch in batches)
+    assert len(maker.replayed) == sum(batch.num_decodes == len(batch.rows) for batch in batches)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration
+
+
+def build(model: Model, **options: Any) -> Engine:
+    return build_engine(EngineConfig.from_flat(str(model.folder), block_size=16, **options))
+
+
+BLOCK_BYTES = 2 * 3 * 2 * 16 * 4 * 16  # keys and values, layers, KV heads, head dimension, float32, tokens
+
+
+def test_swap_space_is_host_memory_of_a_rank(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostCache, "measure_block_s", lambda self: 0.125)
+    engine = build(model, num_kv_blocks=8, overcommit=True, swap_space=f"{5 * BLOCK_BYTES + 1}B")
+    config = engine.scheduler.config
+    assert (config.num_swap_blocks, config.swap_block_s) == (5, 0.125)
+    assert engine.runner.host.num_blocks == 5  # type: ignore[attr-defined]
+    engine = build(model, num_kv_blocks=8)
+    assert engine.scheduler.config.num_swap_blocks == 0
+    assert engine.runner.host is None  # type: ignore[attr-defined]
+
+
+def test_swap_space_below_a_block_is_refused(model: Model) -> None:
+    with pytest.raises(ConfigError, match=rf"^swap_space=4 bytes; accepted: 0, or at least .* {BLOCK_BYTES} bytes"):
+        build(model, num_kv_blocks=8, overcommit=True, swap_space="4B")
+
+
+def test_swap_space_that_the_system_cannot_give(model: Model) -> None:
+    with pytest.raises(ConfigError, match=r"^swap_space of \d+ blocks takes \d+ bytes of host memory"):
+        build(model, num_kv_blocks=8, overcommit=True, swap_space=2**30)
+
+
+@pytest.mark.parametrize(("policy", "is_said"), [("lars", True), ("priority", False)])
+def test_swap_space_without_use_is_said(
+    model: Model, policy: str, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="medha"):
+        build(model, num_kv_blocks=8, policy=policy, swap_space=f"{8 * BLOCK_BYTES}B")
+    assert any("swap_space has no use" in record.getMessage() for record in caplog.records) == is_said
+
+
+@pytest.mark.parametrize(
+    ("value", "size"), [("4GiB", 4 << 30), (0.5, 1 << 29), (4, 4 << 30), ("4", 4 << 30), ("0", 0), (0.0, 0)]
+)
+def test_a_number_as_swap_space_is_gib_as_in_vllm(value: Any, size: int) -> None:
+    assert EngineConfig.from_flat("m", swap_space=value).cache.swap_bytes == size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("decode_lag", [0, 1])
+def test_swapping_changes_no_token_on_a_gpu(decode_lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The needle model continues a repetition with a wide margin, so that no rounding decides a token."""
+    from medha.models.needle import write_needle
+
+    monkeypatch.setattr(HostCache, "measure_block_s", lambda self: 0.0)
+    folder = write_needle(tmp_path)
+    prompts = [[65 + (i * j) % 26 for j in range(40 + 97 * i)] for i in range(6)]
+    found = []
+    for options in ({"num_kv_blocks": 64 * 16}, {"num_kv_blocks": 48, "overcommit": True, "swap_space": "64MiB"}):
+        engine = build_engine(
+            EngineConfig.from_flat(
+                str(folder), device="cuda", dtype="bfloat16", block_size=16, decode_lag=decode_lag, **options
+            )
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, params)
+        outputs = finish(engine)
+        found.append([outputs[str(i)].outputs[0].token_ids for i in range(len(prompts))])
+    assert engine.num_swaps > 0
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_blocks_come_back_bit_by_bit_beside_compute_on_a_gpu() -> None:
+    from medha.worker.swap import SideStream
+
+    device = torch.device("cuda")
+    cache = KVCache(
+        num_layers=4, num_blocks=64, block_size=256, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=device
+    )
+    host = HostCache(cache, 32, SideStream(device))
+    assert all(pool.is_pinned() for pool in (*host.k, *host.v))
+    pools = (*cache.k, *cache.v)
+    for pool in pools:
+        pool.normal_()
+    before = [pool[: 32 * 256].clone() for pool in pools]
+    weights = torch.randn(4096, 4096, device=device)
+    out = host.move([(0, 0, 32 * 256)], [])
+    for layer in range(4):
+        weights = weights @ weights / 64
+        out.before(lambda layer, *_: cache.k[layer].zero_())(layer, weights, weights, weights)
+        cache.v[layer].zero_()
+    host.move([], [(32 * 256, 0, 32 * 256)]).wait()
+    assert all(torch.equal(a, pool[32 * 256 :]) for a, pool in zip(before, pools, strict=True))

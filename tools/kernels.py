@@ -1,0 +1,146 @@
+"""Coefficients from a folder of kernel tables alone.
+
+The folder is one that LLMServingSim's profiler writes for a model and a tensor-parallel degree: ``attention.csv`` and
+``dense.csv`` for one layer, ``per_sequence.csv`` for what runs once a step, in microseconds, plain or gzipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from medha.cost.coefficients import Coefficients, Curve, Link, MixedAttention, ProfileKey
+from medha.cost.predictor import Predictor, Work
+from medha.errors import ConfigError
+from medha.profile.fit import best_tile, fit_chunks, fit_curve, fit_decodes, fit_mixed
+from tools.tables import KernelTable, Record, TableKind, read_records, read_tables
+
+_ONCE = ("embedding", "final_layernorm")
+_TWICE = ("layernorm",)
+_ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
+_NOTHING = Curve((1.0,), (0.0,))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Kernel times of all layers of one rank.
+
+    Attributes:
+        attention: tables by kind: prefill and decode, and mixed where there are such rows; seconds of all layers.
+        linear: everything else that works a token at a time, over tokens.
+        head: vocabulary projection and sampling, over sequences.
+    """
+
+    attention: dict[TableKind, KernelTable]
+    linear: Curve
+    head: Curve
+
+    @property
+    def max_chunk(self) -> int:
+        """Query tokens of the largest chunk that was measured."""
+        return int(self.attention["prefill"].sizes[:, 0].max())
+
+
+def read_kernels(folder: Path, num_layers: int) -> Kernels:
+    """Read the three tables of a folder.
+
+    Args:
+        folder: that holds them.
+        num_layers: of the model.
+
+    Raises:
+        ConfigError: a file or a column is missing, or a value is no number.
+    """
+    return Kernels(
+        attention=_attention(_file(folder, "attention"), num_layers),
+        linear=_summed(_file(folder, "dense"), "tokens", lambda name: _calls(name, num_layers)),
+        head=_summed(_file(folder, "per_sequence"), "sequences", lambda name: 1),
+    )
+
+
+def fit_kernels(kernels: Kernels, key: ProfileKey, *, host_s: float, tp: Link | None = None) -> Coefficients:
+    """Coefficients of the stage that holds all layers.
+
+    Args:
+        kernels: measured.
+        key: what they are for.
+        host_s: seconds of a step on the host.
+        tp: all-reduces of the layers, which the tables do not hold.
+    """
+    prefill, decode = kernels.attention["prefill"], kernels.attention["decode"]
+    q_len, kv = prefill.sizes.T
+    chunks = fit_chunks(q_len, kv, prefill.seconds, tile=best_tile(q_len, kv, prefill.seconds))
+    decodes = fit_decodes(decode.sizes[:, 0], decode.sizes[:, 1], decode.seconds)
+    mixed: MixedAttention | None = None
+    if (rows := kernels.attention.get("mixed")) is not None:
+        alone = Predictor(Coefficients(key, _NOTHING, chunks, decodes), max_tokens=int(rows.sizes[:, 0].max()))
+        chunk_s = [alone.predict([Work(int(c), int(kv), False)]) for c, kv in rows.sizes[:, :2]]
+        mixed = fit_mixed(chunk_s, rows.sizes[:, 2], rows.sizes[:, 3], rows.seconds)
+    return Coefficients(key, kernels.linear, chunks, decodes, mixed, head=kernels.head, host_s=host_s, tp=tp)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def find_file(folder: Path, *names: str) -> Path:
+    """The first of these files that a folder holds.
+
+    Raises:
+        ConfigError: none is there.
+    """
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise ConfigError(f"{folder} has no {names[0]}; accepted: a folder with {' or '.join(names)}")
+
+
+def check_columns(path: Path, records: Sequence[Record], columns: Sequence[str]) -> None:
+    """See that a file has rows, and these columns.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    if not records:
+        raise ConfigError(f"table {path} has no rows")
+    if missing := [name for name in columns if name not in records[0]]:
+        raise ConfigError(f"table {path} lacks {', '.join(missing)}; accepted: columns {', '.join(columns)}")
+
+
+def _file(folder: Path, name: str) -> Path:
+    return find_file(folder, f"{name}.csv", f"{name}.csv.gz")
+
+
+def _attention(path: Path, num_layers: int) -> dict[TableKind, KernelTable]:
+    check_columns(path, read_records(path), _ATTENTION)
+    found = {
+        table.kind: KernelTable(table.name, table.group, table.kind, table.sizes, table.seconds * num_layers)
+        for table in read_tables(path)
+    }
+    kinds: tuple[TableKind, ...] = ("prefill", "decode")
+    if missing := [kind for kind in kinds if kind not in found]:
+        raise ConfigError(f"table {path} has no rows of {' and '.join(missing)} alone")
+    return found
+
+
+def _calls(name: str, num_layers: int) -> int:
+    """How often an operation runs in a step: the embedding and the last norm once, a layer's norm twice in each."""
+    return 1 if name in _ONCE else num_layers * (1 + (name in _TWICE))
+
+
+def _summed(path: Path, size: str, calls: Callable[[str], int]) -> Curve:
+    """Seconds of a step's operations over a size that all of them were measured at."""
+    records = read_records(path)
+    check_columns(path, records, ("layer", size, "time_us"))
+    seconds: dict[str, dict[float, float]] = {}
+    try:
+        for record in records:
+            if (time_us := float(record["time_us"])) > 0:
+                seconds.setdefault(record["layer"], {})[float(record[size])] = time_us * 1e-6
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"table {path} has a value that is no number: {error}") from error
+    points = sorted(set.intersection(*(set(times) for times in seconds.values()))) if seconds else []
+    if not points or points[0] <= 0:
+        raise ConfigError(f"table {path}: {size} that all of {', '.join(seconds)} have: {points}; accepted: above 0")
+    return fit_curve(points, [sum(calls(name) * times[x] for name, times in seconds.items()) for x in points])

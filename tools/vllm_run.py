@@ -1,0 +1,185 @@
+"""A run of vLLM that was measured: its settings, its requests, and when each got its tokens.
+
+The folder has ``meta.json`` (the engine's settings) and ``requests.csv`` (lengths and times of each request, seconds),
+as LLMServingSim's benchmark of vLLM writes them; where that simulator's own figures of the run are there, in
+``llmservingsim_summary.txt``, they are read as well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medha.config import ModelConfig, SchedulerConfig
+from medha.errors import ConfigError
+from medha.sim.known_models import find_model
+from medha.workload.trace import Trace
+from tools.kernels import check_columns, find_file
+from tools.tables import Floats, read_records
+
+_COLUMNS = ("input_tokens", "output_tokens", "queued_s", "first_token_s", "last_token_s")
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What became of requests, seconds of one clock.
+
+    Attributes:
+        arrival_s, first_token_s, finish_s: by request.
+        num_tokens: that each produced.
+    """
+
+    arrival_s: Floats
+    first_token_s: Floats
+    finish_s: Floats
+    num_tokens: Floats
+
+    @property
+    def ttft_s(self) -> Floats:
+        """Arrival to first token."""
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> Floats:
+        """Mean time between tokens after the first; NaN with one token."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray((self.finish_s - self.first_token_s) / (self.num_tokens - 1), dtype=np.float64)
+
+    @property
+    def e2e_s(self) -> Floats:
+        """Arrival to last token."""
+        return self.finish_s - self.arrival_s
+
+    @property
+    def makespan_s(self) -> float:
+        """First arrival to last token of all."""
+        return float(self.finish_s.max() - self.arrival_s.min())
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A run of a real engine.
+
+    Attributes:
+        model_name: as its settings say.
+        model: its shape.
+        tp: tensor-parallel degree.
+        config: of the scheduler that stands for the engine's.
+        block_size, num_blocks: of the KV pool; ``num_blocks`` is None where the settings do not say.
+        trace: the requests as they were queued.
+        times: measured.
+        others: the other simulator's figures in seconds, by their names here; may be empty.
+    """
+
+    model_name: str
+    model: ModelConfig
+    tp: int
+    config: SchedulerConfig
+    block_size: int
+    num_blocks: int | None
+    trace: Trace
+    times: Times
+    others: Mapping[str, float]
+
+
+def read_run(folder: Path, *, model: str | None = None) -> MeasuredRun:
+    """Read settings, requests and times of a run.
+
+    Args:
+        folder: that holds them.
+        model: name or path; None is what ``meta.json`` says.
+
+    Raises:
+        ConfigError: a file, a setting or a column is missing or wrong, or the model is not known.
+    """
+    path = find_file(folder, "meta.json")
+    meta = _json(path)
+    settings = meta.get("engine_kwargs")
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} has engine_kwargs={settings!r}; accepted: an object with the engine's settings")
+    name = model or meta.get("model") or settings.get("model")
+    if not isinstance(name, str):
+        raise ConfigError(f"{path} names no model; accepted: a field model, or the option model")
+    if _setting(path, settings, "data_parallel_size", 1) != 1:
+        raise ConfigError(f"{path}: data_parallel_size={settings['data_parallel_size']}; accepted: 1")
+    trace, times = _requests(find_file(folder, "requests.csv", "requests.csv.gz"))
+    return MeasuredRun(
+        model_name=name,
+        model=find_model(name),
+        tp=_setting(path, settings, "tensor_parallel_size", 1),
+        config=_config(path, settings),
+        block_size=_setting(path, settings, "block_size", _BLOCK_SIZE),
+        num_blocks=_setting(path, meta, "num_gpu_blocks", 0) or None,
+        trace=trace,
+        times=times,
+        others=_others(folder / "llmservingsim_summary.txt"),
+    )
+
+
+def _config(path: Path, settings: Mapping[str, Any]) -> SchedulerConfig:
+    budget = _setting(path, settings, "max_num_batched_tokens")
+    return SchedulerConfig(
+        scheduler="vllm",
+        max_num_seqs=_setting(path, settings, "max_num_seqs"),
+        max_batch_tokens=budget,
+        chunk_size=_setting(path, settings, "long_prefill_token_threshold", 0) or budget,
+        depth=1,
+        overcommit=True,  # vLLM takes KV blocks as they are needed, too
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}; accepted: an object")
+    return tree
+
+
+def _setting(path: Path, settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A whole number; ``default`` where it is missing or null."""
+    value = settings.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{path}: {name}={value!r}; accepted: a whole number")
+    return value
+
+
+def _requests(path: Path) -> tuple[Trace, Times]:
+    """Lengths and times, in the order in which requests were queued; the first at 0."""
+    records = read_records(path)
+    check_columns(path, records, _COLUMNS)
+    try:
+        columns = {name: np.array([float(record[name]) for record in records]) for name in _COLUMNS}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"table {path} has a value that is no number: {error}") from error
+    if not all(np.isfinite(column).all() for column in columns.values()):
+        raise ConfigError(f"table {path} has a value that is not finite; accepted: requests that ended")
+    order = np.argsort(columns["queued_s"], kind="stable")
+    columns = {name: column[order] for name, column in columns.items()}
+    start_s = columns["queued_s"][0]
+    arrival_s, first_s, last_s = (columns[name] - start_s for name in ("queued_s", "first_token_s", "last_token_s"))
+    ids = np.array([records[row].get("request_id") or str(row) for row in order.tolist()])
+    prompts, outputs = (columns[name].astype(np.int64) for name in ("input_tokens", "output_tokens"))
+    return Trace(arrival_s, prompts, outputs, ids), Times(arrival_s, first_s, last_s, columns["output_tokens"])
+
+
+def _others(path: Path) -> dict[str, float]:
+    """Simulated figures of a summary with the columns metric, measured ms, simulated ms and difference."""
+    if not path.is_file():
+        return {}
+    lines = re.findall(r"^(\w+) (Mean|Median|P\d+)\s+[\d.]+\s+([\d.]+)\s", path.read_text(), re.M)
+    return {_name(metric, share): float(ms) * 1e-3 for metric, share, ms in lines}
+
+
+def _name(metric: str, share: str) -> str:
+    return f"{metric.lower() if metric == 'Latency' else metric} {share if share.startswith('P') else share.lower()}"
