@@ -1,0 +1,107 @@
+"""The size and the layering of the code, as figures: ``python -m tests.house``.
+
+Counts lines, and lines of code (without blanks, comments and docstrings), of the package, of what surrounds it and of
+the tests; modules, files a folder, long files; and how much ``import medha.llm`` reaches, every import statement
+followed, those in functions too.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def files(*folders: str) -> list[Path]:
+    """The Python files of some folders of the project."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def num_lines(paths: Iterable[Path]) -> int:
+    """Lines of files."""
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def num_code_lines(paths: Iterable[Path]) -> int:
+    """Lines of files that hold code: no blanks, comments and docstrings."""
+    return sum(len(_code_lines(path.read_text())) for path in paths)
+
+
+def _code_lines(text: str) -> set[int]:
+    docs = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or hasattr(node, "body"):
+            for one in node.body if isinstance(node.body, list) else ():
+                if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
+                    docs.update(range(one.lineno, (one.end_lineno or one.lineno) + 1))
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return lines - docs
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a file of the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, modules: set[str]) -> Iterator[str]:
+    """The modules among ``modules`` that a file imports anywhere, those for type checking included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if name in modules:
+                    yield name
+                elif node.module in modules:
+                    yield node.module
+
+
+def graph() -> dict[str, set[str]]:
+    """What each module of the package imports of it."""
+    paths = {module_name(path): path for path in files("medha")}
+    return {name: set(imports(path, set(paths))) - {name} for name, path in paths.items()}
+
+
+def reached(start: str) -> set[str]:
+    """The modules that importing one brings in, packages above them included."""
+    edges, found, todo = graph(), set(), [start]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        todo += edges[name]
+        parent = name.rpartition(".")[0]
+        if parent:
+            found.add(parent)  # its __init__ runs; what it loads on demand is not followed
+    return found
+
+
+def main() -> None:
+    """Print the figures."""
+    medha, around, tests = files("medha"), files("examples", "tools"), files("tests")
+    by_name = {module_name(path): path for path in medha}
+    print(f"medha: {num_lines(medha):,} lines, {num_code_lines(medha):,} of code, {len(medha)} modules")
+    print(f"medha, examples, tools: {num_code_lines([*medha, *around]):,} lines of code")
+    print(f"tests: {num_lines(tests):,} lines")
+    print(f"medha.llm reaches {num_lines(by_name[name] for name in reached('medha.llm')):,} lines")
+    folders = Counter(path.parent.relative_to(ROOT) for path in medha if path.name != "__init__.py")
+    print("files a folder:", ", ".join(f"{folder} {count}" for folder, count in folders.most_common()))
+    long = sorted(((num_lines([path]), module_name(path)) for path in medha), reverse=True)
+    print("above 400 lines:", ", ".join(f"{name} {lines}" for lines, name in long if lines > 400) or "none")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
