@@ -16,8 +16,7 @@ from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeA
 from medha.cost.generic import HardwareSheet, default_coefficients
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-
-from .costs import KEY, PLAIN, coefficients
+from tests.sched.costs import KEY, PLAIN, coefficients
 
 LLAMA = ModelConfig("LlamaForCausalLM", 32000, 4096, 14336, 32, 32, 8, 128, 131072, RopeConfig())
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, MixedAttention
 from medha.cost.predictor import MIN_SECONDS, Predictor, Tick, Work
-
-from .costs import KEY, PLAIN, coefficients
+from tests.sched.costs import KEY, PLAIN, coefficients
 
 FREE = Coefficients(
     KEY,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import ChunkRule, PrefillTimes, budgeted_chunk
-
-from .costs import PLAIN, coefficients
+from tests.sched.costs import PLAIN, coefficients
 
 PREDICTOR = Predictor(PLAIN, max_tokens=4096)
 

@@ -17,8 +17,7 @@ from medha.engine.explain import Ledger
 from medha.outputs import Explanation
 from medha.params import SLO
 from medha.sched.scheduler import RequestHead, Scheduler
-
-from .virtual import Drive, Job, Seconds, jobs, make_predictor
+from tests.sched.virtual import Drive, Job, Seconds, jobs, make_predictor
 
 PREDICTOR = make_predictor(kvp=3)
 

@@ -25,8 +25,7 @@ from medha.sched.policy import Columns
 from medha.sched.scheduler import Scheduler
 from tests.checkpoints import make_checkpoint
 from tests.engines import load_decoder, make_engine
-
-from .virtual import Drive, Job, jobs, make_predictor
+from tests.sched.virtual import Drive, Job, jobs, make_predictor
 
 # -- a live run -------------------------------------------------------------------------------------------
 

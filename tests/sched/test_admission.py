@@ -13,8 +13,7 @@ from medha.engine.journal import Journal, replay
 from medha.errors import ConfigError
 from medha.params import SLO
 from medha.sched.scheduler import RequestHead, Scheduler
-
-from .virtual import make_predictor
+from tests.sched.virtual import make_predictor
 
 
 def make_scheduler(admission: str = "refuse", **options: Any) -> Scheduler:

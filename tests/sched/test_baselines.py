@@ -13,9 +13,8 @@ from medha.config import SCHEDULERS, SchedulerConfig
 from medha.params import SLO
 from medha.sched.baselines import TokenBudgetPacker
 from medha.sched.scheduler import RequestHead, Scheduler
-
-from .test_scheduler import Play
-from .virtual import Drive, Job, jobs, make_predictor
+from tests.sched.test_scheduler import Play
+from tests.sched.virtual import Drive, Job, jobs, make_predictor
 
 PREDICTOR = make_predictor()
 CLASSICAL = tuple(name for name in SCHEDULERS if name != "medha")

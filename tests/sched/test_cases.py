@@ -14,8 +14,7 @@ from medha.config import SchedulerConfig
 from medha.params import SLO
 from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import RequestHead, Scheduler
-
-from .virtual import Drive, Job, make_predictor
+from tests.sched.virtual import Drive, Job, make_predictor
 
 DEFAULT = SchedulerConfig()
 BLOCK_SIZE = 16

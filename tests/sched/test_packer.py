@@ -22,8 +22,7 @@ from medha.sched.packer import MedhaPacker, Prediction
 from medha.sched.policy import BUILT_IN
 from medha.sched.queue import Queue
 from medha.sched.scheduler import RequestHead, Scheduler
-
-from .virtual import Drive, Job, jobs, make_predictor
+from tests.sched.virtual import Drive, Job, jobs, make_predictor
 
 POLICIES = (*BUILT_IN, "priority", "priority:edf")
 BLOCK = 16

@@ -17,8 +17,7 @@ from medha.sched import preempt as displace
 from medha.sched.preempt import by_loss, fewest, of_lower_class, recompute_s
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import RequestHead, Scheduler
-
-from .virtual import Drive, Job, jobs, make_predictor
+from tests.sched.virtual import Drive, Job, jobs, make_predictor
 
 BLOCK = 16
 

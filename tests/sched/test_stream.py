@@ -20,8 +20,7 @@ from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica
 from medha.sim.simulator import Outcome, Simulation
 from medha.workload.trace import Trace
-
-from .virtual import Drive, Job, jobs, make_predictor
+from tests.sched.virtual import Drive, Job, jobs, make_predictor
 
 CHUNK, NUM_CHUNKS = 512, 6
 PREDICTOR = make_predictor()

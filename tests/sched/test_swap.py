@@ -16,9 +16,8 @@ from medha.sched.preempt import loss
 from medha.sched.queue import Queue, RequestHead, State
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline, parts_of
-
-from .test_displace import BLOCK, Watched, make
-from .virtual import Job
+from tests.sched.test_preempt import BLOCK, Watched, make
+from tests.sched.virtual import Job
 
 DECODES = [Job(0.0, 16, 64), Job(0.01, 16, 64), Job(0.02, 16, 64)]
 """They grow until nothing of eight blocks is free."""

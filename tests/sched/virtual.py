@@ -15,8 +15,7 @@ from medha.cost.generic import HardwareSheet, default_coefficients
 from medha.cost.predictor import Predictor
 from medha.params import SLO
 from medha.sched.scheduler import RequestHead, Scheduler
-
-from .costs import KEY
+from tests.sched.costs import KEY
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
