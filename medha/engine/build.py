@@ -32,8 +32,7 @@ from medha.models.generation_config import load_generation_config
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
 from medha.models.layers import TensorShard, local_part
-from medha.models.safetensors_header import TensorInfo
-from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
+from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.parallel.control import ControlReceiver, ControlSender
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.kvp import Merge

@@ -234,7 +234,7 @@ class DrivingRunner:
         After a failure the other ranks cannot be asked, and only rank 0's own records are returned.
         """
         records = [_records_of(self._ranks, self._runner)]
-        if self._is_interrupted or self._ranks.monitor.first_error(wait_s=0.0) is not None:
+        if self._is_interrupted or self._ranks.monitor.has_failure:
             logger.warning("the run has failed: what the other ranks ran is not known")
             return records
         with failures_named(self._ranks.monitor):

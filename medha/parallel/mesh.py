@@ -29,7 +29,6 @@ from medha.config import ModelConfig, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError, RankFailedError
 from medha.parallel.health import BEHIND_S, Monitor
 from medha.parallel.launch import Launch, gloo_interface
-from medha.parallel.process import Process
 
 logger = logging.getLogger("medha")
 
@@ -55,11 +54,6 @@ class Job:
     config: ParallelConfig
     store: Store
     monitor: Monitor
-
-    @property
-    def place(self) -> str:
-        """This rank in messages."""
-        return _place(self.config, self.launch.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +91,7 @@ class Ranks:
     @property
     def place(self) -> str:
         """This rank in messages."""
-        return self.job.place
+        return self.monitor.place
 
     @property
     def is_first_stage(self) -> bool:
@@ -156,16 +150,7 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
         RankFailedError: another rank has failed meanwhile.
     """
     interface = gloo_interface(launch)
-    first = launch.rank - launch.local_rank
-    monitor = Monitor(
-        rank=launch.rank,
-        world_size=launch.world_size,
-        local_ranks=range(first, first + launch.local_world_size),
-        parent=launch.agent_pid,
-        is_complete=launch.is_agents_own,
-        processes={rank: Process.of(pid) for rank, pid in launch.processes.items()},
-        name=lambda rank: _place(config, rank),
-    )
+    monitor = Monitor(launch, name=lambda rank: _place(config, rank))
     if not dist.is_initialized():
         atexit.register(_destroy_all)  # before the monitor's, which comes first then
     monitor.start()
@@ -286,7 +271,7 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
             job=job,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"{job.place} could not connect to the others: {error}") from error
+        raise ConfigError(f"{job.monitor.place} could not connect to the others: {error}") from error
 
 
 @cache

@@ -106,5 +106,5 @@ def _of_every_rank(setting: Setting, launch: Launch | None, number: int | None) 
     with failures_named(job.monitor, activity="verify"):
         numbers = Crew(job).gather("numbers", number)
         if not job.monitor.leave():
-            raise RankFailedError(job.monitor.first_error() or f"{job.place}: not every rank has left in time")
+            raise RankFailedError(job.monitor.first_error() or f"{job.monitor.place}: not every rank has left in time")
     return numbers
