@@ -28,8 +28,7 @@ from medha.engine.distributed import Caller, DrivingRunner, Follower
 from medha.engine.engine import Engine, ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
-from medha.models.generation_config import load_generation_config
-from medha.models.hf_config import load_model_config
+from medha.models.hf_config import load_generation_config, load_model_config
 from medha.models.hub import resolve_model
 from medha.models.layers import TensorShard, local_part
 from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected_tensors, is_ignored, load_parameters

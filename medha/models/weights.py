@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from medha.config import ModelConfig
 from medha.errors import ConfigError, WeightsError
+from medha.models.decoder import Decoder
 from medha.models.json_fields import parse_json_object, read_json_object, short_repr
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -263,37 +264,8 @@ def _check_index(info: TensorInfo, index: tuple[slice, ...]) -> None:
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors of a whole model, as Hugging Face checkpoints have them."""
-    D, V = config.hidden_size, config.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
-    for i in range(config.num_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _layer_tensors(config).items()}
-    shapes["model.norm.weight"] = (D,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (V, D)
-    return shapes
-
-
-def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
-    q_dim, kv_dim = config.num_heads * H, config.num_kv_heads * H
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (D,),
-        "self_attn.q_proj.weight": (q_dim, D),
-        "self_attn.k_proj.weight": (kv_dim, D),
-        "self_attn.v_proj.weight": (kv_dim, D),
-        "self_attn.o_proj.weight": (D, q_dim),
-        "post_attention_layernorm.weight": (D,),
-        "mlp.gate_proj.weight": (F, D),
-        "mlp.up_proj.weight": (F, D),
-        "mlp.down_proj.weight": (D, F),
-    }
-    if config.qkv_bias:
-        shapes |= {f"self_attn.{x}_proj.bias": (dim,) for x, dim in (("q", q_dim), ("k", kv_dim), ("v", kv_dim))}
-    if config.o_bias:
-        shapes["self_attn.o_proj.bias"] = (D,)
-    if config.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (H,), "self_attn.k_norm.weight": (H,)}
-    return shapes
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Decoder(config).named_parameters()}
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
