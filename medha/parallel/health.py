@@ -22,10 +22,12 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from medha.errors import exit_code
+from medha.batch import Batch
+from medha.errors import MedhaError, RankFailedError, exit_code
 from medha.parallel.process import Process, launched
 
 if TYPE_CHECKING:
@@ -205,6 +207,11 @@ class Monitor:
             atexit.unregister(self._at_exit)
         return self._left.is_set()
 
+    @property
+    def place(self) -> str:
+        """This rank in messages."""
+        return self._name(self._rank)
+
     # -- the thread that watches processes -----------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -378,6 +385,66 @@ class Monitor:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_CODE if cause is None else exit_code(cause))  # the program's own error is no failed engine
+
+
+def give_up(monitor: Monitor, error: BaseException) -> None:
+    """Tell every rank that this one goes with an error; they end too."""
+    if not isinstance(error, RankFailedError):
+        monitor.report(f"{monitor.place}: {type(error).__name__}: {error}")
+    _linger(monitor, monitor.first_error() or str(error))
+
+
+@contextmanager
+def failures_named(monitor: Monitor, batch: Batch | None = None, *, activity: str | None = None) -> Iterator[None]:
+    """Within, a failure of this rank is reported to all, and that of another rank is named.
+
+    Args:
+        monitor: this rank's.
+        batch: what is run, if a batch.
+        activity: what this rank is about otherwise.
+
+    Raises:
+        RankFailedError: with the first error that any rank reported, and its rank, stage and batch. An error of
+            medha's own is raised as it is.
+    """
+    activity = activity or ("idle" if batch is None else f"batch {batch.batch_id}")
+    monitor.doing(activity)
+    try:
+        yield
+    except RankFailedError as error:
+        _linger(monitor, str(error))
+        raise
+    except Exception as error:
+        place = f"{monitor.place}, {activity}"
+        is_echo = _is_lost_peer(error)
+        if is_echo:
+            monitor.suspect()
+        else:
+            monitor.report(f"{place}: {type(error).__name__}: {error}")
+        first = monitor.first_error()
+        if first is None:
+            first = f"{place}: lost a peer: {error}"
+            monitor.report(first)
+        _linger(monitor, first)
+        if isinstance(error, MedhaError):
+            raise
+        raise RankFailedError(first) from (None if is_echo else error)
+
+
+def _linger(monitor: Monitor, first: str) -> None:
+    """Let rank 0 tell the user; speak up where it is gone."""
+    if not monitor.linger():
+        logger.error("%s", first)
+    monitor.stop()
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Whether an error is only the echo of another rank's failure: gloo says so in words, NCCL by the class."""
+    if isinstance(error, MedhaError) or not isinstance(error, RuntimeError):
+        return False
+    signs = ("closed by peer", "reset by peer", "Timed out waiting", "Broken pipe", "gloo", "NCCL")
+    is_dist_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # torch's, not loaded here
+    return is_dist_error or any(sign in str(error) for sign in signs)
 
 
 def write_state(describe: Callable[[], str]) -> None:

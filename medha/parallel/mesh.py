@@ -251,7 +251,7 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
 
     The groups of all ranks, and those of tensor parallelism, are made once a process and live as long as it: the next
     LLM of the process uses them again, or two do at once. The others are this job's own, see
-    :func:`medha.engine.distributed.leave`.
+    :func:`leave`.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -307,6 +307,21 @@ def _destroy_all() -> None:
     _tp_mesh.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave(ranks: Ranks) -> None:
+    """Leave the job and its process groups; every rank calls it, within ``failures_named``.
+
+    No CUDA graph may be left that has captured a collective: NCCL would wait for its end for ever.
+
+    Raises:
+        RankFailedError: a rank failed before all had left.
+    """
+    dist.barrier(group=ranks.report_group)
+    if not ranks.monitor.leave():
+        raise RankFailedError(ranks.monitor.first_error() or f"{ranks.place}: not every rank has left in time")
+    for group in (ranks.pipe_group, ranks.report_group, ranks.control_group, *ranks.run_groups.values()):
+        dist.destroy_process_group(group)
 
 
 def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
