@@ -24,8 +24,8 @@ import numpy as np
 from rich.table import Table
 
 from medha.batch import Batch
-from medha.cli.console import report_console
 from medha.cli.report import check_writable, machine_line, stamp, write_report
+from medha.cli.table import report_console
 from medha.config import CacheConfig, ModelConfig, RopeConfig, SchedulerConfig
 from medha.cost.coefficients import ProfileKey
 from medha.cost.generic import HardwareSheet, default_coefficients

@@ -28,8 +28,8 @@ from medha.cli.command import (
     start_logging,
     state_on_signal,
 )
-from medha.cli.console import report_console
 from medha.cli.display import Display, StreamedText, print_explanation
+from medha.cli.table import report_console
 from medha.config import ATTENTION_BACKENDS, SCHEDULERS, EngineConfig
 from medha.engine.arrivals import Arrival, drive
 from medha.engine.jsonl import OutputLines, emptied, opened, unwritable_reported

@@ -157,8 +157,8 @@ def simulate(
 
     Several schedulers, policies or rates in one call are compared on the same arrivals and lengths.
     """
-    from medha.cli.console import report_console
     from medha.cli.report import check_writable
+    from medha.cli.table import report_console
     from medha.sim.options import about, study_of
 
     start_logging("warning")
