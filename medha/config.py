@@ -322,7 +322,7 @@ class EngineConfig:
         seed: of dummy weights and of requests that bring none.
         num_threads: CPU threads; None leaves torch's choice.
         profile: JSON file that ``medha profile`` wrote for this machine, model and layout; None predicts step times
-            from a rough sheet of the machine, corrected while running.
+            from a spec for hardware of the kind, corrected while running.
     """
 
     model: str
