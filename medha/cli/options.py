@@ -79,8 +79,9 @@ def but(group: Group, *without: str, **defaults: Any) -> Group:
     for name, default in defaults.items():
         hint, declared = get_args(group[name][0])
         default, shown = default if isinstance(default, tuple) else (default, default is not None)
+        flags = (*([] if declared.default is ... else [declared.default]), *(declared.param_decls or ()))
         declared = typer.Option(
-            *declared.param_decls, help=declared.help, rich_help_panel=declared.rich_help_panel, show_default=shown
+            *flags, help=declared.help, rich_help_panel=declared.rich_help_panel, show_default=shown
         )
         kind = next(kind for kind in (hint, *get_args(hint)) if kind is not type(None))
         changed[name] = _parameter(hint if get_args(hint) and default is not None else kind, declared, default)

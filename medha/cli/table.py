@@ -89,7 +89,7 @@ def rows_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     flat = [_flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
     columns = {name: [row.get(name) for row in flat] for name in names}
-    columns = {name: values for name, values in columns.items() if not all(isinstance(one, list) for one in values)}
+    columns = {name: values for name, values in columns.items() if not any(isinstance(one, list) for one in values)}
     words = [name for name, values in columns.items() if all(one is None or isinstance(one, str) for one in values)]
     table = Table(title=title, min_width=cell_len(title), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name, values in columns.items():
