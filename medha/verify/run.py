@@ -21,12 +21,12 @@ from medha.cli.command import FAILED_REQUESTS, first_interrupt, ignore_signals
 from medha.cli.report import deliver, stamp
 from medha.cli.table import counted
 from medha.engine.build import TORCH_DTYPES, own_device, pick_backend, pick_device
-from medha.engine.distributed import failures_named, leave
 from medha.errors import RankFailedError
 from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
+from medha.parallel.health import failures_named
 from medha.parallel.launch import Launch, is_first_rank
-from medha.parallel.mesh import check_same_everywhere, init_ranks, meet
+from medha.parallel.mesh import check_same_everywhere, init_ranks, leave, meet
 from medha.verify.collectives import collective_rows
 from medha.verify.kernels import attention_rows, merge_rows
 from medha.verify.rows import FAIL, NOT_RUN, PASS, Crew, Row, Setting, attempted, failed, machine_rows, timed
@@ -131,7 +131,7 @@ def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, ad
     """All that needs no engine, and the models written; returns the folder that they are in."""
     job = None if launch is None else meet(setting.parallel, launch)
     crew = Crew(job)
-    with nullcontext() if job is None else failures_named(job, activity="verify"):
+    with nullcontext() if job is None else failures_named(job.monitor, activity="verify"):
         if job is not None:
             check_same_everywhere(job, {"options": setting})
         device = own_device(pick_device(setting.device), launch)
@@ -169,8 +169,8 @@ def _of_every_rank(setting: Setting, launch: Launch | None, value: Any) -> list[
     if launch is None:
         return [value]
     job = meet(setting.parallel, launch)
-    with failures_named(job, activity="verify"):
+    with failures_named(job.monitor, activity="verify"):
         values = Crew(job).gather("values", value)
         if not job.monitor.leave():
-            raise RankFailedError(job.monitor.first_error() or f"{job.place}: not every rank has left in time")
+            raise RankFailedError(job.monitor.first_error() or f"{job.monitor.place}: not every rank has left in time")
     return values
