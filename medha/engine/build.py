@@ -25,7 +25,8 @@ from medha.cost.machine import load_coefficients
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import complete_config
 from medha.engine.distributed import Caller, DrivingRunner, Follower, failures_named, give_up
-from medha.engine.engine import Engine, ModelLimits
+from medha.engine.engine import Engine
+from medha.engine.request import ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
 from medha.models.generation_config import load_generation_config

@@ -15,8 +15,9 @@ import torch
 
 from medha.batch import Batch
 from medha.config import CacheConfig, EngineConfig, ParallelConfig
+from medha.engine.admission import Prompt
 from medha.engine.build import Role, build_role
-from medha.engine.engine import Engine, PendingResult, Prompt
+from medha.engine.engine import Engine
 from medha.errors import ParallelConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.needle import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, make_haystack
@@ -25,6 +26,7 @@ from medha.outputs import RequestOutput
 from medha.parallel.mesh import check_layout
 from medha.params import SamplingParams
 from medha.verify.rows import FAIL, PASS, Row, Setting, exact, held, not_run
+from medha.worker.step import PendingStep
 
 LOGPROB_LIMIT = {"float32": 1e-4, "bfloat16": 0.5}
 """How far a log-probability of the engine may be from the plain forward's, which runs in float64."""
@@ -212,7 +214,7 @@ def _watched_growth(engine: Engine) -> dict[str, int]:
     num_groups: dict[int, int] = {}
     submit = engine.runner.submit
 
-    def watching(batch: Batch) -> PendingResult:
+    def watching(batch: Batch) -> PendingStep:
         for row in batch.rows:
             growth["decode" if row.is_decode else "prefill"] += row.num_groups > num_groups.get(
                 row.slot, row.num_groups

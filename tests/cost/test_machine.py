@@ -31,7 +31,7 @@ from medha.profile.calibrate import Effort, Measured, Measuring, families, fit, 
 from medha.profile.measure import measure
 from medha.profile.meter import StageTime
 from medha.profile.steps import Step, chunk, decodes
-from medha.sched.packer import Prediction
+from medha.sched.decision import Prediction
 from medha.timeline import Timeline
 from tests.bench.shapes import TINY
 

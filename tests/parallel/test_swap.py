@@ -30,8 +30,8 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
         if llm.is_driver:
             llm.engine.on_step = lambda batch, prediction, busy_s: num_tokens.append(batch.num_tokens)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PARAMS)
-        counts = (llm.engine.num_preemptions, llm.engine.num_swaps) if llm.is_driver else (0, 0)
-    return [list(output.outputs[0].token_ids) for output in outputs], *counts, sum(num_tokens)
+        counts = [sum(getattr(o.metrics, name) for o in outputs) for name in ("num_preemptions", "num_swaps")]
+    return [list(output.outputs[0].token_ids) for output in outputs], counts[0], counts[1], sum(num_tokens)
 
 
 @pytest.mark.parametrize("layout", [{"spp": 2}, {"kvp": 2, "max_kv_per_group": 80}, {"tp": 2}], ids=str)
