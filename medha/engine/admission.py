@@ -97,7 +97,7 @@ def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> t
     else:
         try:
             if form == "messages":
-                text, ids = tokenizer.encode_chat_array(value, **options)
+                text, ids = tokenizer.encode_chat(value, **options)
             else:
                 text, ids = value, tokenizer.encode_array(value)
         except (ChatTemplateError, TokenizerError) as error:
