@@ -117,7 +117,7 @@ def test_an_unknown_policy_is_named_before_the_weights_are_read(
     policy: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr(medha.engine.build, "_build_runner", lambda *_, **__: pytest.fail("the weights are read"))
+    monkeypatch.setattr(medha.engine.build, "build_runner", lambda *_, **__: pytest.fail("the weights are read"))
     with pytest.raises(ConfigError) as caught:
         LLM(folder, policy=policy, num_kv_blocks=4)
     assert str(caught.value).startswith(message)
