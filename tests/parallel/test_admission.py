@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from medha.config import SchedulerConfig
-from medha.engine.admission import ModelLimits, prepare_request
+from medha.engine.admission import prepare_request
+from medha.engine.request import ModelLimits
 from medha.engine.wire import encode_sampling
 from medha.params import SamplingParams
-from medha.sched.scheduler import Scheduler
+from medha.sched.memory import KVMemory
 from tests.checkpoints import make_checkpoint
 from tests.engines import load_decoder, make_engine
 from tests.parallel.workers import WorkerPool
@@ -114,7 +114,7 @@ def prepared(prompt: Any, **params: Any) -> Any:
         slo=None,
         limits=ModelLimits(256, 1 << 20),
         tokenizer=None,
-        scheduler=Scheduler(SchedulerConfig("sarathi"), num_blocks=1 << 12, block_size=256),
+        kv=KVMemory(num_blocks=1 << 12, block_size=256).limits,
     )
 
 

@@ -31,7 +31,8 @@ from medha.attention.interface import Segment
 from medha.batch import Batch, Row
 from medha.config import ParallelConfig, RopeConfig, SchedulerConfig
 from medha.engine.distributed import Caller, DrivingRunner, Follower, ReportLine
-from medha.engine.engine import Engine, ModelLimits
+from medha.engine.engine import Engine
+from medha.engine.request import ModelLimits
 from medha.errors import PlanDivergenceError
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message

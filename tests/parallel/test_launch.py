@@ -78,12 +78,12 @@ def test_command_line_with_a_part_of_the_environment(model: Path) -> None:
 def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     """What building the LLM raises on this rank, and how soon; loading a weight would be an error of its own."""
     from medha import LLM
-    from medha.engine import build
+    from medha.worker import shard
 
     def load(*args: Any, **named: Any) -> None:
         raise AssertionError("weights are read")
 
-    before, build._load_model = build._load_model, load
+    before, shard._load_model = shard._load_model, load
     begin = time.monotonic()
     try:
         LLM(folder, num_kv_blocks=8, **options)
@@ -92,7 +92,7 @@ def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     else:
         raise AssertionError("accepted")
     finally:
-        build._load_model = before
+        shard._load_model = before
     deadline = time.monotonic() + 5.0
     while any(thread.name in ("medha-watch", "medha-talk") for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "a job that never began is still watched"
