@@ -26,10 +26,10 @@ from rich.table import Table
 from medha.batch import Batch
 from medha.cli.report import check_writable, machine_line, stamp, write_report
 from medha.cli.table import report_console
-from medha.config import CacheConfig, ModelConfig, RopeConfig, SchedulerConfig
-from medha.cost.coefficients import ProfileKey
-from medha.cost.generic import HardwareSheet, default_coefficients
+from medha.config import CacheConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
+from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
+from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.params import SLO
 from medha.sched.policy import load_policy
@@ -55,7 +55,6 @@ _MODEL = ModelConfig(
     rope=RopeConfig(),
     dtype="bfloat16",
 )
-_KEY = ProfileKey("A100", "8B", "bfloat16", "tp1 spp1 kvp1 stage 0", "", 1, _BLOCK_SIZE, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,9 +376,7 @@ def _collector() -> Iterator[list[float]]:
 
 def _scheduler(policy: str, options: DecisionOptions) -> Scheduler:
     config = SchedulerConfig(policy=policy, max_num_seqs=options.num_decoding + options.num_prefilling)
-    coefficients = default_coefficients(
-        _MODEL, key=_KEY, sheet=HardwareSheet(), num_layers=_MODEL.num_layers, dtype_bytes=2
-    )
+    coefficients = stage_coefficients(load_spec("a100-80g"), _MODEL, ParallelConfig(), 0)
     predictor = Predictor(coefficients, max_tokens=config.max_batch_tokens)
     most = config.max_num_seqs * (_LONG_TOKENS + _MAX_NEW_TOKENS)
     num_blocks = options.num_blocks or -(-most // _BLOCK_SIZE)

@@ -433,7 +433,9 @@ def _log_start(
     groups = ""
     if memory.num_groups > 1:
         groups = f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group:,} of a request on one"
-    source = f"profile {profile}" if profile else "a rough sheet of the machine; medha profile measures them"
+    source = (
+        f"profile {profile}" if profile else "a hardware spec of the kind of this machine; medha profile measures them"
+    )
     lines = [
         f"{model.architecture}, {model.num_layers} layers, {str(dtype).removeprefix('torch.')} on {device}, attention "
         f"{attention}",

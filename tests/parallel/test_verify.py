@@ -12,7 +12,7 @@ import medha.parallel.kvp as kvp
 from medha.attention.merge import merge_partials
 from tests.parallel.faults import Job, start
 
-QUICK = ["--device", "cpu", "--needle-tokens", "1024"]
+QUICK = ["--device", "cpu", "--needle-tokens", "512,1024"]
 
 
 def verify(rank: int, arguments: list[str], mutation: str) -> None:
@@ -33,11 +33,11 @@ def run(jobs: list[Job], folder: Path, options: list[str], mutation: str = "") -
     world_size = 1
     for degree in options[1::2]:
         world_size *= int(degree)
-    job = start(folder, world_size, verify, [*QUICK, "--json", str(report), *options], mutation)
+    job = start(folder, world_size, verify, [*QUICK, "--output-json", str(report), *options], mutation)
     jobs.append(job)
     code, *others = job.wait(100.0)
     assert code is not None and set(others) == {0}, job.stderr(0)
-    return code, (folder / "stdout-0").read_text(), json.loads(report.read_text())["rows"]
+    return code, (folder / "stdout-0").read_text(), json.loads(report.read_text())["checks"]
 
 
 @pytest.mark.parametrize(
