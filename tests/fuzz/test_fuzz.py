@@ -15,7 +15,7 @@ from tests.fuzz.cases import draw
 from tests.fuzz.drive import Watch, check_case
 from tests.parallel.workers import WorkerPool
 
-FRESH_S = {1: 6.0, 2: 3.0, 4: 3.0}
+FRESH_S = {1: 6.0, 2: 4.0}
 
 
 @pytest.mark.parametrize(("seed", "ranks"), list(recorded()))
