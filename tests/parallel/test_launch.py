@@ -1,13 +1,9 @@
-"""What is refused before a job begins: variables, layout, ranks that differ, an address of no use; torchrun itself."""
+"""What is refused before a job begins: variables, layout, ranks that differ, an address of no use."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,12 +18,7 @@ from medha.errors import ConfigError
 from medha.generate.__main__ import app
 from medha.parallel.launch import read_launch
 from tests.parallel.faults import Job, start
-from tests.parallel.test_faults import arguments, written
 from tests.parallel.workers import WorkerPool, free_port, launch_environment
-
-MARK = "MEDHA_TEST_JOB"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-
 
 # -- the environment (D2) --------------------------------------------------------------------------------------------
 
@@ -226,76 +217,3 @@ def test_address_of_no_use(
         print(f"\n  {case}: after {took} s: {message[:150]}")
     assert f"{address}:{port}" in message
     assert float(took) < 10.0
-
-
-# -- under torchrun itself -------------------------------------------------------------------------------------------
-
-
-def torchrun(folder: Path, model: Path, *extra: str) -> subprocess.Popen[str]:
-    """Two ranks of ``medha.generate`` under torchrun."""
-    port = ("--master-port", str(free_port()))
-    command = [*TORCHRUN, *port, "-m", "medha.generate", *arguments(folder, model, *extra)]
-    env = {name: value for name, value in os.environ.items() if name not in WHOLE} | {MARK: str(folder)}
-    with (folder / "stderr").open("w") as stderr:
-        return subprocess.Popen(command, env=env, stderr=stderr, stdout=subprocess.DEVNULL, text=True)
-
-
-def wait_for(folder: Path, text: str, process: subprocess.Popen[str]) -> None:
-    """Wait until the job's stderr, or its output file, has a text."""
-    deadline = time.monotonic() + 60.0
-    files = (folder / "stderr", folder / "out.jsonl")
-    while not any(text in file.read_text() for file in files if file.is_file()):
-        assert process.poll() is None and time.monotonic() < deadline, (folder / "stderr").read_text()
-        time.sleep(0.05)
-
-
-def members(folder: Path) -> dict[int, dict[str, str]]:
-    """Processes of a folder's job that have not ended, with their environments; each is in a session of its own."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            pairs = (pair.partition("=") for pair in (process / "environ").read_text().split("\0"))
-            env = {name: value for name, _, value in pairs}
-        except (OSError, UnicodeDecodeError):
-            continue
-        if env.get(MARK) == str(folder):  # a zombie's environment is empty
-            found[int(process.name)] = env
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("who", ["rank 1", "agent", "interrupt"])
-def test_torchrun_job_that_ends_early(
-    model: Path, tmp_path: Path, who: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """D4, D14 and Ctrl-C: a rank or the agent is killed, or the terminal interrupts all; nothing is left behind."""
-    process = torchrun(tmp_path, model)
-    rows = [{"id": "short", "prompt": "a", "max_tokens": 1}]
-    rows.append({"id": "long", "prompt": "b" * 200, "max_tokens": 3500, "ignore_eos": True})
-    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    wait_for(tmp_path, '"short"', process)
-    begin = time.monotonic()
-    by_rank = {env["RANK"]: pid for pid, env in members(tmp_path).items() if "RANK" in env}
-    if who == "rank 1":
-        os.kill(by_rank["1"], signal.SIGKILL)
-    elif who == "agent":
-        process.kill()
-    else:
-        process.send_signal(signal.SIGINT)
-    while members(tmp_path) and time.monotonic() - begin < 40:
-        process.poll()
-        time.sleep(0.05)
-    took_s = time.monotonic() - begin
-    said = (tmp_path / "stderr").read_text()
-    with capsys.disabled():
-        print(f"\n  {who}: all processes ended after {took_s:.1f} s")
-    assert not members(tmp_path), said
-    assert process.wait(5) != 0
-    assert took_s < 10.0
-    assert written(tmp_path)["short"]["finish_reason"] == "length"
-    if who == "rank 1":
-        assert "RankFailedError: rank 1 (stage 1) has died" in said
-    elif who == "agent":
-        assert "died" in said
-    else:
-        assert written(tmp_path)["long"]["finish_reason"] == "abort"
