@@ -97,16 +97,6 @@ def test_slices_read_only_their_bytes_and_outlive_the_file_handle(tmp_path: Path
     assert scalar == 3.0
 
 
-@pytest.mark.parametrize(
-    "index",
-    [(slice(0, 7),), (slice(-1, None),), (slice(0, 4, 2),), (slice(3, 2),), (slice(0, 1), slice(0, 1), slice(0, 1))],
-)
-def test_slice_that_does_not_fit(tmp_path: Path, index: tuple[slice, ...]) -> None:
-    save_file({"w": torch.zeros(6, 4)}, tmp_path / FILE)
-    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match=r"tensor 'w'.*shape \(6, 4\)"):
-        checkpoint.read("w", index)
-
-
 def test_unknown_tensor(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / FILE)
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match="no tensor 'v'"):
