@@ -12,13 +12,18 @@ RUNS ?= 100
 FIRST ?= 0
 RANKS ?= 1
 
-.PHONY: demo test test-full fuzz lint clean
+.PHONY: demo test test-fast test-full fuzz lint clean
 
 demo: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m medha.generate
 
 test: $(VENV)/installed-dev lint
 	$(BIN)/python -m pytest -q -m "not gpu and not slow"
+
+# What needs no model and no ranks: within 90 seconds.
+test-fast: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow" tests/test_imports.py tests/test_config.py \
+	    tests/test_params.py tests/test_batch.py tests/sched tests/cost tests/sim tests/text tests/workload
 
 # Also what takes minutes: the needle at 128K tokens.
 test-full: $(VENV)/installed-dev lint

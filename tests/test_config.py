@@ -19,8 +19,8 @@ from medha.config import (
     SchedulerConfig,
     parse_size,
 )
+from medha.config.foreign_options import FOREIGN_OPTIONS
 from medha.errors import ConfigError
-from medha.foreign_options import FOREIGN_OPTIONS
 
 
 def test_defaults() -> None:

@@ -20,8 +20,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from medha.cli.command import end_process, make_app, run_app
-from medha.cli.console import report_console
 from medha.cli.report import check_writable, machine_line, stamp, write_report
+from medha.cli.table import report_console
 from medha.cost.coefficients import Coefficients, Link, ProfileKey
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigError

@@ -32,8 +32,8 @@ from medha.bench.convoy import SMALL_LLAMA
 from medha.bench.job import Ask, Job, Stream, measure_profile
 from medha.bench.model import describe, write_config
 from medha.cli.command import end_process, make_app, run_app
-from medha.cli.console import report_console
 from medha.cli.report import check_writable, machine_line, stamp, write_report
+from medha.cli.table import report_console
 from medha.config import EngineConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.correction import KINDS

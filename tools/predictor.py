@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from medha.cli.command import end_process, make_app, run_app
-from medha.cli.console import report_console
 from medha.cli.report import check_writable, machine_line, stamp, write_report
+from medha.cli.table import report_console
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, MixedAttention, ProfileKey
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError

@@ -29,8 +29,8 @@ from rich.table import Table
 
 from medha.batch import Batch
 from medha.bench.model import describe, random_llama, write_config
-from medha.cli.console import counted, figures_table, report_console
 from medha.cli.report import check_writable, machine_line, stamp, write_report
+from medha.cli.table import counted, figures_table, report_console
 from medha.config import EngineConfig
 from medha.cost.correction import KINDS, Kind
 from medha.engine.build import build_role

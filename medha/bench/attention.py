@@ -24,8 +24,8 @@ from rich.table import Table
 from medha.attention.interface import AttentionBackend, LayerShape, Segment
 from medha.bench.harness import Subject, footer, report_head, shape_of, title_of
 from medha.bench.timing import Rate, Timing, Yardstick, in_turn, matrix_product, synchronize, timed
-from medha.cli.console import figures_table, report_console
 from medha.cli.report import check_writable, progress, write_report
+from medha.cli.table import figures_table, report_console
 from medha.config import ModelConfig
 from medha.engine.build import TORCH_DTYPES, pick_backend, pick_device
 from medha.errors import ConfigError

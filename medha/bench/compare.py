@@ -23,8 +23,8 @@ from medha.bench.comparing import BLOCK_SIZE, Comparison, Pair
 from medha.bench.model import describe, random_llama
 from medha.bench.timing import Timing, interleaved
 from medha.bench.workloads import Workload, described, longest_of
-from medha.cli.console import counted, figures_table, report_console
 from medha.cli.report import check_writable, machine_line, progress, stamp, write_report
+from medha.cli.table import counted, figures_table, report_console
 from medha.engine.build import TORCH_DTYPES
 from medha.errors import ConfigError
 from medha.llm import LLM

@@ -24,8 +24,8 @@ from medha.bench.convoy import (
 from medha.bench.convoy_figures import LONG, SHORT
 from medha.bench.convoy_plot import plot_convoy
 from medha.bench.model import describe
-from medha.cli.console import report_console
 from medha.cli.report import check_writable, machine_line
+from medha.cli.table import report_console
 
 
 def run_and_print(options: ConvoyOptions, output_json: Path | None, plot: Path | None) -> int:

@@ -24,8 +24,8 @@ import numpy as np
 from rich.table import Table
 
 from medha.batch import Batch
-from medha.cli.console import report_console
 from medha.cli.report import check_writable, machine_line, stamp, write_report
+from medha.cli.table import report_console
 from medha.config import CacheConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor

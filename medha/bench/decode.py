@@ -20,8 +20,8 @@ from rich.table import Table
 
 from medha.bench.harness import Local, Subject, loaded, step_parameters, title_of
 from medha.bench.timing import Rate, Timing, in_turn, memory_read
-from medha.cli.console import figures_table, report_console
 from medha.cli.report import check_writable, progress, write_report
+from medha.cli.table import figures_table, report_console
 from medha.profile.steps import Step, StepRunner, decodes, fill
 
 TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"

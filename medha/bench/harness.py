@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from medha.bench.model import describe, random_llama, write_config
-from medha.cli.console import counted
 from medha.cli.report import DEFINITIONS, machine_line, stamp
+from medha.cli.table import counted
 from medha.config import EngineConfig, ModelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.engine.build import Role, build_role

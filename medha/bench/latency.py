@@ -20,8 +20,8 @@ from rich.table import Table
 from medha.bench.harness import Local, Subject, loaded, random_prompt, terms, title_of
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.timing import Timing, in_turn
-from medha.cli.console import figures_table, report_console
 from medha.cli.report import check_writable, progress, write_report
+from medha.cli.table import figures_table, report_console
 from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
 from medha.workload.metrics import Outcome

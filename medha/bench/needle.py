@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.table import Table
 
 from medha.bench.job import Job
-from medha.cli.console import report_console
 from medha.cli.report import check_writable, stamp, write_report
+from medha.cli.table import report_console
 from medha.config import ParallelConfig
 from medha.models.needle import make_haystack, needle_config, write_needle
 

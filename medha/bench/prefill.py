@@ -23,8 +23,8 @@ from rich.table import Table
 from medha.bench.harness import Local, Subject, layer_parameters, loaded, random_prompt, terms, title_of
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.timing import Rate, Timing, in_turn, matrix_product
-from medha.cli.console import figures_table, report_console
 from medha.cli.report import check_writable, progress, write_report
+from medha.cli.table import figures_table, report_console
 from medha.config import ModelConfig, SchedulerConfig
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine, Prompt

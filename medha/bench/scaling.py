@@ -19,8 +19,8 @@ from typing import Any
 from medha.bench.job import Job, Prefill, parse_layout
 from medha.bench.model import describe, random_llama, write_config
 from medha.bench.timing import Timing
-from medha.cli.console import figures_table, report_console
 from medha.cli.report import check_writable, machine_line, progress, stamp, write_report
+from medha.cli.table import figures_table, report_console
 from medha.config import ParallelConfig
 from medha.errors import ConfigError
 from medha.timeline import RankRecords

@@ -27,8 +27,8 @@ from medha.bench.harness import Local, Subject, loaded, random_prompt, terms, ti
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.workloads import Workload, arrivals_of, described, longest_of, rate_text
 from medha.cli.command import FAILED_REQUESTS
-from medha.cli.console import figures_table, report_console
 from medha.cli.report import check_writable, progress, write_report
+from medha.cli.table import figures_table, report_console
 from medha.cost.correction import KINDS, RunningError
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine

@@ -24,8 +24,8 @@ from rich.table import Table
 from medha.bench.job import Job, LastWords, parse_layout, records_in
 from medha.bench.model import NARROW_LLAMA, describe, random_llama, write_config
 from medha.bench.timing import Timing
-from medha.cli.console import figures_table, report_console
 from medha.cli.report import check_writable, machine_line, stamp, write_report
+from medha.cli.table import figures_table, report_console
 from medha.config import ParallelConfig
 from medha.profile.held import Held
 from medha.timeline import BatchRecord, RankRecords

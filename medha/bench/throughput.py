@@ -21,8 +21,8 @@ from medha.bench.host import HostClock, HostFigures, HostStep
 from medha.bench.load import serve_load
 from medha.bench.timing import Timing, in_turn
 from medha.bench.workloads import Workload, arrivals_of, described, longest_of
-from medha.cli.console import figures_table, report_console
 from medha.cli.report import check_writable, progress, write_report
+from medha.cli.table import figures_table, report_console
 from medha.errors import ConfigError
 from medha.workload.trace import Trace
 

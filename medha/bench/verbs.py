@@ -12,6 +12,7 @@ import typer
 
 from medha.bench.arguments import parse_lengths, parse_overrides
 from medha.bench.options import (
+    MEMORY,
     MODEL,
     SCHEDULING,
     SERVING,
@@ -63,7 +64,7 @@ def latency(
     return run_and_print(options, output_json)
 
 
-@takes(WORKLOAD, MODEL, SCHEDULING, SERVING)
+@takes(WORKLOAD, MODEL, SCHEDULING, SERVING, MEMORY)
 def throughput(
     num_iters_warmup: Annotated[int, typer.Option(min=0, help="Passes over all requests that do not count.")] = 1,
     num_iters: Annotated[int, typer.Option(min=1, help="Passes that count; the median is reported.")] = 3,
@@ -83,7 +84,7 @@ def throughput(
     return run_and_print(options, output_json)
 
 
-@takes(WORKLOAD, MODEL, SCHEDULING, SERVING)
+@takes(WORKLOAD, MODEL, SCHEDULING, SERVING, MEMORY)
 def serve(
     more_goodput: Annotated[
         list[str] | None, typer.Argument(metavar="KEY:MS", help="Further values of --goodput.", show_default=False)

@@ -27,8 +27,8 @@ import typer
 import typer.core
 
 from medha.config import OPTION_ALIASES, parse_size
+from medha.config.foreign_options import FOREIGN_OPTIONS, is_flag, note_foreign
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
-from medha.foreign_options import FOREIGN_OPTIONS, is_flag, note_foreign
 from medha.parallel.health import printable, write_state
 from medha.parallel.launch import has_agent, is_first_rank, is_launched, tell_launcher
 

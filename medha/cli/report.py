@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
@@ -42,11 +43,15 @@ def stamp() -> dict[str, Any]:
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), **environment()}
 
 
-def machine_line() -> str:
-    """Hardware and versions on one line, for below a table."""
-    facts = environment()
+def machine_line(facts: Mapping[str, Any] | None = None) -> str:
+    """Hardware and versions on one line, for below a table: those of a :func:`stamp`, or of this machine."""
+    facts = facts or environment()
     versions = ", ".join(f"{name} {facts['packages'][name]}" for name in ("torch", "transformers"))
     return f"{facts['cpu']}, {facts['cpus']} cores, medha {facts['medha']}, {versions}"
+
+
+STDOUT = Path("-")
+"""Where ``--output-json -`` writes: then nothing else is printed there."""
 
 
 def check_writable(path: Path | None) -> None:
@@ -55,18 +60,30 @@ def check_writable(path: Path | None) -> None:
     Raises:
         ConfigError: the folder is missing or not writable.
     """
-    if path is None:
+    if path is None or path == STDOUT:
         return
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"report file {path} cannot be written; accepted: a file in a writable folder")
 
 
-def write_report(path: Path | None, report: dict[str, Any]) -> None:
-    """Write a report as JSON, replacing a former one whole."""
-    if path is not None:
+def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
+    """Write a report as JSON, to stdout or replacing a former file whole."""
+    text = json.dumps(report, indent=2, default=_plain) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+    elif path is not None:
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(report, indent=2, default=_plain) + "\n")
+        partial.write_text(text)
         partial.replace(path)
+
+
+def deliver(report: Mapping[str, Any], path: Path | None, *, title: str = "") -> None:
+    """Write a report where ``--output-json`` says, and print it unless that is stdout."""
+    write_report(path, report)
+    if path != STDOUT:
+        from medha.cli.table import print_report
+
+        print_report(report, title=title)
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from medha.cli.console import counted
+from medha.cli.table import counted
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.engine.build import TORCH_DTYPES, Part, pick_device
 from medha.errors import ParallelConfigError

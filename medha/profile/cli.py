@@ -74,8 +74,8 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from medha.cli.console import counted, report_console
     from medha.cli.report import check_writable, machine_line
+    from medha.cli.table import counted, report_console
     from medha.profile.calibrate import QUICK, Effort
     from medha.profile.measure import measure
 

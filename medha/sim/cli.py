@@ -45,7 +45,8 @@ def simulate(
         ),
     ] = None,
     hardware: Annotated[
-        str, _panel("Systems", help="a100-80g, h100-80g, h200-141g, b200-180g, or the JSON file of a spec.")
+        str,
+        _panel("Systems", help="a100-80g, h100-80g, h200-141g, b200-180g, cpu (a thread), or the JSON file of a spec."),
     ] = "h100-80g",
     model: Annotated[
         str,
@@ -157,8 +158,8 @@ def simulate(
 
     Several schedulers, policies or rates in one call are compared on the same arrivals and lengths.
     """
-    from medha.cli.console import report_console
     from medha.cli.report import check_writable
+    from medha.cli.table import report_console
     from medha.sim.options import about, study_of
 
     start_logging("warning")

@@ -78,8 +78,8 @@ def plan(
 
     Every product of replicas, tp (inside a node), spp and kvp that uses all of them is simulated.
     """
-    from medha.cli.console import report_console
     from medha.cli.report import check_writable, write_report
+    from medha.cli.table import report_console
     from medha.cost.hardware import load_spec
     from medha.sim.known_models import find_model
     from medha.sim.plan import NO_OBJECTIVE_S, Goal, Planner, to_json

@@ -29,8 +29,8 @@ from medha.cli.command import (
     run_app,
     start_logging,
 )
-from medha.cli.console import report_console
 from medha.cli.report import check_writable, stamp, write_report
+from medha.cli.table import report_console
 from medha.config import ATTENTION_BACKENDS, EngineConfig, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError
 from medha.parallel.launch import Launch, is_first_rank, read_launch

@@ -94,7 +94,7 @@ def stats(
     chars_per_token: CharsPerToken = None,
 ) -> int:
     """Print rate, burstiness and lengths of a trace."""
-    from medha.cli.console import report_console
+    from medha.cli.table import report_console
     from medha.workload.trace import trace_stats
 
     reading = _read(file, from_format, time_unit, skip_invalid, chars_per_token)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
-import typer
 
 from medha.bench.cli import app
 from medha.bench.harness import Subject, fitting
-from medha.bench.options import MODEL, SCHEDULING, SERVING, WORKLOAD, subject_of, takes, workload_of
-from medha.cli.command import make_app, run_app
+from medha.bench.options import MEMORY, MODEL, SCHEDULING, SERVING, WORKLOAD, subject_of, workload_of
+from medha.cli.command import run_app
 from medha.config import EngineConfig
 from medha.models.needle import write_needle
 
@@ -21,30 +20,8 @@ def defaults(*groups: Any) -> dict[str, Any]:
     return {name: default for group in groups for name, (_, default) in group.items()}
 
 
-def test_a_command_gets_its_own_and_the_shared_ones() -> None:
-    seen: dict[str, Any] = {}
-    own = make_app(help="Test.")
-
-    @own.callback()
-    def group() -> None:
-        """Test."""
-
-    @own.command()
-    @takes({"shared": (Annotated[int, typer.Option(help="Shared.")], 5)})
-    def count(mine: Annotated[int, typer.Option(help="Own.")] = 1, **given: Any) -> int:
-        """Count."""
-        seen.update(given, mine=mine)
-        return 0
-
-    assert run_app(own, "test", ["count", "--mine", "2"]) == 0
-    assert seen == {"mine": 2, "shared": 5}
-    assert run_app(own, "test", ["count", "--shared", "7"]) == 0
-    assert seen == {"mine": 1, "shared": 7}
-    assert run_app(own, "test", ["count", "--shared", "x"]) == 2
-
-
 def test_defaults_are_those_of_the_engine() -> None:
-    subject = subject_of(defaults(MODEL, SCHEDULING, SERVING), seed=3)
+    subject = subject_of(defaults(MODEL, SCHEDULING, SERVING, MEMORY), seed=3)
     assert EngineConfig.from_flat("-", **subject.options) == EngineConfig.from_flat("-", load_format="dummy", seed=3)
 
 

@@ -1,0 +1,132 @@
+"""An option as the field of a dataclass: what it is for, what it accepts, and where a command line shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from medha.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a value may be.
+
+    Attributes:
+        accepted: in words.
+        holds: whether a value is that.
+    """
+
+    accepted: str
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class OptionField:
+    """What a field says of itself.
+
+    Attributes:
+        panel: under which heading a command line lists it; it belongs to the group of that name.
+        help: what it is for.
+        check: what it accepts beside its default.
+        name: by which users give it, where it is not the field's.
+        kind: its type on a command line, where it is not the field's; ``str`` is text that is read later.
+        flags: its spellings on a command line, where they are not made from the name.
+        shown: its default in words, where it is not the value.
+        is_length: whether it counts tokens, so that it may be text such as ``128K``.
+    """
+
+    panel: str
+    help: str
+    check: Check | None = None
+    name: str = ""
+    kind: Any = None
+    flags: tuple[str, ...] = ()
+    shown: str = ""
+    is_length: bool = False
+
+
+def option(default: Any, panel: str, help: str, check: Check | None = None, *, repr: bool = True, **more: Any) -> Any:
+    """A field with its :class:`OptionField`."""
+    return dataclasses.field(default=default, repr=repr, metadata={"option": OptionField(panel, help, check, **more)})
+
+
+def option_of(field: dataclasses.Field[Any]) -> OptionField | None:
+    """What a field says of itself; None where users do not give it."""
+    found: OptionField | None = field.metadata.get("option")
+    return found
+
+
+def check_options(config: Any) -> None:
+    """Hold every field of a dataclass to its check; None passes where it is the default.
+
+    Raises:
+        ConfigError: a value is not accepted.
+    """
+    for field in dataclasses.fields(config):
+        said, value = option_of(field), getattr(config, field.name)
+        if said is None or said.check is None or (value is None and field.default is None):
+            continue
+        if not said.check.holds(value):
+            raise ConfigError(f"{said.name or field.name}={value!r}; accepted: {said.check.accepted}")
+
+
+def integer(low: int, high: int) -> Check:
+    """An integer within bounds."""
+    return Check(
+        f"an integer from {low} to {high}",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+    )
+
+
+def number(accepted: str, holds: Callable[[float], bool]) -> Check:
+    """A number, whole or not."""
+    return Check(
+        accepted, lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and holds(value)
+    )
+
+
+def choice(*choices: str) -> Check:
+    """One of some words."""
+    return Check(", ".join(choices), lambda value: value in choices)
+
+
+POSITIVE = number("a finite number above 0", lambda value: 0 < value < math.inf)
+SHARE = number("a number from 0 to below 1", lambda value: 0 <= value < 1)
+BOOLEAN = Check("True or False", lambda value: isinstance(value, bool))
+TEXT = Check("a string", lambda value: isinstance(value, str) and value != "")
+
+
+def parse_size(text: str) -> int:
+    """A size in bytes or a length in tokens, in any of its spellings.
+
+    As in vLLM ``1k`` is 1,000 and ``1K`` 1,024, likewise m, g and t; with a B (``KB``) they are 1,000s and with an i
+    (``KiB``, ``Ki``) 1,024s in either case.
+
+    Raises:
+        ConfigError: not a positive number with a known unit.
+    """
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(?:([kmgt])(i?))?(b?)\s*", text, flags=re.IGNORECASE)
+    if not match:
+        raise ConfigError(f"size {text!r}; accepted: a number, alone or with k, K, KB, KiB (or M, G, T so)")
+    unit = match[2] or ""
+    is_binary = match[3] or (unit.isupper() and not match[4])
+    size = int(Decimal(match[1]) * (1024 if is_binary else 1000) ** " kmgt".index(unit.lower() or " "))
+    if size < 1:
+        raise ConfigError(f"size {text!r}; accepted: at least 1")
+    return size
+
+
+def parsed_size(name: str, value: Any, example: str) -> Any:
+    """The number of a size or length that is text; anything else is left to its check."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={value!r}; accepted: as in {example!r} ({error})") from None

@@ -1,0 +1,124 @@
+"""The one renderer of reports: what is printed of them, how wide, and where they are written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from medha.cli.report import STDOUT, check_writable, deliver, machine_line, stamp
+from medha.cli.table import counted, print_report, report_console, text_of
+from medha.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of repeated runs, as a benchmark has them."""
+
+    median_s: float
+    min_s: float
+    max_s: float
+    runs: int = 3
+
+
+REPORT = {
+    "benchmark": "latency of one request",
+    "format": "medha-latency",
+    "environment": stamp(),
+    "options": {"hidden": 1},
+    "num_prompts": 1200,
+    "kv_bytes": 3 << 20,
+    "hit_share": 0.25,
+    "note": None,
+    "load": {"before": 0.5, "wait_s": 0.002},
+    "points": [
+        {"input_len": 128, "ttft": Timing(0.0123, 0.0119, 0.013), "speedup_ratio": 1.5, "samples_s": [1, 2]},
+        {"input_len": 4096, "ttft": Timing(0.5, 0.5, 0.5), "speedup_ratio": 2, "usage": {"busy_share": 0.5}},
+    ],
+    "metrics": {"ttft": {"p50_ms": 1.25, "ok": True}, "tpot": {"p50_ms": 3.0, "ok": False}},
+    "notes": ["TTFT: arrival to first token"],
+}
+
+
+def test_a_report_is_printed_by_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(REPORT)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    head, told = lines[0], [line for line in lines if set(line) != {"─"}]
+    assert head == "latency of one request"
+    for line in (
+        "num prompts: 1,200",
+        "kv MiB: 3",
+        "hit share: 25.0%",
+        "load: before 0.5, wait ms 2",
+        "input len ttft ms speedup ratio usage busy share",
+        "128 12.3 (11.9-13) 1.50x -",
+        "4,096 500 2.00x 50.0%",
+        "ttft 1.25 yes",
+        "tpot 3 no",
+        "TTFT: arrival to first token",
+    ):
+        assert line in told
+    assert " ".join(told[-2:]) == machine_line() or told[-1] == machine_line()
+    assert not any("hidden" in line or "note:" in line or "samples" in line for line in told)
+
+
+def test_a_report_goes_to_a_file_or_alone_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = {"benchmark": "x", "at": tmp_path, "timing": Timing(1.0, 1.0, 1.0)}
+    deliver(report, tmp_path / "report.json", title="something else")
+    assert capsys.readouterr().out.startswith("something else\n")
+    deliver(report, STDOUT)
+    written = (tmp_path / "report.json").read_text()
+    assert capsys.readouterr().out == written
+    assert json.loads(written)["timing"] == {"median_s": 1.0, "min_s": 1.0, "max_s": 1.0, "runs": 3}
+    check_writable(STDOUT)
+    check_writable(tmp_path / "new.json")
+    for wrong in (tmp_path, tmp_path / "missing" / "report.json"):
+        with pytest.raises(ConfigError, match="cannot be written; accepted: a file in a writable folder"):
+            check_writable(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("ttft_s", 90.0, "90"),
+        ("ttft_s", 2e-5, "20"),
+        ("tokens_per_s", 1234.5, "1,234"),
+        ("prediction_error", 0.034, "3.4%"),
+        ("rate", float("inf"), "inf"),
+        ("is_right", True, "yes"),
+        ("values", [1, 2], ""),
+        ("name", "text", "text"),
+    ],
+)
+def test_a_figure_by_its_name(name: str, value: object, text: str) -> None:
+    assert text_of(name, value) == text
+
+
+def test_text_in_a_file_has_80_columns_and_tables_what_they_need(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    console = report_console()
+    table = Table()
+    for i in range(10):
+        table.add_column(f"column {i}", no_wrap=True)
+    table.add_row(*["1,234,567.89"] * 10)
+    console.print("word " * 40)
+    console.print(table)
+    console.print("word " * 40)
+    text, row, _ = capsys.readouterr().out.partition("1,234,567.89 │" + " 1,234,567.89 │" * 9)
+    assert row
+    lines = [line for line in text.splitlines() if "word" in line]
+    assert 60 < max(map(len, lines)) <= 80
+
+
+def test_numbers_of_things() -> None:
+    assert [counted(number, "thread") for number in (0, 1, 2, 1000)] == [
+        "0 threads",
+        "1 thread",
+        "2 threads",
+        "1,000 threads",
+    ]
