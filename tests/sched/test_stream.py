@@ -16,9 +16,10 @@ from medha.cost.hardware import load_spec
 from medha.cost.predictor import Work
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.sim.known_models import find_model
+from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica
-from medha.sim.simulator import Outcome, Simulation
+from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 from tests.sched.virtual import Drive, Job, jobs, make_predictor
 

@@ -9,15 +9,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from medha.sim.report import Report, System, Times, alone_seconds, percentile, report
+from medha.sim.tables import print_reports
 from rich.console import Console
 
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.sim.known_models import find_model
+from medha.sim.outcome import Gaps, Outcome, Requests, Series
 from medha.sim.replica import Replica
-from medha.sim.report import Report, System, Times, alone_seconds, percentile, report
-from medha.sim.simulator import Gaps, Outcome, Requests, Series, Simulation
-from medha.sim.tables import print_reports
+from medha.sim.simulator import Simulation
 from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
 
