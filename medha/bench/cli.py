@@ -113,23 +113,6 @@ def scaling(
 
 
 @app.command()
-def needle(
-    tokens: Annotated[str, typer.Option(help="Document lengths, comma separated.")] = "131072",
-    depth: Annotated[list[float] | None, typer.Option(min=0.0, max=1.0, help="May be repeated.")] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    spp: Annotated[int, typer.Option(min=1, help="Pipeline stages, at most 2.")] = 1,
-    kvp: Annotated[int, typer.Option(min=1, help="KV-cache-parallel groups.")] = 1,
-    output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-) -> int:
-    """Find a fact hidden in a long document, with time and memory; starts its processes itself, without torchrun."""
-    from medha.bench.needle import run_and_print
-    from medha.config import ParallelConfig
-
-    layout = ParallelConfig(tp=tp, spp=spp, kvp=kvp)
-    return run_and_print(_lengths("tokens", tokens), tuple(depth or [0.1]), layout, output_json)
-
-
-@app.command()
 def convoy(
     quick: Annotated[
         bool, typer.Option("--quick", help="8K prompts and 100 short ones: within three minutes.")

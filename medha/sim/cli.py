@@ -33,8 +33,10 @@ _LENGTHS = "sharegpt4-8k, medha-swe, medha-mix, medha-mix-2m, tetris-short, tetr
 _LENGTHS += "uniform:A-B,C-D"
 
 # What an engine needs, and a simulation does not or takes in its own way.
-_OTHERS = ("scheduler", "policy", "admission", "decode_lag", "profile", "tp_forward", "dist_timeout")
-_OTHERS = (*_OTHERS, "kv_memory", "swap_space", "block_size")
+_OTHERS = (
+    *("scheduler", "policy", "admission", "decode_lag", "profile"),
+    *("tp_forward", "dist_timeout", "kv_memory", "swap_space", "block_size"),
+)
 
 OutputJson = Annotated[
     Path | None, typer.Option("--output-json", "--json", help="Write the report here; - is stdout.", show_default=False)

@@ -345,16 +345,15 @@ def _check_above_0(name: str, value: float | None) -> None:
 NOTES = (
     "TTFT: arrival to first token, queueing included. TPOT: (last - first token) / (tokens - 1). Slowdown: TTFT over "
     "its predicted value for that prompt on the idle replica.",
-    "SLO attainment: finished, TTFT by the deadline (given, or derived by the scheduler) and TPOT by its objective; a "
+    "In time: finished, TTFT by the deadline (given, or derived by the scheduler) and TPOT by its objective; a "
     "share of the requests that arrived. Goodput: those a second.",
-    "Bubble: share of the time in which a stage had no work and another stage had some; occupancy and bubble are means "
+    "Bubble: share of the time in which a stage had no work and another stage had some; busy and bubble are means "
     "over stages. Preempted: gave its memory up, with the seconds that are computed again.",
     "Over-saturated: the queue (arrived, no first token) grows through the second half of the arrivals by more than "
     "the square root of their number, which is chance, and what is in it at the last arrival takes more than "
     f"{DRAIN:.0%} of the time of arrivals to drain.",
 )
 _LATENCY = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "p50_slowdown", "p99_slowdown")
-_LOAD = ("request_goodput", "output_throughput", "waiting", "active", "kv_cache_usage")
 
 
 def shown(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -362,15 +361,26 @@ def shown(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     latency, load, lengths = [], [], []
     for one in reports:
         who = {"system": one["label"]}
-        rest = {"slo_attainment": one["slo_attainment"], "over-saturated": one["saturation"]["is_over"]}
+        rest = {"in time share": one["slo_attainment"], "over-saturated": one["saturation"]["is_over"]}
         latency.append({**who, **{name: one[name] for name in _LATENCY}, **rest})
-        stages = {name: float(np.mean([stage[name] for stage in one["stages"]])) for name in ("occupancy", "bubble")}
-        load.append({**who, **{name: one[name] for name in _LOAD}, **{f"{k} share": v for k, v in stages.items()}})
+        busy, bubble = (float(np.mean([stage[name] for stage in one["stages"]])) for name in ("occupancy", "bubble"))
+        load.append(
+            {
+                **who,
+                "goodput": one["request_goodput"],
+                "output tokens/s": one["output_throughput"],
+                "waiting": one["waiting"],
+                "active": one["active"],
+                "KV use": {f"{name} share": share for name, share in one["kv_cache_usage"].items()},
+                "busy share": busy,
+                "bubble share": max(bubble, 0.0),
+            }
+        )
         for bucket in one["ttft_by_length"]:
             figures = {name: bucket[name] for name in bucket if name.startswith("p")}
-            share = {"slo_attainment": bucket["slo_attainment"]}
+            share = {"in time share": bucket["slo_attainment"]}
             lengths.append({**who, "prompt": bucket["bucket"], "requests": bucket["num_requests"], **figures, **share})
-    return {"latency": latency, "load": load, "by_length": lengths}
+    return {"latency": latency, "load": load, "by prompt tokens": lengths}
 
 
 def remarks(reports: Sequence[Mapping[str, Any]]) -> list[str]:
