@@ -2,7 +2,7 @@
 
 Percentiles are numpy's, by linear interpolation (:func:`percentile`). TTFT, TPOT, E2EL and ITL are over the requests
 that have completed (ITL: over all gaps of these); a figure over nothing is None. ``max_concurrent_requests`` is exact
-over time, ``max_output_tokens_per_s`` over calendar seconds from the start.
+over time and of those that were served, ``max_output_tokens_per_s`` over calendar seconds from the start.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def test_over_saturation(load: float, is_over: bool) -> None:
 def test_arrivals_at_once_are_no_over_saturation() -> None:
     trace = synthesize("fixed:512,1", arrivals="at-once", num_requests=50)
     found = report(SYSTEM, Simulation(*REPLICA.build(), trace).run(), np.ones(50))
-    assert (found.saturation.is_over, found.saturation["growth"]) == (False, None)
+    assert (found["saturation"]["is_over"], found["saturation"]["growth"]) == (False, None)
 
 
 def test_what_is_printed() -> None:
