@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.interface import LayerShape, Segment
-from medha.attention.staging import Staged, Staging, mark
+from medha.attention.staging import Staged, Staging, record_event
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -193,7 +193,7 @@ class _Wrapper:
         if self._copied is not None:
             self._copied.synchronize()
         self.wrapper.plan(*args, **options)
-        self._copied = mark(device)
+        self._copied = record_event(device)
 
 
 class FlashInferBackend:
@@ -389,7 +389,7 @@ class FixedDecodes:
             shape.num_heads, shape.num_kv_heads, shape.head_dim, table.page_size,
             q_data_type=shape.dtype, kv_data_type=shape.dtype, sm_scale=shape.head_dim**-0.5,
         )  # fmt: skip
-        self._copied = mark(self._indices.device)
+        self._copied = record_event(self._indices.device)
 
     def run(self, q_BNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor) -> torch.Tensor:
         """Attention of every row, out_BNH; can be captured."""

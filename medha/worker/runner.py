@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape, Segment
-from medha.attention.staging import Stageable, Staging, mark
+from medha.attention.staging import Stageable, Staging, record_event
 from medha.batch import Batch, Row
 from medha.models.decoder import Decoder, LayerAttendFn
 from medha.models.rope import cos_sin, inverse_frequencies
@@ -311,7 +311,7 @@ class Runner:
     def _start(self, batch: Batch, last_tokens: torch.Tensor) -> Started:
         """Start a batch whose decodes read the tokens of the batch before from the device."""
         entered = self.recorder.begin()
-        before = mark(self.device, timing=True)
+        before = record_event(self.device, timing=True)
         moves = self._apply(batch)
         last_tokens = self._last_tokens = _with_room(last_tokens, max(row.slot for row in batch.rows))
         rows = sampling_rows(batch, self.group)
@@ -321,7 +321,7 @@ class Runner:
             drawing = draw(forward.rows, *self._draws(rows))
             last_tokens[forward.slots] = drawing.tokens
         record = self.recorder.end(batch)
-        return Started(self, rows, drawing, (before, mark(self.device, timing=True)), record.end_s - entered)
+        return Started(self, rows, drawing, (before, record_event(self.device, timing=True)), record.end_s - entered)
 
     def _apply(self, batch: Batch) -> Moves | None:
         """Change the block tables, and begin to move what the batch swaps, if anything."""
