@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from medha.attention.staging import mark
+from medha.attention.staging import record_event
 from medha.batch import Batch
 from medha.parallel.mesh import Ranks
 from medha.timeline import BatchRecord
@@ -94,7 +94,7 @@ class StageMeter:
 
     def _mark(self) -> Mark:
         """This moment on the device."""
-        return mark(self._runner.device, timing=True) or time.perf_counter()
+        return record_event(self._runner.device, timing=True) or time.perf_counter()
 
     def _measured_run(self, batch: Batch, input_ids: torch.Tensor | None) -> StepResult | None:
         self._now = self._batches[batch.batch_id] = _Marks(self._mark())
