@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import medha.engine.build
+import medha.worker.shard
 from medha import LLM, SamplingParams
 from medha.errors import (
     ConfigError,
@@ -52,7 +52,7 @@ def _no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a weight was read, or memory taken for one, before the folder was checked")
 
     for name in ("load_parameters", "build_decoder", "KVCache"):
-        monkeypatch.setattr(medha.engine.build, name, forbidden)
+        monkeypatch.setattr(medha.worker.shard, name, forbidden)
 
 
 def refused(model: Any, error: type[Exception], *parts: str, **options: Any) -> None:

@@ -27,10 +27,10 @@ from medha.bench.timing import Rate, Timing, Yardstick, in_turn, matrix_product,
 from medha.cli.report import check_writable, progress, write_report
 from medha.cli.table import figures_table, report_console
 from medha.config import ModelConfig
-from medha.engine.build import TORCH_DTYPES, pick_backend, pick_device
 from medha.errors import ConfigError
 from medha.profile.steps import fill_pools
 from medha.worker.kv_cache import KVCache
+from medha.worker.shard import TORCH_DTYPES, pick_backend, pick_device
 
 _BLOCK_SIZE = 256
 _PRODUCT = "matrix product"

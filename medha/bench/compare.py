@@ -25,10 +25,10 @@ from medha.bench.timing import Timing, interleaved
 from medha.bench.workloads import Workload, described, longest_of
 from medha.cli.report import check_writable, machine_line, progress, stamp, write_report
 from medha.cli.table import counted, figures_table, report_console
-from medha.engine.build import TORCH_DTYPES
 from medha.errors import ConfigError
 from medha.llm import LLM
 from medha.params import SamplingParams
+from medha.worker.shard import TORCH_DTYPES
 from medha.workload.trace import Trace
 
 

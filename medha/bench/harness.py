@@ -20,8 +20,9 @@ from medha.cli.report import DEFINITIONS, machine_line, stamp
 from medha.cli.table import counted
 from medha.config import EngineConfig, ModelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor
+from medha.engine.admission import Prompt
 from medha.engine.build import Role, build_role
-from medha.engine.engine import Engine, Prompt
+from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model

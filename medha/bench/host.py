@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from medha.batch import Batch
 from medha.bench.timing import Timing
 from medha.engine.engine import Engine
-from medha.sched.packer import Prediction
+from medha.sched.decision import Prediction
 
 
 @dataclass(frozen=True, slots=True)

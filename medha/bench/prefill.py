@@ -26,8 +26,9 @@ from medha.bench.timing import Rate, Timing, in_turn, matrix_product
 from medha.cli.report import check_writable, progress, write_report
 from medha.cli.table import figures_table, report_console
 from medha.config import ModelConfig, SchedulerConfig
+from medha.engine.admission import Prompt
 from medha.engine.arrivals import Arrival
-from medha.engine.engine import Engine, Prompt
+from medha.engine.engine import Engine
 from medha.errors import ConfigError
 
 WHOLE = "whole"

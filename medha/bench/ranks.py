@@ -30,7 +30,7 @@ from medha.engine.engine import Engine
 from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
 from medha.profile.held import Held, Meter, hold, run_steps
-from medha.sched.packer import Prediction
+from medha.sched.decision import Prediction
 from medha.timeline import RankRecords, encode_records
 from medha.worker.runner import Runner
 

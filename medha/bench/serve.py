@@ -33,7 +33,7 @@ from medha.cost.correction import KINDS, RunningError
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
-from medha.sched.packer import Prediction
+from medha.sched.decision import Prediction
 from medha.workload.metrics import METRICS, Goodput, Served, cell, detailed, percentile_name, serving_figures
 from medha.workload.trace import Trace
 

@@ -21,8 +21,8 @@ from medha.batch import Batch
 from medha.cost.predictor import MIN_SECONDS
 from medha.errors import ConfigError
 from medha.params import SLO
-from medha.sched.packer import Prediction
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import Decision, Prediction, SchedulerRequest
+from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Passage, Pipeline
 from medha.workload.trace import NORMAL, Row, Trace
 
@@ -292,17 +292,17 @@ class Simulation:
         slot = self._free_slots.pop() if self._free_slots else len(self._live)
         slo = SLO(row.ttft_slo_s, row.tpot_slo_s) if row.ttft_slo_s or row.tpot_slo_s else None
         priority = NORMAL if row.priority is None else row.priority
-        head = RequestHead(slot, row.prompt_tokens, row.output_tokens, row.arrival_s or 0.0, slo, priority)
+        head = SchedulerRequest(slot, row.prompt_tokens, row.output_tokens, row.arrival_s or 0.0, slo, priority)
         if head.num_kv_tokens > self.scheduler.memory.max_request_tokens:
             self.requests.is_refused[index] = True
             self._free_slots.append(slot)
             self._num_closed += 1
             return
-        self.requests.deadline_s[index] = self.scheduler.add(head)
+        self.requests.deadline_s[index] = self.scheduler.add(head).deadline_s
         self._live[slot] = _Live(index, row.output_tokens)
 
     def _fill(self) -> None:
-        while (batch := self._schedule()) is not None:
+        while (batch := self._schedule().batch) is not None:
             passage = self.pipeline.send(batch, self.scheduler.memory, self.now_s)
             self._num_batches += 1
             for row in batch.rows:
@@ -314,13 +314,13 @@ class Simulation:
             if self._driver_waits:
                 self.now_s = max(self.now_s, passage.first_end_s)
 
-    def _schedule(self) -> Batch | None:
-        batch = self.scheduler.schedule(self.now_s)
-        for slot, lost_s in self.scheduler.displaced:
-            self.requests.num_preemptions[self._live[slot].row] += 1
-            self._work_lost_s += lost_s
-        self._num_swaps += len(self.scheduler.swapped)
-        return batch
+    def _schedule(self) -> Decision:
+        decision = self.scheduler.schedule(self.now_s)
+        for preempted in decision.preempted:
+            self.requests.num_preemptions[self._live[preempted.slot].row] += 1
+            self._work_lost_s += preempted.lost_s
+            self._num_swaps += preempted.swapped_tokens > 0
+        return decision
 
     def _go_round(self) -> None:
         """Step over batches that can be foreseen: decodes alone, until a request is about to end or one arrives."""
@@ -432,7 +432,7 @@ class Simulation:
             results.append((row.slot, 1, not live.num_left))
         for gap_s, count in gaps.items():
             self.gaps.add(gap_s, count)
-        closed = self.scheduler.complete(batch.batch_id, self.now_s, results, passage.busy_s)
+        closed = self.scheduler.complete(batch, self.now_s, results, passage.busy_s)
         for slot in closed:
             self._note(self._live.pop(slot))
             self._free_slots.append(slot)

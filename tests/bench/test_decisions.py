@@ -76,7 +76,7 @@ def test_a_pool_that_decodes_fill_is_measured_too() -> None:
     """Fewer than asked for decode, the others are refused memory."""
     load = _Load("lars", replace(SMALL, num_decoding=100, num_blocks=400))
     load.begin(60)
-    assert len(load.scheduler.no_memory) > 0
+    assert load.scheduler.schedule(load._now_s).refused
     (result,) = bench_decisions(replace(SMALL, num_decoding=100, num_blocks=400, num_decisions=10))
     assert result.waiting >= 60 and 10 < result.decoding < 90
     with pytest.raises(ConfigError, match=r"num_kv_blocks=10; accepted: at least 395, one long request"):

@@ -14,10 +14,11 @@ import torch
 
 import medha.models.decoder as decoder
 import medha.parallel.kvp as kvp
-from medha.batch import Batch, Row
+from medha.batch import Row
 from medha.engine.engine import Engine
 from medha.models.layers import LinearFn, TensorShard
-from medha.sched.batch_builder import Draft
+from medha.sched.batch_builder import BatchBuilder
+from medha.sched.decision import Decision
 from medha.sched.memory import KVMemory
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
@@ -30,7 +31,7 @@ Patch = pytest.MonkeyPatch
 
 def block_not_freed(patch: Patch) -> None:
     """A request that gives way keeps its last block."""
-    displace, release = Draft._displace, KVMemory.release
+    preempt, release = BatchBuilder._preempt, KVMemory.release
 
     def kept(self: KVMemory, slot: int) -> bool:
         pool = self.pools[self._accounts[slot].first]
@@ -39,12 +40,12 @@ def block_not_freed(patch: Patch) -> None:
             pool.allocate(-1, 1, claim=1)
         return was
 
-    def keeping(self: Draft, victims: Sequence[State]) -> None:
+    def keeping(self: BatchBuilder, victims: Sequence[State]) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(KVMemory, "release", kept)
-            displace(self, victims)
+            preempt(self, victims)
 
-    patch.setattr(Draft, "_displace", keeping)
+    patch.setattr(BatchBuilder, "_preempt", keeping)
 
 
 def merge_without_lse(patch: Patch) -> None:
@@ -123,11 +124,11 @@ def stop_string_lost(patch: Patch) -> None:
     """Who gives way forgets its stop strings."""
     schedule = Engine._schedule
 
-    def forgetting(self: Engine, now: float) -> Batch | None:
-        batch = schedule(self, now)
-        for slot, _ in self.scheduler.displaced:
-            self._by_slot[slot]._stops = StopChecker(())
-        return batch
+    def forgetting(self: Engine, now: float) -> Decision:
+        decision = schedule(self, now)
+        for preempted in decision.preempted:
+            self._by_slot[preempted.slot]._stops = StopChecker(())
+        return decision
 
     patch.setattr(Engine, "_schedule", forgetting)
 

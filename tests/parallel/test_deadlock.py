@@ -29,7 +29,8 @@ import medha.worker.runner
 from medha.batch import Batch
 from medha.config import ParallelConfig, RopeConfig, SchedulerConfig
 from medha.engine.distributed import Caller, DrivingRunner, Follower, ReportLine
-from medha.engine.engine import Engine, ModelLimits
+from medha.engine.engine import Engine
+from medha.engine.request import ModelLimits
 from medha.errors import PlanDivergenceError
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message

@@ -68,12 +68,12 @@ def test_command_line_with_a_part_of_the_environment(
 def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     """What building the LLM raises on this rank, and how soon; loading a weight would be an error of its own."""
     from medha import LLM
-    from medha.engine import build
+    from medha.worker import shard
 
     def load(*args: Any, **named: Any) -> None:
         raise AssertionError("weights are read")
 
-    before, build._load_model = build._load_model, load
+    before, shard._load_model = shard._load_model, load
     begin = time.monotonic()
     try:
         with patch("medha.parallel.health.Monitor.linger", return_value=True):  # for rank 0's end, which never comes
@@ -83,7 +83,7 @@ def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     else:
         raise AssertionError("accepted")
     finally:
-        build._load_model = before
+        shard._load_model = before
     deadline = time.monotonic() + 5.0
     while any(thread.name in ("medha-watch", "medha-talk") for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "a job that never began is still watched"

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from medha.config import EngineConfig
-from medha.engine.dryrun import plan_ranks, run_dry
 from medha.models.hf_config import load_model_config
 from medha.models.weights import Checkpoint
 from medha.parallel.mesh import wait_for_all
+from medha.worker.sizing import plan_ranks, run_dry
 from tests.checkpoints import make_checkpoint
 from tests.parallel.workers import WorkerPool
 

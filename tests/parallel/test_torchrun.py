@@ -17,12 +17,12 @@ import pytest
 
 from medha.cli.command import run_app
 from medha.config import EngineConfig
-from medha.engine.dryrun import choose_layout
 from medha.errors import ParallelConfigError
 from medha.generate.__main__ import app
 from medha.models.needle import write_needle
 from medha.parallel.launch import Launch
 from medha.verify.demo import layout_for
+from medha.worker.sizing import choose_layout
 from tests.parallel.faults import Job, command
 from tests.parallel.faults import start as forked
 from tests.parallel.test_faults import arguments, written
