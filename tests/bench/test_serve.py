@@ -1,10 +1,9 @@
-"""``medha bench serve`` at a toy size, and its figures on requests made up."""
+"""``medha bench serve`` at a toy size, and its preset convoy."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,13 @@ import numpy as np
 import pytest
 
 from medha.bench.cli import app
-from medha.bench.serve import ServeOptions, probe_stream
-from medha.bench.workloads import Workload
+from medha.bench.load import Workload
+from medha.bench.serve import ConvoyOptions, ServeOptions, convoy_figures, probe_stream
 from medha.cli.command import run_app
 from medha.errors import ConfigError
 from medha.params import SLO
 from medha.workload.io import write_trace
-from medha.workload.metrics import (
-    METRICS,
-    Goodput,
-    Outcome,
-    Served,
-    by_length,
-    latency_fields,
-    meets,
-    most_at_once,
-    most_tokens_a_second,
-    parse_metrics,
-    parse_percentiles,
-    serving_figures,
-)
+from medha.workload.metrics import METRICS, Outcome, Served
 from medha.workload.trace import Trace
 from tests.bench.shapes import ON_TINY
 
@@ -88,7 +74,7 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     kinds = report["prediction_error"]
     assert kinds["all"]["count"] == sum(kinds[kind]["count"] for kind in ("decode", "mixed", "prefill")) > 0
     printed = capsys.readouterr()
-    assert "TTFT" in printed.out and "SLO attainment" in printed.out
+    assert "TTFT" in printed.out and "slo attainment" in printed.out
     assert "6/6" in printed.err and "6/6" not in printed.out
 
 
@@ -136,88 +122,15 @@ def test_requests_that_fail_are_counted(tmp_path: Path) -> None:
         (["--goodput", "ttft:0"], "goodput='ttft:0'; accepted"),
         (["--goodput", "ttft:1", "ttft:2"], "goodput='ttft:2'; accepted"),
         (["--output-json", "absent/serve.json"], "absent/serve.json cannot be written"),
-        (["--tp", "2"], "--tp"),
+        (["--preset", "train"], "preset='train'; accepted: convoy"),
+        (["--preset", "convoy", "--long-len", "500"], "long_len=500; accepted: above 500"),
+        (["--preset", "convoy", "--load", "0"], "load=0; accepted"),
+        (["--preset", "convoy", "--plot", "absent/convoy.svg"], "absent/convoy.svg cannot be written"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(app, "bench", ["serve", *ON_TINY, *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-# -- figures ---------------------------------------------------------------------------------------------------------
-
-
-def outcome(name: str, start_s: float, ttft_s: float | None, itl_s: tuple[float, ...], **other: Any) -> Outcome:
-    e2el_s = (ttft_s or 0.0) + sum(itl_s)
-    one = Outcome(name, 10, 1 + len(itl_s), start_s, 0.0, ttft_s, itl_s, e2el_s)
-    return replace(one, **other)
-
-
-OUTCOMES = (
-    outcome("a", 0.0, 1.0, (0.5, 0.5)),  # to 2.0
-    outcome("b", 1.0, 2.0, ()),  # to 3.0
-    outcome("c", 3.5, 0.25, (0.25,), input_len=5000),  # to 4.0
-    outcome("d", 0.5, None, (), output_len=0, error="DeadlineError: late"),
-)
-
-
-def test_fields() -> None:
-    served = Served(OUTCOMES, (OUTCOMES[1], OUTCOMES[3]), 4.0)
-    goodput = Goodput(ttft_s=1.0, tpot_s=0.4)
-    found = serving_figures(served, goodput=Goodput(), metrics=METRICS, percentiles=(99.0,))
-    assert (found["completed"], found["failed"]) == (3, 1)
-    assert (found["total_input_tokens"], found["total_output_tokens"]) == (5020, 6)
-    assert (found["request_throughput"], found["output_throughput"]) == (0.75, 1.5)
-    assert found["request_goodput"] is None and found["slo_attainment"] is None
-    assert found["median_ttft_ms"] == 1000.0
-    assert found["mean_tpot_ms"] == pytest.approx(375.0)  # "b" has none
-    assert found["median_itl_ms"] == 500.0
-    assert (found["max_concurrent_requests"], found["max_output_tokens_per_s"]) == (2, 2.0)
-    assert (found["probe_completed"], found["probe_failed"], found["probe_max_e2el_ms"]) == (1, 1, 2000.0)
-    aimed = Served(tuple(replace(one, slo=goodput.slo) for one in OUTCOMES), (), 4.0)
-    found = serving_figures(aimed, goodput=goodput, metrics=("ttft",), percentiles=(99.0,))
-    assert (found["slo_attainment"], found["request_goodput"]) == (0.25, 0.25)  # "c" alone; the failed one counts
-
-
-def test_objectives() -> None:
-    one = outcome("a", 0.0, 1.0, (0.5,))
-    assert meets(one, Goodput())
-    assert meets(replace(one, slo=SLO(1.0, 0.5)), Goodput(e2el_s=1.5))
-    assert not meets(replace(one, slo=SLO(ttft_s=0.9)), Goodput())
-    assert not meets(replace(one, slo=SLO(tpot_s=0.4)), Goodput())
-    assert not meets(one, Goodput(e2el_s=1.4))
-    assert not meets(replace(one, error="x"), Goodput())
-    assert meets(outcome("b", 0.0, 1.0, (), slo=SLO(tpot_s=0.1)), Goodput())  # one token has no TPOT
-
-
-def test_nothing_has_no_figures() -> None:
-    assert set(latency_fields("ttft", [], (99.0,)).values()) == {None}
-    assert (most_at_once([]), most_tokens_a_second([])) == (0, 0.0)
-    empty = serving_figures(Served((), (), 0.0), goodput=Goodput(), metrics=(), percentiles=())
-    assert empty["request_throughput"] is None and empty["ttft_by_length"] == []
-
-
-def test_an_end_makes_room_for_an_arrival_of_the_same_time() -> None:
-    assert most_at_once([outcome("a", 0.0, 1.0, ()), outcome("b", 1.0, 1.0, ())]) == 1
-
-
-def test_buckets_hold_all_requests() -> None:
-    lens = (1, 255, 256, 1023, 1024, 5000, 2_000_000)
-    found = by_length([replace(OUTCOMES[0], input_len=length) for length in lens], Goodput(), (99.0,))
-    assert [(line["bucket"], line["num_requests"]) for line in found] == [
-        ("1-256", 2),
-        ("256-1K", 2),
-        ("1K-4K", 1),
-        ("4K-16K", 1),
-        ("1M-", 1),
-    ]
-
-
-def test_parsing() -> None:
-    assert Goodput.parse(["ttft:100", "tpot:50,e2el:900.5"]) == Goodput(0.1, 0.05, 0.9005)
-    assert Goodput.parse([]) == Goodput()
-    assert parse_metrics("e2el, ttft") == ("ttft", "e2el")
-    assert parse_percentiles("99.9,50,50") == (50.0, 99.9)
 
 
 def test_probes_go_on_with_the_seed() -> None:
@@ -241,3 +154,54 @@ def test_workloads(tmp_path: Path) -> None:
     assert set(drawn.prompt_tokens.tolist()) == {7}
     with pytest.raises(ConfigError, match="request_rate=0"):
         Workload(request_rate=0.0)
+
+
+def test_convoy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every scheduler gets the same requests, and each of them is accounted for."""
+    path, plot = tmp_path / "convoy.json", tmp_path / "convoy.svg"
+    sizes = ["--preset", "convoy", "--num-prompts", "6", "--long-len", "600", "--output-json", str(path)]
+    assert run_app(app, "bench", ["serve", *ON_TINY, *sizes, "--plot", str(plot)]) == 0
+    report = json.loads(path.read_text())
+    names = ["whole prefill", "Sarathi-512", "EDF", "LRS", "LARS", "LARS+sharing"]
+    assert [one["system"] for one in report["systems"]] == names
+    assert report["span_s"] == pytest.approx(report["capacity_s"] / 0.75)
+    requests = [[(r["request_id"], r["input_len"]) for r in one["requests"]] for one in report["systems"]]
+    assert requests[0][:4] == [(f"long-{i}", 600) for i in range(4)] and len(requests[0]) == 10
+    assert all(one == requests[0] for one in requests)
+    for one in report["systems"]:
+        assert (one["short"]["completed"], one["long"]["completed"], one["failed"]) == (6, 4, 0)
+        assert one["short"]["median_ttft_ms"] <= one["short"]["p90_ttft_ms"] <= one["short"]["p99_ttft_ms"]
+        assert one["long"]["slo_attainment"] is None
+        assert (one["prediction_error"]["all"]["count"] > 0) == ("scheduler" not in one["options"])
+        assert all(r["arrival_s"] <= report["span_s"] for r in one["requests"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names) and "TTFT" in printed
+    assert "short requests" in plot.read_text()
+
+
+def test_the_stream_of_the_convoy() -> None:
+    options = ConvoyOptions(num_short=30, num_long=2, long_len=1000)
+    mix = options.mix(64)
+    assert [len(one.prompt) for one in mix[:2]] == [1000, 1000] and len(mix) == 32
+    assert all(50 <= len(one.prompt) <= 500 and one.slo == SLO(ttft_s=1.0) for one in mix[2:])
+    stream = options.stream(mix, 8.0)
+    assert [one.arrival_s for one in stream[:2]] == [0.0, 0.0]
+    times = [one.arrival_s for one in stream[2:]]
+    assert times == sorted(times) and times[0] > 0 and 4 < times[-1] < 8
+    assert options.stream(mix, 8.0) == stream
+    scheduler = options.systems["LARS"]
+    assert scheduler["rho_max"] == 0.0 and "rho_max" not in options.systems["LARS+sharing"]
+
+
+def test_figures_of_the_convoy() -> None:
+    goal = SLO(ttft_s=1.0)
+    shorts = [
+        Outcome(f"short-{i}", 9, 1, 0.0, 0.0, ttft_s, (), ttft_s, slo=goal) for i, ttft_s in enumerate((0.5, 2.0))
+    ]
+    lost = Outcome("short-2", 9, 0, 0.0, None, None, (), 1.0, error="DeadlineError", slo=goal)
+    long = Outcome("long-0", 99, 2, 0.0, 0.0, 4.0, (0.5,), 4.5)
+    found = convoy_figures(Served((long, *shorts, lost), (), 5.0))
+    assert (found["failed"], found["short"]["num_requests"], found["short"]["completed"]) == (1, 3, 2)
+    assert found["short"]["median_ttft_ms"] == 1250.0 and found["short"]["slo_attainment"] == pytest.approx(1 / 3)
+    assert (found["long"]["mean_ttft_ms"], found["long"]["p99_tpot_ms"]) == (4000.0, 500.0)
+    assert found["long"]["slo_attainment"] is None
