@@ -3,7 +3,7 @@
 import numpy as np
 
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.hardware import load_sheet
+from medha.cost.hardware import load_spec
 from medha.sim.known_models import find_model
 from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation
@@ -18,7 +18,7 @@ trace = synthesize("medha-mix", qps=0.3, num_requests=200)
 is_long = trace.prompt_tokens > 8192
 for name, policy in (("LARS", "lars"), ("old and short first", old_and_short_first)):
     config = SchedulerConfig(policy=policy)
-    replica = Replica(load_sheet("h100-80g"), find_model("llama-3-8b"), ParallelConfig(tp=8), config)
+    replica = Replica(load_spec("h100-80g"), find_model("llama-3-8b"), ParallelConfig(tp=8), config)
     requests = Simulation(*replica.build(), trace).run().requests
     ttft_s = requests.first_token_s - trace.arrival_s
     in_time = (ttft_s <= requests.deadline_s).mean()

@@ -7,7 +7,10 @@ an exit code with :func:`exit_code`.
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+_MAX_CHARS = 2000  # of an error that ranks tell each other
 
 
 class MedhaError(Exception):
@@ -142,3 +145,11 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, EngineDeadError):
         return 4
     return 1
+
+
+def printable(message: str) -> str:
+    """An error as it can be told: of bounded length, without control characters and lone surrogates."""
+    if len(message) > _MAX_CHARS:
+        message = f"{message[:_MAX_CHARS]}… ({len(message)} characters)"
+    message = message.encode(errors="backslashreplace").decode()
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], message)

@@ -243,7 +243,7 @@ def test_the_log_says_at_start_where_step_times_come_from(
         build_engine(config(folder, profile=str(path)))
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step times from")]
     assert said == [
-        "step times from a rough sheet of the machine; medha profile measures them",
+        "step times from a hardware spec of the kind of this machine; medha profile measures them",
         f"step times from profile {path}",
     ]
 

@@ -89,11 +89,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "child": set(),
     "text": {*_GROUND, "child"},
     "models": _GROUND,
-    "parallel": {*_GROUND, "attention.merge"},
+    "parallel": {*_GROUND, "attention.merge", "child"},
     "cost": _GROUND,
     "sched": {*_GROUND, "cost"},
     "worker": {*_GROUND, "models", "attention", "parallel"},
-    "cli": {*_GROUND, "cost.machine", "parallel.launch", "parallel.health", "models.json_fields"},
+    "cli": {*_GROUND, "cost.machine", "parallel.launch", "models.json_fields"},
     "workload": {*_GROUND, "cli"},
     "engine": {
         *_GROUND,

@@ -1,10 +1,10 @@
-"""Sheets from public kernel tables, and how far off they are.
+"""Hardware specs from public kernel tables, and how far off they are.
 
     python -m tools.fit_spec --data DIR --out medha/cost/specs/a100-80g.json    # fits, and prints the errors
-    python -m tools.fit_spec derive --out medha/cost/specs                      # the other sheets, from that one
+    python -m tools.fit_spec derive --out medha/cost/specs                      # the other specs, from that one
     python -m tools.fit_spec anchors --data DIR                                 # whole prefills, fitted to nothing
 
-DIR holds copies of the public files that the sheet's sources name, under ``vidur/``, ``aiconfigurator/`` and
+DIR holds copies of the public files that the spec's sources name, under ``vidur/``, ``aiconfigurator/`` and
 ``anchors/``. Rates of one kind of kernel are fitted together by descent along one after the other, to the mean absolute
 logarithm of predicted over measured. Rows weigh as the root of their time, as a long context consists of long ones, and
 each table the same.
@@ -33,24 +33,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import ParallelConfig
-from medha.cost.hardware import (
-    AttentionRates,
-    ElementwiseRates,
+from medha.cost.hardware import AttentionRates, ElementwiseRates, GemmRates, HardwareSpec, LinkRates, load_spec
+from medha.cost.predictor import Predictor, Work
+from medha.cost.roofline import (
     Floats,
-    GemmRates,
-    LinkRates,
-    Sheet,
     chunk_slope_s,
     decode_lines,
     elementwise_s,
     first_chunk_s,
     gemm_s,
     linear_layer_s,
-    load_sheet,
     stage_coefficients,
     unsplit_decode_line,
 )
-from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from medha.sim.known_models import KNOWN_MODELS
 
@@ -68,7 +63,7 @@ _CHUNK_RATES = ("flops_per_s", "block_flops_per_s", "overlap_power", "launch_s",
 _HEAD_DIM = 128
 _ROUNDS = 60
 
-Predict = Callable[[Sheet, Floats], Floats]
+Predict = Callable[[HardwareSpec, Floats], Floats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,7 @@ class FitError:
     Attributes:
         table: file, and what of it.
         split: ``fitted``; ``held out`` (every fourth shape) or ``beyond`` (longer than those fitted), each tested with
-            a sheet fitted to the rest; ``not fitted``; ``as sums`` of fitted ones.
+            a spec fitted to the rest; ``not fitted``; ``as sums`` of fitted ones.
         rows: how many.
         median, p90: absolute.
         total: of the sums, signed.
@@ -111,12 +106,12 @@ class _Rows:
     def where(self, rows: NDArray[np.bool_]) -> _Rows:
         return replace(self, sizes=self.sizes[rows], seconds=self.seconds[rows], tested={})
 
-    def error(self, sheet: Sheet, split: str) -> FitError:
-        return FitError.of(self.table, split, self.predict(sheet, self.sizes), self.seconds)
+    def error(self, spec: HardwareSpec, split: str) -> FitError:
+        return FitError.of(self.table, split, self.predict(spec, self.sizes), self.seconds)
 
 
-def fit_a100(data: Path) -> tuple[Sheet, list[FitError]]:
-    """The A100 sheet and its errors.
+def fit_a100(data: Path) -> tuple[HardwareSpec, list[FitError]]:
+    """The A100 spec and its errors.
 
     Args:
         data: folder of the tables.
@@ -124,7 +119,7 @@ def fit_a100(data: Path) -> tuple[Sheet, list[FitError]]:
     Raises:
         ConfigError: a table cannot be read.
     """
-    sheet, link_errors = _start(data)
+    spec, link_errors = _start(data)
     errors: list[FitError] = []
     for part, names, tables in (
         ("gemm", _GEMM_RATES, _gemms(data)),
@@ -132,26 +127,26 @@ def fit_a100(data: Path) -> tuple[Sheet, list[FitError]]:
         ("attention", _DECODE_RATES, _decodes(data)),
         ("attention", _CHUNK_RATES, _chunks(data)),
     ):
-        base, used = sheet, [rows for rows in tables if rows.fitted]
-        sheet = _fit(base, part, names, used)
-        errors += [rows.error(sheet, "fitted" if rows.fitted else "not fitted") for rows in tables]
+        base, used = spec, [rows for rows in tables if rows.fitted]
+        spec = _fit(base, part, names, used)
+        errors += [rows.error(spec, "fitted" if rows.fitted else "not fitted") for rows in tables]
         for split in used[0].tested:
             tried = _fit(base, part, names, [rows.where(~rows.tested[split]) for rows in used])
             errors += [rows.where(rows.tested[split]).error(tried, split) for rows in used]
-    return sheet, errors + [rows.error(sheet, "as sums") for rows in _layers(data)] + link_errors
+    return spec, errors + [rows.error(spec, "as sums") for rows in _layers(data)] + link_errors
 
 
-def _fit(sheet: Sheet, part: str, names: Sequence[str], tables: list[_Rows]) -> Sheet:
+def _fit(spec: HardwareSpec, part: str, names: Sequence[str], tables: list[_Rows]) -> HardwareSpec:
     """Descent along the logarithm of one rate after the other; a step grows where it helps and shrinks where not."""
 
-    def tried_with(values: Floats) -> tuple[float, Sheet]:
+    def tried_with(values: Floats) -> tuple[float, HardwareSpec]:
         try:
-            tried = replace(sheet, **{part: _with_rates(getattr(sheet, part), names, values)})
+            tried = replace(spec, **{part: _with_rates(getattr(spec, part), names, values)})
         except ConfigError:  # out of its bounds
-            return np.inf, sheet
+            return np.inf, spec
         return sum(_distance(rows.predict(tried, rows.sizes), rows.seconds) for rows in tables), tried
 
-    values = np.concatenate([np.atleast_1d(getattr(getattr(sheet, part), name)) for name in names])
+    values = np.concatenate([np.atleast_1d(getattr(getattr(spec, part), name)) for name in names])
     best, fitted = tried_with(values)
     steps = np.full(len(values), 0.3)
     for _ in range(_ROUNDS):
@@ -168,7 +163,7 @@ def _fit(sheet: Sheet, part: str, names: Sequence[str], tables: list[_Rows]) -> 
 
 
 def _with_rates(part: Any, names: Sequence[str], values: Floats) -> Any:
-    """A part of the sheet with other rates, in four digits."""
+    """A part of the spec with other rates, in four digits."""
     left, changes = [_rounded(value) for value in values.tolist()], {}
     for name in names:
         old = getattr(part, name)
@@ -239,8 +234,8 @@ def _mlp(data: Path, model: str) -> list[tuple[list[float], dict[str, float]]]:
 
 
 def _gemms(data: Path) -> list[_Rows]:
-    def predict(sheet: Sheet, sizes: Floats) -> Floats:
-        return gemm_s(sheet, *sizes.T)
+    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
+        return gemm_s(spec, *sizes.T)
 
     records = _records(data / "aiconfigurator/a100_sxm/gemm_vllm_0.14.0.csv.gz")
     tables = [_rows("products, vLLM", [_floats(r, "m", "n", "k", "latency") for r in records], predict, key=(1, 2))]
@@ -254,8 +249,8 @@ def _gemms(data: Path) -> list[_Rows]:
 
 
 def _elementwise(data: Path) -> list[_Rows]:
-    def predict(sheet: Sheet, sizes: Floats) -> Floats:
-        return elementwise_s(sheet, 2 * sizes[:, 0] * sizes[:, 1], kernels=len(_ELEMENTWISE))
+    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
+        return elementwise_s(spec, 2 * sizes[:, 0] * sizes[:, 1], kernels=len(_ELEMENTWISE))
 
     tables = []
     for model in _MLP:
@@ -268,9 +263,9 @@ def _elementwise(data: Path) -> list[_Rows]:
 
 
 def _layers(data: Path) -> list[_Rows]:
-    def predict(sheet: Sheet, sizes: Floats) -> Floats:
+    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
         m, hidden, width, kv, inner = sizes.T
-        return linear_layer_s(sheet, m, hidden=hidden, heads_width=width, kv_width=kv, intermediate=inner)
+        return linear_layer_s(spec, m, hidden=hidden, heads_width=width, kv_width=kv, intermediate=inner)
 
     def summed(ms: dict[str, float]) -> float:
         return sum(value for name, value in ms.items() if name != "emb")
@@ -284,14 +279,14 @@ def _layers(data: Path) -> list[_Rows]:
 def _chunks(data: Path) -> list[_Rows]:
     """Columns: tokens, cached tokens, query heads, KV heads. Rows of one prompt."""
 
-    def predict(sheet: Sheet, sizes: Floats) -> Floats:
+    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
         c, kv, heads, _ = sizes.T
-        first = first_chunk_s(sheet, c, heads=heads, head_dim=_HEAD_DIM)
+        first = first_chunk_s(spec, c, heads=heads, head_dim=_HEAD_DIM)
         slope = np.zeros_like(c)
         for pair in np.unique(sizes[kv > 0, 2:], axis=0):
             at = (sizes[:, 2:] == pair).all(axis=1)
-            slope[at] = chunk_slope_s(sheet, c[at], heads=pair[0], kv_heads=pair[1], head_dim=_HEAD_DIM)
-        later = np.maximum(first, sheet.attention.cached_launch_s) + slope * kv
+            slope[at] = chunk_slope_s(spec, c[at], heads=pair[0], kv_heads=pair[1], head_dim=_HEAD_DIM)
+        later = np.maximum(first, spec.attention.cached_launch_s) + slope * kv
         return np.asarray(np.where(kv > 0, later, first), dtype=np.float64)
 
     tables = []
@@ -313,15 +308,15 @@ def _chunks(data: Path) -> list[_Rows]:
 def _decodes(data: Path) -> list[_Rows]:
     """Columns: decodes times KV heads, cached tokens. vLLM splits no keys where each query head has its own."""
 
-    def predict(sheet: Sheet, sizes: Floats) -> Floats:
+    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
         units, kv = sizes.T
-        a, b, short_a, short_b = decode_lines(sheet, units, head_dim=_HEAD_DIM)
-        long = a + b * np.maximum(kv, sheet.attention.short_kv)
-        short = np.where(kv < sheet.attention.short_kv, short_a + short_b * kv, np.inf)
+        a, b, short_a, short_b = decode_lines(spec, units, head_dim=_HEAD_DIM)
+        long = a + b * np.maximum(kv, spec.attention.short_kv)
+        short = np.where(kv < spec.attention.short_kv, short_a + short_b * kv, np.inf)
         return np.asarray(np.minimum(short, long), dtype=np.float64)
 
-    def predict_unsplit(sheet: Sheet, sizes: Floats) -> Floats:
-        a, b = unsplit_decode_line(sheet, sizes[:, 0], head_dim=_HEAD_DIM)
+    def predict_unsplit(spec: HardwareSpec, sizes: Floats) -> Floats:
+        a, b = unsplit_decode_line(spec, sizes[:, 0], head_dim=_HEAD_DIM)
         return np.asarray(a + b * sizes[:, 1], dtype=np.float64)
 
     tables = []
@@ -383,8 +378,8 @@ def _host(data: Path) -> tuple[float, float]:
     return _rounded((max(own_ms, 0.0) + fixed_ms) * 1e-3), _rounded(sample_ms * 1e-3)
 
 
-def _start(data: Path) -> tuple[Sheet, list[FitError]]:
-    """The A100 sheet before its kernels are fitted, links and host done; errors of the links."""
+def _start(data: Path) -> tuple[HardwareSpec, list[FitError]]:
+    """The A100 spec before its kernels are fitted, links and host done; errors of the links."""
     reduces = [_link(data, ranks, vidur="all_reduce", nccl="all_reduce") for ranks in (2, 4, 8)]
     gathers = [_link(data, ranks, nccl="all_gather") for ranks in (2, 4, 8)]
     singles = [
@@ -393,7 +388,7 @@ def _start(data: Path) -> tuple[Sheet, list[FitError]]:
         _link(data, 2, vidur="send_recv", per_node=1),
     ]
     host_s, sample_s = _host(data)
-    sheet = Sheet(
+    spec = HardwareSpec(
         name="a100-80g",
         machine="NVIDIA A100 80GB SXM",
         provenance="measured",
@@ -429,7 +424,7 @@ def _start(data: Path) -> tuple[Sheet, list[FitError]]:
         node_send=singles[2][0],
         sources=_SOURCES,
     )
-    return sheet, [error for _, errors in (*reduces, *gathers, *singles) for error in errors]
+    return spec, [error for _, errors in (*reduces, *gathers, *singles) for error in errors]
 
 
 _MLP_SOURCE = f"{_VIDUR}/compute/a100: mlp.csv of Meta-Llama-3-8B and CodeLlama-34b"
@@ -502,12 +497,12 @@ _DERIVED = {
 }
 
 
-def derived_sheets(a100: Sheet) -> list[Sheet]:
-    """H100, H200 and B200 from the fitted A100 sheet and published ratios: derived, not measured."""
+def derived_specs(a100: HardwareSpec) -> list[HardwareSpec]:
+    """H100, H200 and B200 from the fitted A100 spec and published ratios: derived, not measured."""
     return [_derived(a100, published) for published in _OTHERS]
 
 
-def _derived(a100: Sheet, to: _Published) -> Sheet:
+def _derived(a100: HardwareSpec, to: _Published) -> HardwareSpec:
     flops = to.peak_flops_per_s * to.product_share / (a100.peak_flops_per_s * _A100_SHARE)
     memory = to.hbm_bytes_per_s / a100.hbm_bytes_per_s
     block = a100.num_sms / to.num_sms  # a machine's rate is shared by its multiprocessors
@@ -544,7 +539,7 @@ def _derived(a100: Sheet, to: _Published) -> Sheet:
 
 
 def _times(part: Any, **ratios: float) -> Any:
-    """A part of a sheet with some of its rates multiplied."""
+    """A part of a spec with some of its rates multiplied."""
     return replace(part, **{name: _rounded(getattr(part, name) * ratio) for name, ratio in ratios.items()})
 
 
@@ -567,17 +562,17 @@ class Anchor:
         return self.predicted_s / self.measured_s
 
 
-def prefill_s(sheet: Sheet, num_tokens: int) -> float:
+def prefill_s(spec: HardwareSpec, num_tokens: int) -> float:
     """Predicted seconds of a prompt of Llama-3 8B on one accelerator, in one piece, first token included."""
-    costs = stage_coefficients(sheet, KNOWN_MODELS["llama-3-8b"], ParallelConfig(), 0)
+    costs = stage_coefficients(spec, KNOWN_MODELS["llama-3-8b"], ParallelConfig(), 0)
     return Predictor(costs, max_tokens=num_tokens).predict([Work(num_tokens, 0, False, samples=True)])
 
 
-def compare_anchors(sheet: Sheet, data: Path) -> list[Anchor]:
+def compare_anchors(spec: HardwareSpec, data: Path) -> list[Anchor]:
     """MInference's FlashAttention-2 column and Tetris's Table 1 at TP1, SP1; nothing is fitted to them.
 
     Args:
-        sheet: of an A100.
+        spec: of an A100.
         data: folder of the tables.
 
     Raises:
@@ -591,13 +586,13 @@ def compare_anchors(sheet: Sheet, data: Path) -> list[Anchor]:
         for record in _records(data / f"anchors/{name}.csv"):
             if record.get("sp", "1") == "1":
                 tokens, measured_s = int(record["prompt_tokens"]), float(record["prefill_latency_s"])
-                anchors.append(Anchor(source, tokens, measured_s, prefill_s(sheet, tokens)))
+                anchors.append(Anchor(source, tokens, measured_s, prefill_s(spec, tokens)))
     return anchors
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """The command; see the module. Returns 0, or 2 where a table or sheet is bad."""
-    parser = argparse.ArgumentParser(prog="python -m tools.fit_spec", description="Fit and check hardware sheets.")
+    """The command; see the module. Returns 0, or 2 where a table or spec is bad."""
+    parser = argparse.ArgumentParser(prog="python -m tools.fit_spec", description="Fit and check hardware specs.")
     parser.add_argument("command", nargs="?", choices=("fit", "derive", "anchors"), default="fit")
     parser.add_argument("--data", type=Path, help="folder of the tables (fit, anchors)")
     parser.add_argument("--out", type=Path, help="file (fit) or folder (derive) to write")
@@ -614,21 +609,21 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_fit(data: Path, out: Path) -> None:
-    sheet, errors = fit_a100(data)
+    spec, errors = fit_a100(data)
     print(f"{'table':<44}{'':>12}{'rows':>8}{'median':>9}{'P90':>8}{'total':>9}")
     for e in errors:
         print(f"{e.table:<44}{e.split:>12}{e.rows:>8,}{e.median:>9.1%}{e.p90:>8.1%}{e.total:>+9.1%}")
-    out.write_text(sheet.to_json())
+    out.write_text(spec.to_json())
 
 
 def _run_derive(_: Path | None, out: Path) -> None:
-    for sheet in derived_sheets(load_sheet("a100-80g")):
-        (out / f"{sheet.name}.json").write_text(sheet.to_json())
+    for spec in derived_specs(load_spec("a100-80g")):
+        (out / f"{spec.name}.json").write_text(spec.to_json())
 
 
 def _run_anchors(data: Path, _: Path | None) -> None:
     print(f"{'':<12}{'tokens':>9}{'measured s':>12}{'predicted s':>13}{'ratio':>7}")
-    for a in compare_anchors(load_sheet("a100-80g"), data):
+    for a in compare_anchors(load_spec("a100-80g"), data):
         print(f"{a.source:<12}{a.tokens:>9,}{a.measured_s:>12.2f}{a.predicted_s:>13.2f}{a.ratio:>7.2f}")
 
 

@@ -34,7 +34,7 @@ from examples.reproduce.result import Options
 from examples.reproduce.served import Floats, Served, quantile_s
 from examples.reproduce.timing import MODELS, stage_predictors
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.hardware import load_sheet
+from medha.cost.hardware import load_spec
 from medha.cost.predictor import Work
 from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation
@@ -118,7 +118,7 @@ class Engine:
         label: its name in figures.
         scheduler: who decides.
         model: of :data:`examples.reproduce.timing.MODELS`.
-        sheet: name of its accelerators' sheet.
+        spec: name of its accelerators' spec.
         parallel: layout.
         max_model_len: tokens of the longest request.
     """
@@ -126,14 +126,14 @@ class Engine:
     label: str
     scheduler: SchedulerConfig
     model: str = "Llama-3 8B"
-    sheet: str = "a100-80g"
+    spec: str = "a100-80g"
     parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(tp=8, spp=2))
     max_model_len: int = 1 << 20
 
     def play(self, trace: Trace, stop_s: float) -> Run:
         """See :class:`System`."""
-        sheet, model = load_sheet(self.sheet), MODELS[self.model]
-        replica = Replica(sheet, model, self.parallel, self.scheduler, max_model_len=self.max_model_len)
+        spec, model = load_spec(self.spec), MODELS[self.model]
+        replica = Replica(spec, model, self.parallel, self.scheduler, max_model_len=self.max_model_len)
         scheduler, pipeline = replica.build()
         outcome = Simulation(scheduler, pipeline, trace, stop_s=stop_s).run()
         return Run(Served.of(outcome), max((share for *_, share in outcome.series.rows), default=0.0))
@@ -153,7 +153,7 @@ class Elastic:
 
     def play(self, trace: Trace, stop_s: float) -> Run:
         """See :class:`System`."""
-        system = LoongServe(load_sheet("a100-80g"), MODELS["Llama-3 8B"], num_instances=8, tp=2, reserved=self.reserved)
+        system = LoongServe(load_spec("a100-80g"), MODELS["Llama-3 8B"], num_instances=8, tp=2, reserved=self.reserved)
         return Run(play(system, trace, stop_s=stop_s))
 
 
@@ -200,7 +200,7 @@ LOONGSERVE_RESERVED = Elastic("LoongServe, reserved", reserved=2)
 
 def fixed_batch_s() -> float:
     """Seconds that a batch takes on a stage of Medha however few tokens it has."""
-    stages = stage_predictors(load_sheet(MEDHA.sheet), MODELS[MEDHA.model], MEDHA.parallel)
+    stages = stage_predictors(load_spec(MEDHA.spec), MODELS[MEDHA.model], MEDHA.parallel)
     return max(stage.predict([Work(1, 0, False)]) for stage in stages)
 
 

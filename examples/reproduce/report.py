@@ -19,8 +19,8 @@ _DPI = 130
 _NUM_COLORS = 96
 _HEIGHT = 4.2
 _SIGNS = {"at-least": "at least ", "at-most": "at most "}
-_SHEETS = (
-    "Times are simulated, with the cost sheets of `medha/cost/specs`: `a100-80g` is fitted to public kernel tables; "
+_SPECS = (
+    "Times are simulated, with the cost specs of `medha/cost/specs`: `a100-80g` is fitted to public kernel tables; "
     "`h100-80g` is derived from it by published ratios, so absolute times on H100s are estimates. 1M tokens are 2^20, "
     "except in `requirements`, where a million is 10^6. Nothing here ran on a GPU."
 )
@@ -123,7 +123,7 @@ def report(
         "# What the papers claim, and what we get",
         "",
         "v5 is arXiv:2409.17264v5, v4 the version before it.",
-        _SHEETS,
+        _SPECS,
         "",
         f"**Rule.** {RULE}",
         "",

@@ -1,4 +1,4 @@
-"""Seconds of one request alone, from the sheets of :mod:`medha.sim`.
+"""Seconds of one request alone, from the specs of :mod:`medha.sim`.
 
 Two ways, held to each other by a test: :func:`simulate` plays the request through the scheduler and the simulated
 pipeline; :func:`chunk_seconds` and :func:`pipeline_ends` do the same for chunks of one size with arrays, as a chunk is
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
-from medha.cost.hardware import Floats, Sheet, kv_pool_tokens, load_sheet, stage_coefficients
+from medha.cost.hardware import HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
+from medha.cost.roofline import Floats, stage_coefficients
 from medha.errors import ConfigError
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.pipeline import Segment
-from medha.sim.replica import Replica
+from medha.sim.replica import Replica, kv_pool_tokens
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
@@ -31,30 +32,30 @@ BLOCK = 256
 _NEAR, _FAR = 1 << 10, 1 << 22
 
 
-def h100() -> Sheet:
-    """The sheet of the H100: derived from that of the A100 by published ratios, not measured."""
-    return load_sheet("h100-80g")
+def h100() -> HardwareSpec:
+    """The spec of the H100: derived from that of the A100 by published ratios, not measured."""
+    return load_spec("h100-80g")
 
 
-def a100() -> Sheet:
-    """The sheet of the A100, fitted to public kernel tables."""
-    return load_sheet("a100-80g")
+def a100() -> HardwareSpec:
+    """The spec of the A100, fitted to public kernel tables."""
+    return load_spec("a100-80g")
 
 
 def stage_predictors(
-    sheet: Sheet, model: ModelConfig, parallel: ParallelConfig, *, max_tokens: int = 16384
+    spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, *, max_tokens: int = 16384
 ) -> list[Predictor]:
     """What each stage of a group costs, first stage first."""
     return [
-        Predictor(stage_coefficients(sheet, model, parallel, stage), max_tokens=max_tokens)
+        Predictor(stage_coefficients(spec, model, parallel, stage), max_tokens=max_tokens)
         for stage in range(parallel.spp)
     ]
 
 
-def fits(sheet: Sheet, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> bool:
+def fits(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> bool:
     """Whether the keys and values of one request fit on all groups together, in 90 % of the memory."""
     try:
-        return kv_pool_tokens(sheet, model, parallel, max_batch_tokens=CHUNK) * parallel.kvp >= tokens
+        return kv_pool_tokens(spec, model, parallel, max_batch_tokens=CHUNK) * parallel.kvp >= tokens
     except ConfigError:
         return False
 
@@ -74,7 +75,7 @@ class Alone:
 
 
 def simulate(
-    sheet: Sheet,
+    spec: HardwareSpec,
     model: ModelConfig,
     parallel: ParallelConfig,
     prompt_tokens: int,
@@ -96,7 +97,7 @@ def simulate(
         max_kv_per_group=share if parallel.kvp > 1 else None,
     )
     longest = prompt_tokens + output_tokens + 1
-    replica = Replica(sheet, model, parallel, config, max_model_len=longest, num_blocks=share // BLOCK + 2)
+    replica = Replica(spec, model, parallel, config, max_model_len=longest, num_blocks=share // BLOCK + 2)
     scheduler, pipeline = replica.build(on_segment=on_segment)
     trace = Trace(np.zeros(1), np.array([prompt_tokens]), np.array([output_tokens]))
     outcome = Simulation(scheduler, pipeline, trace).run()

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from medha.batch import Batch
-from medha.bench.harness import Report, report_head
-from medha.config import CacheConfig, ModelConfig, RopeConfig, SchedulerConfig
-from medha.cost.coefficients import ProfileKey
-from medha.cost.generic import HardwareSheet, default_coefficients
+from medha.bench.harness import Report, Shown, report_head, rows_of
+from medha.config import CacheConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
+from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
+from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.params import SLO
 from medha.sched.policy import load_policy
@@ -54,7 +54,6 @@ _MODEL = ModelConfig(
     rope=RopeConfig(),
     dtype="bfloat16",
 )
-_KEY = ProfileKey("A100", "8B", "bfloat16", "tp1 spp1 kvp1 stage 0", "", 1, _BLOCK_SIZE, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,9 +347,7 @@ def _collector() -> Iterator[list[float]]:
 
 def _scheduler(policy: str, options: DecisionOptions) -> Scheduler:
     config = SchedulerConfig(policy=policy, max_num_seqs=options.num_decoding + options.num_prefilling)
-    coefficients = default_coefficients(
-        _MODEL, key=_KEY, sheet=HardwareSheet(), num_layers=_MODEL.num_layers, dtype_bytes=2
-    )
+    coefficients = stage_coefficients(load_spec("a100-80g"), _MODEL, ParallelConfig(), 0)
     predictor = Predictor(coefficients, max_tokens=config.max_batch_tokens)
     most = config.max_num_seqs * (_LONG_TOKENS + _MAX_NEW_TOKENS)
     num_blocks = options.num_blocks or -(-most // _BLOCK_SIZE)
@@ -360,3 +357,13 @@ def _scheduler(policy: str, options: DecisionOptions) -> Scheduler:
 def _longest_short() -> int:
     """Tokens of a prompt that is not long."""
     return SchedulerConfig().long_threshold - 1
+
+
+def shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    calls = ("schedule", "complete", "both")
+    rows = [line | {"call": call, **line[call]} for line in report["results"] for call in calls]
+    columns = ("policy", "waiting", "call", "median_ms", "p90_ms", "p99_ms", "max_ms", "limit_ms")
+    options = report["options"]
+    notes = [f"{options['warmup']} decisions of warm-up, {options['num_decisions']} counted; limit: of the P99 of both"]
+    return {"decisions": rows_of(rows, columns), "growth": report["growth"]}, notes

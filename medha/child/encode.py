@@ -6,17 +6,11 @@ what it found is freed: 4M tokens take a tenth of a second, in which nobody in t
 
 from __future__ import annotations
 
-import json
 from array import array
 
 import tokenizers
 
 from medha.child.process import serve
-
-
-def setup(backend_json: str, *, encode_special_tokens: bool) -> bytes:
-    """The first message: a tokenizer as it writes itself, and a setting that it leaves out."""
-    return json.dumps([backend_json, encode_special_tokens]).encode()
 
 
 def message(text: str, *, add_special_tokens: bool) -> bytes:
@@ -31,12 +25,12 @@ def encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool
 
 
 class _Encoder:
+    """The first message is a tokenizer as it writes itself, in JSON; the others are those of :func:`message`."""
+
     def setup(self, sent: bytes) -> None:
-        backend_json, encode_special_tokens = json.loads(sent)
-        self.backend = tokenizers.Tokenizer.from_str(backend_json)
+        self.backend = tokenizers.Tokenizer.from_str(sent.decode())
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.backend.encode_special_tokens = encode_special_tokens
 
     def answer(self, sent: bytes) -> bytes:
         return array("i", encode(self.backend, sent[1:].decode(), add_special_tokens=bool(sent[0]))).tobytes()

@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import IO
+from typing import IO, Any
 
 _LENGTH = struct.Struct("<Q")
 _END_S = 5.0
@@ -70,14 +70,8 @@ class Child:
             process.kill()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        process = self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self._module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            # imports are found where they are here, also where a program has changed its path
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-        )
+        pipe = subprocess.PIPE
+        process = self._process = popen_module([self._module], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         weakref.finalize(self, _end, process)
         assert process.stdin is not None, "it is a pipe"
         _write(process.stdin, self._setup())
@@ -93,6 +87,20 @@ class Child:
         _end(process)
         code = process.returncode
         return "the process ended with " + (signal.Signals(-code).name if code < 0 else f"exit status {code}")
+
+
+def popen_module(
+    module: Sequence[str], environ: Mapping[str, str] = os.environ, **options: Any
+) -> subprocess.Popen[Any]:
+    """Start ``python -m`` a module with its arguments; imports are found where they are found here.
+
+    Args:
+        module: its name and arguments.
+        environ: its environment.
+        options: as of Popen.
+    """
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)  # which a program may have changed
+    return subprocess.Popen([sys.executable, "-P", "-m", *module], env={**environ, "PYTHONPATH": path}, **options)
 
 
 def serve(answer: Callable[[bytes], bytes], *, setup: Callable[[bytes], None] = lambda _: None) -> None:

@@ -20,9 +20,6 @@ from medha.child.process import ChildError, serve
 MAX_FUEL = 1_000_000
 """Most template instructions executed in one rendering (tens of milliseconds)."""
 
-MAX_OUTPUT_CHARS = 8_000_000
-"""Most text a template may write, beside twice the text that it is given."""
-
 _MEMORY_BYTES = 1 << 28  # that a rendering may take, beside so many bytes for each that came in
 _MEMORY_PER_BYTE = 64
 _CPU_S = 10
@@ -41,8 +38,6 @@ def _render(sent: bytes) -> bytes:
         rendered: str = environment.render_str(source, "chat_template", **context)
     except minijinja.TemplateError as error:
         raise ChildError((str(error).splitlines() or ["it fails"])[0][:500]) from None
-    if len(rendered) > (limit := MAX_OUTPUT_CHARS + 2 * len(sent)):
-        raise ChildError(f"it writes more than {limit} characters")
     return rendered.encode()
 
 

@@ -28,9 +28,15 @@ import typer.core
 
 from medha.config import OPTION_ALIASES, parse_size
 from medha.config.foreign_options import FOREIGN_OPTIONS, is_flag, note_foreign
-from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
-from medha.parallel.health import printable, write_state
-from medha.parallel.launch import has_agent, is_first_rank, is_launched, tell_launcher
+from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code, printable
+from medha.parallel.launch import (
+    exit_at_once,
+    has_agent,
+    is_first_rank,
+    is_launched,
+    tell_launcher,
+    write_state,
+)
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -251,9 +257,7 @@ def end_process(code: int) -> NoReturn:
     """Exit; one more Ctrl-C while the interpreter shuts down changes nothing."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if code and is_launched():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # the clean-up of process groups would wait for ranks that may be gone
+        exit_at_once(code)
     sys.exit(code)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -15,7 +16,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from medha.config import engine_config as config
-from medha.config import option_of
+from medha.config import option_of, parse_size
+from medha.errors import ConfigError
 from medha.models.json_fields import parse_json_object, short_repr
 from medha.params import SAMPLING as _SAMPLING
 from medha.params import SamplingParams
@@ -86,6 +88,19 @@ def but(group: Group, *without: str, **defaults: Any) -> Group:
         kind = next(kind for kind in (hint, *get_args(hint)) if kind is not type(None))
         changed[name] = _parameter(hint if get_args(hint) and default is not None else kind, declared, default)
     return changed
+
+
+def parse_lengths(name: str, text: str) -> tuple[int, ...]:
+    """``2048,16K`` as integers.
+
+    Raises:
+        ConfigError: not a list of positive integers.
+    """
+    parts = text.replace("_", "").split(",")
+    with suppress(ConfigError):
+        if all(part.strip().isdecimal() or part.strip()[-1:].isalpha() for part in parts):
+            return tuple(parse_size(part) for part in parts)
+    raise ConfigError(f"{name}={text!r}; accepted: positive integers such as 2048 or 16K, comma separated")
 
 
 def takes(*groups: Group) -> Callable[[Callable[..., int]], Callable[..., int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ DEFINITIONS = {
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
     """A progress bar on stderr while this is open; yields what is to be called as each of ``total`` parts is done."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -48,6 +49,12 @@ def machine_line(facts: Mapping[str, Any] | None = None) -> str:
     facts = facts or environment()
     versions = ", ".join(f"{name} {facts['packages'][name]}" for name in ("torch", "transformers"))
     return f"{facts['cpu']}, {facts['cpus']} cores, medha {facts['medha']}, {versions}"
+
+
+def peak_memory_bytes() -> int:
+    """Resident memory of this process at its largest."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 STDOUT = Path("-")

@@ -15,12 +15,14 @@ from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 _TABLE_WIDTH = 160  # of a table where no terminal says how wide it is
 
 # Entries of a report that say what was asked for and where: in the file, not on the screen.
 _UNPRINTED = ("benchmark", "title", "notes", "environment", "format", "version", "options", "config", "model", "label")
 
+_STYLES = {"FAIL": "bold red", "wrong": "bold red", "not run": "yellow", "pass": "green", "right": "green"}
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
 _UNITS = {"_s": _SECONDS, "_bytes": _BYTES}
@@ -98,7 +100,7 @@ def rows_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         )
     cells = [[text_of(name, value, values) or "-" for value in values] for name, values in columns.items()]
     for row in zip(*cells, strict=True):
-        table.add_row(*row)
+        table.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
     return table
 
 

@@ -6,7 +6,7 @@ of queries (on an A100, 672 and 704 tokens cost the same, and so do 544 and 576)
 beyond the KV it was fitted on; random forests (Vidur) and quadratics in the chunk (Tetris, SGLang) do not. Attention
 of a batch that mixes decodes and a chunk in one fused launch is not the sum of the two, see :class:`MixedAttention`.
 
-Where coefficients come from: a sheet of rates (:mod:`medha.cost.generic`), or a profile that was measured, fitted
+Where coefficients come from: a hardware spec (:mod:`medha.cost.roofline`), or a profile that was measured, fitted
 (:mod:`medha.profile.fit`) and written as JSON with the :class:`ProfileKey` of everything it depends on.
 
 Every time is in seconds for the whole stage, that is for all of its layers.
@@ -14,18 +14,14 @@ Every time is in seconds for the whole stage, that is for all of its layers.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+from medha.cost.json_form import check_number, from_json, to_json
 from medha.errors import ConfigError
 
 _FORMAT = "medha-coefficients"
-_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,7 @@ class DecodeAttention:
     short_b_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_number("decodes.short_kv", self.short_kv)
+        check_number("decodes.short_kv", self.short_kv, 0.0)
         short = {"short_a_s": self.short_a_s, "short_b_s": self.short_b_s} if self.short_kv else {}
         _check_table("decodes", self.batch, rising=False, a_s=self.a_s, b_s=self.b_s, **short)
 
@@ -123,9 +119,9 @@ class MixedAttention:
     straggler_b_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_number("mixed.prefill_factor", self.prefill_factor)
-        _check_number("mixed.straggler_a_s", self.straggler_a_s)
-        _check_number("mixed.straggler_b_s", self.straggler_b_s)
+        check_number("mixed.prefill_factor", self.prefill_factor, 0.0)
+        check_number("mixed.straggler_a_s", self.straggler_a_s, 0.0)
+        check_number("mixed.straggler_b_s", self.straggler_b_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +142,8 @@ class Link:
 
     def __post_init__(self) -> None:
         for name in ("calls", "alpha_s", "bytes_per_token"):
-            _check_number(f"link.{name}", getattr(self, name))
-        _check_number("link.bytes_per_s", self.bytes_per_s, above_zero=True)
+            check_number(f"link.{name}", getattr(self, name), 0.0)
+        check_number("link.bytes_per_s", self.bytes_per_s)
 
     @property
     def fixed_s(self) -> float:
@@ -232,13 +228,13 @@ class Coefficients:
     kvp: Link | None = None
 
     def __post_init__(self) -> None:
-        _check_number("host_s", self.host_s)
+        check_number("host_s", self.host_s, 0.0)
         if not isinstance(self.splits_kv, bool):
             raise ConfigError(f"splits_kv={self.splits_kv!r}; accepted: true or false")
 
     def to_json(self) -> str:
         """As the text of a JSON file; see :meth:`from_json`."""
-        return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=2) + "\n"
+        return to_json(self, _FORMAT)
 
     @classmethod
     def from_json(cls, text: str, *, expected: ProfileKey | None = None, source: str = "profile") -> Coefficients:
@@ -252,16 +248,7 @@ class Coefficients:
         Raises:
             ConfigError: not such a file, a bad value, or measured for something else.
         """
-        try:
-            tree = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{source} is not JSON: {error}") from error
-        if not isinstance(tree, dict) or (tree.pop("format", None), tree.pop("version", None)) != (_FORMAT, _VERSION):
-            raise ConfigError(f"{source}; accepted: a file of format {_FORMAT!r}, version {_VERSION}")
-        try:
-            found: Coefficients = _build(cls, tree)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from error
+        found = from_json(cls, text, formats=(_FORMAT,), source=source)
         if expected is not None:
             found.key.check(expected, source=source)
         return found
@@ -280,38 +267,6 @@ class Coefficients:
         return cls.from_json(text, expected=expected, source=f"profile {path}")
 
 
-_PARTS: dict[str, type] = {
-    "key": ProfileKey,
-    "linear": Curve,
-    "chunks": ChunkAttention,
-    "decodes": DecodeAttention,
-    "mixed": MixedAttention,
-    "head": Curve,
-    "tp": Link,
-    "spp": Link,
-    "kvp": Link,
-}
-_OPTIONAL = ("mixed", "head", "tp", "spp", "kvp")
-
-
-def _build(kind: type[Any], tree: object) -> Any:
-    """A dataclass from decoded JSON; tuples from lists."""
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{kind.__name__} is {tree!r}; accepted: an object")
-    names = {item.name for item in fields(kind)}
-    if unknown := sorted(set(tree) - names):
-        raise ConfigError(f"{kind.__name__} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(names))}")
-    if missing := sorted(names - set(tree)):
-        raise ConfigError(f"{kind.__name__} lacks {', '.join(missing)}")
-    return kind(**{name: _value(name, tree[name]) for name in tree})
-
-
-def _value(name: str, value: object) -> Any:
-    if name in _PARTS and not (value is None and name in _OPTIONAL):
-        return _build(_PARTS[name], value)
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _check_table(name: str, x: tuple[float, ...], *, rising: bool = True, **columns: tuple[float, ...]) -> None:
     """A table has a point, increasing x above 0, and finite columns, which never fall unless they may."""
     if not isinstance(x, tuple) or not x:
@@ -320,15 +275,9 @@ def _check_table(name: str, x: tuple[float, ...], *, rising: bool = True, **colu
         if not isinstance(values, tuple) or len(values) != len(x):
             raise ConfigError(f"{name}.{column}={values!r}; accepted: {len(x)} numbers")
         for value in values:
-            _check_number(f"{name}.{column}", value, above_zero=column == "x")
+            check_number(f"{name}.{column}", value, None if column == "x" else 0.0)
     if any(after <= before for before, after in pairwise(x)):
         raise ConfigError(f"{name}: sizes fall or repeat; accepted: increasing sizes")
     for column, values in columns.items():
         if rising and any(after < before for before, after in pairwise(values)):
             raise ConfigError(f"{name}.{column} falls; accepted: seconds that never fall with the size")
-
-
-def _check_number(name: str, value: object, *, above_zero: bool = False) -> None:
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if not math.isfinite(number) or number < 0 or (above_zero and number == 0):
-        raise ConfigError(f"{name}={value!r}; accepted: a finite number {'above' if above_zero else 'of at least'} 0")

@@ -1,4 +1,4 @@
-"""Which coefficients the scheduler predicts with: a measured profile, or the stated default for the machine.
+"""Which coefficients the scheduler predicts with: a measured profile, or a hardware spec for the machine.
 
 What a profile is measured for is its key; one of another machine, model or layout is refused.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medha.config import EngineConfig, ModelConfig
 from medha.cost.coefficients import Coefficients, ProfileKey
-from medha.cost.generic import HardwareSheet, default_coefficients
+from medha.cost.hardware import spec_of_device
+from medha.cost.predictor import Predictor, slowest_of
+from medha.cost.roofline import stage_coefficients
 
 if TYPE_CHECKING:
     import torch
@@ -46,28 +49,23 @@ def profile_key(
 def load_coefficients(
     config: EngineConfig, model: ModelConfig, *, backend: str, dtype: torch.dtype, device: torch.device
 ) -> Coefficients:
-    """Coefficients of the slowest stage of a group: of ``config.profile``, or the default.
+    """Coefficients of the slowest stage of a group: of ``config.profile``, or of a spec for hardware of this kind.
 
     Raises:
         ConfigError: the profile cannot be read, or was measured for something else.
     """
-    from torch import get_num_threads  # here because simulation does without
+    import torch  # here because simulation does without
 
-    name = str(dtype).removeprefix("torch.")
+    name, parallel = str(dtype).removeprefix("torch."), config.parallel
     key = profile_key(config, model, backend=backend, dtype=name, device=device)
     if config.profile is not None:
         return Coefficients.load(Path(config.profile), expected=key)
-    parallel = config.parallel
-    return default_coefficients(
-        model,
-        key=key,
-        sheet=HardwareSheet() if device.type == "cuda" else HardwareSheet.cpu(get_num_threads()),
-        num_layers=len(parallel.layers_of(0, model.num_layers)),  # the first stages take one more
-        dtype_bytes=dtype.itemsize,
-        tp=parallel.tp,
-        spp=parallel.spp,
-        kvp=parallel.kvp,
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    spec = spec_of_device(gpu, torch.get_num_threads())
+    stages = (
+        stage_coefficients(spec, model, parallel, stage, dtype_bytes=dtype.itemsize) for stage in range(parallel.spp)
     )
+    return replace(slowest_of([Predictor(stage) for stage in stages]).coefficients, key=key)
 
 
 _PACKAGES = (

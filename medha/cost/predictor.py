@@ -25,6 +25,8 @@ MIN_SECONDS = 1e-6
 _ROUNDING = 1 - 1e-12
 """Share of a budget that is used, so that what is found fits when it is predicted again."""
 
+_TYPICAL_CHUNK, _TYPICAL_KV = 512, 8192
+
 Run = tuple[int, int]
 
 
@@ -153,6 +155,12 @@ class Predictor:
     def uncorrected(self) -> Predictor:
         """The same coefficients at factor 1 for good, as :class:`medha.cost.prefill_time.PrefillTimes` wants them."""
         return Predictor(self.coefficients, max_tokens=self.max_tokens)
+
+
+def slowest_of(stages: Sequence[Predictor]) -> Predictor:
+    """The stage that computes longest on a chunk behind a context."""
+    chunk = min(_TYPICAL_CHUNK, *(stage.max_tokens for stage in stages))
+    return max(stages, key=lambda stage: stage.predict([Work(chunk, _TYPICAL_KV, False, None, True)]))
 
 
 def split(rows: Sequence[Work]) -> tuple[list[Work], list[Work]]:

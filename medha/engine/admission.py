@@ -158,7 +158,7 @@ def _tokenise(
     else:
         try:
             if form == "messages":
-                text, ids = tokenizer.encode_chat_array(value, **options)
+                text, ids = tokenizer.encode_chat(value, **options)
             else:
                 text, ids = value, tokenizer.encode_array(value)
         except (ChatTemplateError, TokenizerError) as error:

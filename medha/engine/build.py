@@ -24,17 +24,16 @@ from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from medha.cost.machine import load_coefficients
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import complete_config
-from medha.engine.distributed import Caller, DrivingRunner, Follower, failures_named, give_up
+from medha.engine.distributed import Caller, DrivingRunner, Follower
 from medha.engine.engine import Engine, ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
-from medha.models.generation_config import load_generation_config
-from medha.models.hf_config import load_model_config
+from medha.models.hf_config import load_generation_config, load_model_config
 from medha.models.hub import resolve_model
 from medha.models.layers import TensorShard, local_part
-from medha.models.safetensors_header import TensorInfo
-from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
+from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.parallel.control import ControlReceiver, ControlSender
+from medha.parallel.health import failures_named, give_up
 from medha.parallel.kvp import Merge
 from medha.parallel.launch import Launch, read_launch
 from medha.parallel.mesh import (
@@ -103,7 +102,7 @@ class Role:
         """Tell every rank that this one goes with an error; they end too."""
         for part in (self.caller, self.follower):
             if part is not None:
-                give_up(part.ranks, error)
+                give_up(part.ranks.monitor, error)
 
     def close(self) -> None:
         """Leave the job; every rank calls it."""
@@ -151,7 +150,7 @@ def build_role(
         _check_is_alone(config.parallel)
         return _build(config, None, timeline, progress, captured)
     job = meet(config.parallel, launch)
-    with failures_named(job, activity="start"):
+    with failures_named(job.monitor, activity="start"):
         return _build(config, job, timeline, progress, captured)
 
 
@@ -434,7 +433,9 @@ def _log_start(
     groups = ""
     if memory.num_groups > 1:
         groups = f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group:,} of a request on one"
-    source = f"profile {profile}" if profile else "a rough sheet of the machine; medha profile measures them"
+    source = (
+        f"profile {profile}" if profile else "a hardware spec of the kind of this machine; medha profile measures them"
+    )
     lines = [
         f"{model.architecture}, {model.num_layers} layers, {str(dtype).removeprefix('torch.')} on {device}, attention "
         f"{attention}",

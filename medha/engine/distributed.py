@@ -16,8 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +35,11 @@ from medha.engine.wire import (
     error_to_json,
     report_size,
 )
-from medha.errors import EngineDeadError, MedhaError, RankFailedError
+from medha.errors import EngineDeadError
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message
-from medha.parallel.mesh import Job, Ranks
+from medha.parallel.health import failures_named, give_up
+from medha.parallel.mesh import Ranks, leave
 from medha.params import SamplingParams
 from medha.timeline import RankRecords, Timeline, decode_records, encode_records
 from medha.worker.runner import Runner, StepResult, sampling_rows
@@ -175,7 +175,7 @@ class DrivingRunner:
         Raises:
             RankFailedError: another rank failed; the message is the first error that any rank reported.
         """
-        with failures_named(self._ranks, batch):
+        with failures_named(self._ranks.monitor, batch):
             self._num_in_pipeline += 1
             return self._submit(batch)
 
@@ -217,7 +217,7 @@ class DrivingRunner:
     def completed(self, batch: Batch, own: StepResult | None, reports: list[_Report]) -> StepResult:
         """Wait for the oldest batch in the pipeline; raises as :meth:`submit`."""
         results = [] if own is None else [own]
-        with failures_named(self._ranks, batch), self._runner.recorder.waiting("report"):
+        with failures_named(self._ranks.monitor, batch), self._runner.recorder.waiting("report"):
             results += [report.wait() for report in reports]
         rows = tuple(row for result in results for row in result.rows)
         sampled = [token for result in results for token in result.sampled]
@@ -234,10 +234,10 @@ class DrivingRunner:
         After a failure the other ranks cannot be asked, and only rank 0's own records are returned.
         """
         records = [_records_of(self._ranks, self._runner)]
-        if self._is_interrupted or self._ranks.monitor.first_error(wait_s=0.0) is not None:
+        if self._is_interrupted or self._ranks.monitor.has_failure:
             logger.warning("the run has failed: what the other ranks ran is not known")
             return records
-        with failures_named(self._ranks):
+        with failures_named(self._ranks.monitor):
             self._sender.send(Message("records"))
             for rank in range(1, self._ranks.config.world_size):
                 size = torch.empty(1, dtype=torch.int64)
@@ -281,9 +281,9 @@ class Follower:
         while True:
             self._runner.recorder.control_ready = bool(self._queue) or self._receiver.has_message
             while self._last is None and (self._receiver.has_message or not self._queue):
-                with failures_named(self.ranks), self._runner.recorder.waiting("control"):
+                with failures_named(self.ranks.monitor), self._runner.recorder.waiting("control"):
                     message = self._newest = self._receiver.receive()
-                with failures_named(self.ranks, message.batch):
+                with failures_named(self.ranks.monitor, message.batch):
                     self._take(message)
             if self._queue:
                 self._run(self._queue.popleft())
@@ -292,7 +292,7 @@ class Follower:
             assert other is not None, "the queue is empty and a message has come"
             if other.kind != "records":
                 return other
-            with failures_named(self.ranks):
+            with failures_named(self.ranks.monitor):
                 self._send_records()
 
     def _take(self, message: Message) -> None:
@@ -319,7 +319,7 @@ class Follower:
 
     def _run(self, message: Message) -> None:
         assert message.batch is not None, "only batches are queued"
-        with failures_named(self.ranks, message.batch):
+        with failures_named(self.ranks.monitor, message.batch):
             ids = torch.from_numpy(message.token_ids) if self.ranks.is_first_stage else None
             sampled_here = self._runner.run(message.batch, ids)
             if sampled_here is not None:
@@ -345,7 +345,7 @@ class Follower:
     def close(self) -> None:
         """Wait for rank 0 to stop, then leave the process groups; raises as :meth:`join`."""
         self.serve()
-        with failures_named(self.ranks, activity="shutdown"):
+        with failures_named(self.ranks.monitor, activity="shutdown"):
             self._reports.drain()
             leave(self.ranks)
 
@@ -360,7 +360,7 @@ class Follower:
         error = EngineDeadError(
             f"{self.ranks.place} called {name} where rank 0 called {theirs}; accepted: the same calls on every rank"
         )
-        give_up(self.ranks, error)
+        give_up(self.ranks.monitor, error)
         return error
 
 
@@ -380,18 +380,18 @@ class Caller:
 
     def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         """Run a call that every rank has joined; what it raises, all of them raise."""
-        with failures_named(self.ranks, activity="idle"):
+        with failures_named(self.ranks.monitor, activity="idle"):
             self._sender.send(Message("call", {"name": name}))
         try:
             outputs = run()
         except EngineDeadError as error:  # the others may be gone, and hear of it from the monitor
-            give_up(self.ranks, error)
+            give_up(self.ranks.monitor, error)
             raise
         except Exception as error:
             self._end(error_to_json(error))
             raise
         except BaseException as error:
-            give_up(self.ranks, error)
+            give_up(self.ranks.monitor, error)
             raise
         self._end(None)
         return outputs
@@ -402,7 +402,7 @@ class Caller:
         Raises:
             RankFailedError: another rank failed before all had left.
         """
-        with failures_named(self.ranks, activity="shutdown"):
+        with failures_named(self.ranks.monitor, activity="shutdown"):
             if self._timeline is not None:
                 self._timeline.close()
             self._sender.send(Message("stop"))
@@ -410,83 +410,9 @@ class Caller:
             leave(self.ranks)
 
     def _end(self, error: dict[str, Any] | None) -> None:
-        with failures_named(self.ranks, activity="idle"):
+        with failures_named(self.ranks.monitor, activity="idle"):
             self._sender.send(Message("end", {"error": error}))
 
 
 def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:
     return RankRecords(ranks.rank, ranks.stage, ranks.tp_rank, runner.recorder.take(), ranks.group)
-
-
-def leave(ranks: Ranks) -> None:
-    """Leave the job and its process groups; every rank calls it, within :func:`failures_named`.
-
-    No CUDA graph may be left that has captured a collective: NCCL would wait for its end for ever.
-
-    Raises:
-        RankFailedError: a rank failed before all had left.
-    """
-    dist.barrier(group=ranks.report_group)
-    if not ranks.monitor.leave():
-        raise RankFailedError(ranks.monitor.first_error() or f"{ranks.place}: not every rank has left in time")
-    for group in (ranks.pipe_group, ranks.report_group, ranks.control_group, *ranks.run_groups.values()):
-        dist.destroy_process_group(group)
-
-
-def give_up(ranks: Ranks | Job, error: BaseException) -> None:
-    """Tell every rank that this one goes with an error; they end too."""
-    if not isinstance(error, RankFailedError):
-        ranks.monitor.report(f"{ranks.place}: {type(error).__name__}: {error}")
-    _linger(ranks, ranks.monitor.first_error() or str(error))
-
-
-@contextmanager
-def failures_named(ranks: Ranks | Job, batch: Batch | None = None, *, activity: str | None = None) -> Iterator[None]:
-    """Within, a failure of this rank is reported to all, and that of another rank is named.
-
-    Args:
-        ranks: this rank and its monitor.
-        batch: what is run, if a batch.
-        activity: what this rank is about otherwise.
-
-    Raises:
-        RankFailedError: with the first error that any rank reported, and its rank, stage and batch. An error of
-            medha's own is raised as it is.
-    """
-    activity = activity or ("idle" if batch is None else f"batch {batch.batch_id}")
-    ranks.monitor.doing(activity)
-    try:
-        yield
-    except RankFailedError as error:
-        _linger(ranks, str(error))
-        raise
-    except Exception as error:
-        place = f"{ranks.place}, {activity}"
-        is_echo = _is_lost_peer(error)
-        if is_echo:
-            ranks.monitor.suspect()
-        else:
-            ranks.monitor.report(f"{place}: {type(error).__name__}: {error}")
-        first = ranks.monitor.first_error()
-        if first is None:
-            first = f"{place}: lost a peer: {error}"
-            ranks.monitor.report(first)
-        _linger(ranks, first)
-        if isinstance(error, MedhaError):
-            raise
-        raise RankFailedError(first) from (None if is_echo else error)
-
-
-def _linger(ranks: Ranks | Job, first: str) -> None:
-    """Let rank 0 tell the user; speak up where it is gone."""
-    if not ranks.monitor.linger():
-        logger.error("%s", first)
-    ranks.monitor.stop()
-
-
-def _is_lost_peer(error: Exception) -> bool:
-    """Whether an error is only the echo of another rank's failure: gloo says so in words, NCCL by the class."""
-    if isinstance(error, MedhaError) or not isinstance(error, RuntimeError):
-        return False
-    signs = ("closed by peer", "reset by peer", "Timed out waiting", "Broken pipe", "gloo", "NCCL")
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)

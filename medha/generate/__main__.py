@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,24 @@ from medha.cli.command import (
     state_on_signal,
 )
 from medha.cli.display import Display, StreamedText, print_explanation
+from medha.cli.options import (
+    MEMORY,
+    MODEL,
+    PARALLEL,
+    SAMPLING,
+    SCHEDULING,
+    SERVING,
+    LogLevel,
+    but,
+    engine_options,
+    takes,
+)
 from medha.cli.table import report_console
-from medha.config import ATTENTION_BACKENDS, SCHEDULERS, EngineConfig
+from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
 from medha.engine.jsonl import OutputLines, emptied, opened, unwritable_reported
 from medha.errors import ConfigError
 from medha.generate.work import requested
-from medha.models.hf_config import parse_hf_overrides
 from medha.parallel.launch import is_first_rank, is_launched, own_ranks, read_launch
 from medha.timeline import Timeline
 
@@ -44,54 +55,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("medha")
 app = make_app()
-_DEFAULT = EngineConfig("-")
-_model_option = partial(typer.Option, rich_help_panel="Model", show_default=True)
 _request_option = partial(typer.Option, rich_help_panel="Requests", show_default=False)
-_sampling_option = partial(typer.Option, rich_help_panel="Sampling")
-_memory_option = partial(typer.Option, rich_help_panel="Memory and batching")
-_scheduling_option = partial(typer.Option, rich_help_panel="Scheduling")
-_parallel_option = partial(typer.Option, rich_help_panel="Parallel layout")
 _output_option = partial(typer.Option, rich_help_panel="Output")
-
-# Parameters of the command that are options of the engine, by the name that they have there too.
-_ENGINE = (
-    "tokenizer", "revision", "dtype", "device", "attention_backend", "cuda_graphs", "load_format", "seed",
-    "max_model_len", "block_size", "num_kv_blocks", "gpu_memory_utilization", "max_num_seqs", "max_batch_tokens",
-    "chunk_size", "num_threads", "scheduler", "policy", "t_target_s", "quantum_s", "rho_max", "long_threshold",
-    "late_share", "patience_s", "admission", "overcommit", "stream", "decode_lag", "profile", "tp", "spp", "kvp",
-    "max_kv_per_group", "tp_forward", "dist_timeout", "swap_space",
-)  # fmt: skip
 
 
 @app.command()
+@takes(MODEL, but(SAMPLING, max_tokens=128, temperature=0.0), MEMORY, SCHEDULING, SERVING, PARALLEL)
 def generate(
     context: typer.Context,
     model_argument: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
     ] = None,
-    model: Annotated[str | None, _model_option("--model", "-m", help="Hugging Face folder or hub id.")] = None,
-    revision: Annotated[str | None, _model_option(help="Branch, tag or commit on the hub.")] = _DEFAULT.revision,
-    tokenizer: Annotated[str | None, _model_option(help="Folder or hub id, if not the model's.")] = _DEFAULT.tokenizer,
-    dtype: Annotated[str, _model_option(help="auto, float32, bfloat16 or float16.")] = _DEFAULT.dtype,
-    device: Annotated[str, _model_option(help="auto, cpu, cuda or cuda:N.")] = _DEFAULT.device,
-    load_format: Annotated[
-        str, _model_option(help="auto, safetensors or dummy (random weights).")
-    ] = _DEFAULT.load_format,
-    max_model_len: Annotated[
-        int | None, _model_option(help="Most tokens, prompt and output.")
-    ] = _DEFAULT.max_model_len,
-    rope_scaling: Annotated[str | None, _model_option(help="A type (yarn, linear) or a JSON object.")] = None,
-    hf_overrides: Annotated[str | None, _model_option(help="JSON object merged over config.json.")] = None,
-    attention_backend: Annotated[
-        str, _model_option(help=f"One of {', '.join(ATTENTION_BACKENDS)}.")
-    ] = _DEFAULT.attention_backend,
-    cuda_graphs: Annotated[
-        bool,
-        _model_option(
-            "--cuda-graphs/--enforce-eager",
-            help="Whether decodes run from CUDA graphs where they can.",
-        ),
-    ] = _DEFAULT.cuda_graphs,
     prompt: Annotated[list[str] | None, _request_option(help="Text to complete; may be repeated.")] = None,
     prompt_file: Annotated[
         Path | None, _request_option(help="File whose text is one prompt, to the byte; - is stdin, as is a pipe alone.")
@@ -100,94 +74,8 @@ def generate(
         Path | None, _request_option(help="JSON lines, one request each, OpenAI's batch lines too; - is stdin.")
     ] = None,
     chat: Annotated[bool, _request_option("--chat", help="Put prompts into the model's chat template.")] = False,
-    max_tokens: Annotated[int, _sampling_option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, _sampling_option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float | None, _sampling_option(help="Share of probability to keep.")] = None,
-    top_k: Annotated[int | None, _sampling_option(help="Likeliest tokens to keep.")] = None,
-    min_p: Annotated[float | None, _sampling_option(help="Least probability, as a share of the largest.")] = None,
-    repetition_penalty: Annotated[float | None, _sampling_option(help="Above 1 discourages repetition.")] = None,
-    stop: Annotated[list[str] | None, _sampling_option(help="End at this text; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, _sampling_option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
-    logprobs: Annotated[int | None, _sampling_option(help="Log-probabilities per token in output lines.")] = None,
-    seed: Annotated[int, _sampling_option(help="Of sampling and of dummy weights.")] = _DEFAULT.seed,
-    kv_memory: Annotated[str | None, _memory_option(help="Size of the KV pool, for example 4GiB.")] = None,
-    num_kv_blocks: Annotated[int | None, _memory_option(help="The same in blocks.")] = _DEFAULT.cache.num_blocks,
-    block_size: Annotated[int, _memory_option(help="Tokens of a KV block.")] = _DEFAULT.cache.block_size,
-    gpu_memory_utilization: Annotated[
-        float, _memory_option(help="Share of the GPU's memory to use.")
-    ] = _DEFAULT.cache.gpu_memory_utilization,
-    swap_space: Annotated[
-        str, _memory_option(help="Host memory of a rank for KV of requests that give way: GiB, or as 512MiB.")
-    ] = "0",
-    max_num_seqs: Annotated[int, _memory_option(help="Most requests at once.")] = _DEFAULT.scheduler.max_num_seqs,
-    max_batch_tokens: Annotated[
-        int, _memory_option(help="Most tokens of a step.")
-    ] = _DEFAULT.scheduler.max_batch_tokens,
-    chunk_size: Annotated[
-        int | None, _memory_option(help="Most tokens of a prompt in a step.")
-    ] = _DEFAULT.scheduler.chunk_size,
-    num_threads: Annotated[int | None, _memory_option(help="CPU threads.")] = _DEFAULT.num_threads,
-    scheduler: Annotated[
-        str, _scheduling_option(help=f"One of {', '.join(SCHEDULERS)}.")
-    ] = _DEFAULT.scheduler.scheduler,
-    policy: Annotated[
-        str, _scheduling_option(help="lars, ilrs, lrs, edf, srpt, sjf, fcfs, priority[:NAME] or package.module:name.")
-    ] = str(_DEFAULT.scheduler.policy),
-    t_target_s: Annotated[
-        float | None, _scheduling_option(help="Seconds a step may take; else from the decodes' TPOT.")
-    ] = _DEFAULT.scheduler.t_target_s,
-    quantum_s: Annotated[
-        float, _scheduling_option(help="The same where no decode has a TPOT objective.")
-    ] = _DEFAULT.scheduler.quantum_s,
-    rho_max: Annotated[
-        float, _scheduling_option(help="Most that a long prefill yields of a step; 0 is no space sharing.")
-    ] = _DEFAULT.scheduler.rho_max,
-    long_threshold: Annotated[
-        int, _scheduling_option(help="Prompt tokens from which a prefill is long.")
-    ] = _DEFAULT.scheduler.long_threshold,
-    late_share: Annotated[
-        float, _scheduling_option(help="Share of a step for prefills that are late or passed over.")
-    ] = _DEFAULT.scheduler.late_share,
-    patience_s: Annotated[
-        float, _scheduling_option(help="Seconds after which a prefill counts as passed over.")
-    ] = _DEFAULT.scheduler.patience_s,
-    admission: Annotated[
-        str, _scheduling_option(help="Who cannot be in time: all (served as others), refuse, relegate.")
-    ] = _DEFAULT.scheduler.admission,
-    overcommit: Annotated[
-        bool,
-        _scheduling_option(
-            "--overcommit", help="Take KV memory that others may come to need; some are computed again."
-        ),
-    ] = _DEFAULT.scheduler.overcommit,
-    stream: Annotated[
-        bool,
-        _scheduling_option(
-            "--stream/--no-stream",
-            help="Whether a prompt's next chunk enters the pipeline before the one before has left it.",
-        ),
-    ] = _DEFAULT.scheduler.stream,
-    decode_lag: Annotated[
-        int | None,
-        _scheduling_option(help="1 schedules a token before the last one is known; else 0.", show_default=False),
-    ] = _DEFAULT.scheduler.decode_lag,
-    profile: Annotated[
-        str | None, _scheduling_option(help="File that medha profile wrote.", show_default=False)
-    ] = _DEFAULT.profile,
-    tp: Annotated[int, _parallel_option("--tp", help="Tensor-parallel ranks.")] = _DEFAULT.parallel.tp,
-    spp: Annotated[int, _parallel_option("--spp", help="Stream-pipeline stages.")] = _DEFAULT.parallel.spp,
-    kvp: Annotated[int, _parallel_option("--kvp", help="KV-parallel groups.")] = _DEFAULT.parallel.kvp,
-    max_kv_per_group: Annotated[
-        int | None, _parallel_option(help="KV tokens of a request on one group.")
-    ] = _DEFAULT.scheduler.max_kv_per_group,
-    tp_forward: Annotated[
-        str, _parallel_option(help="local, or dtensor (the reference).")
-    ] = _DEFAULT.parallel.tp_forward,
-    dist_timeout: Annotated[
-        float, _parallel_option(help="Seconds that a transfer may take.")
-    ] = _DEFAULT.parallel.dist_timeout_s,
     dry_run: Annotated[
-        bool, _parallel_option("--dry-run", help="Print rank map, memory and longest context; load nothing.")
+        bool, _output_option("--dry-run", help="Print rank map, memory and longest context; load nothing.")
     ] = False,
     output: Annotated[
         Path | None, _output_option(help="New or empty file for JSON lines, one as each request ends.")
@@ -208,10 +96,11 @@ def generate(
     ] = None,
     journal: Annotated[Path | None, _output_option(help="What the scheduler was asked and decided; replaced.")] = None,
     explain: Annotated[bool, _output_option("--explain", help="Say on stderr where each TTFT went.")] = False,
-    log_level: Annotated[str, _output_option(help="debug, info, warning or error.", envvar="MEDHA_LOG_LEVEL")] = "info",
+    log_level: LogLevel = "info",
     no_progress: Annotated[
         bool, _output_option("--no-progress", help="Draw nothing on a terminal.", envvar="MEDHA_NO_PROGRESS")
     ] = False,
+    **given: Any,
 ) -> int:
     """Complete prompts with a Hugging Face checkpoint. With no argument at all: a demo that needs no download.
 
@@ -223,7 +112,7 @@ def generate(
 
         logger.info("no argument, so this is the demo: no download, about a minute; --help tells of the rest")
         return run_demo(live=not no_progress)
-    options = _engine_options(context.params)
+    options = engine_options(given) | {"model": _model(model_argument, given["model"])}
     launch = read_launch()
     if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp"):
         from medha.engine.dryrun import choose_layout
@@ -266,23 +155,13 @@ def _given(context: typer.Context, *names: str) -> bool:
     return any(source is not None and source.name == "COMMANDLINE" for source in sources)
 
 
-def _engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine that the parameters of the command ask for, by the flat names of EngineConfig."""
-    if given["model_argument"] is not None and given["model"] is not None:
-        raise ConfigError(f"the model is given twice: {given['model_argument']!r} and --model {given['model']!r}")
-    model = given["model_argument"] or given["model"]
+def _model(argument: str | None, option: str | None) -> str:
+    if argument is not None and option is not None:
+        raise ConfigError(f"the model is given twice: {argument!r} and --model {option!r}")
+    model = argument or option
     if model is None:
         raise ConfigError("no model; accepted: --model with a Hugging Face folder or hub id (or no argument: the demo)")
-    options = {"model": model} | {name: given[name] for name in _ENGINE}
-    if given["kv_memory"] is not None:
-        options["kv_memory"] = given["kv_memory"]
-    rope_scaling = given["rope_scaling"]
-    if rope_scaling is not None:
-        is_object = rope_scaling.lstrip().startswith("{")
-        options["rope_scaling"] = parse_hf_overrides(rope_scaling) if is_object else rope_scaling
-    if given["hf_overrides"] is not None:
-        options["hf_overrides"] = parse_hf_overrides(given["hf_overrides"])
-    return options
+    return model
 
 
 def _serve(

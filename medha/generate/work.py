@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from medha.cli.options import SAMPLING
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import STDIN, read_input, read_requests
@@ -26,11 +27,6 @@ if TYPE_CHECKING:
     from medha.text import Tokenizer
 
 logger = logging.getLogger("medha")
-
-# Parameters of the command that are fields of SamplingParams.
-_SAMPLING = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos", "logprobs",
-)  # fmt: skip
 
 
 def requested(given: Mapping[str, Any], config: EngineConfig) -> tuple[list[Arrival], Earlier]:
@@ -126,7 +122,7 @@ def _text_error(arrival: Arrival, tokenizer: Tokenizer | None) -> ValidationErro
 
 def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
     """The requests that the parameters of the command hold or name."""
-    sampling = {name: given[name] for name in _SAMPLING if given[name] is not None} | {"output_kind": "delta"}
+    sampling = {name: given[name] for name in SAMPLING if given[name] is not None} | {"output_kind": "delta"}
     params = SamplingParams.from_dict(sampling)
     texts, file, requests = list(given["prompt"] or []), given["prompt_file"], given["requests"]
     if not texts and file is None and requests is None and _is_pipe(sys.stdin):

@@ -1,4 +1,4 @@
-"""Read ``config.json`` of a Hugging Face model folder.
+"""Read ``config.json`` and ``generation_config.json`` of a Hugging Face model folder.
 
 Both generations of the format are read: ``torch_dtype``, and the newer ``dtype``; RoPE, which differs more, is read by
 :mod:`medha.models.hf_rope`. Absent fields take the defaults of transformers. A field that would change the output and
@@ -81,35 +81,48 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0, 1),
 }
 
-_FIELDS_READ = (
+_FIELDS_READ = {
     *_NEUTRAL_VALUES,
-    "architectures",
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "original_max_position_embeddings",
-    "rms_norm_eps",
-    "attention_bias",
-    "tie_word_embeddings",
-    "dtype",
-    "torch_dtype",
-    "bos_token_id",
-    "eos_token_id",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "sliding_window",
-    "use_sliding_window",
-    "max_window_layers",
-    "layer_types",
-    "dual_chunk_attention_config",
-)
+    *[
+        "architectures",
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    ],
+    *["num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps"],
+    *["attention_bias", "tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"],
+    *["rope_theta", "rope_scaling", "rope_parameters"],
+    *["sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "dual_chunk_attention_config"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling defaults that a model folder brings; None where it is silent.
+
+    Attributes:
+        temperature: 0.0 (greedy) when ``do_sample`` is false.
+        top_k: 0 or -1 turn it off.
+        eos_token_ids: ids that end a sequence, beside those of ``config.json``; may be empty.
+        max_new_tokens: output length in tokens.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    do_sample: bool | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    max_new_tokens: int | None = None
+
+    def sampling_defaults(self) -> dict[str, float | int]:
+        """The sampling parameters that the folder sets, by their names in :class:`medha.SamplingParams`."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def load_model_config(
@@ -172,6 +185,30 @@ def load_model_config(
         dtype=_dtype(reader),
         bos_token_id=_bos_token_id(reader, family, vocab_size),
         eos_token_ids=_eos_token_ids(reader, family, vocab_size),
+    )
+
+
+def load_generation_config(folder: Path, vocab_size: int) -> GenerationDefaults:
+    """Read ``generation_config.json``; a folder without one has no defaults.
+
+    Raises:
+        ConfigError: not JSON, or a value out of range.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists() and not path.is_symlink():
+        return GenerationDefaults()
+    reader = Fields(read_json_object(path), path.name)
+    temperature = reader.optional_number("temperature", 0, 2)  # the bound of SamplingParams
+    do_sample = None if reader.raw.get("do_sample") is None else reader.boolean("do_sample")
+    return GenerationDefaults(
+        temperature=0.0 if do_sample is False else temperature,
+        top_p=reader.optional_number("top_p", 0, 1, above=True),
+        top_k=reader.optional_integer("top_k", -1, 2**31 - 1),
+        min_p=reader.optional_number("min_p", 0, 1),
+        repetition_penalty=reader.optional_number("repetition_penalty", 1e-6, 1e6),
+        do_sample=do_sample,
+        eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
+        max_new_tokens=reader.optional_integer("max_new_tokens", 1, MAX_LENGTH),
     )
 
 

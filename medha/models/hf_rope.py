@@ -79,27 +79,17 @@ def _rope_parameters(reader: Fields) -> dict[str, Any]:
     """The RoPE fields of both generations as one flat object, nulls dropped.
 
     Raises:
-        ConfigError: the two generations, or two spellings of one key, disagree.
+        ConfigError: two fields, or two spellings of one key, disagree.
         UnsupportedModelError: parameters that differ by layer type.
     """
-    old = _flat_rope(reader, "rope_scaling")
-    new = _flat_rope(reader, "rope_parameters")
-    theta = reader.raw.get("rope_theta")
-    for other in (old, new):
-        if theta is not None and "rope_theta" in other and other["rope_theta"] != theta:
-            raise ConfigError(
-                f"{reader.where}: rope_theta={short_repr(theta)}, and rope_theta={short_repr(other['rope_theta'])} "
-                "inside rope_scaling or rope_parameters, disagree; accepted: one of them, or the same value"
-            )
-    theta = old.get("rope_theta") if theta is None else theta
-    if old and new:
-        theta = new.get("rope_theta") if theta is None else theta
-        if {"rope_type": "default", "rope_theta": theta, **old} != {"rope_type": "default", "rope_theta": theta, **new}:
-            raise ConfigError(
-                f"{reader.where}: rope_scaling={short_repr(old)} and rope_parameters={short_repr(new)} disagree; "
-                "accepted: one of them, or the same values"
-            )
-    return {**({} if theta is None else {"rope_theta": theta}), **old, **new}
+    old, new = _flat_rope(reader, "rope_scaling"), _flat_rope(reader, "rope_parameters")
+    thetas = [field["rope_theta"] for field in (reader.raw, old, new) if field.get("rope_theta") is not None]
+    base = {"rope_theta": thetas[0]} if thetas else {}
+    wholes = [{"rope_type": "default", **base, **field} for field in (old, new) if field]
+    if any(theta != thetas[0] for theta in thetas[1:]) or any(whole != wholes[0] for whole in wholes[1:]):
+        given = [f"{name}={short_repr(reader.raw[name])}" for name in ROPE_FIELDS if reader.raw.get(name) is not None]
+        raise ConfigError(f"{reader.where}: {', '.join(given)} disagree; accepted: one of them, or the same values")
+    return {**base, **old, **new}
 
 
 def _flat_rope(reader: Fields, name: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 ``python -m medha.models.needle OUT`` writes a Hugging Face folder of 6 MB. The model has two layers and a vocabulary of
 the 256 bytes. It continues the best earlier match of the last eight bytes: a question must end in the eight bytes that
 stand before the fact, and greedy decoding then copies what follows them. Nothing is trained; every weight below is set
-to do one thing, and :func:`expected_continuation` says in plain numpy what the model must answer. After induction heads
+to do one thing; tests/models/needle_truth.py says in plain numpy what the model must answer. After induction heads
 (arXiv:2209.11895), with a match of eight bytes in place of one token.
 
 The residual stream holds the code of a byte, its 8 bits as +-1, in groups of eight channels: group d holds the byte d
@@ -36,18 +36,16 @@ import json
 import math
 import os
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import tokenizers
 import torch
 from safetensors.torch import save
 
 from medha.errors import ValidationError
+from medha.models.reference import llama_config
 
 VOCAB_SIZE = 256
 HIDDEN_SIZE = 256
@@ -97,25 +95,20 @@ class Haystack:
 
 def needle_config() -> dict[str, Any]:
     """The content of ``config.json``."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "float32",
+    llama = llama_config(
+        num_layers=NUM_LAYERS,
+        num_heads=NUM_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        intermediate_size=INTERMEDIATE_SIZE,
+        dtype="float32",
+    )
+    return llama | {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": INTERMEDIATE_SIZE,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_KV_HEADS,
         "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
         "rms_norm_eps": RMS_NORM_EPS,
         "rope_theta": ROPE_THETA,
         "max_position_embeddings": MAX_POSITIONS,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
         "eos_token_id": EOS_TOKEN_ID,
         "pad_token_id": None,
     }
@@ -163,54 +156,6 @@ def write_needle(out: Path) -> Path:
     _replace(out / "generation_config.json", _json(generation_config))
     _replace(out / "config.json", _json(needle_config()))
     return out
-
-
-def encode_bytes(text: str) -> list[int]:
-    """The model's token ids of a text: its UTF-8 bytes."""
-    return list(text.encode())
-
-
-def expected_continuation(ids: Sequence[int], max_tokens: int) -> list[int]:
-    """What greedy decoding must give, computed without the model.
-
-    Each next byte is the one at the position whose eight bytes before it agree best with the last eight, counted in
-    bits times :data:`MATCH_WEIGHTS`. Before its start a text is continued with its first byte, as layer 1 reads it.
-
-    Args:
-        ids: the prompt, bytes.
-        max_tokens: most ids to return.
-
-    Returns:
-        The ids; fewer than ``max_tokens`` where a newline (:data:`EOS_TOKEN_ID`) ended them, which is then the last.
-
-    Raises:
-        ValidationError: ``ids`` is empty or holds no bytes, or the best matches continue in different ways.
-    """
-    if not ids or min(ids) < 0 or max(ids) >= VOCAB_SIZE:
-        raise ValidationError(f"ids of length {len(ids)}; accepted: one or more integers from 0 to 255", param="ids")
-    # Position p of the text stands at MATCH_LEN + p.
-    tokens = np.empty(MATCH_LEN + len(ids) + max_tokens, dtype=np.uint8)
-    tokens[:MATCH_LEN] = ids[0]
-    tokens[MATCH_LEN : MATCH_LEN + len(ids)] = ids
-    agreement = _bit_agreement()
-    continuation: list[int] = []
-    for end in range(MATCH_LEN + len(ids), len(tokens)):
-        scores = np.zeros(end - MATCH_LEN, dtype=np.int16)
-        for back, weight in enumerate(MATCH_WEIGHTS):
-            keys = tokens[MATCH_LEN - 1 - back : end - 1 - back]
-            scores += (weight * agreement[tokens[end - 1 - back]])[keys]
-        candidates = np.unique(tokens[MATCH_LEN:end][scores == scores.max()])
-        if len(candidates) > 1:
-            raise ValidationError(
-                f"token {end - MATCH_LEN} is ambiguous: equally good matches continue with the bytes "
-                f"{candidates.tolist()}; accepted: a text with one best match",
-                param="ids",
-            )
-        tokens[end] = candidates[0]
-        continuation.append(int(candidates[0]))
-        if continuation[-1] == EOS_TOKEN_ID:
-            break
-    return continuation
 
 
 def make_haystack(
@@ -351,12 +296,6 @@ def _replace(path: Path, data: bytes) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_bytes(data)
     os.replace(part, path)
-
-
-def _bit_agreement() -> npt.NDArray[np.int16]:
-    """Bits that agree less bits that differ, for each two bytes: int16 [256, 256]."""
-    codes = _byte_codes().numpy().astype(np.int16)
-    return codes @ codes.T
 
 
 _WORDS = (

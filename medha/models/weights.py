@@ -1,13 +1,16 @@
 """Read the tensors of a safetensors checkpoint: one file, or shards with an index.
 
-Every header is checked by :mod:`medha.models.safetensors_header` before the library maps its file, and a file that
-changes afterwards is not read, because the library would end the process with SIGBUS. Pickled weights are never opened.
+The library checks every header (its length, the JSON, dtypes, shapes, offsets without a hole) when a file is opened; a
+file that changes afterwards is not read, because the library would end the process with SIGBUS. Pickled weights are
+never opened.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,15 +20,33 @@ from safetensors import SafetensorError, safe_open
 
 from medha.config import ModelConfig
 from medha.errors import ConfigError, WeightsError
-from medha.models.json_fields import read_json_object, short_repr
-from medha.models.safetensors_header import MAX_ENTRIES, MAX_JSON_BYTES, TensorInfo, file_stamp, read_header
+from medha.models.decoder import Decoder
+from medha.models.json_fields import parse_json_object, read_json_object, short_repr
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 LOADABLE_DTYPES = ("F32", "BF16", "F16")
 
+_MAX_INDEX_BYTES = 100_000_000
+_MAX_ENTRIES = 10**6
+_MAX_NAME = 200
 _MAX_LISTED = 10
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        dtype: as safetensors writes it, for example ``BF16``.
+        file: name of its file in the folder.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
 
 
 class Checkpoint:
@@ -51,7 +72,7 @@ class Checkpoint:
         for file in files:
             if not file.isprintable():
                 raise WeightsError(f"{folder}: a file called {file!r}; accepted: names of printable characters")
-            infos, self._stamps[file] = read_header(folder / file)
+            infos, self._stamps[file] = _read_header(folder / file)
             for info in infos:
                 if info.name in self._infos:
                     raise WeightsError(f"{file}: tensor {info.name!r} is also in {self._infos[info.name].file}")
@@ -120,7 +141,7 @@ class Checkpoint:
     def _handle(self, file: str) -> Any:
         path = self.folder / file
         try:
-            if file_stamp(os.stat(path)) != self._stamps[file]:
+            if _stamp(os.stat(path)) != self._stamps[file]:
                 raise WeightsError(f"{file}: changed since it was opened; accepted: a file that nobody is writing")
             if file not in self._open:
                 self._open[file] = safe_open(path, framework="pt")
@@ -163,14 +184,51 @@ def _find_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     raise WeightsError(f"{folder}: no weights; accepted: *.safetensors, with or without {INDEX_NAME}")
 
 
+def _read_header(path: Path) -> tuple[list[TensorInfo], tuple[int, ...]]:
+    """The tensors of a safetensors file by offset, and a stamp of the file that changes when it is written.
+
+    The library takes a key that is given twice without a word, so the JSON is read once more here (safetensors README:
+    an 8-byte little-endian length, JSON, then the data).
+
+    Raises:
+        WeightsError: the file is wrong, or changed while it was read.
+    """
+    file = path.name
+    try:
+        before = os.stat(path)
+        if not stat.S_ISREG(before.st_mode):
+            raise WeightsError(f"{file}: not a file")
+        with safe_open(path, framework="pt") as handle, path.open("rb") as raw:
+            parse_json_object(raw.read(int.from_bytes(raw.read(8), "little")), "header")
+            tensors = [(name, handle.get_slice(name)) for name in handle.offset_keys()]
+        after = os.stat(path)
+    except SafetensorError as error:
+        raise WeightsError(f"{file}: {_shown(str(error))} (the file has {before.st_size} bytes)") from error
+    except (OSError, RuntimeError, ConfigError) as error:
+        raise WeightsError(f"{file}: {_shown(str(error))}") from error
+    if _stamp(before) != _stamp(after):
+        raise WeightsError(f"{file}: changed while it was read; accepted: a file that nobody is writing")
+    for name, _ in tensors:
+        if not name.isprintable() or len(name) > _MAX_NAME:  # messages and logs may show it as it is from here on
+            raise WeightsError(
+                f"{file}: tensor {short_repr(name)}: its name; accepted: at most {_MAX_NAME} printable characters"
+            )
+    return [TensorInfo(name, part.get_dtype(), tuple(part.get_shape()), file) for name, part in tensors], _stamp(after)
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is replaced or written: device, inode, size, time of change in nanoseconds."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def _read_weight_map(path: Path) -> dict[str, str]:
     try:
-        weight_map = read_json_object(path, max_bytes=MAX_JSON_BYTES).get("weight_map")
+        weight_map = read_json_object(path, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
     except ConfigError as error:
         raise WeightsError(str(error)) from error
-    if not isinstance(weight_map, dict) or not 1 <= len(weight_map) <= MAX_ENTRIES:
+    if not isinstance(weight_map, dict) or not 1 <= len(weight_map) <= _MAX_ENTRIES:
         got = f"{len(weight_map)} entries" if isinstance(weight_map, dict) else short_repr(weight_map)
-        raise WeightsError(f"{path.name}: weight_map: {got}; accepted: an object of 1 to {MAX_ENTRIES} entries")
+        raise WeightsError(f"{path.name}: weight_map: {got}; accepted: an object of 1 to {_MAX_ENTRIES} entries")
     for name, file in weight_map.items():
         if not _is_plain_name(file):
             raise WeightsError(
@@ -206,37 +264,8 @@ def _check_index(info: TensorInfo, index: tuple[slice, ...]) -> None:
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors of a whole model, as Hugging Face checkpoints have them."""
-    D, V = config.hidden_size, config.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
-    for i in range(config.num_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _layer_tensors(config).items()}
-    shapes["model.norm.weight"] = (D,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (V, D)
-    return shapes
-
-
-def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
-    q_dim, kv_dim = config.num_heads * H, config.num_kv_heads * H
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (D,),
-        "self_attn.q_proj.weight": (q_dim, D),
-        "self_attn.k_proj.weight": (kv_dim, D),
-        "self_attn.v_proj.weight": (kv_dim, D),
-        "self_attn.o_proj.weight": (D, q_dim),
-        "post_attention_layernorm.weight": (D,),
-        "mlp.gate_proj.weight": (F, D),
-        "mlp.up_proj.weight": (F, D),
-        "mlp.down_proj.weight": (D, F),
-    }
-    if config.qkv_bias:
-        shapes |= {f"self_attn.{x}_proj.bias": (dim,) for x, dim in (("q", q_dim), ("k", kv_dim), ("v", kv_dim))}
-    if config.o_bias:
-        shapes["self_attn.o_proj.bias"] = (D,)
-    if config.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (H,), "self_attn.k_norm.weight": (H,)}
-    return shapes
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Decoder(config).named_parameters()}
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
@@ -319,4 +348,4 @@ def _listing(names: Iterable[str]) -> str:
 def _shown(name: str) -> str:
     """A name for a terminal: what would steer it escaped, and cut."""
     name = name if name.isprintable() else repr(name)
-    return name if len(name) <= 200 else name[:197] + "..."
+    return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 3] + "..."

@@ -1,6 +1,6 @@
 """Noticing that a rank is gone, stopped or behind, and telling every rank the first real error.
 
-A rank has failed when its process is gone or stopped, which the ranks of its node see (:mod:`medha.parallel.process`),
+A rank has failed when its process is gone or stopped, which the ranks of its node see (:mod:`medha.parallel.launch`),
 or when it says so. One that runs has not failed, however long it says nothing: Python that holds the interpreter's lock
 for a minute stops the threads here, and nothing else. Such a rank is *named* in the log when others have waited for it
 for long; what ends the job is the timeout of the transfers, with that name.
@@ -14,19 +14,19 @@ sets :attr:`Monitor.before_end`.
 from __future__ import annotations
 
 import atexit
-import faulthandler
+import json
 import logging
-import math
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from medha.errors import exit_code
-from medha.parallel.process import Process, launched
+from medha.batch import Batch
+from medha.errors import MedhaError, RankFailedError, exit_code, printable
+from medha.parallel.launch import Launch, Process, exit_at_once, write_state
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -38,45 +38,34 @@ BEHIND_S = 30.0
 """How long others wait for a rank before it is named; ten times the predicted step where that is longer."""
 
 _BEAT_S = 0.5
-_TROUBLE_S = {"has died": 1.5, "is stopped": 3.0, "has died before it met the others": 5.0}
+_TROUBLE_S = {"has died": 1.5, "is stopped": 3.0}
 _STORE_S = 4.0  # how long the store may not answer: a thread of C++ serves it, which no Python holds up
 _SUSPECT_S = 2.0  # how long a rank is silent, or waited for, to be taken for the cause of a lost connection
-_TOLD_S = 1.5  # how long rank 0 waits for ranks of which one may be dead
 _GRACE_S = 2.5  # how long the main thread may take to hear of a failure by itself
 _SAVE_S = 2.0  # how long what is called before the end may take
-_MAX_CHARS = 2000  # of an error
 
 
 class _Status(NamedTuple):
-    """What a rank does, for how long, and what of others it waits for (``-`` for nothing)."""
+    """What a rank is about and for how long, and whether it waits for others."""
 
     seconds: float
-    wait: str
+    waits: bool
     activity: str
-
-    @classmethod
-    def read(cls, text: bytes) -> _Status:
-        seconds, wait, activity = text.decode().split(" ", 2)
-        return cls(float(seconds), wait, activity)
-
-    def __str__(self) -> str:
-        return f"{self.seconds:.3f} {self.wait} {self.activity}"
 
 
 class Monitor:
     """Watches the other ranks for this one.
 
+    torchrun ends the others when a process has failed. It does not notice one that is stopped, behind or cut off; it
+    ends the others before they can say why, and nobody where it has died itself.
+
     Args:
-        rank, world_size: this rank's place.
-        local_ranks: ranks of this node.
-        parent: process id of the launcher if this process shall not outlive it.
-        is_complete: whether the launcher has started all ranks of this node itself; one that is not among its
-            processes, though this one is, has died then.
-        processes: those of other ranks as far as they are known.
+        launch: this rank's place, and the processes that are known from the start.
         name: how messages call a rank.
         end: called with a message, and whether to print it, when the main thread is stuck; ends the process.
 
     Attributes:
+        place: this rank in messages.
         before_end: called with the error, in another thread, just before ``end``. It has two seconds.
         predicted_s: asked for the seconds that the longest batch in flight is predicted to take.
         waits_for: asked what of other ranks the main thread waits for; None while it computes.
@@ -84,24 +73,16 @@ class Monitor:
     """
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        local_ranks: range = range(0),
-        parent: int | None = None,
-        is_complete: bool = False,
-        processes: Mapping[int, Process] | None = None,
-        name: Callable[[int], str] = lambda rank: f"rank {rank}",
-        end: Callable[[str, bool], None] | None = None,
+        self, launch: Launch, *, name: Callable[[int], str], end: Callable[[str, bool], None] | None = None
     ) -> None:
-        self._rank = rank
-        self._others = [r for r in range(world_size) if r != rank]
-        self._local = [r for r in local_ranks if r != rank]
-        self._parent = parent
-        self._is_complete = is_complete
+        first = launch.rank - launch.local_rank
+        self._rank = launch.rank
+        self._others = [r for r in range(launch.world_size) if r != launch.rank]
+        self._local = [r for r in range(first, first + launch.local_world_size) if r != launch.rank]
+        self._parent = launch.agent_pid
         self._name = name
         self._end = end or _end_at_once
+        self.place = name(launch.rank)
         self.before_end: Callable[[str], None] = lambda error: None
         self.predicted_s: Callable[[], float] = lambda: 0.0
         self.waits_for: Callable[[], str | None] = lambda: None
@@ -115,7 +96,7 @@ class Monitor:
         self._leaving = False
         self._num_rounds = self._num_dumps = 0
         self._named: tuple[int, str] | None = None  # rank and activity
-        self._processes = dict(processes or {})
+        self._processes = {rank: Process.of(pid) for rank, pid in launch.processes.items()}
         self._statuses: dict[int, tuple[bytes, float]] = {}  # last of each rank, and seconds without a newer one
         self._wake = threading.Event()
         self._known = threading.Event()  # an error is
@@ -157,17 +138,19 @@ class Monitor:
 
     def report(self, message: str) -> None:
         """Make this the error that every rank tells, unless another came first."""
-        if self._mine is None:
-            self._mine = printable(message)
+        self._mine = self._mine or printable(message)
         self._wake.set()
 
-    def suspect(self) -> None:
-        """A transfer has failed, and the cause is another rank: find it, with stricter limits."""
-        self._suspecting = self._suspecting or time.monotonic()
-        self._wake.set()
+    def first_error(self, *, suspect: bool = False, wait_s: float = _SUSPECT_S + 4 * _BEAT_S) -> str | None:
+        """The first error of the job, waiting a little for it; None when there is none. The main thread knows now.
 
-    def first_error(self, *, wait_s: float = _SUSPECT_S + 4 * _BEAT_S) -> str | None:
-        """The first error of the job, waiting a little for it; None when there is none. The main thread knows now."""
+        Args:
+            suspect: a transfer has failed, and the cause is another rank: find it, with stricter limits.
+            wait_s: how long to wait.
+        """
+        if suspect:
+            self._suspecting = self._suspecting or time.monotonic()
+            self._wake.set()
         self._known.wait(wait_s)
         self._heard.set()
         self._wake.set()
@@ -184,26 +167,28 @@ class Monitor:
         A launcher ends every rank as soon as one has ended. Rank 0 is the one that speaks, and while it starts it does
         not survive that, so others wait for its end then. It may also hold the store in which they read why.
         """
-        deadline = time.monotonic() + (min(wait_s, _TOLD_S) if self._rank == 0 else wait_s)
-        while not self._told.wait(0.02) and self._talks() and time.monotonic() < deadline:
-            pass
-        if self._rank > 0 and self._told.is_set() and self._activity == "start":
-            deadline = time.monotonic() + _GRACE_S + _SAVE_S
-            while self._talks() and time.monotonic() < deadline and self._trouble_of(0) is None:
-                time.sleep(0.02)
-        return self._told.is_set() or self._rank == 0
+        is_first = self._rank == 0
+        self._wait(self._told.is_set, wait_s)
+        if self._told.is_set() and not is_first and self._activity == "start":
+            self._wait(lambda: self._trouble_of(0) is not None, _GRACE_S + _SAVE_S)
+        return is_first or self._told.is_set()
 
     def leave(self, *, wait_s: float = 10.0) -> bool:
         """Stop without an error, rank 0 last since it may hold the store; False if a failure came before that."""
         self._leaving = True
-        deadline = time.monotonic() + wait_s
-        while not self._left.wait(0.02) and not self._known.is_set() and time.monotonic() < deadline:
-            self._wake.set()
+        self._wait(lambda: self._left.is_set() or self._known.is_set(), wait_s)
         if self._left.is_set():
             if self._talker is not None:
                 self._talker.join(_STORE_S)  # one that is in C++ when the interpreter ends aborts the process
             atexit.unregister(self._at_exit)
         return self._left.is_set()
+
+    def _wait(self, is_over: Callable[[], bool], limit_s: float) -> None:
+        """Let the other threads do their work, while there is someone to talk with."""
+        deadline = time.monotonic() + limit_s
+        while not is_over() and self._talks() and time.monotonic() < deadline:
+            self._wake.set()
+            time.sleep(0.02)
 
     # -- the thread that watches processes -----------------------------------------------------------------------------
 
@@ -213,13 +198,12 @@ class Monitor:
         while not self._left.wait(_BEAT_S) and not self._known.is_set():
             now = time.monotonic()
             elapsed_s, last = min(now - last, 2 * _BEAT_S), now  # whoever was stopped itself has seen nothing meanwhile
-            if self._parent is not None:
-                self._watch_launcher(self._parent)
+            if self._parent is not None and os.getppid() != self._parent:
+                self.report(f"{self.place}: the process that started it, {self._parent}, has died, in {self._activity}")
             seen = {(rank, trouble) for rank in self._local if (trouble := self._trouble_of(rank)) is not None}
             trouble_s = {key: trouble_s.get(key, 0.0) + elapsed_s for key in seen}
             self._lost = {
-                rank: f"{self._name(rank)} {trouble}{self._last_of(rank)}; noticed by {self._name(self._rank)} in "
-                f"{self._activity}"
+                rank: f"{self._name(rank)} {trouble}{self._last_of(rank)}; noticed by {self.place} in {self._activity}"
                 for (rank, trouble), seconds in trouble_s.items()
                 if seconds >= _TROUBLE_S[trouble] or (self._suspecting is not None and trouble == "has died")
             }
@@ -229,31 +213,19 @@ class Monitor:
             if silence_s >= _STORE_S and not self._leaving:
                 self.report(
                     f"{self._holder} is stopped or cannot be reached: the store that it holds has not answered "
-                    f"{self._name(self._rank)} for {silence_s:.0f} s, in {self._activity}"
+                    f"{self.place} for {silence_s:.0f} s, in {self._activity}"
                 )
             if not is_talking or silence_s >= 2 * _BEAT_S:  # nobody can be told, nor say that it has left
                 error = next(iter(self._lost.values()), self._mine)
                 if error is not None:
                     self._found(error)
 
-    def _watch_launcher(self, parent: int) -> None:
-        if os.getppid() != parent:
-            self.report(
-                f"{self._name(self._rank)}: the process that started it, {parent}, has died, in {self._activity}"
-            )
-        elif len(self._processes) <= len(self._local):
-            self._processes = launched(parent, [self._rank, *self._local]) | self._processes
-
     def _trouble_of(self, rank: int) -> str | None:
-        """What is wrong with the process of a rank of this node."""
-        if rank in self._processes:
-            return self._processes[rank].trouble
-        mine = self._processes.get(self._rank)
-        is_seen = mine is not None and mine.pid == os.getpid()  # as the others would be
-        return "has died before it met the others" if self._is_complete and is_seen and rank in self._local else None
+        """What is wrong with the process of a rank of this node, as far as it is known."""
+        return self._processes[rank].trouble if rank in self._processes else None
 
     def _last_of(self, rank: int) -> str:
-        return f", last in {_Status.read(self._statuses[rank][0]).activity}" if rank in self._statuses else ""
+        return f", last in {_Status(*json.loads(self._statuses[rank][0])).activity}" if rank in self._statuses else ""
 
     # -- the thread that talks -----------------------------------------------------------------------------------------
 
@@ -269,8 +241,7 @@ class Monitor:
             except RuntimeError as error:
                 if not self._leaving:
                     reason = str(error).partition("\n")[0]
-                    here = f"{self._name(self._rank)} lost its store in {self._activity}"
-                    self.report(f"{self._holder} has died: {here}: {reason}")
+                    self.report(f"{self._holder} has died: {self.place} lost its store in {self._activity}: {reason}")
                 return
             last = now
             self._num_rounds += 1
@@ -279,7 +250,7 @@ class Monitor:
 
     def _round(self, store: Store, elapsed_s: float) -> None:
         """One exchange with the store."""
-        store.set(f"status/{self._rank}", str(self._status()))
+        store.set(f"status/{self._rank}", json.dumps(self._status()))
         for rank in self._local:
             if store.check([f"process/{rank}"]):
                 machine, pid, started = store.get(f"process/{rank}").decode().split()
@@ -306,36 +277,42 @@ class Monitor:
                 self._left.set()
 
     def _status(self) -> _Status:
-        wait = self.waits_for() or ("transfer" if _is_in_transfer() else "-")
-        return _Status(time.monotonic() - self._since, wait, self._activity)
+        waits = self.waits_for() is not None or _is_in_transfer()
+        return _Status(time.monotonic() - self._since, waits, self._activity)
 
     def _look_for_late(self, store: Store, elapsed_s: float) -> None:
         """Name the rank that others wait for; after a failed transfer make it the error."""
-        limit_s = max(BEHIND_S, 10 * self.predicted_s())
-        if self._suspecting is not None:  # a process that has ended is noticed before
-            limit_s = _SUSPECT_S if time.monotonic() - self._suspecting >= _SUSPECT_S else math.inf
-        statuses, silent = {self._rank: self._status()}, {}
+        statuses, silent_s = {self._rank: self._status()}, {}
         for rank in self._others:
             if store.check([f"status/{rank}"]):
                 latest = store.get(f"status/{rank}")
                 before, silence_s = self._statuses.get(rank, (b"", 0.0))
                 silence_s = 0.0 if latest != before else silence_s + elapsed_s
                 self._statuses[rank] = latest, silence_s
-                status = _Status.read(latest)
+                status = _Status(*json.loads(latest))
                 statuses[rank] = status._replace(seconds=status.seconds + silence_s)
-                if silence_s >= limit_s and rank not in self._local:
-                    silent[rank] = silence_s
-        may_idle = self._suspecting is None
-        late = {r: s.seconds for r, s in statuses.items() if s.wait == "-" and not (may_idle and s.activity == "idle")}
-        rank = max(silent or late, key=(silent or late).__getitem__, default=self._rank)
+                if rank not in self._local:
+                    silent_s[rank] = silence_s
+        is_suspecting = self._suspecting is not None
+        if self._suspecting is not None and time.monotonic() - self._suspecting < _SUSPECT_S:
+            return  # a process that has ended is noticed before
+        limit_s = _SUSPECT_S if is_suspecting else max(BEHIND_S, 10 * self.predicted_s())
+        late_s = {
+            rank: status.seconds
+            for rank, status in statuses.items()
+            if not status.waits and (is_suspecting or status.activity != "idle")
+        }
+        is_silent = max(silent_s.values(), default=0.0) >= limit_s
+        found_s = silent_s if is_silent else late_s
+        rank = max(found_s, key=found_s.__getitem__, default=self._rank)
         activity = statuses[rank].activity
-        if rank in silent:
-            what = f"is silent for {silent[rank]:.0f} s: cut off, stopped, or busy in Python; last in {activity}"
-        elif late.get(rank, 0.0) >= limit_s and any(status.wait != "-" for status in statuses.values()):
-            what = f"is behind: in {activity} for {late[rank]:.0f} s while others wait for it"
+        if is_silent:
+            what = f"is silent for {silent_s[rank]:.0f} s: cut off, stopped, or busy in Python; last in {activity}"
+        elif late_s.get(rank, 0.0) >= limit_s and any(status.waits for status in statuses.values()):
+            what = f"is behind: in {activity} for {late_s[rank]:.0f} s while others wait for it"
         else:
             return
-        if self._suspecting is not None:
+        if is_suspecting:
             self.report(f"{self._name(rank)} {what}")
         elif self._named != (rank, activity):
             self._named = rank, activity
@@ -349,60 +326,94 @@ class Monitor:
         if not self._known.is_set():
             self._error = error
             self._known.set()
-            threading.Thread(target=self._end_if_stuck, name="medha-end", daemon=True).start()
+            threading.Thread(target=self._end_if_stuck, args=(error,), name="medha-end", daemon=True).start()
 
-    def _end_if_stuck(self) -> None:
+    def _end_if_stuck(self, error: str) -> None:
         if self._heard.wait(_GRACE_S) or self._left.is_set():
             return
-        assert self._error is not None, "an error is known"
         self._heard.set()
-        self._wake.set()
-        told = self.linger(0.5)
-        speaks = self._rank == 0 or not told
-        limit = threading.Timer(_SAVE_S, self._end, (f"{self._error} (what was unfinished is not saved)", speaks))
+        speaks = not self.linger(0.5) or self._rank == 0
+        limit = threading.Timer(_SAVE_S, self._end, (f"{error} (what was unfinished is not saved)", speaks))
         limit.start()
         try:
-            self.before_end(self._error)
-        except Exception as error:
-            logger.error("what was unfinished could not be saved in full: %s: %s", type(error).__name__, error)
+            self.before_end(error)
+        except Exception as failure:
+            logger.error("what was unfinished could not be saved in full: %s: %s", type(failure).__name__, failure)
         limit.cancel()
-        self._end(self._error, speaks)
+        self._end(error, speaks)
 
     def _at_exit(self) -> None:
         """The process ends while in the job: no destructor of a process group may wait for the others."""
         cause = getattr(sys, "last_value", None)
         what = " ended without closing its LLM" if cause is None else f": {type(cause).__name__}: {cause}"
-        self.report(self._name(self._rank) + what)
+        self.report(self.place + what)
         self.first_error(wait_s=1.0)
         self.linger(2.0)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_CODE if cause is None else exit_code(cause))  # the program's own error is no failed engine
+        exit_at_once(EXIT_CODE if cause is None else exit_code(cause))  # the program's own error is no failed engine
 
 
-def write_state(describe: Callable[[], str]) -> None:
-    """Write what this rank works on, and where each of its threads is, to stderr."""
+def give_up(monitor: Monitor, error: BaseException) -> None:
+    """Tell every rank that this one goes with an error; they end too."""
+    if not isinstance(error, RankFailedError):
+        monitor.report(f"{monitor.place}: {type(error).__name__}: {error}")
+    _linger(monitor, monitor.first_error() or str(error))
+
+
+@contextmanager
+def failures_named(monitor: Monitor, batch: Batch | None = None, *, activity: str | None = None) -> Iterator[None]:
+    """Within, a failure of this rank is reported to all, and that of another rank is named.
+
+    Args:
+        monitor: this rank's.
+        batch: what is run, if a batch.
+        activity: what this rank is about otherwise.
+
+    Raises:
+        RankFailedError: with the first error that any rank reported, and its rank, stage and batch. An error of
+            medha's own is raised as it is.
+    """
+    activity = activity or ("idle" if batch is None else f"batch {batch.batch_id}")
+    monitor.doing(activity)
     try:
-        print(describe(), file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-    except Exception as error:  # what is described changes meanwhile, or stderr is no file
-        logger.error("the state of this rank cannot be written: %s", error)
+        yield
+    except RankFailedError as error:
+        _linger(monitor, str(error))
+        raise
+    except Exception as error:
+        place = f"{monitor.place}, {activity}"
+        is_echo = _is_lost_peer(error)
+        if not is_echo:
+            monitor.report(f"{place}: {type(error).__name__}: {error}")
+        first = monitor.first_error(suspect=is_echo)
+        if first is None:
+            first = f"{place}: lost a peer: {error}"
+            monitor.report(first)
+        _linger(monitor, first)
+        if isinstance(error, MedhaError):
+            raise
+        raise RankFailedError(first) from (None if is_echo else error)
 
 
-def printable(message: str) -> str:
-    """An error as it can be told: of bounded length, without control characters and lone surrogates."""
-    if len(message) > _MAX_CHARS:
-        message = f"{message[:_MAX_CHARS]}… ({len(message)} characters)"
-    message = message.encode(errors="backslashreplace").decode()
-    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], message)
+def _linger(monitor: Monitor, first: str) -> None:
+    """Let rank 0 tell the user; speak up where it is gone."""
+    if not monitor.linger():
+        logger.error("%s", first)
+    monitor.stop()
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Whether an error is only the echo of another rank's failure: gloo says so in words, NCCL by the class."""
+    if isinstance(error, MedhaError) or not isinstance(error, RuntimeError):
+        return False
+    signs = ("closed by peer", "reset by peer", "Timed out waiting", "Broken pipe", "gloo", "NCCL")
+    is_dist_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # torch's, not loaded here
+    return is_dist_error or any(sign in str(error) for sign in signs)
 
 
 def _end_at_once(message: str, speak: bool) -> None:
-    """End this process at once, without the clean-up that would wait for other ranks; say why if ``speak``."""
     if speak:
         print(f"error: RankFailedError: {message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(EXIT_CODE)
+    exit_at_once(EXIT_CODE)
 
 
 def _is_in_transfer() -> bool:

@@ -1,25 +1,30 @@
 """What the launcher (torchrun) says about this process, and ranks that a command starts itself in its place.
 
-The only module that reads or sets what torchrun sets. Loads no torch.
+The only module that reads or sets what torchrun sets, and that reads of ``/proc`` whether a rank of this machine is
+gone or stopped; where there is no ``/proc`` every process seems to run. Loads no torch.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import ipaddress
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
+from medha.child.process import popen_module
 from medha.errors import ConfigError
-from medha.parallel.process import is_rank
+
+logger = logging.getLogger("medha")
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # MASTER_ADDR alone is set on many clusters
@@ -43,7 +48,6 @@ class Launch:
         address: where the ranks meet, host:port; differs between jobs that run at once.
         agent_pid: process id of torchrun's agent or of whoever stands in its place, None where nobody watches over the
             ranks.
-        is_agents_own: whether the agent has started all ranks of this node itself, and is none of them.
         processes: process ids of the ranks that this one has started.
         agent_has_store: whether the agent holds the store at that address; rank 0 does otherwise.
         attempt: how often the agent has restarted the job.
@@ -55,7 +59,6 @@ class Launch:
     local_world_size: int
     address: str
     agent_pid: int | None = None
-    is_agents_own: bool = False
     processes: Mapping[int, int] = field(default_factory=dict)
     agent_has_store: bool = False
     attempt: int = 0
@@ -95,7 +98,6 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
             address=f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT'])}",
             agent_pid=_PARENT if _AGENT in env else None,
-            is_agents_own=_AGENT in env and env[_AGENT] != _OWN and not is_rank(_PARENT),
             processes=dict(_own_processes),
             agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
@@ -154,14 +156,8 @@ def start_python(module: Sequence[str], variables: Mapping[str, str], **streams:
         streams: as of Popen.
     """
     kept = {name: value for name, value in os.environ.items() if name not in (*_SIGNS, *_NEEDED)}
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)  # what is found here is found there
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", *module],
-        env={**kept, "PYTHONPATH": path, **variables},
-        text=True,
-        start_new_session=True,  # Ctrl-C is for the process that was started by hand, which ends these
-        **streams,
-    )
+    # Ctrl-C is for the process that was started by hand, which ends these
+    return popen_module(module, {**kept, **variables}, text=True, start_new_session=True, **streams)
 
 
 @contextmanager
@@ -210,3 +206,64 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+class Process(NamedTuple):
+    """A process of this machine or another.
+
+    Attributes:
+        machine: where process ids mean the same.
+        started: when it began, in the kernel's ticks, as ids come round; 0 where that is not known.
+    """
+
+    machine: str
+    pid: int
+    started: int
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """A process of this machine."""
+        stat = _stat(pid)
+        return cls(_machine(), pid, 0 if stat is None else int(stat[19]))
+
+    @property
+    def trouble(self) -> str | None:
+        """``has died`` or ``is stopped``; None for one that runs, waits, is held by a debugger or is elsewhere."""
+        if not self.started or self.machine != _machine():
+            return None
+        stat = _stat(self.pid)
+        if stat is None or stat[0] in "ZX" or int(stat[19]) != self.started:
+            return "has died"
+        return "is stopped" if stat[0] == "T" else None
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return "-"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """State, parent, and further fields of ``/proc/PID/stat``; None for a process that is not there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def write_state(describe: Callable[[], str]) -> None:
+    """Write what this rank works on, and where each of its threads is, to stderr."""
+    try:
+        print(describe(), file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    except Exception as error:  # what is described changes meanwhile, or stderr is no file
+        logger.error("the state of this rank cannot be written: %s", error)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End this process without the clean-up, which would wait for ranks that may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

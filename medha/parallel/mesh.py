@@ -29,7 +29,6 @@ from medha.config import ModelConfig, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError, RankFailedError
 from medha.parallel.health import BEHIND_S, Monitor
 from medha.parallel.launch import Launch, gloo_interface
-from medha.parallel.process import Process
 
 logger = logging.getLogger("medha")
 
@@ -55,11 +54,6 @@ class Job:
     config: ParallelConfig
     store: Store
     monitor: Monitor
-
-    @property
-    def place(self) -> str:
-        """This rank in messages."""
-        return _place(self.config, self.launch.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +91,7 @@ class Ranks:
     @property
     def place(self) -> str:
         """This rank in messages."""
-        return self.job.place
+        return self.monitor.place
 
     @property
     def is_first_stage(self) -> bool:
@@ -156,16 +150,7 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
         RankFailedError: another rank has failed meanwhile.
     """
     interface = gloo_interface(launch)
-    first = launch.rank - launch.local_rank
-    monitor = Monitor(
-        rank=launch.rank,
-        world_size=launch.world_size,
-        local_ranks=range(first, first + launch.local_world_size),
-        parent=launch.agent_pid,
-        is_complete=launch.is_agents_own,
-        processes={rank: Process.of(pid) for rank, pid in launch.processes.items()},
-        name=lambda rank: _place(config, rank),
-    )
+    monitor = Monitor(launch, name=lambda rank: _place(config, rank))
     if not dist.is_initialized():
         atexit.register(_destroy_all)  # before the monitor's, which comes first then
     monitor.start()
@@ -251,7 +236,7 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
 
     The groups of all ranks, and those of tensor parallelism, are made once a process and live as long as it: the next
     LLM of the process uses them again, or two do at once. The others are this job's own, see
-    :func:`medha.engine.distributed.leave`.
+    :func:`leave`.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -286,7 +271,7 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
             job=job,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"{job.place} could not connect to the others: {error}") from error
+        raise ConfigError(f"{job.monitor.place} could not connect to the others: {error}") from error
 
 
 @cache
@@ -307,6 +292,21 @@ def _destroy_all() -> None:
     _tp_mesh.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave(ranks: Ranks) -> None:
+    """Leave the job and its process groups; every rank calls it, within ``failures_named``.
+
+    No CUDA graph may be left that has captured a collective: NCCL would wait for its end for ever.
+
+    Raises:
+        RankFailedError: a rank failed before all had left.
+    """
+    dist.barrier(group=ranks.report_group)
+    if not ranks.monitor.leave():
+        raise RankFailedError(ranks.monitor.first_error() or f"{ranks.place}: not every rank has left in time")
+    for group in (ranks.pipe_group, ranks.report_group, ranks.control_group, *ranks.run_groups.values()):
+        dist.destroy_process_group(group)
 
 
 def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:

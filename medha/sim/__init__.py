@@ -1,1 +1,1 @@
-"""Simulation of the scheduler on hardware that is not there: hardware sheets, known models, and what runs on them."""
+"""Simulation of the scheduler on hardware that is not there: hardware specs, known models, and what runs on them."""

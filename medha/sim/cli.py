@@ -45,7 +45,7 @@ def simulate(
         ),
     ] = None,
     hardware: Annotated[
-        str, _panel("Systems", help="a100-80g, h100-80g, h200-141g, b200-180g, or the JSON file of a sheet.")
+        str, _panel("Systems", help="a100-80g, h100-80g, h200-141g, b200-180g, or the JSON file of a spec.")
     ] = "h100-80g",
     model: Annotated[
         str,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
-from medha.cost.hardware import load_sheet
+from medha.cost.hardware import load_spec
 from medha.errors import ConfigError
 from medha.sim.known_models import find_model
 from medha.sim.replica import Replica
@@ -44,12 +44,12 @@ def study_of(given: Mapping[str, Any]) -> Study:
         ConfigError: a parameter is not accepted.
     """
     _check_above_0("stop_s", given["stop_s"])
-    sheet, model = load_sheet(given["hardware"]), find_model(given["model"])
+    spec, model = load_spec(given["hardware"]), find_model(given["model"])
     parallel = ParallelConfig(tp=given["tp"], spp=given["spp"], kvp=given["kvp"])
     configs = _schedulers(given)
     traces = _traces(given)
     replica = Replica(
-        sheet,
+        spec,
         model,
         parallel,
         max_model_len=_longest(traces, given["max_model_len"]),
@@ -72,12 +72,12 @@ def study_of(given: Mapping[str, Any]) -> Study:
 def about(study: Study, given: Mapping[str, Any]) -> list[str]:
     """What is run, in two lines, and what a batch of each scheduler may hold, in one."""
     replica = study.systems[0].replica
-    sheet, layout = replica.sheet, replica.parallel
+    spec, layout = replica.spec, replica.parallel
     tokens = replica.kv_blocks() * replica.block_size
     trace = next(iter(study.traces.values()))
     what = given["trace"] or f"{given['workload'] or 'medha-mix'} ({given['arrivals']}, seed {given['seed']})"
     return [
-        f"{given['model']} on {replica.num_gpus} x {sheet.name} ({sheet.provenance}): tp {layout.tp}, "
+        f"{given['model']} on {replica.num_gpus} x {spec.name} ({spec.provenance}): tp {layout.tp}, "
         f"spp {layout.spp}, kvp {layout.kvp}, {tokens:,} KV tokens a group",
         f"{what}: {len(trace):,} requests over {trace.duration_s:,.4g} s, {int(trace.prompt_tokens.sum()):,} prompt "
         f"and {int(trace.output_tokens.sum()):,} output tokens" + " at the first rate" * (len(study.traces) > 1),
@@ -99,7 +99,7 @@ def config_of(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
         "workload": (given["workload"] or "medha-mix") if given["trace"] is None else None,
         "max_model_len": replica.max_model_len,
         "num_gpus": replica.num_gpus,
-        "sheet": {"name": replica.sheet.name, "machine": replica.sheet.machine, "provenance": replica.sheet.provenance},
+        "spec": {"name": replica.spec.name, "machine": replica.spec.machine, "provenance": replica.spec.provenance},
         "num_kv_blocks": replica.kv_blocks(),
         "block_size": replica.block_size,
     }

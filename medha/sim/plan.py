@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
-from medha.cost.hardware import Sheet
+from medha.cost.hardware import HardwareSpec
 from medha.errors import ConfigError
 from medha.sim.replica import Replica
 from medha.sim.simulator import Outcome, Simulation
@@ -147,7 +147,7 @@ class Planner:
     """Simulates layouts.
 
     Args:
-        sheet: the accelerators.
+        spec: the accelerators.
         model: what runs on them.
         goal: objectives.
         scheduler: of each replica.
@@ -159,7 +159,7 @@ class Planner:
         ConfigError: ``utilization`` is not accepted.
     """
 
-    sheet: Sheet
+    spec: HardwareSpec
     model: ModelConfig
     goal: Goal
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -191,7 +191,7 @@ class Planner:
         return [
             Layout(replicas, tp, spp, kvp)
             for replicas, (tp, spp, kvp) in _products(self.goal.num_gpus)
-            if tp <= self.sheet.gpus_per_node
+            if tp <= self.spec.gpus_per_node
         ]
 
     def plan(self, on_layout: Callable[[], None] = lambda: None) -> list[Candidate]:
@@ -231,7 +231,7 @@ class Planner:
 
     def _replica(self, layout: Layout) -> Replica:
         return Replica(
-            self.sheet,
+            self.spec,
             self.model,
             layout.parallel,
             scheduler=self.scheduler,

@@ -44,7 +44,7 @@ def plan(
         typer.Option("--model", "-m", help="llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, or a config.json."),
     ] = "llama-3-8b",
     hardware: Annotated[
-        str, typer.Option(help="a100-80g, h100-80g, h200-141g, b200-180g, or the JSON file of a sheet.")
+        str, typer.Option(help="a100-80g, h100-80g, h200-141g, b200-180g, or the JSON file of a spec.")
     ] = "h100-80g",
     workload: Annotated[
         str | None,
@@ -80,7 +80,7 @@ def plan(
     """
     from medha.cli.report import check_writable, write_report
     from medha.cli.table import report_console
-    from medha.cost.hardware import load_sheet
+    from medha.cost.hardware import load_spec
     from medha.sim.known_models import find_model
     from medha.sim.plan import NO_OBJECTIVE_S, Goal, Planner, to_json
 
@@ -92,7 +92,7 @@ def plan(
     goal = Goal(gpus, context, NO_OBJECTIVE_S if ttft_s is None else ttft_s, tpot_s, duration, qps)
     rate, longest = (None, 1) if workload is None else _workload(workload, duration, seed)
     planner = Planner(
-        load_sheet(hardware),
+        load_spec(hardware),
         shape,
         goal,
         scheduler=SchedulerConfig(max_batch_tokens=max_batch_tokens),
@@ -152,13 +152,13 @@ def _with_progress(planner: Planner) -> list[Candidate]:
 def _report(planner: Planner, options: dict[str, Any], layouts: list[dict[str, Any]]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    sheet, scheduler = planner.sheet, planner.scheduler
+    spec, scheduler = planner.spec, planner.scheduler
     return {
         "format": "medha-plan",
         "version": 1,
         "options": {**options, **asdict(planner.goal), "gpu_memory_utilization": planner.utilization},
         "max_batch_tokens": scheduler.max_batch_tokens,
-        "sheet": {"name": sheet.name, "machine": sheet.machine, "provenance": sheet.provenance},
+        "spec": {"name": spec.name, "machine": spec.machine, "provenance": spec.provenance},
         "layouts": layouts,
     }
 
@@ -172,10 +172,10 @@ def _print(
 ) -> None:
     from medha.sim.plan import ATTAINMENT, grouped
 
-    goal, sheet = planner.goal, planner.sheet
+    goal, spec = planner.goal, planner.spec
     derived = " (5 times that of the fastest layout)" if goal.ttft_is_derived else ""
     console.print(
-        f"{options['model']} on {goal.num_gpus} x {sheet.name} ({sheet.provenance}), {len(candidates)} layouts: a "
+        f"{options['model']} on {goal.num_gpus} x {spec.name} ({spec.provenance}), {len(candidates)} layouts: a "
         f"prompt of {goal.context:,} tokens, TTFT {goal.ttft_s:g} s{derived}, TPOT {goal.tpot_s * 1e3:g} ms",
         highlight=False,
     )

@@ -1,25 +1,19 @@
-"""One model instance on hardware of a sheet: its layout, its pools, its scheduler and what its stages cost."""
+"""One model instance on hardware of a spec: its layout, its pools, its scheduler and what its stages cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
-from medha.cost.hardware import Sheet, kv_pool_tokens, stage_coefficients
-from medha.cost.predictor import Predictor, Work
+from medha.cost.hardware import HardwareSpec
+from medha.cost.json_form import check_int, check_number
+from medha.cost.predictor import Predictor, slowest_of
 from medha.cost.prefill_time import complete_config
+from medha.cost.roofline import MAX_SAMPLES, Shard, shape_name, stage_coefficients
 from medha.errors import ConfigError
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline, Segment
-
-_TYPICAL_CHUNK, _TYPICAL_KV = 512, 8192
-
-
-def slowest_of(stages: Sequence[Predictor]) -> Predictor:
-    """The stage that computes longest on a chunk behind a context."""
-    chunk = min(_TYPICAL_CHUNK, *(stage.max_tokens for stage in stages))
-    return max(stages, key=lambda stage: stage.predict([Work(chunk, _TYPICAL_KV, False, None, True)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +21,18 @@ class Replica:
     """A model instance that can be simulated.
 
     Attributes:
-        sheet: its accelerators.
+        spec: its accelerators.
         model, parallel: what runs on them, and how.
         scheduler: who decides.
         max_model_len: tokens of the longest request.
         block_size: tokens of a KV block.
         utilization: share of an accelerator's memory that may be used.
         dtype_bytes: bytes of a weight and of a key or value element.
-        backend: of attention, ``split-kv`` or ``no-split-kv``; None is what the sheet says.
+        backend: of attention, ``split-kv`` or ``no-split-kv``; None is what the spec says.
         num_blocks: KV blocks of each group; None is what the memory holds beside weights and activations.
     """
 
-    sheet: Sheet
+    spec: HardwareSpec
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -63,7 +57,7 @@ class Replica:
         if self.num_blocks is not None:
             return self.num_blocks
         tokens = kv_pool_tokens(
-            self.sheet,
+            self.spec,
             self.model,
             self.parallel,
             utilization=self.utilization,
@@ -83,7 +77,7 @@ class Replica:
         return [
             Predictor(
                 stage_coefficients(
-                    self.sheet,
+                    self.spec,
                     self.model,
                     self.parallel,
                     stage,
@@ -138,3 +132,90 @@ class Replica:
             max_prompt_tokens=self.max_model_len,
         )
         return scheduler, Pipeline(stages, self.parallel.kvp, noise, on_segment)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory of one rank
+
+
+def weights_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int, *, dtype_bytes: int = 2) -> int:
+    """Bytes of the parameters on one rank: norms whole, all else its share; KV heads at least one a rank.
+
+    Raises:
+        ConfigError: no such stage, or the layout does not split the model.
+    """
+    shard, D, H = Shard.of(model, parallel, stage), model.hidden_size, model.head_dim
+    qkv = (shard.heads + 2 * shard.kv_heads) * H
+    layer = D * qkv + shard.heads * H * D + 3 * D * shard.intermediate + 2 * D
+    layer += model.qkv_bias * qkv + model.o_bias * D + model.qk_norm * 2 * H
+    vocabulary = model.vocab_size * D // parallel.tp
+    tables = shard.is_first + shard.is_last
+    if model.tie_word_embeddings and parallel.spp == 1:
+        tables = 1
+    return dtype_bytes * (shard.layers * layer + tables * vocabulary + shard.is_last * D)
+
+
+def kv_bytes_per_token(model: ModelConfig, parallel: ParallelConfig, stage: int, *, dtype_bytes: int = 2) -> int:
+    """Bytes of keys and values that a token leaves on one rank of its group.
+
+    Raises:
+        ConfigError: no such stage, or the layout does not split the model.
+    """
+    shard = Shard.of(model, parallel, stage)
+    return 2 * shard.layers * shard.kv_heads * model.head_dim * dtype_bytes
+
+
+def activation_bytes(
+    model: ModelConfig, parallel: ParallelConfig, stage: int, max_batch_tokens: int, *, dtype_bytes: int = 2
+) -> int:
+    """Bytes of the largest set of tensors alive at once on one rank.
+
+    Four of the model dimension (residual, normed, output, pipeline buffer), and the larger of attention's (queries,
+    keys, values, output) and the MLP's (gate, up, product); on the last stage float32 logits of 256 tokens.
+
+    Raises:
+        ConfigError: no such stage, or the layout does not split the model.
+    """
+    shard = Shard.of(model, parallel, stage)
+    attention = (2 * shard.heads + 2 * shard.kv_heads) * model.head_dim
+    token = 4 * model.hidden_size + max(attention, 3 * shard.intermediate)
+    return int(max_batch_tokens * token * dtype_bytes + shard.is_last * MAX_SAMPLES * model.vocab_size * 4)
+
+
+def kv_pool_tokens(
+    spec: HardwareSpec,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    utilization: float = 0.9,
+    max_batch_tokens: int = 2048,
+    dtype_bytes: int = 2,
+) -> int:
+    """Tokens whose keys and values fit on each group beside weights and activations: those of its fullest stage.
+
+    Args:
+        spec: whose memory.
+        model, parallel: what is held.
+        utilization: share of the memory that may be used, above 0, at most 1.
+        max_batch_tokens: query tokens of a batch.
+        dtype_bytes: of an element.
+
+    Raises:
+        ConfigError: they do not fit, with the numbers, or the layout does not split the model.
+    """
+    check_number("utilization", utilization, most=1.0)
+    check_int("max_batch_tokens", max_batch_tokens)
+    usable, tokens = int(spec.memory_bytes * utilization), []
+    for stage in range(parallel.spp):
+        weights = weights_bytes(model, parallel, stage, dtype_bytes=dtype_bytes)
+        activations = activation_bytes(model, parallel, stage, max_batch_tokens, dtype_bytes=dtype_bytes)
+        token = kv_bytes_per_token(model, parallel, stage, dtype_bytes=dtype_bytes)
+        if (left := usable - weights - activations) < token:
+            raise ConfigError(
+                f"{shape_name(model)} at tp={parallel.tp} spp={parallel.spp} does not fit {spec.name}: stage {stage} "
+                f"needs {weights / 1e9:.1f} GB for weights and {activations / 1e9:.1f} GB for activations of "
+                f"{max_batch_tokens} tokens, and {usable / 1e9:.1f} GB are there ({utilization:g} of "
+                f"{spec.memory_bytes / 1e9:.1f} GB); accepted: more tp or spp, or smaller batches"
+            )
+        tokens.append(left // token)
+    return min(tokens)

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import Predictor, slowest_of
 from medha.cost.prefill_time import budgeted_chunk
-from medha.sim.replica import Replica, slowest_of
+from medha.sim.replica import Replica
 from medha.sim.simulator import Gaps, Outcome
 
 Floats = NDArray[np.float64]

@@ -7,7 +7,7 @@ in a child process (:mod:`medha.child.render`), because it can crash or exhaust 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from medha.child import render
@@ -119,19 +119,6 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
         copied["content"] = _content_text(copied.get("content"), index)
         plain.append(copied)
     return plain
-
-
-def strings(value: Any) -> Iterator[str]:
-    """Every string in a JSON-like value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from strings(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from strings(item)
 
 
 def map_strings(value: Any, function: Callable[[str], str]) -> Any:

@@ -1,7 +1,7 @@
 """Text to token ids and back, and the tokenizer files of a model folder.
 
 :func:`load_tokenizer` reads those files in either generation of the Hugging Face layout. Chat messages are rendered by
-:mod:`medha.text.chat_template` and encoded here, so that special-token text inside a message stays text.
+:mod:`medha.text.chat_template` and encoded here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tokenizers
 from medha.child import encode
 from medha.child.process import Child, ChildError
 from medha.errors import ChatTemplateError, TokenizerError, ValidationError
-from medha.text.chat_template import ChatTemplate, check_utf8, map_strings, strings, template_variables
+from medha.text.chat_template import ChatTemplate, check_utf8, map_strings, template_variables
 
 logger = logging.getLogger("medha")
 
@@ -31,8 +31,7 @@ MAX_FILE_BYTES = 100_000_000
 # Longer texts, in characters, are encoded in a child process.
 _LONG_TEXT = 100_000
 
-_PRIVATE_USE = range(0xF0000, 0xFFFFE)
-_ANCHOR = "\U0010fffdmedha\U0010fffd"
+_MARK = "\U0010fffdmedha\U0010fffd"  # no text of a model or of a user
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -103,10 +102,7 @@ class Tokenizer:
         self.eos_token_id = self._named_id("eos_token")
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        # Text of each control token, longest first, and whether it takes the blanks before and after it along.
-        named = {text: (False, False) for text in self.special_tokens.values() if backend.token_to_id(text) is not None}
-        flags = named | {token.content: (token.lstrip, token.rstrip) for token in added.values() if token.special}
-        self._control_flags = {text: flags[text] for text in sorted(filter(None, flags), key=len, reverse=True)}
+        self._special_texts = [token.content for token in added.values() if token.special]
 
     def check_vocab(self, vocab_size: int) -> None:
         """Check that every id this tokenizer can produce has a row in the embedding.
@@ -173,8 +169,12 @@ class Tokenizer:
         """Whether chat messages can be rendered."""
         return self.chat_template is not None
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render messages to the text the model was trained on.
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, npt.NDArray[np.int32]]:
+        """Render messages to the text the model was trained on, and encode it, with one BOS if the tokenizer uses one.
+
+        Special-token text in what the caller gives stays text, while the template's own becomes control tokens: the
+        caller's is given to the template with a mark behind its first character. To the encoder that mark is a token
+        of its own, which nothing is matched across; it is left out of text and ids.
 
         Args:
             messages: each with a ``role`` and a ``content``: a str, or a list of text parts, which are joined. Further
@@ -183,51 +183,34 @@ class Tokenizer:
                 :func:`medha.text.chat_template.template_variables`.
 
         Returns:
-            The rendered text.
-
-        Raises:
-            ValidationError: an argument is malformed; ``index`` is the message's position.
-            ChatTemplateError: there is no template, or it fails or exceeds a limit.
-        """
-        return self._render(template_variables(messages, **options))
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids of :meth:`encode_chat_array`, which has the arguments."""
-        ids: list[int] = self.encode_chat_array(messages, **options)[1].tolist()
-        return ids
-
-    def encode_chat_array(
-        self, messages: Sequence[Mapping[str, Any]], **options: Any
-    ) -> tuple[str, npt.NDArray[np.int32]]:
-        """Render messages and encode the result, with one BOS if the tokenizer uses one.
-
-        Special-token text in what the caller gives becomes ordinary text, while the template's own becomes control
-        tokens. The template sees each such text as one private-use character.
-
-        Args:
-            messages, options: as for :meth:`render_chat`.
-
-        Returns:
             The rendered text, and its token ids.
 
         Raises:
-            ValidationError: an argument is malformed, or holds special-token text that this vocabulary cannot
-                spell; ``index`` is the message's position where known.
+            ValidationError: an argument is malformed; ``index`` is the message's position. Or one holds a special
+                token of a single character, which cannot be text.
             ChatTemplateError: there is no template, or it fails or exceeds a limit.
             TokenizerError: the tokenizer has no ids for the text, or fails.
         """
         variables = template_variables(messages, **options)
-        found: set[str] = set()
-        for text in strings([*variables.values()]):
-            found.update(match.group() for match in self._control_re.finditer(text))
-        if not found:
-            rendered = self._render(variables)
+        if self.chat_template is None:
+            raise ChatTemplateError(
+                f"{self.name} has no chat template: neither chat_template.jinja nor a default chat_template in "
+                "tokenizer_config.json; give the text that the model was trained on as prompt"
+            )
+        rendered = self.chat_template.render({name: map_strings(v, self._marked) for name, v in variables.items()})
+        if _MARK not in rendered:
             return rendered, self._with_one_bos(self.encode_array(rendered, add_special_tokens=False))
-        stand_ins = self._stand_ins(sorted(found), [*variables.values()])
-        marked = map_strings([*variables.values()], lambda text: self._control_re.sub(lambda m: stand_ins[m[0]], text))
-        rendered = self._render(dict(zip(variables, marked, strict=True)))
-        ids = self._with_one_bos(self._encode_marked(rendered, stand_ins))
-        return rendered.translate({ord(mark): text for text, mark in stand_ins.items()}), ids
+        encoder, mark_id = self._marked_encoder
+        ids = encoder(rendered, add_special_tokens=False)
+        return rendered.replace(_MARK, ""), self._with_one_bos(ids[ids != mark_id])
+
+    def interrupt(self) -> None:
+        """Give up the long text that another thread encodes, or the template that it renders; it gets an error."""
+        self._encoder.child.interrupt()
+        if "_marked_encoder" in vars(self):
+            self._marked_encoder[0].child.interrupt()
+        if self.chat_template is not None:
+            self.chat_template.interrupt()
 
     def _named_id(self, key: str) -> int | None:
         text = self.special_tokens.get(key)
@@ -241,115 +224,30 @@ class Tokenizer:
         rest = ids[others[0] if len(others) else len(ids) :]
         return np.concatenate([_as_ids([bos]), rest]) if self.adds_bos or len(rest) < len(ids) else ids
 
-    def _stand_ins(self, texts: Sequence[str], given: list[Any]) -> dict[str, str]:
-        """One private-use character per special text, of those that occur nowhere in the input or in such a text."""
-        source = "" if self.chat_template is None else self.chat_template.source
-        taken = set(source).union(*strings(given), *self._control_flags)
-        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in taken)
-        try:
-            return {text: next(free) for text in texts}
-        except StopIteration:
-            raise ValidationError("messages use every private-use character", param="messages") from None
+    @cached_property
+    def _special_start(self) -> re.Pattern[str]:
+        """The first character of any special-token text, also of one within another."""
+        texts = filter(None, {*self._special_texts, *self.special_tokens.values()})
+        return re.compile("|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in texts) or r"(?!)")
+
+    def _marked(self, text: str) -> str:
+        """Text with a mark in each special-token text, behind its first character."""
+        for single in self._special_texts:
+            if len(single) == 1 and single in text:
+                raise ValidationError(
+                    f"messages hold {single!r}, a special token of {self.name} that cannot be encoded as text",
+                    param="messages",
+                )
+        return self._special_start.sub(lambda start: start[0] + _MARK, text)
 
     @cached_property
-    def _control_re(self) -> re.Pattern[str]:
-        """Any special-token text."""
-        return re.compile("|".join(map(re.escape, self._control_flags)) or r"(?!)")
-
-    @cached_property
-    def _control_span_re(self) -> re.Pattern[str]:
-        """Any special-token text with the blanks the tokenizer takes along with it, in a group."""
-        parts = [
-            (r"\s*" if lstrip else "") + re.escape(text) + (r"\s*" if rstrip else "")
-            for text, (lstrip, rstrip) in self._control_flags.items()
-        ]
-        return re.compile("(" + ("|".join(parts) or r"(?!)") + ")")
-
-    def interrupt(self) -> None:
-        """Give up the long text that another thread encodes, or the template that it renders; it gets an error."""
-        encoders = [self._encoder, *filter(None, [vars(self).get("_literal_encoder")])]
-        for child in (*(encoder.child for encoder in encoders), *filter(None, [self.chat_template])):
-            child.interrupt()
-
-    @cached_property
-    def _literal_encoder(self) -> _Encoder:
-        """A second tokenizer, to which special-token text is ordinary text."""
+    def _marked_encoder(self) -> tuple[_Encoder, int]:
+        """A second tokenizer, to which the mark is a token, and the id of that."""
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
-        backend.encode_special_tokens = True
-        # An added token that is not special is matched all the same. Text after it is encoded as in the middle of a
-        # sequence: no space is put before it.
-        backend.add_tokens([tokenizers.AddedToken(_ANCHOR, special=False, normalized=False)])
-        return _Encoder(backend, backend.to_str, name=self.name)
-
-    def _encode_marked(self, rendered: str, stand_ins: dict[str, str]) -> npt.NDArray[np.int32]:
-        """Encode text in which stand-in characters mean special-token text that is to be ordinary text.
-
-        The text between two of the template's control tokens is encoded whole, by the literal tokenizer if it holds
-        a stand-in; everything else goes through the usual tokenizer in runs as long as possible.
-        """
-        texts = {mark: text for text, mark in stand_ins.items()}
-        mark_re = re.compile("[" + "".join(texts) + "]")
-        parts: list[npt.NDArray[np.int32]] = []
-        usual = ""
-        at_start = True
-        for section in self._control_span_re.split(rendered):
-            marks = mark_re.findall(section)
-            if not marks:
-                usual += section
-                continue
-            if usual:
-                parts.append(self.encode_array(usual, add_special_tokens=False))
-                at_start = False
-            usual = ""
-            parts.append(self._encode_literal(mark_re.split(section), [texts[mark] for mark in marks], at_start))
-            at_start = False
-        if usual:
-            parts.append(self.encode_array(usual, add_special_tokens=False))
-        return np.concatenate(parts)
-
-    def _encode_literal(self, between: list[str], specials: list[str], at_start: bool) -> npt.NDArray[np.int32]:
-        """Encode ``between[0] specials[0] between[1] ...`` as ordinary text."""
-        found = map(self.backend.token_to_id, specials)
-        forbidden = [token_id for token_id in found if token_id not in (None, self._unk_id)]
-        whole = between[0] + "".join(s + b for s, b in zip(specials, between[1:], strict=True))
-        ids = self._encode_anchored(whole, at_start)
-        if not np.isin(ids, np.array(forbidden, np.int32)).any():
-            return ids
-        # The model itself knows the text as one piece: cut each after its first character.
-        pieces = [between[0]]
-        for special, rest in zip(specials, between[1:], strict=True):
-            pieces[-1] += special[0]
-            pieces.append(special[1:] + rest)
-        parts: list[npt.NDArray[np.int32]] = []
-        for piece in filter(None, pieces):
-            parts.append(self._encode_anchored(piece, at_start and not any(map(len, parts))))
-        ids = np.concatenate(parts)
-        if np.isin(ids, np.array(forbidden, np.int32)).any():
-            raise ValidationError(
-                f"messages hold special-token text that the tokenizer cannot encode as text: {sorted(set(specials))}",
-                param="messages",
-            )
-        return ids
-
-    def _encode_anchored(self, text: str, at_start: bool) -> npt.NDArray[np.int32]:
-        check_utf8(text, "messages")
-        text = text.replace(_ANCHOR, "\ufffd")
-        if at_start:
-            return self._literal_encoder(text, add_special_tokens=False)
-        return self._literal_encoder(_ANCHOR + text, add_special_tokens=False)[1:]
-
-    @cached_property
-    def _unk_id(self) -> int | None:
-        text = getattr(self.backend.model, "unk_token", None) or self.special_tokens.get("unk_token")
-        return self.backend.token_to_id(text) if text else None
-
-    def _render(self, variables: dict[str, Any]) -> str:
-        if self.chat_template is None:
-            raise ChatTemplateError(
-                f"{self.name} has no chat template: neither chat_template.jinja nor a default chat_template in "
-                "tokenizer_config.json; give the text that the model was trained on as prompt"
-            )
-        return self.chat_template.render(variables)
+        backend.add_special_tokens([tokenizers.AddedToken(_MARK, special=True, normalized=False)])
+        mark_id = backend.token_to_id(_MARK)
+        assert mark_id is not None, "it was added"
+        return _Encoder(backend, backend.to_str, name=self.name), mark_id
 
     @cached_property
     def decoder_types(self) -> tuple[str, ...]:
@@ -371,10 +269,9 @@ class _Encoder:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, source: Callable[[], str], *, name: str) -> None:
-        literal = backend.encode_special_tokens
         self._backend = backend
         self._name = name
-        self.child = Child("medha.child.encode", setup=lambda: encode.setup(source(), encode_special_tokens=literal))
+        self.child = Child("medha.child.encode", setup=lambda: source().encode())
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
         with _failures_named(self._name, "encode"):

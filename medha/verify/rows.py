@@ -1,4 +1,4 @@
-"""Rows of the table: a figure, its limit and the verdict; and how the ranks put theirs together.
+"""Rows of the table: a figure, its limit and the verdict; how the ranks put theirs together, and what they run on.
 
 What ranks tell each other goes as JSON through the store at which they met, so a row arrives even where collectives do
 not work.
@@ -7,17 +7,23 @@ not work.
 from __future__ import annotations
 
 import json
+import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from medha.config import ParallelConfig
+from medha.cost.machine import environment
 from medha.parallel.mesh import Job, wait_for_all
 
 PASS = "pass"
 FAIL = "FAIL"
 NOT_RUN = "not run"
+_VERSIONS = ("medha", "python", "torch", "CUDA", "NCCL")
 _LIMIT_S = 600.0  # how long the slowest rank may take longer than this one
 
 
@@ -29,14 +35,16 @@ class Setting:
         parallel: the layout.
         device, dtype, attention_backend: as those of :class:`medha.config.EngineConfig`, except that the dtype ``auto``
             is float32 on a CPU and bfloat16 on a GPU.
-        needle_tokens: length of the document that is read at the end.
+        needle_tokens: lengths of the documents that are read at the end.
+        needle_depths: where the fact lies, as shares of a document; each is looked for in each length.
     """
 
     parallel: ParallelConfig
     device: str = "auto"
     dtype: str = "auto"
     attention_backend: str = "auto"
-    needle_tokens: int = 8192
+    needle_tokens: tuple[int, ...] = (8192,)
+    needle_depths: tuple[float, ...] = (0.1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,7 @@ class Row:
         verdict: :data:`PASS`, :data:`FAIL` or :data:`NOT_RUN`.
         strain: the error as a share of its limit; the rank with the most is shown.
         seconds: how long it took.
+        details: figures of it for the report, where there are more.
     """
 
     check: str
@@ -59,6 +68,18 @@ class Row:
     verdict: str = PASS
     strain: float = 0.0
     seconds: float = 0.0
+    details: Mapping[str, Any] | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """The row of the printed table and of the report."""
+        return {
+            "check": self.check,
+            "what": self.what,
+            "figure": self.figure,
+            "limit": self.limit,
+            "verdict": self.verdict,
+            "seconds": round(self.seconds, 3),
+        }
 
 
 def held(check: str, what: str, error: float, limit: float) -> Row:
@@ -158,3 +179,54 @@ def _worst(located: Sequence[tuple[int, Row]], num_ranks: int) -> Row:
     bad = [rank for rank, other in located if other.verdict == FAIL]
     where = f" (rank {', '.join(map(str, bad))})" if bad and num_ranks > 1 else ""
     return replace(row, what=row.what + where, seconds=seconds)
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """Versions and device of this rank."""
+    facts = environment()
+    return {
+        "medha": facts["medha"],
+        "python": facts["python"],
+        "torch": facts["packages"]["torch"],
+        "CUDA": facts["cuda"],
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
+        "host": socket.gethostname(),
+        "threads": facts["threads"],
+        **_device_facts(device, facts),
+    }
+
+
+def machine_rows(crew: Crew, device: torch.device) -> Iterator[Row]:
+    """Whether versions and kinds of device are the same on all ranks, and no two ranks share a GPU."""
+    yield from machine_rows_of(crew.gather("machine", machine_facts(device)))
+
+
+def machine_rows_of(facts: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    """The rows of what the ranks have found, rank 0's first."""
+    versions = ", ".join(f"{name} {facts[0][name]}" for name in _VERSIONS if facts[0][name] is not None)
+    yield _compared("environment", versions, facts, _VERSIONS)
+    num_hosts = len({fact["host"] for fact in facts})
+    where = "1 node" if num_hosts == 1 else f"{num_hosts} nodes"
+    threads = facts[0]["threads"]
+    what = f"{facts[0]['kind']}, {threads} CPU thread{'s' if threads > 1 else ''} a rank, {where}"
+    shared = [gpu for gpu, count in Counter(fact["gpu"] for fact in facts if fact["gpu"]).items() if count > 1]
+    if shared:
+        yield Row("devices", what, f"ranks share {', '.join(shared)}", "one rank a GPU", FAIL)
+    else:
+        yield _compared("devices", what, facts, ("kind",))
+
+
+def _compared(check: str, what: str, facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Row:
+    odd = [rank for rank, fact in enumerate(facts) if any(fact[name] != facts[0][name] for name in names)]
+    if odd:
+        differing = ", ".join(name for name in names if any(facts[rank][name] != facts[0][name] for rank in odd))
+        return Row(check, what, f"ranks {', '.join(map(str, odd))} differ in {differing}", "the same", FAIL)
+    return Row(check, what, "1 rank" if len(facts) == 1 else f"same on {len(facts)} ranks", "the same", PASS)
+
+
+def _device_facts(device: torch.device, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The kind of device, and which GPU it is."""
+    if device.type != "cuda":
+        return {"kind": f"{facts['cpu'] or 'cpu'}", "gpu": None}
+    properties = torch.cuda.get_device_properties(device)
+    return {"kind": properties.name, "gpu": f"GPU {properties.uuid} of {socket.gethostname()}"}

@@ -1,30 +1,36 @@
-"""All checks in their order, the simplest first: what fails in one is often why the next does."""
+"""All checks in their order, the simplest first: what fails in one is often why the next does; and their report."""
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
 
 from medha.attention.interface import LayerShape
+from medha.cli.command import FAILED_REQUESTS, first_interrupt, ignore_signals
+from medha.cli.report import deliver, stamp
+from medha.cli.table import counted
 from medha.engine.build import TORCH_DTYPES, own_device, pick_backend, pick_device
-from medha.engine.distributed import failures_named, leave
 from medha.errors import RankFailedError
 from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
-from medha.parallel.launch import Launch
-from medha.parallel.mesh import check_same_everywhere, init_ranks, meet
+from medha.parallel.health import failures_named
+from medha.parallel.launch import Launch, is_first_rank
+from medha.parallel.mesh import check_same_everywhere, init_ranks, leave, meet
 from medha.verify.collectives import collective_rows
 from medha.verify.kernels import attention_rows, merge_rows
-from medha.verify.machine import machine_rows
-from medha.verify.rows import Crew, Row, Setting, attempted, timed
-from medha.verify.serving import find_needle, memory_row, parity_rows, random_llama
+from medha.verify.rows import FAIL, NOT_RUN, PASS, Crew, Row, Setting, attempted, failed, machine_rows, timed
+from medha.verify.serving import Show, needle_rows, parity_rows, random_llama
 
 Add = Callable[[Sequence[Row]], None]
 
@@ -37,13 +43,75 @@ def resolved(setting: Setting) -> Setting:
     return replace(setting, dtype="bfloat16" if is_gpu else "float32")
 
 
-def run_checks(setting: Setting, launch: Launch | None, add: Add) -> None:
+def run_and_report(setting: Setting, launch: Launch | None, output_json: Path | None) -> int:
+    """Run the checks and print the table, which rank 0 does; every rank calls it.
+
+    Returns:
+        The exit code; the other ranks leave the verdict to rank 0, since a launcher ends all when one has failed.
+
+    Raises:
+        MedhaError: a rank failed, or the setting cannot be run; the table so far is printed.
+    """
+    setting = resolved(setting)
+    if not is_first_rank():
+        ignore_signals()  # rank 0 hears of them, and shows the table so far
+        run_checks(setting, launch, lambda rows: None)
+        return 0
+    rows: list[Row] = []
+    start = time.perf_counter()
+    try:
+        with first_interrupt() as interrupted, ExitStack() as stack:
+            stack.callback(lambda: _deliver(setting, rows, time.perf_counter() - start, output_json))
+            status = stack.enter_context(Console(stderr=True).status("checking"))
+
+            def add(new: Sequence[Row]) -> None:
+                rows.extend(new)
+                show(rows[-1].verdict)
+
+            def show(text: str) -> None:
+                status.update(f"checking; {rows[-1].check if rows else 'ranks'}: {text}")
+                if interrupted:
+                    raise KeyboardInterrupt
+
+            try:
+                run_checks(setting, launch, add, show)
+            except BaseException as error:
+                if rows:
+                    rows.append(failed(f"after {rows[-1].check}", error))
+                raise
+    except BaseException:
+        ignore_signals()  # the launcher ends the ranks that are left, and this one has to say why
+        raise
+    return FAILED_REQUESTS if any(row.verdict == FAIL for row in rows) else 0
+
+
+def _deliver(setting: Setting, rows: Sequence[Row], seconds: float, output_json: Path | None) -> None:
+    """Print the rows and what they come to, and write the report, if there is anything."""
+    if not rows:
+        return
+    parallel, counts = setting.parallel, Counter(row.verdict for row in rows)
+    layout = f"kvp={parallel.kvp} x spp={parallel.spp} x tp={parallel.tp}"
+    told = f"{counts[PASS]} passed, {counts[FAIL]} failed, {counts[NOT_RUN]} not run; {seconds:.0f} s."
+    report = {
+        "title": f"medha verify: {layout}, {counted(parallel.world_size, 'rank')}, {setting.dtype}",
+        "options": asdict(setting),
+        "checks": [row.shown() for row in rows],
+        "needles": [row.details for row in rows if row.details is not None],
+        "notes": [*["Of several ranks the worst is shown."] * (parallel.world_size > 1), told],
+        "environment": stamp(),
+        "seconds": seconds,
+    }
+    deliver(report, output_json)
+
+
+def run_checks(setting: Setting, launch: Launch | None, add: Add, show: Show = lambda text: None) -> None:
     """Run every check; every rank calls it.
 
     Args:
         setting: what to check, :func:`resolved`.
         launch: this process's place, None for a single process.
         add: called with rows as they come; those on rank 0 are the result.
+        show: told what is going on, often.
 
     Raises:
         ConfigError: the setting cannot be run on this machine.
@@ -55,17 +123,15 @@ def run_checks(setting: Setting, launch: Launch | None, add: Add) -> None:
             mine = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="medha-verify-")))
         folder = _check_basics(setting, launch, mine, add)
         add(timed(parity_rows(setting, folder / "random")))
-        start = time.perf_counter()
-        needle = find_needle(setting, folder / "needle")
-        add([replace(row, seconds=time.perf_counter() - start) for row in needle.rows])
-        add([memory_row(setting, _of_every_rank(setting, launch, needle.kv_bytes))])
+        for row in needle_rows(setting, folder / "needle", partial(_of_every_rank, setting, launch), show):
+            add([row])
 
 
 def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, add: Add) -> Path:
     """All that needs no engine, and the models written; returns the folder that they are in."""
     job = None if launch is None else meet(setting.parallel, launch)
     crew = Crew(job)
-    with nullcontext() if job is None else failures_named(job, activity="verify"):
+    with nullcontext() if job is None else failures_named(job.monitor, activity="verify"):
         if job is not None:
             check_same_everywhere(job, {"options": setting})
         device = own_device(pick_device(setting.device), launch)
@@ -98,13 +164,13 @@ def _write_models(setting: Setting, launch: Launch | None, mine: Path | None, cr
     return Path(folders[0 if launch is None else launch.rank - launch.local_rank])
 
 
-def _of_every_rank(setting: Setting, launch: Launch | None, number: int | None) -> list[int | None]:
-    """A number of each rank, after the engine has left its groups."""
+def _of_every_rank(setting: Setting, launch: Launch | None, value: Any) -> list[Any]:
+    """A value of each rank, after the engine has left its groups."""
     if launch is None:
-        return [number]
+        return [value]
     job = meet(setting.parallel, launch)
-    with failures_named(job, activity="verify"):
-        numbers = Crew(job).gather("numbers", number)
+    with failures_named(job.monitor, activity="verify"):
+        values = Crew(job).gather("values", value)
         if not job.monitor.leave():
-            raise RankFailedError(job.monitor.first_error() or f"{job.place}: not every rank has left in time")
-    return numbers
+            raise RankFailedError(job.monitor.first_error() or f"{job.monitor.place}: not every rank has left in time")
+    return values

@@ -5,15 +5,17 @@ Legend: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from medha.batch import Batch
+from medha.cli.report import peak_memory_bytes
 from medha.config import CacheConfig, EngineConfig, ParallelConfig
 from medha.engine.build import Role, build_role
 from medha.engine.engine import Engine, PendingResult, Prompt
@@ -26,6 +28,9 @@ from medha.parallel.mesh import check_layout
 from medha.params import SamplingParams
 from medha.verify.rows import FAIL, PASS, Row, Setting, exact, held, not_run
 
+Show = Callable[[str], None]
+"""Told what is going on, often."""
+
 LOGPROB_LIMIT = {"float32": 1e-4, "bfloat16": 0.5}
 """How far a log-probability of the engine may be from the plain forward's, which runs in float64."""
 
@@ -34,6 +39,8 @@ _GROUP_TOKENS = 2 * _BLOCK
 _NEW_TOKENS = 24
 _NUM_LOGPROBS = 20
 _ANSWER_TOKENS = 32
+_LONG_NEEDLE = 16384  # tokens; a longer document is read in larger chunks
+_NEEDLE_CHUNK = 2048
 
 
 def random_llama(parallel: ParallelConfig, dtype: str) -> dict[str, Any]:
@@ -120,63 +127,89 @@ def compared(
     yield held("parity", f"log-probabilities of {_NUM_LOGPROBS} a token", float(torch.cat(errors).max()), limit)
 
 
-@dataclass(frozen=True, slots=True)
-class Needle:
-    """What the needle check has found on this rank.
+def needle_rows(
+    setting: Setting,
+    folder: Path,
+    everyone: Callable[[Any], list[Any]],
+    show: Show = lambda text: None,
+) -> Iterator[Row]:
+    """For each length and depth whether the fact is found, and whether no rank held more of the document than its part.
 
-    Attributes:
-        rows: on rank 0.
-        kv_bytes: keys and values that this rank held at the end; None where the check did not run.
+    Every rank calls it; the rows on rank 0 are the result.
+
+    Args:
+        setting: what is checked.
+        folder: of the needle model.
+        everyone: from this rank's value to those of all, once the engine has left; every rank calls it.
+        show: told how far reading is.
     """
+    for num_tokens in setting.needle_tokens:
+        for depth in setting.needle_depths:
+            start = time.perf_counter()
+            row, kv_bytes = find_needle(setting, folder, num_tokens, depth, show)
+            row = replace(row, seconds=time.perf_counter() - start)
+            found: list[tuple[int | None, int]] = everyone((kv_bytes, peak_memory_bytes()))
+            memory = memory_row(setting.parallel, num_tokens, [size for size, _ in found])
+            yield replace(row, details={**(row.details or {}), "peak_memory_bytes": max(peak for _, peak in found)})
+            yield memory
 
-    rows: tuple[Row, ...]
-    kv_bytes: int | None
 
+def find_needle(
+    setting: Setting, folder: Path, num_tokens: int, depth: float, show: Show = lambda text: None
+) -> tuple[Row, int | None]:
+    """Read a document with the needle model and ask for the fact in it; every rank calls it.
 
-def find_needle(setting: Setting, folder: Path) -> Needle:
-    """Read a document with the needle model and ask for the fact in it; every rank calls it."""
-    num_tokens = setting.needle_tokens
-    what = f"fact in {num_tokens:,} tokens, float32"
+    Returns:
+        The row, of rank 0; and the bytes of keys and values that this rank held at the end, None where nothing ran.
+    """
+    what = f"fact at {depth:.0%} of {num_tokens:,} tokens, float32"
     parallel = setting.parallel
     try:
         check_layout(parallel, load_model_config(folder), parallel.world_size)
     except ParallelConfigError as error:
-        return Needle((not_run("needle", what, str(error)),), None)
+        return not_run("needle", what, str(error)), None
     max_model_len = num_tokens + _ANSWER_TOKENS
     share = -(-max_model_len // parallel.kvp)
+    chunk_size = _NEEDLE_CHUNK if num_tokens > _LONG_NEEDLE else 512
     config = EngineConfig.from_flat(
         str(folder),
         max_model_len=max_model_len,
         num_kv_blocks=-(-share // _BLOCK),
-        chunk_size=512,
-        max_batch_tokens=512,
+        scheduler="sarathi",  # chunks of one size, whatever they take
+        chunk_size=chunk_size,
+        max_batch_tokens=chunk_size,
         **_options(setting),
     )
-    haystack = make_haystack(num_tokens, depth=0.1)
-    rows = []
+    haystack = make_haystack(num_tokens, depth=depth)
+    row = Row("needle", what, "")  # of the other ranks
     with joined(config) as role:
         if role.engine is not None:
             params = SamplingParams(temperature=0.0, max_tokens=_ANSWER_TOKENS, output_kind="final_only")
-            output = answers(role.engine, [haystack.prompt], params)[0]
-            found, wanted = repr(output.outputs[0].text), repr(haystack.answer.rstrip("\n"))
-            rows = [Row("needle", what, found, wanted, PASS if found == wanted else FAIL)]
-    runner = role.runner
-    return Needle(tuple(rows), runner.tables.num_blocks * runner.cache.block_bytes)
+            output = answers(role.engine, [haystack.prompt], params, show)[0]
+            found, wanted = output.outputs[0].text, haystack.answer.rstrip("\n")
+            details = {
+                "num_tokens": num_tokens,
+                "depth": depth,
+                "found": found == wanted,
+                "ttft_s": output.metrics.ttft,
+            }
+            row = Row("needle", what, repr(found), repr(wanted), PASS if found == wanted else FAIL, details=details)
+    return row, role.runner.tables.num_blocks * role.runner.cache.block_bytes
 
 
-def memory_row(setting: Setting, kv_bytes: Sequence[int | None]) -> Row:
+def memory_row(parallel: ParallelConfig, num_tokens: int, kv_bytes: Sequence[int | None]) -> Row:
     """Whether no rank held more of the document's keys and values than its share, a tenth and a block more.
 
     Args:
-        setting: what was checked.
+        parallel: the layout.
+        num_tokens: of the document.
         kv_bytes: of each rank.
     """
     known = [size for size in kv_bytes if size is not None]
-    parallel = setting.parallel
     if len(known) < len(kv_bytes):
         return not_run("KV bytes", "of a rank", "the needle was not run")
     token_bytes = 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 4
-    whole = setting.needle_tokens * token_bytes
+    whole = num_tokens * token_bytes
     parts = parallel.kvp * parallel.spp * min(parallel.tp, NUM_KV_HEADS)
     limit = (1.1 * whole + _BLOCK * token_bytes * parallel.kvp) / parts  # the block is of one group
     verdict = PASS if 0 < max(known) <= limit else FAIL
@@ -196,13 +229,19 @@ def joined(config: EngineConfig) -> Iterator[Role]:
     role.close()
 
 
-def answers(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
-    """Serve prompts that arrive together; outputs in their order."""
+def answers(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    show: Show = lambda text: None,
+) -> list[RequestOutput]:
+    """Serve prompts that arrive together, showing how far reading is; outputs in their order."""
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
     outputs: dict[str, RequestOutput] = {}
     while engine.has_unfinished:
         outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        show(", ".join(f"{done:,} of {total:,} tokens" for _, done, total in engine.prefills()))
     return [outputs[str(i)] for i in range(len(prompts))]
 
 

@@ -1,4 +1,4 @@
-"""Sheets as JSON, and the costs and memory that follow from them, against closed forms."""
+"""Specs as JSON, and the costs and memory that follow from them, against closed forms."""
 
 from __future__ import annotations
 
@@ -15,35 +15,23 @@ from hypothesis import strategies as st
 
 from medha.config import ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
-from medha.cost.hardware import (
-    SHEETS,
-    Floats,
-    Sheet,
-    activation_bytes,
-    chunk_slope_s,
-    first_chunk_s,
-    gemm_s,
-    kv_bytes_per_token,
-    kv_pool_tokens,
-    linear_layer_s,
-    load_sheet,
-    stage_coefficients,
-    weights_bytes,
-)
+from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
+from medha.cost.roofline import Floats, chunk_slope_s, first_chunk_s, gemm_s, linear_layer_s, stage_coefficients
 from medha.engine.build import Part
 from medha.errors import ConfigError
 from medha.sim.known_models import KNOWN_MODELS
-from tools.fit_spec import _fit, _rows, derived_sheets, prefill_s, run
+from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
+from tools.fit_spec import _fit, _rows, derived_specs, prefill_s, run
 
 NAMES = ("a100-80g", "b200-180g", "h100-80g", "h200-141g")
-A100, H100 = load_sheet("a100-80g"), load_sheet("h100-80g")
+A100, H100 = load_spec("a100-80g"), load_spec("h100-80g")
 LLAMA_8B, LLAMA_70B, QWEN = (KNOWN_MODELS[name] for name in ("llama-3-8b", "llama-3-70b", "qwen2.5-14b-1m"))
 LAYOUTS = [ParallelConfig(*degrees) for degrees in ((1, 1, 1), (2, 2, 2), (8, 1, 1), (8, 4, 4), (4, 3, 1))]
 
 
 def predictor(
-    sheet: Sheet,
+    spec: HardwareSpec,
     model: ModelConfig,
     parallel: ParallelConfig,
     stage: int = 0,
@@ -51,7 +39,7 @@ def predictor(
     max_tokens: int = 16384,
     **options: Any,
 ) -> Predictor:
-    return Predictor(stage_coefficients(sheet, model, parallel, stage, **options), max_tokens=max_tokens)
+    return Predictor(stage_coefficients(spec, model, parallel, stage, **options), max_tokens=max_tokens)
 
 
 def chunk_s(model: Predictor, tokens: int, kv: int = 0) -> float:
@@ -72,39 +60,39 @@ def changed(path: str, value: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sheets
+# Specs
 
 
-def test_the_sheets_that_come_along() -> None:
-    assert sorted(path.stem for path in SHEETS.glob("*.json")) == list(NAMES)
+def test_the_specs_that_come_along() -> None:
+    assert sorted(path.stem for path in SPECS.glob("*.json")) == sorted(("cpu", *NAMES))
     for name in NAMES:
-        sheet = load_sheet(name)
-        assert sheet.name == name
-        assert sheet.provenance == ("measured" if name == "a100-80g" else "derived")
-        assert Sheet.from_json(sheet.to_json()) == sheet
-        assert all("derived, not measured" in sheet.sources[part] for part in ("gemm", "all_reduce", "node_send")) == (
-            sheet.provenance == "derived"
+        spec = load_spec(name)
+        assert spec.name == name
+        assert spec.provenance == ("measured" if name == "a100-80g" else "derived")
+        assert HardwareSpec.from_json(spec.to_json()) == spec
+        assert all("derived, not measured" in spec.sources[part] for part in ("gemm", "all_reduce", "node_send")) == (
+            spec.provenance == "derived"
         )
 
 
-def test_derived_sheets_follow_from_the_fitted_one() -> None:
-    assert {sheet.name: sheet for sheet in derived_sheets(A100)} == {name: load_sheet(name) for name in NAMES[1:]}
+def test_derived_specs_follow_from_the_fitted_one() -> None:
+    assert {spec.name: spec for spec in derived_specs(A100)} == {name: load_spec(name) for name in NAMES[1:]}
 
 
 def test_every_rate_is_below_what_is_published() -> None:
-    for sheet in map(load_sheet, NAMES):
-        assert max(sheet.gemm.flops_per_s) < 0.8 * sheet.peak_flops_per_s
-        assert 0.4 * sheet.peak_flops_per_s < sheet.attention.flops_per_s < 0.7 * sheet.peak_flops_per_s
-        for bytes_per_s in (sheet.gemm.bytes_per_s, sheet.attention.bytes_per_s, sheet.elementwise.bytes_per_s):
-            assert 0.4 * sheet.hbm_bytes_per_s < bytes_per_s < 0.95 * sheet.hbm_bytes_per_s
-        assert sheet.node_send.bytes_per_s < sheet.send.bytes_per_s
+    for spec in map(load_spec, NAMES):
+        assert max(spec.gemm.flops_per_s) < 0.8 * spec.peak_flops_per_s
+        assert 0.4 * spec.peak_flops_per_s < spec.attention.flops_per_s < 0.7 * spec.peak_flops_per_s
+        for bytes_per_s in (spec.gemm.bytes_per_s, spec.attention.bytes_per_s, spec.elementwise.bytes_per_s):
+            assert 0.4 * spec.hbm_bytes_per_s < bytes_per_s < 0.95 * spec.hbm_bytes_per_s
+        assert spec.node_send.bytes_per_s < spec.send.bytes_per_s
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "is not JSON"),
-        ("[]", "accepted: a file of format 'medha-hardware-sheet', version 1"),
+        ("[]", "accepted: a file of format 'medha-hardware-spec', version 1"),
         (changed("version", 2), "version 1"),
         (changed("gemm", 1), "gemm is 1; accepted: an object"),
         (changed("gemm.launch_s", ...), "gemm lacks launch_s"),
@@ -112,6 +100,7 @@ def test_every_rate_is_below_what_is_published() -> None:
         (changed("gemm.launch_s", 0), "gemm.launch_s=0; accepted: a finite number above 0"),
         (changed("gemm.launch_s", "1"), "gemm.launch_s='1'"),
         (changed("gemm.flops_per_s", [1e12]), "gemm.flops_per_s=.*; accepted: 3 numbers"),
+        (changed("gemm.tiles", [[64], [64, 64], [64, 64]]), "gemm.tiles=.*; accepted: a list of pairs"),
         (changed("gemm.flops_per_s", [1e12, 1e12, None]), "gemm.flops_per_s=None"),
         (changed("gemm.wave_share", 1.5), "gemm.wave_share=1.5; accepted: a finite number of at least 0, at most 1"),
         (
@@ -126,35 +115,35 @@ def test_every_rate_is_below_what_is_published() -> None:
         (changed("all_gather.0.ranks", 1), "link.ranks=1; accepted: a whole number of at least 2"),
         (changed("send", 3), "send is 3"),
         (changed("gemm", []), "gemm is .*; accepted: an object"),
-        (changed("all_reduce", {"alpha_s": 1.0, "bytes_per_s": 1.0, "ranks": 2}), "sheet.all_reduce=.*a list of links"),
-        (changed("memory_bytes", 8e10), "sheet.memory_bytes=80000000000.0; accepted: a whole number"),
-        (changed("num_sms", True), "sheet.num_sms=True"),
-        (changed("provenance", "guessed"), "sheet.provenance='guessed'; accepted: 'measured' or 'derived'"),
-        (changed("machine", ""), "sheet.machine=''; accepted: a text"),
-        (changed("host_s", -1), "sheet.host_s=-1; accepted: a finite number of at least 0"),
-        (changed("peak_flops_per_s", ...), "sheet lacks peak_flops_per_s"),
+        (changed("all_reduce", {"alpha_s": 1.0, "bytes_per_s": 1.0, "ranks": 2}), "spec.all_reduce=.*a list of links"),
+        (changed("memory_bytes", 8e10), "spec.memory_bytes=80000000000.0; accepted: a whole number"),
+        (changed("num_sms", True), "spec.num_sms=True"),
+        (changed("provenance", "guessed"), "spec.provenance='guessed'; accepted: measured, derived, assumed"),
+        (changed("machine", ""), "spec.machine=''; accepted: a text"),
+        (changed("host_s", -1), "spec.host_s=-1; accepted: a finite number of at least 0"),
+        (changed("peak_flops_per_s", ...), "the file lacks peak_flops_per_s"),
         (changed("sources.gemm", ...), "sources: none for gemm; accepted: a text for each of"),
         (changed("sources.gem", "?"), "sources: unknown gem; accepted"),
         (changed("sources", []), "sources: none for all_gather"),
     ],
 )
-def test_a_bad_sheet_is_refused_by_field(text: str, message: str) -> None:
+def test_a_bad_spec_is_refused_by_field(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        Sheet.from_json(text, source="sheet x")
-    assert str(caught.value).startswith("sheet x")
+        HardwareSpec.from_json(text, source="spec x")
+    assert str(caught.value).startswith("spec x")
 
 
-def test_a_sheet_of_ones_own(tmp_path: Path) -> None:
+def test_a_spec_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(changed("name", "mine"))
-    assert load_sheet(path) == replace(A100, name="mine")
+    assert load_spec(path) == replace(A100, name="mine")
 
 
-def test_an_unknown_sheet_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sheet 'a100' is not known; accepted: a100-80g, .*did you mean a100-80g\?"):
-        load_sheet("a100")
+def test_an_unknown_spec_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"spec 'a100' is not known; accepted: a100-80g, .*did you mean a100-80g\?"):
+        load_spec("a100")
     with pytest.raises(ConfigError, match=r"accepted: .*, or the path of a JSON file$"):
-        load_sheet(tmp_path / "q")
+        load_spec(tmp_path / "q")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,7 +189,7 @@ def test_links_are_of_the_network_where_ranks_span_nodes() -> None:
         ((ParallelConfig(), -1), {}, "stage=-1"),
         ((ParallelConfig(spp=33), 0), {}, "spp=33 stages; accepted: 1 to 32"),
         ((ParallelConfig(tp=3), 0), {}, "tp=3; accepted: a divisor of 32 query heads"),
-        ((ParallelConfig(), 0), {"dtype_bytes": 4}, "dtype_bytes=4; accepted: 1 or 2"),
+        ((ParallelConfig(), 0), {"dtype_bytes": 8}, "dtype_bytes=8; accepted: 1, 2, 4"),
         ((ParallelConfig(), 0), {"backend": "flash"}, "backend='flash'; accepted: split-kv, no-split-kv"),
     ],
 )
@@ -250,26 +239,26 @@ PREDICTORS = Predictors()
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_large_product_reaches_most_of_the_peak_and_a_thin_one_the_bandwidth(name: str) -> None:
-    sheet, size = load_sheet(name), 8192
-    mfu = 2 * size**3 / float(gemm_s(sheet, size, size, size)) / sheet.peak_flops_per_s
+    spec, size = load_spec(name), 8192
+    mfu = 2 * size**3 / float(gemm_s(spec, size, size, size)) / spec.peak_flops_per_s
     assert 0.6 < mfu < 0.8
-    mbu = 2 * size * size / float(gemm_s(sheet, 1, size, size)) / sheet.hbm_bytes_per_s
+    mbu = 2 * size * size / float(gemm_s(spec, 1, size, size)) / spec.hbm_bytes_per_s
     assert 0.4 < mbu < 0.9
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_utilisation_of_a_model(name: str) -> None:
     """2 FLOPs a parameter and token, 2 c^2 width a layer of causal attention; a decode reads weights and its KV."""
-    sheet = load_sheet(name)
+    spec = load_spec(name)
     width = LLAMA_8B.num_heads * LLAMA_8B.head_dim
     layers = 2 * (8.03e9 - 2 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size)
     for tokens, kv, least, most in ((8192, 0, 0.5, 0.75), (8192, 1_000_000, 0.45, 0.65)):
         flops = layers * tokens + LLAMA_8B.num_layers * width * (2 * tokens**2 + 4 * tokens * kv)
-        seconds = chunk_s(predictor(sheet, LLAMA_8B, ParallelConfig()), tokens, kv)
-        assert least < flops / seconds / sheet.peak_flops_per_s < most
+        seconds = chunk_s(predictor(spec, LLAMA_8B, ParallelConfig()), tokens, kv)
+        assert least < flops / seconds / spec.peak_flops_per_s < most
     read = 2 * (8.03e9 - LLAMA_8B.vocab_size * LLAMA_8B.hidden_size) + 131072 * 500_000
-    seconds = predictor(sheet, LLAMA_8B, ParallelConfig()).predict([Work(1, 500_000, True)])
-    assert 0.6 < read / seconds / sheet.hbm_bytes_per_s < 0.85
+    seconds = predictor(spec, LLAMA_8B, ParallelConfig()).predict([Work(1, 500_000, True)])
+    assert 0.6 < read / seconds / spec.hbm_bytes_per_s < 0.85
 
 
 def test_prefills_of_llama_3_8b_on_an_a100() -> None:
@@ -321,14 +310,14 @@ def test_a_kv_that_is_not_split_makes_small_chunks_and_decodes_dear() -> None:
 
 @pytest.mark.parametrize("backend", ["split-kv", "no-split-kv"])
 def test_tables_follow_the_forms_between_their_points(backend: str) -> None:
-    sheet = replace(A100, attention=replace(A100.attention, splits_kv=backend == "split-kv"))
-    costs = predictor(sheet, LLAMA_8B, ParallelConfig())
+    spec = replace(A100, attention=replace(A100.attention, splits_kv=backend == "split-kv"))
+    costs = predictor(spec, LLAMA_8B, ParallelConfig())
     shape = {"hidden": 4096, "heads_width": 4096, "kv_width": 1024, "intermediate": 14336}
     for tokens in (48, 200, 777, 3000, 11_111):
-        first = float(first_chunk_s(sheet, tokens, heads=32, head_dim=128))
-        slope = float(chunk_slope_s(sheet, tokens, heads=32, kv_heads=8, head_dim=128))
-        layer = float(linear_layer_s(sheet, tokens, **shape))
-        assert chunk_s(costs, tokens) == pytest.approx(32 * (first + layer) + sheet.host_s, rel=0.06)
+        first = float(first_chunk_s(spec, tokens, heads=32, head_dim=128))
+        slope = float(chunk_slope_s(spec, tokens, heads=32, kv_heads=8, head_dim=128))
+        layer = float(linear_layer_s(spec, tokens, **shape))
+        assert chunk_s(costs, tokens) == pytest.approx(32 * (first + layer) + spec.host_s, rel=0.06)
         rise = chunk_s(costs, tokens, 3_000_000) - chunk_s(costs, tokens, 2_000_000)
         assert rise == pytest.approx(32e6 * slope, rel=0.02)
 
@@ -417,8 +406,8 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
 
 
 def test_a_fit_nearly_finds_the_rates_that_made_the_rows() -> None:
-    def predict(sheet: Sheet, sizes: Floats) -> Floats:
-        return gemm_s(sheet, *sizes.T)
+    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
+        return gemm_s(spec, *sizes.T)
 
     sizes = np.array([(m, n, k) for m in (1, 64, 200, 1024, 8192) for n in (1024, 6144) for k in (1024, 4096)], float)
     rows = _rows("made up", np.column_stack([sizes, predict(A100, sizes) * 1e3]).tolist(), predict)
@@ -431,10 +420,10 @@ def test_a_fit_nearly_finds_the_rates_that_made_the_rows() -> None:
     assert max(fitted.gemm.flops_per_s) == pytest.approx(max(A100.gemm.flops_per_s), rel=0.05)
 
 
-def test_command_derives_the_committed_sheets(tmp_path: Path) -> None:
+def test_command_derives_the_committed_specs(tmp_path: Path) -> None:
     assert run(["derive", "--out", str(tmp_path)]) == 0
     for name in NAMES[1:]:
-        assert (tmp_path / f"{name}.json").read_text() == (SHEETS / f"{name}.json").read_text()
+        assert (tmp_path / f"{name}.json").read_text() == (SPECS / f"{name}.json").read_text()
 
 
 def test_command_without_tables_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

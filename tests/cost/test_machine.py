@@ -22,7 +22,9 @@ from medha.bench.harness import write_config
 from medha.cli.command import run_app
 from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
 from medha.cost.coefficients import Coefficients, ProfileKey
+from medha.cost.hardware import load_spec, spec_of_device
 from medha.cost.predictor import Predictor, Work
+from medha.cost.roofline import stage_coefficients
 from medha.engine.build import build_engine
 from medha.engine.journal import replay
 from medha.errors import ConfigError
@@ -89,13 +91,36 @@ def test_a_journal_says_what_the_profile_said(model: Path, profile: Path) -> Non
     assert replay(lines).mismatch is None
 
 
-def test_without_a_profile_it_is_the_stated_default_of_the_same_key(model: Path, profile: Path) -> None:
+def test_without_a_profile_it_is_a_spec_for_the_hardware_with_the_same_key(model: Path, profile: Path) -> None:
     engine = build_engine(config(model))
     assert engine.scheduler.predictor is not None
     default, measured = engine.scheduler.predictor.coefficients, Coefficients.load(profile)
     assert default.key == measured.key
-    assert default.chunks.tokens == tuple(float(2**i) for i in range(15))
-    assert default != measured
+    assert default.linear != measured.linear
+    assert default.host_s == load_spec("cpu").host_s
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA H100 80GB HBM3", "h100-80g"),
+        ("NVIDIA H200", "h200-141g"),
+        ("NVIDIA B200", "b200-180g"),
+        ("NVIDIA GeForce RTX 4090", "a100-80g"),
+    ],
+)
+def test_a_gpu_has_the_spec_of_its_name(device: str, name: str) -> None:
+    assert spec_of_device(device, 1) == load_spec(name)
+
+
+def test_a_cpu_is_so_many_threads() -> None:
+    model = dataclasses.replace(MODEL, hidden_size=2048, intermediate_size=8192)
+    one, four = (stage_coefficients(spec_of_device(None, n), model, ParallelConfig(), 0, dtype_bytes=4) for n in (1, 4))
+    weights = 4 * (2048 * (64 + 2 * 32 + 64) + 3 * 2048 * 8192)  # of the layers; a token reads each, 4 bytes at 6 GB/s
+    assert one.linear.y[0] >= weights * 4 / 6e9
+    assert one.linear.y[-1] == pytest.approx(2 * weights * one.linear.x[-1] / 4e10, rel=0.05)
+    assert one.linear.tail_slope == pytest.approx(4 * four.linear.tail_slope, rel=1e-3)
 
 
 def test_what_was_measured(profile: Path) -> None:

@@ -323,7 +323,7 @@ def test_the_log_says_what_was_chosen(folder: Path, caplog: pytest.LogCaptureFix
     assert lines[:4] == [
         "LlamaForCausalLM, 3 layers, float32 on cpu, attention torch",
         "longest request 100 tokens: context 100, KV pool 320 tokens",
-        "step times from a rough sheet of the machine; medha profile measures them",
+        "step times from a hardware spec of the kind of this machine; medha profile measures them",
         "sampling defaults {'temperature': 0.7}, from generation_config.json",
     ]
     assert lines[5] == "longest request 64 tokens: context 100, KV pool 64 tokens"

@@ -26,10 +26,11 @@ import pytest
 import medha.engine.build
 import medha.verify.demo
 from medha.cli.command import first_interrupt, run_app
+from medha.cli.options import ENGINE, SAMPLING
 from medha.config import OPTION_ALIASES, EngineConfig
 from medha.engine.journal import replay
 from medha.errors import ConfigError
-from medha.generate.__main__ import _ENGINE, app
+from medha.generate.__main__ import app
 from medha.models.needle import make_haystack, write_needle
 from medha.worker.runner import Runner
 
@@ -90,7 +91,7 @@ def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., E
         raise ConfigError("no model is loaded here")
 
     monkeypatch.setattr(medha.engine.build, "build_role", build_role)
-    monkeypatch.setattr("medha.generate.own_ranks", lambda *_: nullcontext())
+    monkeypatch.setattr("medha.generate.__main__.own_ranks", lambda *_: nullcontext())
     monkeypatch.setattr("medha.generate.work._checked", lambda config, arrivals: arrivals)
 
     def configure(*arguments: str) -> EngineConfig:
@@ -350,39 +351,13 @@ def test_timeline(run: Command, tmp_path: Path, name: str) -> None:
 # -- options -----------------------------------------------------------------------------------------------------
 
 OPTIONS: list[tuple[str, str, Any]] = [
-    ("tp", "2", 2),
     ("spp", "2", 2),
-    ("kvp", "1", 1),
-    ("tp-forward", "dtensor", "dtensor"),
     ("dist-timeout", "30", 30.0),
-    ("tokenizer", "other", "other"),
-    ("revision", "main", "main"),
-    ("dtype", "bfloat16", "bfloat16"),
     ("device", "cuda:1", "cuda:1"),
-    ("attention-backend", "torch", "torch"),
-    ("load-format", "dummy", "dummy"),
-    ("seed", "7", 7),
     ("max-model-len", "512", 512),
-    ("block-size", "64", 64),
-    ("gpu-memory-utilization", "0.5", 0.5),
-    ("max-num-seqs", "3", 3),
-    ("max-batch-tokens", "99", 99),
-    ("chunk-size", "33", 33),
-    ("num-threads", "1", 1),
-    ("max-kv-per-group", "512", 512),
-    ("scheduler", "sarathi", "sarathi"),
-    ("policy", "edf", "edf"),
-    ("t-target-s", "0.1", 0.1),
-    ("quantum-s", "0.1", 0.1),
-    ("rho-max", "0", 0.0),
-    ("long-threshold", "1000", 1000),
-    ("late-share", "0.2", 0.2),
     ("patience-s", "inf", math.inf),
-    ("admission", "relegate", "relegate"),
     ("decode-lag", "1", 1),
     ("swap-space", "4GiB", 4 << 30),
-    ("swap-space", "0", 0),
-    ("profile", "profile.json", "profile.json"),
     ("rope-scaling", "yarn", "yarn"),
     ("rope-scaling", '{"rope_type": "linear", "factor": 2}', {"rope_type": "linear", "factor": 2}),
     ("hf-overrides", '{"a": 1}', {"a": 1}),
@@ -390,10 +365,7 @@ OPTIONS: list[tuple[str, str, Any]] = [
 
 
 def found(config: EngineConfig, name: str) -> Any:
-    name = {"num_kv_blocks": "num_blocks", "kv_memory": "memory_bytes", "dist_timeout": "dist_timeout_s"}.get(
-        name, name
-    )
-    name = {"swap_space": "swap_bytes"}.get(name, name)
+    name = {"swap_space": "swap_bytes", "num_kv_blocks": "num_blocks", "dist_timeout": "dist_timeout_s"}.get(name, name)
     sections = (config.cache, config.scheduler, config.parallel, config)
     section = next(part for part in sections if hasattr(part, name))
     return getattr(section, name)
@@ -403,32 +375,19 @@ def found(config: EngineConfig, name: str) -> Any:
 def test_engine_options_in_both_spellings(
     configured: Callable[..., EngineConfig], option: str, text: str, value: Any
 ) -> None:
+    """That each field of the configuration is an option: tests/cli/test_options.py."""
     name = option.replace("-", "_")
     assert found(configured(f"--{option}", text), name) == value
     assert found(configured(f"--{name}={text}"), name) == value
 
 
-def test_every_engine_option_is_tested() -> None:
-    flags = {"num_kv_blocks", "overcommit", "stream", "cuda_graphs"}
-    assert {option.replace("-", "_") for option, _, _ in OPTIONS} >= set(_ENGINE) - flags
+def test_flags(configured: Callable[..., EngineConfig]) -> None:
+    assert configured("--cuda-graphs", "--stream") == configured()
+    config = configured("--enforce-eager", "--no-stream", "--overcommit")  # the first as vLLM calls it
+    assert (config.cuda_graphs, config.scheduler.stream, config.scheduler.overcommit) == (False, False, True)
 
 
-def test_cuda_graphs_are_a_flag(configured: Callable[..., EngineConfig]) -> None:
-    assert configured().cuda_graphs and configured("--cuda-graphs").cuda_graphs
-    assert not configured("--enforce-eager").cuda_graphs  # as vLLM calls it
-
-
-def test_overcommit_is_a_flag(configured: Callable[..., EngineConfig]) -> None:
-    assert configured("--overcommit").scheduler.overcommit
-    assert not configured().scheduler.overcommit
-
-
-def test_stream_is_a_flag_of_two_names(configured: Callable[..., EngineConfig]) -> None:
-    assert configured().scheduler.stream and configured("--stream").scheduler.stream
-    assert not configured("--no-stream").scheduler.stream
-
-
-@pytest.mark.parametrize(("alias", "name"), [pair for pair in OPTION_ALIASES.items() if pair[1] in _ENGINE])
+@pytest.mark.parametrize(("alias", "name"), [pair for pair in OPTION_ALIASES.items() if pair[1] != "kv_memory"])
 def test_other_names_of_options(configured: Callable[..., EngineConfig], alias: str, name: str) -> None:
     for spelling in (alias, alias.replace("_", "-")):
         text = {"policy": "edf", "gpu_memory_utilization": "0.5"}.get(name, "32")
@@ -888,23 +847,17 @@ def test_no_argument_is_the_demo(bare: Command, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_help_is_grouped_and_loads_no_torch() -> None:
-    code = (
-        "import sys, medha.generate as g\ntry: g.main()\nfinally: assert not {'torch', 'tokenizers'} & set(sys.modules)"
-    )
+    code = "from medha.generate.__main__ import main\ntry: main()\n"
+    code += "finally: import sys; assert not {'torch', 'tokenizers'} & set(sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
     done = subprocess.run([sys.executable, "-c", code, "--help"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     panels = re.findall(r"^╭─ ([A-Z][a-z ]+) ─", done.stdout, flags=re.MULTILINE)
     assert [p for p in panels if p not in ("Arguments", "Options")] == [
-        "Model",
-        "Requests",
-        "Sampling",
-        "Memory and batching",
-        "Scheduling",
+        *("Requests", "Output", "Model", "Sampling", "Memory", "Scheduling", "Requests that share the engine"),
         "Parallel layout",
-        "Output",
     ]
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "…" not in done.stdout
-    for name in _ENGINE:
+    for name in {**ENGINE, **SAMPLING}:
         assert f"--{name.replace('_', '-')} " in done.stdout

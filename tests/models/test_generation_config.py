@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from medha.errors import ConfigError
-from medha.models.generation_config import GenerationDefaults, load_generation_config
+from medha.models.hf_config import GenerationDefaults, load_generation_config
 
 
 def test_generation_defaults(tmp_path: Path) -> None:

@@ -21,14 +21,13 @@ from medha.models.needle import (
     NUM_BITS,
     NUM_HEADS,
     NUM_KV_HEADS,
-    encode_bytes,
-    expected_continuation,
     main,
     make_haystack,
     needle_config,
     needle_weights,
     write_needle,
 )
+from tests.models.needle_truth import encode_bytes, expected_continuation
 
 transformers = pytest.importorskip("transformers")
 

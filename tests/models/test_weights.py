@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from medha.config import ModelConfig, RopeConfig
@@ -58,7 +61,6 @@ def test_single_file(tmp_path: Path, dtype: torch.dtype) -> None:
         for name, tensor in tensors.items():
             info = checkpoint.info(name)
             assert (info.shape, info.file) == (tuple(tensor.shape), FILE)
-            assert info.num_bytes == tensor.numel() * tensor.element_size()
             torch.testing.assert_close(checkpoint.read(name), tensor, rtol=0, atol=0)
         assert checkpoint.bytes_read == sum(t.numel() * t.element_size() for t in tensors.values())
 
@@ -159,6 +161,145 @@ def test_file_that_vanishes(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Headers, which the library checks
+
+
+def write_raw(path: Path, header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def entry(begin: int, end: int, *, dtype: Any = "F32", shape: Any = None) -> dict[str, Any]:
+    shape = [(end - begin) // 4] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+DATA = bytes(16)
+TWICE = b'"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
+HEADERS: dict[str, tuple[bytes | dict[str, Any], bytes, int | None, str]] = {
+    "length beyond the file": (b"{}", b"", 1000, "invalid header length (the file has 10 bytes)"),
+    "length 2**63 - 1": (b"{}", b"", 2**63 - 1, "header too large"),
+    "no header": (b"", b"", None, "JSON"),
+    "not JSON": (b"{nope", b"", None, "JSON"),
+    "not an object": (b"[1, 2]", b"", None, "JSON"),
+    "not UTF-8": (b'{"\xff\xfe": 1}', b"", None, "UTF-8"),
+    "too deep": (b'{"a":' * 200_000, b"", None, "recursion limit"),
+    "huge integer": (b'{"a":' + b"9" * 5000 + b"}", b"", None, "out of range"),
+    "tensor given twice": (b"{" + TWICE + b"," + TWICE + b"}", DATA, None, "'a' is given twice"),
+    "name that steers a terminal": ({"\x1b[2J\n": entry(0, 16)}, DATA, None, "'\\x1b[2J\\n': its name; accepted"),
+    "name of a megabyte": ({"a" * 10**6: entry(0, 16)}, DATA, None, "aaa...: its name; accepted: at most 200"),
+    "unknown dtype": ({"a": entry(0, 16, dtype="Q4")}, DATA, None, "unknown variant `Q4`"),
+    "negative dimension": ({"a": entry(0, 16, shape=[-4])}, DATA, None, "integer `-4`"),
+    "shape overflows": ({"a": entry(0, 16, shape=[2**62, 2**62])}, DATA, None, "overflow"),
+    "shape and offsets differ": ({"a": entry(0, 16, shape=[3])}, DATA, None, "invalid shape"),
+    "offset past the end": ({"a": entry(0, 32)}, DATA, None, "not fully covered (the file has"),
+    "hole": ({"a": entry(0, 4), "b": entry(8, 16)}, DATA, None, "invalid offset for tensor `b`"),
+    "overlap": ({"a": entry(0, 12), "b": entry(8, 16)}, DATA, None, "invalid offset for tensor `b`"),
+    "trailing bytes": ({"a": entry(0, 12)}, DATA, None, "not fully covered"),
+    "metadata not strings": ({"__metadata__": {"a": 1}, "a": entry(0, 16)}, DATA, None, "JSON"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_malformed_header(tmp_path: Path, case: str) -> None:
+    header, data, length, reason = HEADERS[case]
+    write_raw(tmp_path / FILE, header, data, length)
+    with pytest.raises(WeightsError) as caught:
+        Checkpoint(tmp_path)
+    assert str(caught.value).startswith(f"{FILE}: ")
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("size", [0, 7])
+def test_file_shorter_than_a_header(tmp_path: Path, size: int) -> None:
+    (tmp_path / FILE).write_bytes(bytes(size))
+    with pytest.raises(WeightsError, match=f"^{FILE}: "):
+        Checkpoint(tmp_path)
+
+
+def test_file_that_changes_while_its_header_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": torch.zeros(4)}, tmp_path / FILE)
+    times = iter(range(10))
+    monkeypatch.setattr(weights, "_stamp", lambda status: (next(times),))
+    with pytest.raises(WeightsError, match=f"{FILE}: changed while it was read"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling", "fifo"])
+def test_not_a_regular_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / FILE
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "dangling":
+        path.symlink_to("gone")
+    else:
+        os.mkfifo(path)  # opening it would wait for a writer for ever
+    with pytest.raises(WeightsError, match=f"{FILE}: "):
+        Checkpoint(tmp_path)
+
+
+def test_zero_sized_tensors_and_padded_header(tmp_path: Path) -> None:
+    header = json.dumps({"a": entry(0, 0, shape=[0, 4]), "b": entry(0, 16)}).encode()
+    write_raw(tmp_path / FILE, header + b" " * (-len(header) % 8), DATA)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.read("b").shape == (4,)
+        assert checkpoint.read("a").shape == (0, 4)
+
+
+def exercise(folder: Path) -> None:
+    """Open and read everything; only a WeightsError may come out."""
+    message = FILE
+    try:
+        with Checkpoint(folder) as checkpoint:
+            for name in checkpoint.names:
+                checkpoint.read(name)
+            check_tensors(checkpoint, {}, ignored=lambda _: True)
+    except WeightsError as error:
+        message = str(error)
+    assert message.startswith(FILE)
+
+
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["F32", "BF16", "", "a"]),
+    lambda item: st.lists(item, max_size=3) | st.dictionaries(st.text(max_size=3), item, max_size=3),
+    max_leaves=6,
+)
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BF16", "U8", "F4", "X"]) | JSON,
+        "shape": st.lists(st.integers(-1, 4), max_size=3) | JSON,
+        "data_offsets": st.tuples(st.integers(-1, 16), st.integers(-1, 16)) | JSON,
+    }
+)
+
+
+@FUZZ
+@given(raw=st.binary(max_size=64))
+def test_fuzz_bytes(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / FILE).write_bytes(raw)
+    exercise(tmp_path)
+
+
+@FUZZ
+@given(header=JSON | st.dictionaries(st.text(max_size=3), ENTRY | JSON, max_size=3), size=st.integers(0, 16))
+def test_fuzz_json(tmp_path: Path, header: Any, size: int) -> None:
+    write_raw(tmp_path / FILE, json.dumps(header).encode(), bytes(size))
+    exercise(tmp_path)
+
+
+@FUZZ
+@given(position=st.integers(0, 400), value=st.integers(0, 255))
+def test_fuzz_one_byte_of_a_good_file(tmp_path: Path, position: int, value: int) -> None:
+    save_file({"a": torch.zeros(4), "b": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / "good")
+    raw = bytearray((tmp_path / "good").read_bytes())
+    raw[position % len(raw)] = value
+    (tmp_path / FILE).write_bytes(raw)
+    exercise(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Folders and the index (A10, A11, A12, A14)
 
 
@@ -219,7 +360,7 @@ def test_malformed_index(tmp_path: Path, text: str, reason: str) -> None:
 
 
 def test_index_with_too_many_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "MAX_ENTRIES", 1000)  # one million takes seconds to write
+    monkeypatch.setattr(weights, "_MAX_ENTRIES", 1000)  # one million takes seconds to write
     write_index(tmp_path, {f"w{i}": FILE for i in range(1001)})
     with pytest.raises(WeightsError, match="weight_map: 1001 entries; accepted: an object of 1 to 1000"):
         Checkpoint(tmp_path)

@@ -20,10 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-import medha.engine.distributed
-import medha.parallel.control
-import medha.parallel.kvp
-import medha.parallel.spp
+from medha.engine import distributed
+from medha.parallel import control, kvp, mesh, spp
 
 
 class DeadlockError(AssertionError):
@@ -263,10 +261,10 @@ class Transport:
             destroy_process_group=lambda *_: None,
         )
         with pytest.MonkeyPatch.context() as patch:
-            for module in (medha.engine.distributed, medha.parallel.control, medha.parallel.kvp, medha.parallel.spp):
+            for module in (distributed, control, kvp, mesh, spp):
                 patch.setattr(module, "dist", dist)
-            patch.setattr(medha.parallel.control, "threading", SimpleNamespace(Thread=self._thread))
-            patch.setattr(medha.parallel.control, "queue", SimpleNamespace(SimpleQueue=lambda: _Queue(self)))
+            patch.setattr(control, "threading", SimpleNamespace(Thread=self._thread))
+            patch.setattr(control, "queue", SimpleNamespace(SimpleQueue=lambda: _Queue(self)))
             yield
 
     def _thread(self, target: Callable[[], None], *, name: str, daemon: bool) -> Any:

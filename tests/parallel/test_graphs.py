@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import medha.engine.distributed
+import medha.parallel.mesh
 from medha.engine.build import Role
 from medha.engine.distributed import Caller, Follower
 from medha.params import SamplingParams
@@ -73,7 +73,7 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
         barrier=lambda *, group: order.append(f"barrier of {group}"),
         destroy_process_group=lambda group: order.append(f"end of {group}"),
     )
-    monkeypatch.setattr(medha.engine.distributed, "dist", dist)
+    monkeypatch.setattr(medha.parallel.mesh, "dist", dist)
     monkeypatch.setattr(Follower, "serve", lambda self: None)
     parts: dict[str, Any] = {"caller": Caller(quiet, ranks), "follower": Follower(runner, ranks, quiet)}
     no_limits: Any = None

@@ -17,10 +17,17 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from medha.errors import printable
 from medha.parallel import health
-from medha.parallel.health import Monitor, printable
-from medha.parallel.process import Process, is_rank, launched
+from medha.parallel.health import Monitor
+from medha.parallel.launch import Launch, Process
 from tests.parallel.workers import free_port
+
+
+def place(rank: int, world_size: int, local_ranks: range = range(0), **options: Any) -> Launch:
+    """A rank among those of its node."""
+    local_ranks = local_ranks or range(rank, rank + 1)
+    return Launch(rank, world_size, rank - local_ranks.start, len(local_ranks), "127.0.0.1:1", **options)
 
 
 class Ranks:
@@ -32,13 +39,13 @@ class Ranks:
         self.ended: dict[int, tuple[str, bool]] = {}
         self._monitors: list[Monitor] = []
 
-    def monitor(self, rank: int, world_size: int, **options: Any) -> Monitor:
+    def monitor(self, rank: int, world_size: int, *, local_ranks: range = range(0), **options: Any) -> Monitor:
         """A monitor that watches and talks; what its main thread is about, it says itself."""
 
         def end(message: str, speak: bool) -> None:
             self.ended.setdefault(rank, (message, speak))
 
-        monitor = Monitor(rank=rank, world_size=world_size, end=end, **options)
+        monitor = Monitor(place(rank, world_size, local_ranks, **options), name=lambda rank: f"rank {rank}", end=end)
         monitor.waits_for = lambda: "control"
         monitor.start()
         monitor.attach(self._connect())
@@ -74,7 +81,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A process that stands for another rank."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={"RANK": "1"})
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()
     process.wait()
@@ -195,19 +202,12 @@ def test_trouble_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
     assert process.trouble == "has died"
 
 
-def test_what_a_launcher_has_started(sleeper: subprocess.Popen[bytes]) -> None:
-    assert launched(os.getpid(), [0, 1]) == {1: Process.of(sleeper.pid)}
-    assert launched(os.getpid(), [0]) == {}
-    assert is_rank(sleeper.pid) and not is_rank(os.getpid())
-
-
 def test_a_process_that_this_one_started_is_watched_from_the_first(
     ranks: Ranks, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    gone = Process.of(sleeper.pid)
+    monitor = ranks.monitor(0, 2, local_ranks=range(2), processes={1: sleeper.pid})
     sleeper.kill()
     sleeper.wait()
-    monitor = ranks.monitor(0, 2, local_ranks=range(2), processes={1: gone})
     until(lambda: monitor.has_failure)
     assert monitor.first_error() == "rank 1 has died; noticed by rank 0 in start"
 
@@ -218,7 +218,7 @@ def test_a_rank_that_is_gone_or_stopped_is_named(
 ) -> None:
     """A rank of its node notices, and those of other nodes hear of it."""
     stand_in(ranks, 1, sleeper.pid)
-    ranks.server.set("status/1", "0.1 - batch 7")
+    ranks.server.set("status/1", '[0.1, false, "batch 7"]')
     monitors = {rank: ranks.monitor(rank, 4, local_ranks=range(rank, rank + 2)) for rank in (0, 2)}
     until(lambda: 1 in monitors[0]._processes)
     sleeper.send_signal(number)
@@ -230,31 +230,8 @@ def test_a_rank_that_is_gone_or_stopped_is_named(
 def test_a_rank_that_says_nothing_and_runs_has_not_failed(ranks: Ranks, sleeper: subprocess.Popen[bytes]) -> None:
     """As one whose Python holds the interpreter's lock for long."""
     stand_in(ranks, 1, sleeper.pid)
-    ranks.server.set("status/1", "0.1 - batch 7")
+    ranks.server.set("status/1", '[0.1, false, "batch 7"]')
     monitor = ranks.monitor(0, 2, local_ranks=range(2))
-    time.sleep(6.0)
-    assert not monitor.has_failure
-
-
-def test_a_rank_that_never_came_is_named_if_its_process_is_gone(
-    ranks: Ranks, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here the launcher has started ranks 0 and 1 of three."""
-    monkeypatch.setattr(os, "getppid", lambda: 4711)
-    here = {0: Process.of(os.getpid()), 1: Process.of(sleeper.pid)}
-    monkeypatch.setattr(health, "launched", lambda agent, ranks: here if agent == 4711 else {})
-    careful = ranks.monitor(0, 3, local_ranks=range(3), parent=4711)  # its launcher may be a script around it
-    monitor = ranks.monitor(0, 3, local_ranks=range(3), parent=4711, is_complete=True)
-    until(lambda: bool(monitor._lost))
-    assert monitor.first_error() == "rank 2 has died before it met the others; noticed by rank 0 in start"
-    assert not careful._lost
-
-
-def test_a_launcher_that_shows_nothing_of_its_ranks_is_no_failure(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "getppid", lambda: 4711)
-    monitor = ranks.monitor(0, 3, local_ranks=range(3), parent=4711)
     time.sleep(6.0)
     assert not monitor.has_failure
 
@@ -263,7 +240,8 @@ def test_a_launcher_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is noticed without a store: the ranks may not have met."""
     monkeypatch.setattr("atexit.register", lambda *args: None)
     ended: list[str] = []
-    monitor = Monitor(rank=1, world_size=2, parent=os.getppid() + 1, end=lambda message, speak: ended.append(message))
+    launch = place(1, 2, agent_pid=os.getppid() + 1)
+    monitor = Monitor(launch, name=lambda rank: f"rank {rank}", end=lambda message, speak: ended.append(message))
     monitor.start()
     until(lambda: bool(ended))
     assert ended == [f"rank 1: the process that started it, {os.getppid() + 1}, has died, in start"]
@@ -333,17 +311,15 @@ def test_after_a_transfer_has_failed_the_rank_that_is_behind_is_the_cause(ranks:
     for monitor in monitors:
         monitor.doing("batch 7")
     monitors[2].waits_for = lambda: None
-    monitors[1].suspect()
-    error = monitors[1].first_error()
+    error = monitors[1].first_error(suspect=True)
     assert error is not None
     assert error.startswith("rank 2 is behind: in batch 7 for ")
 
 
 def test_after_a_transfer_has_failed_a_silent_rank_of_another_node_is_the_cause(ranks: Ranks) -> None:
-    ranks.server.set("status/1", "0.1 control batch 7")
+    ranks.server.set("status/1", '[0.1, true, "batch 7"]')
     monitor = ranks.monitor(0, 2)
-    monitor.suspect()
-    error = monitor.first_error()
+    error = monitor.first_error(suspect=True)
     assert error is not None and error.startswith(
         "rank 1 is silent for 2 s: cut off, stopped, or busy in Python; last in"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_each_rank_reads_only_its_part(
         assert read == held
         assert abs(held - plan.weight_bytes) <= 2 * odd_vocab
     with Checkpoint(tmp_path) as checkpoint:
-        whole = sum(checkpoint.info(name).num_bytes for name in checkpoint.names)
+        whole = sum(4 * prod(checkpoint.info(name).shape) for name in checkpoint.names)  # float32
     replicas = 1.5 if tied or family == "qwen2" else 1.1  # tied heads, KV heads and norms are held more than once
     assert whole <= sum(read for read, _ in answers) <= replicas * whole
 

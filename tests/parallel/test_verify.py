@@ -9,11 +9,11 @@ import pytest
 
 from tests.parallel.test_torchrun import finish, start
 
-QUICK = ["--device", "cpu", "--needle-tokens", "1024"]
+QUICK = ["--device", "cpu", "--needle-tokens", "512,1024"]
 BASE_2 = """
 import medha.parallel.kvp as kvp
 from medha.attention.merge import merge_partials
-from medha.verify import main
+from medha.verify.__main__ import main
 kvp.merge_partials = lambda parts: merge_partials([(out, lse * 1.4426950408889634) for out, lse in parts])
 main()
 """
@@ -21,7 +21,7 @@ ORDER_BY_ARRIVAL = """
 import os
 import medha.parallel.kvp as kvp
 from medha.attention.merge import merge_partials
-from medha.verify import main
+from medha.verify.__main__ import main
 if os.environ["RANK"] == "1":
     kvp.merge_partials = lambda parts: merge_partials(parts[::-1])
 main()
@@ -33,8 +33,8 @@ def verify(
 ) -> tuple[int, str, str, list[dict[str, str]]]:
     """Exit code, stdout, stderr, rows."""
     where = ["--standalone", "--nproc-per-node", str(num_ranks)]
-    code, out, err = finish(start(*where, *program, *QUICK, "--json", str(report), *options))
-    return code, out, err, json.loads(report.read_text())["rows"] if report.exists() else []
+    code, out, err = finish(start(*where, *program, *QUICK, "--output-json", str(report), *options))
+    return code, out, err, json.loads(report.read_text())["checks"] if report.exists() else []
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_tetris_table_1() -> None:
 
 
 def test_tetris_table_1_speed_ups() -> None:
-    """Over one rank, where the sheet's own error of 6 to 15 % cancels."""
+    """Over one rank, where the spec's own error of 6 to 15 % cancels."""
     off = [
         abs(ours(1, tokens) / ours(ranks, tokens) / (TABLE[1][i] / row[i]) - 1)  # type: ignore[operator]
         for ranks, row in TABLE.items()

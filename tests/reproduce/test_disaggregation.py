@@ -23,9 +23,9 @@ from examples.reproduce.figures.disaggregation import FIGURE, LAYOUTS, OUTPUT_TO
 from examples.reproduce.result import Options
 from examples.reproduce.timing import MODELS, M, a100, stage_predictors
 from medha.config import ParallelConfig
-from medha.cost.hardware import kv_pool_tokens
 from medha.cost.predictor import Work
 from medha.errors import ConfigError
+from medha.sim.replica import kv_pool_tokens
 from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
 

@@ -43,7 +43,7 @@ from examples.reproduce.load import (
 from examples.reproduce.result import Options
 from examples.reproduce.served import Served
 from examples.reproduce.timing import MODELS
-from medha.cost.hardware import load_sheet
+from medha.cost.hardware import load_spec
 from medha.sched.queue import RequestHead
 from medha.sim.replica import Replica
 from medha.sim.simulator import Gaps
@@ -174,7 +174,7 @@ def test_medha_takes_several_prefills() -> None:
 
 def prefills_per_batch(system: Engine) -> list[int]:
     """Of the first batches with a backlog of one long and several short prompts."""
-    replica = Replica(load_sheet(system.sheet), MODELS[system.model], system.parallel, system.scheduler)
+    replica = Replica(load_spec(system.spec), MODELS[system.model], system.parallel, system.scheduler)
     scheduler, _ = replica.build()
     for slot, prompt in enumerate([500_000, 100, 200, 300]):
         scheduler.add(head(slot, prompt))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch
 from medha.config import SCHEDULERS, ParallelConfig, SchedulerConfig
-from medha.cost.hardware import load_sheet
+from medha.cost.hardware import load_spec
 from medha.cost.predictor import Work
 from medha.sched.scheduler import RequestHead, Scheduler
 from medha.sim.known_models import find_model
@@ -33,7 +33,7 @@ def two_stages(scheduler: str, *, stream: bool) -> Replica:
         scheduler, chunk_size=CHUNK, max_batch_tokens=CHUNK, t_target_s=60.0, late_share=0.0, stream=stream
     )
     return Replica(
-        load_sheet("a100-80g"), find_model("llama-3-8b"), ParallelConfig(spp=2), config, max_model_len=1 << 15
+        load_spec("a100-80g"), find_model("llama-3-8b"), ParallelConfig(spp=2), config, max_model_len=1 << 15
     )
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from medha.batch import Batch, Extent, Row
-from medha.config import ModelConfig, RopeConfig
-from medha.cost.generic import HardwareSheet, default_coefficients
+from medha.config import ModelConfig, ParallelConfig, RopeConfig
+from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
+from medha.cost.roofline import stage_coefficients
 from medha.params import SLO
 from medha.sched.scheduler import RequestHead, Scheduler
-from tests.sched.costs import KEY
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -33,11 +33,9 @@ MODEL = ModelConfig(
 
 
 def make_predictor(*, max_tokens: int = 2048, kvp: int = 1) -> Predictor:
-    """The stated default for a CPU of four threads."""
-    sheet = HardwareSheet.cpu(4)
-    return Predictor(
-        default_coefficients(MODEL, key=KEY, sheet=sheet, num_layers=8, dtype_bytes=4, kvp=kvp), max_tokens=max_tokens
-    )
+    """That of a CPU of four threads."""
+    spec = load_spec("cpu").times(4)
+    return Predictor(stage_coefficients(spec, MODEL, ParallelConfig(kvp=kvp), 0, dtype_bytes=4), max_tokens=max_tokens)
 
 
 @dataclass(frozen=True)

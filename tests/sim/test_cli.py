@@ -20,7 +20,7 @@ import pytest
 import medha
 from medha.__main__ import app
 from medha.cli.command import run_app
-from medha.cost.hardware import SHEETS
+from medha.cost.hardware import SPECS
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.options import NUM_REQUESTS
 from medha.sim.simulator import Simulation
@@ -72,7 +72,7 @@ def test_a_run_prints_and_writes_its_figures(simulate: Simulate, tmp_path: Path)
     found = reports(tmp_path / "out.json")
     assert (found["format"], found["version"], found["complete"]) == ("medha-simulation", 1, True)
     assert found["config"]["workload"] == "uniform:100-900,1-20"
-    assert found["config"]["sheet"]["provenance"] == "derived"
+    assert found["config"]["spec"]["provenance"] == "derived"
     (run,) = found["runs"]
     assert (run["scheduler"], run["policy"], run["completed"], run["failed"]) == ("medha", "lars", 20, 0)
     assert run["request_rate"] == 5.0
@@ -258,7 +258,7 @@ def test_plots_without_matplotlib(simulate: Simulate, tmp_path: Path, monkeypatc
         (("--qps", "1,-2"), "qps='1,-2'; accepted: finite numbers above 0"),
         (("--qps", "inf"), "qps='inf'; accepted: finite numbers above 0"),
         ((), "arrivals='poisson' without a rate; accepted: --qps, or --arrivals at-once"),
-        (("--qps", 1, "--hardware", "h100"), "sheet 'h100' is not known; accepted: a100-80g, "),
+        (("--qps", 1, "--hardware", "h100"), "spec 'h100' is not known; accepted: a100-80g, "),
         (("--qps", 1, "--model", "llama-9"), "model 'llama-9' is not known; accepted: llama-3-8b, "),
         (
             ("--qps", 1, "--model", "llama-3-70b"),
@@ -294,7 +294,7 @@ def test_what_is_wrong_is_named(simulate: Simulate, arguments: tuple[object, ...
 
 def test_help_names_what_is_accepted(simulate: Simulate) -> None:
     text = " ".join(simulate("--help").out.replace("│", " ").split())
-    for name in (*KNOWN_MODELS, *named_lengths(), *(path.stem for path in SHEETS.glob("*.json"))):
+    for name in (*KNOWN_MODELS, *named_lengths(), *(path.stem for path in SPECS.glob("*.json"))):
         assert name in text, name
     assert f"{', '.join(ARRIVALS[:-1])} or {ARRIVALS[-1]}" in text
     assert f"[default: ({NUM_REQUESTS}, or all of a trace)]" in text

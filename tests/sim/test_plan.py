@@ -11,18 +11,18 @@ import pytest
 from medha.__main__ import app
 from medha.cli.command import run_app
 from medha.config import SchedulerConfig
-from medha.cost.hardware import load_sheet
+from medha.cost.hardware import load_spec
 from medha.errors import ConfigError
 from medha.sim.known_models import find_model
 from medha.sim.plan import Candidate, Goal, Layout, Planner, Reason, grouped
 from medha.workload.synth import synthesize
 
-SHEET = load_sheet("a100-80g")
+SPEC = load_spec("a100-80g")
 MODEL = find_model("llama-3-8b")
 
 
 def planner(goal: Goal, **options: object) -> Planner:
-    return Planner(**{"sheet": SHEET, "model": MODEL, "goal": goal, **options})  # type: ignore[arg-type]
+    return Planner(**{"spec": SPEC, "model": MODEL, "goal": goal, **options})  # type: ignore[arg-type]
 
 
 def test_layouts_use_every_accelerator_and_keep_tp_in_a_node() -> None:
@@ -39,8 +39,8 @@ def test_what_does_not_fit_is_named_with_numbers() -> None:
     assert found.ttft_s is None
     (reason,) = found.reasons
     assert reason.kind == "does not fit the memory" and "141.1 GB for weights" in reason.text
-    small = replace(SHEET, memory_bytes=20 * 10**9)
-    found = planner(Goal(1, 100_000, 10.0, 1.0), sheet=small).candidate(Layout(1, 1, 1, 1))
+    small = replace(SPEC, memory_bytes=20 * 10**9)
+    found = planner(Goal(1, 100_000, 10.0, 1.0), spec=small).candidate(Layout(1, 1, 1, 1))
     (reason,) = found.reasons
     assert reason.kind == "context does not fit"
     assert reason.text == (
@@ -115,7 +115,7 @@ def test_ranks() -> None:
         (["--ttft-s", "0"], "ttft_s=0.0; accepted: a finite number above 0"),
         (["--tpot-s", "nan"], "tpot_s=nan; accepted: a finite number above 0"),
         (["--model", "llama-3-80b"], "model 'llama-3-80b' is not known"),
-        (["--hardware", "h10"], "sheet 'h10' is not known"),
+        (["--hardware", "h10"], "spec 'h10' is not known"),
         (["--workload", "nothing"], "lengths='nothing'"),
         (["--qps", "3"], "qps=3 without a workload"),
         (["--gpu-memory-utilization", "2"], "utilization=2.0"),

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.hardware import load_sheet
+from medha.cost.hardware import load_spec
 from medha.sim.known_models import find_model
 from medha.sim.replica import Replica
 from medha.sim.report import Report, System, Times, alone_seconds, percentile, report
@@ -22,7 +22,7 @@ from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
 
 NAN = math.nan
-REPLICA = Replica(load_sheet("h100-80g"), find_model("llama-3-8b"), ParallelConfig(tp=8), max_model_len=1 << 17)
+REPLICA = Replica(load_spec("h100-80g"), find_model("llama-3-8b"), ParallelConfig(tp=8), max_model_len=1 << 17)
 SYSTEM = System("lars", REPLICA, 2.0)
 
 

@@ -20,7 +20,7 @@ import medha
 from medha.batch import Batch
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention
-from medha.cost.hardware import load_sheet
+from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from medha.sched.memory import KVMemory
@@ -33,7 +33,7 @@ from medha.workload.synth import arrival_times, generators, synthesize
 from medha.workload.trace import Trace
 from tests.sched.costs import KEY
 
-SHEET, MODEL = load_sheet("a100-80g"), find_model("llama-3-8b")
+SPEC, MODEL = load_spec("a100-80g"), find_model("llama-3-8b")
 SYSTEMS = ("lars", "fcfs", "sarathi", "vllm", "orca", "static", "token-budget")
 
 
@@ -46,7 +46,7 @@ def scheduler_config(system: str, **options: object) -> SchedulerConfig:
 
 def one_replica(system: str = "sarathi", *, spp: int = 1, kvp: int = 1, **options: object) -> Replica:
     config = scheduler_config(system, **options)
-    return Replica(SHEET, MODEL, ParallelConfig(spp=spp, kvp=kvp), config, max_model_len=1 << 15)
+    return Replica(SPEC, MODEL, ParallelConfig(spp=spp, kvp=kvp), config, max_model_len=1 << 15)
 
 
 def run(replica: Replica, trace: Trace, *, skips: bool = True, stop_s: float | None = None) -> Outcome:
@@ -341,14 +341,14 @@ def test_a_decode_alone_leaves_the_other_stages_empty() -> None:
 
 
 def test_a_model_that_does_not_fit_says_how_much_is_missing() -> None:
-    replica = Replica(SHEET, find_model("llama-3-70b"))
+    replica = Replica(SPEC, find_model("llama-3-70b"))
     with pytest.raises(ConfigError, match=r"needs 141\.1 GB for weights .* GB are there .* more tp or spp"):
         replica.build()
 
 
 def test_a_layout_that_does_not_split_the_model() -> None:
     with pytest.raises(ConfigError, match=r"^tp=3; accepted: a divisor of 32 query heads"):
-        Replica(SHEET, MODEL, ParallelConfig(tp=3)).build()
+        Replica(SPEC, MODEL, ParallelConfig(tp=3)).build()
 
 
 def test_scheduler_and_pipeline_must_agree() -> None:

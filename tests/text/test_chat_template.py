@@ -13,6 +13,7 @@ import jinja2.sandbox
 import pytest
 
 from medha.errors import ChatTemplateError, ValidationError
+from medha.text import Tokenizer
 from tests.text.samples import LLAMA3, byte_level, chat_tokenizer
 
 QWEN = """{%- if messages[0].role == 'system' %}
@@ -92,12 +93,16 @@ def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
+    return tokenizer.encode_chat(messages, **options)[0]
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_render_equals_jinja2(name: str, add_generation_prompt: bool) -> None:
     tokenizer = chat_tokenizer(TEMPLATES[name])
     for messages in (CHAT, CHAT[1:2], CHAT[1:]):
-        mine = tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        mine = rendered(tokenizer, messages, add_generation_prompt=add_generation_prompt)
         assert mine == hf_render(TEMPLATES[name], joined(messages), add_generation_prompt)
 
 
@@ -109,19 +114,19 @@ def test_encode_chat_equals_transformers(name: str) -> None:
     )
     mine = chat_tokenizer(TEMPLATES[name])
     ids = theirs.apply_chat_template(joined(CHAT), tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert mine.encode_chat(CHAT) == ids
+    assert mine.encode_chat(CHAT)[1].tolist() == ids
 
 
 def test_long_literals_render_unchanged() -> None:
     text = "Follow the rules below. { not a tag } 100% # \n  " * 20
     template = "{# c {{ ' #}" + text + "{% raw %}{{ ' {% endraw %}\n  {% if true %}\n" + text + "{% endif %}"
-    assert chat_tokenizer(template).render_chat(CHAT) == hf_render(template, joined(CHAT), True)
+    assert rendered(chat_tokenizer(template), CHAT) == hf_render(template, joined(CHAT), True)
 
 
 def test_a_thousand_messages_render() -> None:
     messages = [{"role": ("user", "assistant")[i % 2], "content": f"message {i} " * 20} for i in range(1000)]
     for name, template in TEMPLATES.items():
-        assert len(chat_tokenizer(template).render_chat(messages)) > 200_000, name
+        assert len(rendered(chat_tokenizer(template), messages)) > 200_000, name
 
 
 @pytest.mark.parametrize(
@@ -142,11 +147,10 @@ def test_a_thousand_messages_render() -> None:
 )
 def test_malformed_messages(messages: Any, index: int | None) -> None:
     tokenizer = chat_tokenizer(QWEN)
-    for method in (tokenizer.render_chat, tokenizer.encode_chat):
-        with pytest.raises(ValidationError) as caught:
-            method(messages)
-        assert caught.value.param == "messages"
-        assert caught.value.index == index
+    with pytest.raises(ValidationError) as caught:
+        tokenizer.encode_chat(messages)
+    assert caught.value.param == "messages"
+    assert caught.value.index == index
 
 
 def test_messages_nested_too_deep_and_messages_are_not_changed() -> None:
@@ -154,7 +158,7 @@ def test_messages_nested_too_deep_and_messages_are_not_changed() -> None:
     for _ in range(2000):
         deep = [deep]
     with pytest.raises(ValidationError, match="nested deeper"):
-        chat_tokenizer("x").render_chat([{"role": "user", "content": "a", "extra": deep}])
+        chat_tokenizer("x").encode_chat([{"role": "user", "content": "a", "extra": deep}])
     messages = [{"role": "user", "content": "a"}]
     chat_tokenizer("{% set x = messages.append(1) %}{% set y = messages[0].pop('role') %}").encode_chat(messages)
     assert messages == [{"role": "user", "content": "a"}]
@@ -173,7 +177,6 @@ HOSTILE = {
     "blank text": "{% for a in range(99999) %}" + " " * 5000 + "{% endfor %}",
     "refill": "{% for a in range(99999) %}{{ medha_charge(-9000000) }}{{ 'x' * 1000000 }}{% endfor %}",
     "gigabyte": "{{ 'x' * 1_000_000_000 }}",
-    "more than 8 MB": "{{ 'x' * 9_000_000 }}",
     "range": "{{ range(999999999) }}",
     "power": "{{ (9 ** 9999999) | string }}",
     "macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -197,9 +200,8 @@ HOSTILE = {
 def test_hostile_templates(name: str) -> None:
     tokenizer = chat_tokenizer(HOSTILE[name])
     start = time.monotonic()
-    for method in (tokenizer.render_chat, tokenizer.encode_chat):
-        with pytest.raises(ChatTemplateError):
-            method([{"role": "user", "content": "hi <|eot_id|>"}])
+    with pytest.raises(ChatTemplateError):
+        tokenizer.encode_chat([{"role": "user", "content": "hi <|eot_id|>"}])
     assert time.monotonic() - start < HOSTILE_SECONDS
 
 
@@ -257,9 +259,9 @@ def test_no_template_ends_the_process(name: str) -> None:
     for source in (DEEP[name], template):
         tokenizer = chat_tokenizer(source)
         with suppress(ChatTemplateError):
-            assert isinstance(tokenizer.render_chat([{"role": "user", "content": "bad"}]), str)
+            assert isinstance(rendered(tokenizer, [{"role": "user", "content": "bad"}]), str)
     with suppress(ChatTemplateError):  # of what does not compile
-        assert tokenizer.render_chat([{"role": "user", "content": "good"}]) == "fine"
+        assert rendered(tokenizer, [{"role": "user", "content": "good"}]) == "fine"
 
 
 def test_a_renderer_that_died_is_followed_by_another() -> None:
@@ -267,8 +269,8 @@ def test_a_renderer_that_died_is_followed_by_another() -> None:
     tokenizer = chat_tokenizer(crash)
     for _ in range(2):
         with pytest.raises(ChatTemplateError, match=r"^chat template of tokenizer: the process ended with SIG"):
-            tokenizer.render_chat([{"role": "user", "content": "bad"}])
-        assert tokenizer.render_chat([{"role": "user", "content": "good"}]) == "fine"
+            rendered(tokenizer, [{"role": "user", "content": "bad"}])
+        assert rendered(tokenizer, [{"role": "user", "content": "good"}]) == "fine"
 
 
 def test_template_errors_say_why() -> None:
@@ -280,4 +282,4 @@ def test_template_errors_say_why() -> None:
         None: "has no chat template",
     }.items():
         with pytest.raises(ChatTemplateError, match=reason):
-            chat_tokenizer(template).render_chat(messages)
+            rendered(chat_tokenizer(template), messages)

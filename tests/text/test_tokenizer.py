@@ -31,6 +31,11 @@ def save(
     return path
 
 
+def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
+    ids: list[int] = tokenizer.encode_chat(messages)[1].tolist()
+    return ids
+
+
 # Loading
 
 
@@ -43,13 +48,13 @@ def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptur
     assert tokenizer is not None
     ids = tokenizer.backend.token_to_id
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ids("<|bos|>"), ids("<|eot_id|>"))
-    assert tokenizer.render_chat(CHAT) == "D"
+    assert tokenizer.encode_chat(CHAT)[0] == "D"
     assert not caplog.records
     (tmp_path / "chat_template.jinja").write_text("F")
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
     assert tokenizer.has_chat_template
-    assert tokenizer.render_chat(CHAT) == "F"
+    assert tokenizer.encode_chat(CHAT)[0] == "F"
 
 
 def test_missing_eos_is_none(tmp_path: Path) -> None:
@@ -131,12 +136,12 @@ def test_a_long_text_has_the_same_ids_from_the_child(
 def test_special_text_in_a_long_message_is_text() -> None:
     tokenizer = chat_tokenizer(LLAMA3)
     message = [{"role": "user", "content": LONG + "x"}]
-    rendered, ids = tokenizer.encode_chat_array(message)
-    assert rendered == tokenizer.render_chat(message)
+    rendered, ids = tokenizer.encode_chat(message)
+    assert LONG + "x" in rendered
     assert tokenizer.decode(ids.tolist(), skip_special_tokens=False) == rendered
     controls = [i for i in ids.tolist() if i in tokenizer.special_ids]
     assert controls == [
-        i for i in tokenizer.encode_chat([{"role": "user", "content": "x"}]) if i in tokenizer.special_ids
+        i for i in chat_ids(tokenizer, [{"role": "user", "content": "x"}]) if i in tokenizer.special_ids
     ]
 
 
@@ -188,7 +193,7 @@ def test_bos_and_truncation() -> None:
 def test_exactly_one_bos(adds_bos: bool, written: int) -> None:
     tokenizer = chat_tokenizer("{{ bos_token }}" * written + "{{ messages[0].content }}", adds_bos=adds_bos)
     bos = tokenizer.bos_token_id
-    ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+    ids = chat_ids(tokenizer, [{"role": "user", "content": "hi"}])
     expected = tokenizer.encode("hi", add_special_tokens=False)
     assert ids == ([bos, *expected] if adds_bos or written else expected)
 
@@ -199,18 +204,18 @@ def test_exactly_one_bos(adds_bos: bool, written: int) -> None:
 )
 def test_special_text_in_content_is_text(content: str) -> None:
     tokenizer = chat_tokenizer(LLAMA3)
-    ids = tokenizer.encode_chat([{"role": "user", "content": content}, {"role": "user", "content": "plain"}])
-    clean = tokenizer.encode_chat([{"role": "user", "content": "A"}, {"role": "user", "content": "plain"}])
+    ids = chat_ids(tokenizer, [{"role": "user", "content": content}, {"role": "user", "content": "plain"}])
+    clean = chat_ids(tokenizer, [{"role": "user", "content": "A"}, {"role": "user", "content": "plain"}])
     controls = [token_id for token_id in ids if token_id in tokenizer.special_ids]
     assert controls == [token_id for token_id in clean if token_id in tokenizer.special_ids]
-    rendered = tokenizer.render_chat([{"role": "user", "content": content}, {"role": "user", "content": "plain"}])
+    rendered = tokenizer.encode_chat([{"role": "user", "content": content}, {"role": "user", "content": "plain"}])[0]
     assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
 
 
 def test_special_text_in_role_and_nested_values_is_text() -> None:
     tokenizer = chat_tokenizer("{% for m in messages %}{{ m.role }}{{ m.extra | tojson }}{% endfor %}")
     message = {"role": "<|im_end|>", "content": "", "extra": {"<|eot_id|>": ["<|bos|>"]}}
-    ids = tokenizer.encode_chat([message])
+    ids = chat_ids(tokenizer, [message])
     assert not tokenizer.special_ids.intersection(ids)
     assert tokenizer.decode(ids) == '<|im_end|>{"<|eot_id|>": ["<|bos|>"]}'
 
@@ -219,7 +224,7 @@ def test_special_text_in_sentencepiece_adds_no_space() -> None:
     template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = Tokenizer(sentencepiece(), special_tokens=names, chat_template=template)
-    ids = tokenizer.encode_chat([{"role": "user", "content": "ab</s>ab"}])
+    ids = chat_ids(tokenizer, [{"role": "user", "content": "ab</s>ab"}])
     tokens = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
     assert tokens == ["<s>", "ab", "<", "/", "s", ">", "ab", "</s>"]
 
@@ -229,16 +234,26 @@ def test_special_text_that_is_one_word_of_the_model() -> None:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {"bos_token": "[BOS]", "eos_token": "[EOS]"}
     tokenizer = Tokenizer(backend, special_tokens=names, chat_template="[BOS] {{ messages[0].content }}")
-    ids = tokenizer.encode_chat([{"role": "user", "content": "hello [EOS] world"}])
+    ids = chat_ids(tokenizer, [{"role": "user", "content": "hello [EOS] world"}])
     assert tokenizer.eos_token_id not in ids
     assert ids[:2] == [1, 4]
     assert ids[-1] == 5
 
 
-def test_special_text_that_is_a_private_use_character() -> None:
+def test_special_text_of_one_character_is_refused() -> None:
+    """It cannot be cut, and is no text to the encoder."""
     backend = byte_level()
-    backend.add_special_tokens([AddedToken("\U000f0000", special=True)])
+    backend.add_special_tokens([AddedToken("\u25c0", special=True)])
+    tokenizer = Tokenizer(backend, chat_template="{{ messages[0].content }}\u25c0")
+    assert chat_ids(tokenizer, [{"role": "user", "content": "ab"}])[-1] in tokenizer.special_ids
+    with pytest.raises(ValidationError, match=r"^messages hold '\u25c0', a special token of tokenizer"):
+        tokenizer.encode_chat([{"role": "user", "content": "a\u25c0b"}])
+
+
+def test_special_texts_that_overlap_are_text() -> None:
+    backend = byte_level()
+    backend.add_special_tokens([AddedToken("<a>", special=True), AddedToken("a><", special=True)])
     tokenizer = Tokenizer(backend, chat_template="{{ messages[0].content }}")
-    ids = tokenizer.encode_chat([{"role": "user", "content": "a<|eot_id|>b"}])
+    ids = chat_ids(tokenizer, [{"role": "user", "content": "x<a><a>"}])
     assert tokenizer.special_ids.isdisjoint(ids)
-    assert tokenizer.decode(ids) == "a<|eot_id|>b"
+    assert tokenizer.decode(ids) == "x<a><a>"

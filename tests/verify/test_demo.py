@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from medha.models.needle import encode_bytes, expected_continuation
 from medha.outputs import RequestOutput
 from medha.verify import demo
+from tests.models.needle_truth import encode_bytes, expected_continuation
 
 
 def test_every_answer_is_right_and_questions_do_not_wait_for_the_document(

@@ -21,8 +21,21 @@ from medha.models.needle import write_needle
 from medha.models.reference import next_token_logprobs, random_weights
 from medha.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from medha.verify.__main__ import app, chosen_layout, layout_of
-from medha.verify.machine import machine_facts, rows_of
-from medha.verify.rows import FAIL, NOT_RUN, PASS, Crew, Row, Setting, attempted, exact, held, not_run, worst_of
+from medha.verify.rows import (
+    FAIL,
+    NOT_RUN,
+    PASS,
+    Crew,
+    Row,
+    Setting,
+    attempted,
+    exact,
+    held,
+    machine_facts,
+    machine_rows_of,
+    not_run,
+    worst_of,
+)
 from medha.verify.serving import compared, find_needle, memory_row, random_llama
 from medha.worker.runner import Runner
 
@@ -33,14 +46,14 @@ QUICK = ["--device", "cpu", "--needle-tokens", "512"]
 def verdicts(report: Path) -> dict[str, set[str]]:
     """Verdicts of each check in a report."""
     found: dict[str, set[str]] = {}
-    for row in json.loads(report.read_text())["rows"]:
+    for row in json.loads(report.read_text())["checks"]:
         found.setdefault(row["check"], set()).add(row["verdict"])
     return found
 
 
 def test_all_is_well_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
-    assert run_app(app, "verify", [*QUICK, "--json", str(report)]) == 0
+    assert run_app(app, "verify", [*QUICK, "--output-json", str(report)]) == 0
     captured = capsys.readouterr()
     assert "medha verify: kvp=1 x spp=1 x tp=1, 1 rank, float32" in captured.out
     assert "13 passed, 0 failed, 1 not run" in captured.out
@@ -67,7 +80,7 @@ def test_a_wrong_merge_is_found(
 
     monkeypatch.setattr(kernels, "merge_partials", base_2)
     report = tmp_path / "report.json"
-    assert run_app(app, "verify", [*QUICK, "--json", str(report)]) == 3
+    assert run_app(app, "verify", [*QUICK, "--output-json", str(report)]) == 3
     assert FAIL in verdicts(report)["merge"]
     assert verdicts(report)["attention"] == verdicts(report)["parity"] == {PASS}
     assert "FAIL" in capsys.readouterr().out
@@ -85,7 +98,7 @@ def test_a_wrong_backend_is_found(
 
     monkeypatch.setattr(TorchBackend, "run", off)
     report = tmp_path / "report.json"
-    assert run_app(app, "verify", [*QUICK, "--json", str(report)]) == 3
+    assert run_app(app, "verify", [*QUICK, "--output-json", str(report)]) == 3
     assert all(FAIL in verdicts(report)[check] for check in ("attention", "merge", "parity"))
     assert verdicts(report)["needle"] == {PASS}
 
@@ -121,7 +134,7 @@ def test_an_engine_that_fails_leaves_the_table_so_far(
         (["--attention-backend", "x"], "attention_backend='x'; accepted: auto, torch, flashinfer"),
         (["--device", "tpu"], "device='tpu'; accepted: auto, cpu, cuda, cuda:N"),
         (["--kvp", "2"], "kvp=2 is 2 ranks, and 1 were started"),
-        (["--json", "no/such/folder"], "report file no/such/folder cannot be written"),
+        (["--output-json", "no/such/folder"], "report file no/such/folder cannot be written"),
     ],
 )
 def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,11 +183,11 @@ def test_a_crew_of_one_has_its_own_rows() -> None:
 
 def test_ranks_that_differ_are_named() -> None:
     facts = machine_facts(torch.device("cpu"))
-    assert [row.verdict for row in rows_of([facts, facts])] == [PASS, PASS]
-    versions, devices = rows_of([facts, facts | {"torch": "1.0", "kind": "other"}])
+    assert [row.verdict for row in machine_rows_of([facts, facts])] == [PASS, PASS]
+    versions, devices = machine_rows_of([facts, facts | {"torch": "1.0", "kind": "other"}])
     assert (versions.verdict, versions.figure) == (FAIL, "ranks 1 differ in torch")
     assert (devices.verdict, devices.figure) == (FAIL, "ranks 1 differ in kind")
-    _, devices = rows_of([facts | {"gpu": "GPU 1 of here"}] * 2)
+    _, devices = machine_rows_of([facts | {"gpu": "GPU 1 of here"}] * 2)
     assert (devices.verdict, devices.figure) == (FAIL, "ranks share GPU 1 of here")
 
 
@@ -208,19 +221,27 @@ def test_parity_counts_wrong_tokens_and_log_probabilities() -> None:
 
 
 def test_a_layout_that_the_needle_does_not_fit_is_not_run(tmp_path: Path) -> None:
-    setting = Setting(ParallelConfig(spp=3), needle_tokens=512)
-    found = find_needle(setting, write_needle(tmp_path))
-    assert [(row.verdict, row.figure) for row in found.rows] == [
-        (NOT_RUN, "spp=3 stages for 2 layers; accepted: 1 to 2")
-    ]
-    assert memory_row(setting, [found.kv_bytes] * 3).verdict == NOT_RUN
+    setting = Setting(ParallelConfig(spp=3))
+    row, kv_bytes = find_needle(setting, write_needle(tmp_path), 512, 0.1)
+    assert (row.verdict, row.figure) == (NOT_RUN, "spp=3 stages for 2 layers; accepted: 1 to 2")
+    assert memory_row(setting.parallel, 512, [kv_bytes] * 3).verdict == NOT_RUN
+
+
+def test_a_needle_in_each_length_at_each_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    needles = ["--needle-tokens", "512,1K", "--needle-depth", "0", "--needle-depth", "0.9"]
+    assert run_app(app, "verify", ["--device", "cpu", *needles, "--output-json", str(report)]) == 0
+    assert "fact at 90% of 1,024 tokens" in capsys.readouterr().out
+    found = json.loads(report.read_text())["needles"]
+    assert [(one["num_tokens"], one["depth"]) for one in found] == [(512, 0), (512, 0.9), (1024, 0), (1024, 0.9)]
+    assert all(one["found"] and one["ttft_s"] > 0 and one["peak_memory_bytes"] > 1 << 20 for one in found)
 
 
 def test_a_rank_that_holds_more_than_its_share_fails() -> None:
-    setting = Setting(ParallelConfig(kvp=2, spp=2))
+    parallel = ParallelConfig(kvp=2, spp=2)
     whole = 8192 * 4096
-    assert memory_row(setting, [whole // 4] * 4).verdict == PASS
-    assert memory_row(setting, [whole // 4] * 3 + [whole // 3]).verdict == FAIL
-    assert memory_row(setting, [0] * 4).verdict == FAIL  # nothing was held, so nothing was measured
-    row: Row = memory_row(setting, [whole // 4] * 4)
+    assert memory_row(parallel, 8192, [whole // 4] * 4).verdict == PASS
+    assert memory_row(parallel, 8192, [whole // 4] * 3 + [whole // 3]).verdict == FAIL
+    assert memory_row(parallel, 8192, [0] * 4).verdict == FAIL  # nothing was held, so nothing was measured
+    row: Row = memory_row(parallel, 8192, [whole // 4] * 4)
     assert (row.figure, row.limit) == ("25.0%", "29.1%")

@@ -13,7 +13,7 @@ and all wait for the slowest. With ``striped`` tokens are dealt out in turn, and
 by one column of Table 1 of the Tetris paper: at 4,096 tokens on an A100 the table leaves 0.25, 0.52, 0.73 and 0.68 ms a
 step at 2, 4, 8 and 16 ranks, the median is 0.6 ms. Held to the whole table (34 cells, 4K to 256K, 1 to 16 ranks), the
 link between nodes at the same share of its published rate as the H100's: median 11 %, 31 cells within 15 %, worst 26 %
-too much (32K on 16 ranks). The sheet alone is 6 to 15 % above the table's single rank, and that is most of it:
+too much (32K on 16 ranks). The spec alone is 6 to 15 % above the table's single rank, and that is most of it:
 speed-ups over one rank are 4 % off in the median, at worst 23 %.
 """
 
@@ -22,8 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from medha.config import ModelConfig, ParallelConfig
-from medha.cost.hardware import LinkRates, Sheet, chunk_slope_s, first_chunk_s, stage_coefficients
+from medha.cost.hardware import HardwareSpec, LinkRates
 from medha.cost.predictor import Predictor, Work
+from medha.cost.roofline import chunk_slope_s, first_chunk_s, stage_coefficients
 from medha.errors import ConfigError
 
 KINDS = ("ring", "striped")
@@ -37,17 +38,17 @@ class ContextParallel:
     """A layout: ``cp`` ranks in a ring, each of them ``tp`` accelerators.
 
     Attributes:
-        sheet: the accelerators.
+        spec: the accelerators.
         model: what runs on them.
         cp: ranks in the ring.
         tp: accelerators of a rank.
         kind: ``ring`` or ``striped``.
-        link: from a rank to the next, for each accelerator; None is what the sheet says of a ring that lies in a node,
+        link: from a rank to the next, for each accelerator; None is what the spec says of a ring that lies in a node,
             or spans nodes.
         step_s: seconds of a step beside arithmetic and bytes.
     """
 
-    sheet: Sheet
+    spec: HardwareSpec
     model: ModelConfig
     cp: int
     tp: int = 1
@@ -90,8 +91,8 @@ def attention_parts_s(layout: ContextParallel, own: float) -> tuple[float, float
     """
     model, tp = layout.model, layout.tp
     heads, kv_heads = model.num_heads / tp, max(1.0, model.num_kv_heads / tp)
-    causal_s = float(first_chunk_s(layout.sheet, own, heads=heads, head_dim=model.head_dim))
-    whole_s = own * float(chunk_slope_s(layout.sheet, own, heads=heads, kv_heads=kv_heads, head_dim=model.head_dim))
+    causal_s = float(first_chunk_s(layout.spec, own, heads=heads, head_dim=model.head_dim))
+    whole_s = own * float(chunk_slope_s(layout.spec, own, heads=heads, kv_heads=kv_heads, head_dim=model.head_dim))
     later_s = causal_s if layout.kind == "striped" else whole_s
     if layout.cp == 1:
         return causal_s, 0.0
@@ -104,12 +105,12 @@ def attention_parts_s(layout: ContextParallel, own: float) -> tuple[float, float
 
 def _link(layout: ContextParallel) -> LinkRates:
     """The slowest hop of the ring, on which all wait."""
-    return layout.sheet.node_send if layout.num_gpus > layout.sheet.gpus_per_node else layout.sheet.send
+    return layout.spec.node_send if layout.num_gpus > layout.spec.gpus_per_node else layout.spec.send
 
 
 def _linear_s(layout: ContextParallel, own: float) -> float:
     """Seconds of all layers without attention, in pieces of the largest size that the coefficients are made for."""
-    whole = stage_coefficients(layout.sheet, layout.model, ParallelConfig(tp=layout.tp), 0)
+    whole = stage_coefficients(layout.spec, layout.model, ParallelConfig(tp=layout.tp), 0)
     no_attention = replace(
         whole,
         chunks=replace(whole.chunks, a_s=(0.0,) * len(whole.chunks.a_s), first_s=(0.0,) * len(whole.chunks.first_s)),
@@ -121,7 +122,7 @@ def _linear_s(layout: ContextParallel, own: float) -> float:
     if rest:
         seconds += predictor.predict([Work(rest, 0, False)])
     head_s = predictor.predict([Work(1, 0, False, None, True)]) - predictor.predict([Work(1, 0, False)])
-    return layout.sheet.host_s + seconds + head_s
+    return layout.spec.host_s + seconds + head_s
 
 
 def hidden_tokens(flops_per_s: float, bytes_per_s: float, *, query_heads_per_kv_head: float = 1.0) -> float:

@@ -12,7 +12,7 @@ leaves out of its comparison as they run out of memory (section 2.2). The rules,
 
 Memory is enforced on both sides. A prefill instance holds weights, the activations of its largest batch under way, and
 keys and values of all prompts that are being read or were not fetched; what can never fit is refused. What activations
-take is :func:`~medha.cost.hardware.activation_bytes` of the whole prompt. It counts what engines of the time held
+take is :func:`~medha.sim.replica.activation_bytes` of the whole prompt. It counts what engines of the time held
 at the widest point of a layer, the MLP: residual, normed input and output in the model dimension, which tensor
 parallelism does not split, and gate, up and product, which it does; queries, keys and values take less. Logits are
 those of last tokens only, and no attention matrix is written.
@@ -26,7 +26,7 @@ Its own figure: DistServe's figure 1, a 13B model at 512 prompt and 64 output to
 are to have TTFT within 0.4 s and TPOT within 0.04 s: 1.6 requests a second where prefill and decode share an
 accelerator (whole prompts, prefills first, as vLLM did then), and 3.3 for each of two accelerators of prefill and one
 of decode, 2.1 times. Here it is 4.2 and 6.9, 1.7 times: the order is the paper's, the gain is less, and all rates are
-at least twice those published, as our sheet has the kernels of today. On chats of ShareGPT the paper has 2.0 to 4.6
+at least twice those published, as our spec has the kernels of today. On chats of ShareGPT the paper has 2.0 to 4.6
 times vLLM; the 7.4 times of its abstract is against another system.
 """
 
@@ -46,11 +46,12 @@ import numpy as np
 from examples.reproduce.served import Floats, Served
 from examples.reproduce.timing import a100, stage_predictors
 from medha.config import ModelConfig, ParallelConfig
-from medha.cost.hardware import Sheet, activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
+from medha.cost.hardware import HardwareSpec
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.pipeline import Pipeline
+from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
 from medha.sim.simulator import Gaps
 from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
@@ -66,7 +67,7 @@ class Disaggregated:
     """Instances that read prompts and instances that generate.
 
     Attributes:
-        sheet: the accelerators.
+        spec: the accelerators.
         model: what runs on them.
         num_prefill, num_decode: instances.
         prefill, decode: layout of an instance: ``tp`` and ``spp``, pipeline stages here; ``kvp`` is 1.
@@ -74,7 +75,7 @@ class Disaggregated:
         utilization: share of an accelerator's memory that may be used.
     """
 
-    sheet: Sheet
+    spec: HardwareSpec
     model: ModelConfig
     num_prefill: int
     num_decode: int
@@ -91,7 +92,7 @@ class Disaggregated:
         for layout in (self.prefill, self.decode):
             if layout.kvp != 1:
                 raise ConfigError(f"kvp={layout.kvp}; accepted: 1, as these systems keep a request on one instance")
-            kv_pool_tokens(self.sheet, self.model, layout, utilization=self.utilization, max_batch_tokens=1)
+            kv_pool_tokens(self.spec, self.model, layout, utilization=self.utilization, max_batch_tokens=1)
 
     @property
     def num_gpus(self) -> int:
@@ -125,7 +126,7 @@ class StageMemory:
 
 
 def stage_memories(
-    sheet: Sheet, model: ModelConfig, parallel: ParallelConfig, *, utilization: float = 0.9
+    spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, *, utilization: float = 0.9
 ) -> list[StageMemory]:
     """Memory of each stage of an instance, first stage first.
 
@@ -137,7 +138,7 @@ def stage_memories(
         logits = activation_bytes(model, parallel, stage, 0)
         found.append(
             StageMemory(
-                usable=int(sheet.memory_bytes * utilization),
+                usable=int(spec.memory_bytes * utilization),
                 fixed=weights_bytes(model, parallel, stage) + logits,
                 activation_token=activation_bytes(model, parallel, stage, 1) - logits,
                 kv_token=kv_bytes_per_token(model, parallel, stage),
@@ -170,7 +171,7 @@ def is_refused(system: Disaggregated, prompt_tokens: int, output_tokens: int) ->
     ):
         if name == "decode" and output_tokens == 1:
             continue  # its only token comes with the prompt
-        memories = stage_memories(system.sheet, system.model, layout, utilization=system.utilization)
+        memories = stage_memories(system.spec, system.model, layout, utilization=system.utilization)
         for stage, memory in enumerate(memories):
             if not memory.fits(batch_tokens, held):
                 return (
@@ -179,7 +180,7 @@ def is_refused(system: Disaggregated, prompt_tokens: int, output_tokens: int) ->
                     f"{memory.fixed / 1e9:.1f} GB for weights and logits, "
                     f"{memory.activation_token * batch_tokens / 1e9:.1f} GB for activations of {batch_tokens:,} tokens "
                     f"and {memory.kv_token * held / 1e9:.1f} GB for keys and values; {memory.usable / 1e9:.1f} GB are "
-                    f"there ({system.utilization:g} of {system.sheet.memory_bytes / 1e9:.1f} GB)"
+                    f"there ({system.utilization:g} of {system.spec.memory_bytes / 1e9:.1f} GB)"
                 )
     return None
 
@@ -199,8 +200,8 @@ class _Costs:
     _known: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, sheet: Sheet, model: ModelConfig, parallel: ParallelConfig, max_prefill_tokens: int) -> _Costs:
-        return cls(stage_predictors(sheet, model, parallel, max_tokens=max(_PIECE, max_prefill_tokens)))
+    def of(cls, spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, max_prefill_tokens: int) -> _Costs:
+        return cls(stage_predictors(spec, model, parallel, max_tokens=max(_PIECE, max_prefill_tokens)))
 
     def seconds(self, prompts: Sequence[int]) -> list[float]:
         """Of a batch of prompts; one alone where they exceed the predictors' largest chunk."""
@@ -360,18 +361,18 @@ class _Play:
         self.first_token_s = np.full(len(trace), np.nan)
         self.finish_s = np.full(len(trace), np.nan)
         self.gaps = Gaps()
-        sheet, model, share = system.sheet, system.model, system.utilization
+        spec, model, share = system.spec, system.model, system.utilization
         self._prompts: list[int] = trace.prompt_tokens.tolist()
-        self._costs = _Costs.of(sheet, model, system.prefill, system.max_prefill_tokens)
-        memories = stage_memories(sheet, model, system.prefill, utilization=share)
+        self._costs = _Costs.of(spec, model, system.prefill, system.max_prefill_tokens)
+        memories = stage_memories(spec, model, system.prefill, utilization=share)
         self._most_prompt = largest_prefill(memories)
         self._prefills = [_PrefillInstance(memories, [0.0] * system.prefill.spp) for _ in range(system.num_prefill)]
-        room = largest_decode(stage_memories(sheet, model, system.decode, utilization=share))
-        predictors = stage_predictors(sheet, model, system.decode)
+        room = largest_decode(stage_memories(spec, model, system.decode, utilization=share))
+        predictors = stage_predictors(spec, model, system.decode)
         self._decodes = [
             _DecodeInstance(Pipeline(predictors), room, [_Lane() for _ in predictors]) for _ in range(system.num_decode)
         ]
-        link = sheet.send if system.num_gpus <= sheet.gpus_per_node else sheet.node_send
+        link = spec.send if system.num_gpus <= spec.gpus_per_node else spec.node_send
         num_links = min(system.prefill.world_size, system.decode.world_size)
         self._link_alpha_s = link.alpha_s
         self._link_token_s = model.kv_bytes_per_token(_DTYPE_BYTES) / (num_links * link.bytes_per_s)
@@ -488,7 +489,7 @@ class _Play:
 
 
 def play_colocated(
-    sheet: Sheet, model: ModelConfig, trace: Trace, *, tp: int = 1, max_prefill_tokens: int = 8192
+    spec: HardwareSpec, model: ModelConfig, trace: Trace, *, tp: int = 1, max_prefill_tokens: int = 8192
 ) -> Served:
     """Serve a trace on one instance that does both: prefills first, whole, in batches of their own; decodes wait.
 
@@ -498,14 +499,14 @@ def play_colocated(
         ConfigError: a prompt exceeds ``max_prefill_tokens``, or a request the memory.
     """
     parallel = ParallelConfig(tp=tp)
-    room = kv_pool_tokens(sheet, model, parallel, max_batch_tokens=max_prefill_tokens)
+    room = kv_pool_tokens(spec, model, parallel, max_batch_tokens=max_prefill_tokens)
     claims = trace.prompt_tokens + trace.output_tokens - 1
     if len(trace) and (trace.prompt_tokens.max() > max_prefill_tokens or claims.max() > room):
         raise ConfigError(
             f"a request has {trace.prompt_tokens.max():,} prompt tokens, or {claims.max():,} in all; accepted: at most "
             f"{max_prefill_tokens:,} and {room:,}"
         )
-    costs = _Costs.of(sheet, model, parallel, max_prefill_tokens)
+    costs = _Costs.of(spec, model, parallel, max_prefill_tokens)
     pipeline, lane, gaps = Pipeline(costs.predictors), _Lane(), Gaps()
     first_token_s, finish_s = np.full((2, len(trace)), np.nan)
     now_s, row, claimed = 0.0, 0, 0
@@ -560,14 +561,14 @@ _LENGTHS, _NUM_REQUESTS = "fixed:512,64", 400
 
 def own_figures() -> dict[str, float]:
     """Requests a second for each accelerator at which 90 % are in time, by system, and the ratio; see PUBLISHED."""
-    sheet, alone = a100(), ParallelConfig()
+    spec, alone = a100(), ParallelConfig()
 
     def of(num_prefill: int, num_decode: int) -> Callable[[Trace], Served]:
-        system = Disaggregated(sheet, MODEL_13B, num_prefill, num_decode, alone, alone, max_prefill_tokens=2048)
+        system = Disaggregated(spec, MODEL_13B, num_prefill, num_decode, alone, alone, max_prefill_tokens=2048)
         return partial(play, system)
 
     found = {
-        "colocated": goodput(partial(play_colocated, sheet, MODEL_13B, max_prefill_tokens=2048)),
+        "colocated": goodput(partial(play_colocated, spec, MODEL_13B, max_prefill_tokens=2048)),
         "prefill only": goodput(of(1, 6), tpot_s=math.inf),
         "decode only": goodput(of(6, 1), ttft_s=math.inf),
         "2 + 1": goodput(of(2, 1)) / 3,

@@ -32,7 +32,7 @@ from examples.reproduce.baselines.loongserve_manager import Manager
 from examples.reproduce.baselines.loongserve_pool import OnOccupied
 from examples.reproduce.served import Served
 from medha.config import ModelConfig
-from medha.cost.hardware import Sheet
+from medha.cost.hardware import HardwareSpec
 from medha.errors import ConfigError
 from medha.sim.simulator import Gaps
 from medha.workload.trace import Trace
@@ -43,7 +43,7 @@ class LoongServe:
     """A system of elastic instances.
 
     Attributes:
-        sheet: the accelerators.
+        spec: the accelerators.
         model: what runs on them.
         num_instances: in all.
         tp: accelerators of each.
@@ -53,7 +53,7 @@ class LoongServe:
         is_elastic: False for static sequence parallelism: one group of all instances, prefills first.
     """
 
-    sheet: Sheet
+    spec: HardwareSpec
     model: ModelConfig
     num_instances: int = 8
     tp: int = 2
@@ -92,7 +92,7 @@ def play(
     first_token_s, finish_s = np.full(count, np.nan), np.full(count, np.nan)
     gaps, is_stopped = Gaps(), False
     costs = EspCosts(
-        system.sheet,
+        system.spec,
         system.model,
         num_instances=system.num_instances,
         tp=system.tp,

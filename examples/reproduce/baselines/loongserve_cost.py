@@ -22,16 +22,10 @@ from numpy.typing import NDArray
 
 from examples.reproduce.baselines.context_parallel import ContextParallel, block_bytes
 from medha.config import ModelConfig, ParallelConfig
-from medha.cost.hardware import (
-    LinkRates,
-    Sheet,
-    activation_bytes,
-    first_chunk_s,
-    kv_bytes_per_token,
-    kv_pool_tokens,
-    stage_coefficients,
-)
+from medha.cost.hardware import HardwareSpec, LinkRates
 from medha.cost.predictor import Predictor, Work
+from medha.cost.roofline import first_chunk_s, stage_coefficients
+from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens
 
 Floats = NDArray[np.float64]
 
@@ -46,7 +40,7 @@ class EspCosts:
     """Costs of instances of one size.
 
     Args:
-        sheet: the accelerators.
+        spec: the accelerators.
         model: what runs on them.
         num_instances: the largest degree.
         tp: accelerators of an instance.
@@ -61,16 +55,16 @@ class EspCosts:
         ConfigError: the model does not fit an instance, or cannot be split.
     """
 
-    def __init__(self, sheet: Sheet, model: ModelConfig, *, num_instances: int, tp: int, utilization: float) -> None:
+    def __init__(
+        self, spec: HardwareSpec, model: ModelConfig, *, num_instances: int, tp: int, utilization: float
+    ) -> None:
         parallel = ParallelConfig(tp=tp)
-        self.sheet, self.model, self.tp = sheet, model, tp
-        self.pool_tokens = kv_pool_tokens(
-            sheet, model, parallel, utilization=utilization, max_batch_tokens=_DECODE_ROWS
-        )
+        self.spec, self.model, self.tp = spec, model, tp
+        self.pool_tokens = kv_pool_tokens(spec, model, parallel, utilization=utilization, max_batch_tokens=_DECODE_ROWS)
         one, two = (activation_bytes(model, parallel, 0, tokens) for tokens in (1, 2))
         self._kv_bytes = kv_bytes_per_token(model, parallel, 0)
         self.activation_tokens = (two - one) / self._kv_bytes
-        whole = stage_coefficients(sheet, model, parallel, 0)
+        whole = stage_coefficients(spec, model, parallel, 0)
         self._decodes = Predictor(whole, max_tokens=1)
         nothing = (0.0,) * len(whole.chunks.a_s)
         chunks = replace(whole.chunks, a_s=nothing, first_s=nothing)
@@ -83,11 +77,11 @@ class EspCosts:
 
     def prefill_s(self, prompt_tokens: Sequence[int], degree: int) -> float:
         """Seconds of one prefill of these prompts on so many instances."""
-        ring, model, sheet = self._rings[degree], self.model, self.sheet
+        ring, model, spec = self._rings[degree], self.model, self.spec
         own = np.asarray(prompt_tokens, dtype=np.float64) / degree
         own_sum = float(own.sum())
-        each_s = first_chunk_s(sheet, own, heads=model.num_heads / self.tp, head_dim=model.head_dim)
-        causal_s = float(each_s.sum()) - (len(own) - 1) * sheet.attention.launch_s
+        each_s = first_chunk_s(spec, own, heads=model.num_heads / self.tp, head_dim=model.head_dim)
+        causal_s = float(each_s.sum()) - (len(own) - 1) * spec.attention.launch_s
         steps = degree - 1
         exposed_s = 0.0
         if steps and ring.link is not None:
@@ -129,7 +123,7 @@ class EspCosts:
 
     def migration_s(self, tokens: float) -> float:
         """Seconds to move the keys and values of some tokens from one instance to another."""
-        return self.sheet.send.alpha_s + tokens * self._kv_bytes / self.sheet.send.bytes_per_s
+        return self.spec.send.alpha_s + tokens * self._kv_bytes / self.spec.send.bytes_per_s
 
     def most_tokens(self, used: Sequence[int]) -> float:
         """Prompt tokens that instances with these many cached tokens can prefill together and keep.
@@ -155,15 +149,15 @@ class EspCosts:
 
     def _ring(self, degree: int) -> ContextParallel:
         link = self._link(degree) if degree > 1 else None
-        return ContextParallel(self.sheet, self.model, cp=degree, tp=self.tp, link=link)
+        return ContextParallel(self.spec, self.model, cp=degree, tp=self.tp, link=link)
 
     def _link(self, num_instances: int) -> LinkRates:
-        in_node = num_instances * self.tp <= self.sheet.gpus_per_node
-        return self.sheet.send if in_node else self.sheet.node_send
+        in_node = num_instances * self.tp <= self.spec.gpus_per_node
+        return self.spec.send if in_node else self.spec.node_send
 
     def _linear_s(self, own: float) -> float:
         pieces, rest = divmod(round(own), _PIECE)
-        seconds = self.sheet.host_s + self._head_s + pieces * self._piece_s
+        seconds = self.spec.host_s + self._head_s + pieces * self._piece_s
         return seconds + self._linear.predict([Work(rest, 0, False)]) if rest else seconds
 
     def _fitted(self, degree: int) -> list[float]:

@@ -7,7 +7,7 @@ most 25 times that at light load; and, from the scripts of the ablation, the sha
 within 25 times its prefill, or 15 s, and whose others come every 50 ms, served while at least 90 %. The paper has
 LoongServe first, at up to 3.85 times the rate of chunked prefill.
 
-Departures: the sheet is that of the A100, whose links within a node are 1.5 times as fast as the A800's. The datasets
+Departures: the spec is that of the A100, whose links within a node are 1.5 times as fast as the A800's. The datasets
 are not at hand: prompts are drawn log-uniformly from the ranges of the three that the mixed load takes equally
 (ShareGPT 16 to 2.3K tokens, as the scripts leave out shorter ones; L-Eval 2.7K to 210.5K; LV-Eval 15.1K to 497.3K),
 outputs from 4 to 1,000, 300 and 100. Chunked prefill is our own scheduler on our own cost model, without what the

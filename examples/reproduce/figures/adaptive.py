@@ -11,8 +11,8 @@ from examples.reproduce.plotting import COLORS, finish, plain_ticks, token_label
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.timing import MODELS, M, chunk_seconds, h100, stage_predictors
 from medha.config import ParallelConfig
-from medha.cost.hardware import Floats
 from medha.cost.predictor import Predictor, Work
+from medha.cost.roofline import Floats
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DECODES = (Work(1, 1024, True),) * 8
@@ -60,7 +60,7 @@ def run(options: Options) -> FigureResult:
     numbers["prefill_static_over_adaptive"] = gains
     sentence = (
         f"For each static size, adaptive chunks under its longest batch as the budget: prefill {min(gains):.2f} to "
-        f"{max(gains):.2f} times as fast, {token_label(tokens)} tokens, derived H100 sheet. The gain is for small "
+        f"{max(gains):.2f} times as fast, {token_label(tokens)} tokens, derived H100 spec. The gain is for small "
         "chunks; large ones are efficient as they are."
     )
     return FigureResult(numbers, {"adaptive-pareto": Answer(float(np.mean([g >= 1 - 1e-9 for g in gains])), sentence)})

@@ -23,7 +23,7 @@ TETRIS_S: Mapping[int, tuple[float | None, ...]] = {
 }
 """Tetris (chunkwise dynamic sequence parallelism), Table 1: prefill seconds of Llama-3 8B on A100 80GB, TP 1, by ranks
 of the ring and prompt; 256K tokens do not fit on one. K is 1024. Nodes of eight, 200 Gbit/s of InfiniBand a GPU."""
-# The testbed's links at the share of the published rate that the H100 sheet has (36 of 50 GB/s), not fitted.
+# The testbed's links at the share of the published rate that the H100 spec has (36 of 50 GB/s), not fitted.
 _BETWEEN_NODES = LinkRates(alpha_s=29e-6, bytes_per_s=0.72 * 25e9)
 
 

@@ -17,8 +17,8 @@ from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, token_ax
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.timing import MODELS, M, a100, chunk_seconds, h100, pipeline_ends, stage_predictors
 from medha.config import ModelConfig, ParallelConfig
-from medha.cost.hardware import Floats, chunk_slope_s
 from medha.cost.predictor import Predictor, Work
+from medha.cost.roofline import Floats, chunk_slope_s
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _TP8 = ParallelConfig(tp=8)
@@ -27,7 +27,7 @@ _SHORT_DECODE = Work(1, 1024, True)
 FLASHINFER_SLOPES_S = {64: 7.4e-11, 768: 9.8e-11}
 """Seconds a query token and cached token, Llama-3 8B on an A100, TP 1: least squares over the rows behind 3,000 tokens
 and more (to 4,672 and 7,744) of github.com/microsoft/vidur data/profiling/compute/a100, attention.csv."""
-_DERIVED = "The H100 sheet is derived, not measured."
+_DERIVED = "The H100 spec is derived, not measured."
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Intensity
@@ -35,17 +35,17 @@ _DERIVED = "The H100 sheet is derived, not measured."
 
 def run_intensity(options: Options) -> FigureResult:
     """Eq. 1 against the FLOPs a byte that an H100 can feed; ``quick`` changes nothing."""
-    sheet = h100()
-    ridge = sheet.peak_flops_per_s / sheet.hbm_bytes_per_s
+    spec = h100()
+    ridge = spec.peak_flops_per_s / spec.hbm_bytes_per_s
     saturated = {name: ridge / chunk_intensity(model, 1) for name, model in MODELS.items()}
-    reached = sheet.attention.flops_per_s / sheet.attention.bytes_per_s / chunk_intensity(_70B, 1)
+    reached = spec.attention.flops_per_s / spec.attention.bytes_per_s / chunk_intensity(_70B, 1)
     numbers = {
         "chunks": list(SIZES),
         "intensity": {name: [chunk_intensity(model, c) for c in SIZES] for name, model in MODELS.items()},
         "intensity_linear": list(SIZES),
         "ridge_flops_per_byte": ridge,
         "saturating_chunk": saturated,
-        "saturating_chunk_at_sheet_rates_70b": reached,
+        "saturating_chunk_at_spec_rates_70b": reached,
     }
     answers = {
         "saturating-chunk": Answer(
@@ -95,8 +95,8 @@ def overhead(predictor: Predictor, tokens: int, chunk: int) -> float:
 
 def roofline_overhead(model: ModelConfig, chunk: int) -> float:
     """The same far into a prompt, where reading hides behind arithmetic in full, at published peaks."""
-    sheet = h100()
-    ridge = sheet.peak_flops_per_s / sheet.hbm_bytes_per_s
+    spec = h100()
+    ridge = spec.peak_flops_per_s / spec.hbm_bytes_per_s
     return max(1.0, ridge / chunk_intensity(model, chunk)) - 1
 
 
@@ -117,12 +117,12 @@ def run_overhead(options: Options) -> FigureResult:
     }
     at_32, at_64 = attention[str(M)][0], attention[str(M)][1]
     falls = [attention[str(a)][i] >= attention[str(b)][i] for a, b in pairwise(lengths) for i in (0, 1)]
-    sheet_slope = float(chunk_slope_s(a100(), 64, heads=32, kv_heads=8, head_dim=128)) / 64
+    spec_slope = float(chunk_slope_s(a100(), 64, heads=32, kv_heads=8, head_dim=128)) / 64
     unhidden = (
-        "The sheet lets reading hide behind arithmetic in part only: hidden in full, 32 tokens cost "
+        "The spec lets reading hide behind arithmetic in part only: hidden in full, 32 tokens cost "
         f"{100 * roofline_overhead(_70B, 32):.0f} % at published peaks, and on an A100 a 64-token chunk rises by "
         f"{1e12 * FLASHINFER_SLOPES_S[64]:.0f} ps a token and cached key in the few public FlashInfer rows, below the "
-        f"{1e12 * FLASHINFER_SLOPES_S[768]:.0f} of 768 tokens, and by {1e12 * sheet_slope:.0f} by our sheet."
+        f"{1e12 * FLASHINFER_SLOPES_S[768]:.0f} of 768 tokens, and by {1e12 * spec_slope:.0f} by our spec."
     )
     answers = {
         "chunk-32-overhead": Answer(100 * at_32, unhidden),
@@ -148,7 +148,7 @@ def draw_overhead(numbers: Mapping[str, Any], figure: Any) -> None:
             [100 * value for value in values],
             marker=MARKERS[index],
             color=COLORS[index],
-            label=f"sheet, {token_label(int(length))} context",
+            label=f"spec, {token_label(int(length))} context",
         )
     roofline = [100 * value for value in numbers["roofline_overhead_70b"]]
     left.plot(numbers["chunks"], roofline, color="black", linestyle="--", label="reading hidden in full")
@@ -220,7 +220,7 @@ def run_preemption(options: Options) -> FigureResult:
     numbers = {"lengths": lengths, "chunk_s_a100_8b_tp8": held, "whole_s_a100_8b_tp2_cp8": whole}
     answers = {
         "chunk-tens-of-ms": Answer(
-            1e3 * on_h100, "512 tokens at 1M, Llama-3 8B on 8 H100s (derived sheet); tens of ms taken as below 100."
+            1e3 * on_h100, "512 tokens at 1M, Llama-3 8B on 8 H100s (derived spec); tens of ms taken as below 100."
         ),
         "whole-minutes": Answer(
             whole[-1], "Striped, the ring alone, 16 A100s as TP 2 times CP 8; at least a minute asked for."

@@ -30,7 +30,7 @@ from medha.sim.pipeline import Segment
 GROUPS = (1, 2, 4)
 _STAGES = {"Llama-3 8B": 4, "Llama-3 70B": 8}
 _8B = MODELS["Llama-3 8B"]
-_DERIVED = "The H100 sheet is derived, not measured."
+_DERIVED = "The H100 spec is derived, not measured."
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decodes

@@ -58,7 +58,7 @@ def _tpot(two: Served, three: Served) -> Answer:
         min(times),
         f"TPOT of 2D and 3D: {', '.join(parts)}. With batches of 20 ms a decode waits for one batch a stage and one "
         "more: 9 of them against 5, which is 1.8 times whatever the KV cache; the papers do not say how their batches' "
-        "time is set with 8 stages. The H100 sheet is derived, not measured.",
+        "time is set with 8 stages. The H100 spec is derived, not measured.",
     )
 
 

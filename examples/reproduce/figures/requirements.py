@@ -25,23 +25,23 @@ def most_tokens_by_compute(flops: float) -> float:
 
 def gpus_needed(tokens: float) -> dict[str, float]:
     """H100s by what asks for them, at published peaks: the prefill in 30 s, the decode in 20 ms, the memory."""
-    sheet = h100()
+    spec = h100()
     held = weight_bytes(_8B) + kv_bytes(_8B, tokens)
     return {
-        "compute": prefill_flops(_8B, tokens) / (TTFT_S * sheet.peak_flops_per_s),
-        "bandwidth": held / (TPOT_S * sheet.hbm_bytes_per_s),
-        "memory": held / sheet.memory_bytes,
+        "compute": prefill_flops(_8B, tokens) / (TTFT_S * spec.peak_flops_per_s),
+        "bandwidth": held / (TPOT_S * spec.hbm_bytes_per_s),
+        "memory": held / spec.memory_bytes,
     }
 
 
 def run(options: Options) -> FigureResult:
     """Closed forms; ``quick`` changes nothing."""
-    sheet, n = h100(), MILLION
-    spare_bytes = _GPUS * sheet.memory_bytes - weight_bytes(_8B)
+    spec, n = h100(), MILLION
+    spare_bytes = _GPUS * spec.memory_bytes - weight_bytes(_8B)
     token_bytes = kv_bytes(_8B, 1)
     limits = {
-        "compute": most_tokens_by_compute(_GPUS * sheet.peak_flops_per_s * TTFT_S),
-        "bandwidth": (_GPUS * sheet.hbm_bytes_per_s * TPOT_S - weight_bytes(_8B)) / token_bytes,
+        "compute": most_tokens_by_compute(_GPUS * spec.peak_flops_per_s * TTFT_S),
+        "bandwidth": (_GPUS * spec.hbm_bytes_per_s * TPOT_S - weight_bytes(_8B)) / token_bytes,
         "memory": spare_bytes / token_bytes,
     }
     lengths = [0.25, 0.5, 1, 2, 4, 8, 10]

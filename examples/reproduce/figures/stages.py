@@ -17,7 +17,7 @@ from medha.config import ParallelConfig
 from medha.cost.predictor import Work
 
 STAGES = (1, 2, 4, 8, 16)
-_DERIVED = "The H100 sheet is derived, not measured."
+_DERIVED = "The H100 spec is derived, not measured."
 
 
 def layout(spp: int, *, tp: int = 8, kvp: int = 1) -> ParallelConfig:
@@ -32,13 +32,13 @@ def layout(spp: int, *, tp: int = 8, kvp: int = 1) -> ParallelConfig:
 def run_scaling(options: Options) -> FigureResult:
     """TTFT by model, length and stages; ``quick`` takes 1M and 10M alone."""
     lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
-    sheet = h100()
+    spec = h100()
     ttft_s: dict[str, dict[str, list[float]]] = {}
     fit: dict[str, dict[str, list[bool]]] = {}
     for name, model in MODELS.items():
-        ttft_s[name] = {str(n): [simulate(sheet, model, layout(s), n).ttft_s for s in STAGES] for n in lengths}
-        fit[name] = {str(n): [fits(sheet, model, layout(s), n) for s in STAGES] for n in lengths}
-    crossing = simulate(sheet, MODELS["Llama-3 8B"], layout(1, tp=16), M).ttft_s
+        ttft_s[name] = {str(n): [simulate(spec, model, layout(s), n).ttft_s for s in STAGES] for n in lengths}
+        fit[name] = {str(n): [fits(spec, model, layout(s), n) for s in STAGES] for n in lengths}
+    crossing = simulate(spec, MODELS["Llama-3 8B"], layout(1, tp=16), M).ttft_s
     numbers: dict[str, Any] = {"stages": list(STAGES), "ttft_s": ttft_s, "fits": fit, "ttft_s_1m_8b_tp16": crossing}
     numbers["efficiency"] = {
         name: {n: [row[0] / (row[i] * s) for i, s in enumerate(STAGES)] for n, row in rows.items()}

@@ -21,12 +21,12 @@ _GROUPS = (1, 2, 4)
 def run_mfu(options: Options) -> FigureResult:
     """Causal FLOPs of a prefill over what the GPUs could do meanwhile; ``quick`` takes 1M and 10M alone."""
     lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
-    sheet = h100()
+    spec = h100()
     rows: list[dict[str, Any]] = []
     for name, model in MODELS.items():
         for spp in STAGES:
             for n in lengths:
-                could = simulate(sheet, model, layout(spp), n).ttft_s * layout(spp).world_size * sheet.peak_flops_per_s
+                could = simulate(spec, model, layout(spp), n).ttft_s * layout(spp).world_size * spec.peak_flops_per_s
                 rows.append(
                     {
                         "model": name,
@@ -34,7 +34,7 @@ def run_mfu(options: Options) -> FigureResult:
                         "tokens": n,
                         "mfu": prefill_flops(model, n) / could,
                         "mfu_not_causal": prefill_flops(model, n, causal=False) / could,
-                        "fits": fits(sheet, model, layout(spp), n),
+                        "fits": fits(spec, model, layout(spp), n),
                     }
                 )
     large = [row for row in rows if row["model"] == "Llama-3 70B" and row["fits"]]
@@ -44,9 +44,9 @@ def run_mfu(options: Options) -> FigureResult:
         [row["mfu"] for row in large if row["gpus"] == gpus] for gpus in sorted({row["gpus"] for row in large})
     ]
     rises = [b >= a for values in by_layout for a, b in pairwise(values)]
-    share = sheet.attention.flops_per_s / sheet.peak_flops_per_s
+    share = spec.attention.flops_per_s / spec.peak_flops_per_s
     why = (
-        f"Set by the sheet: attention at {100 * share:.0f} % of the peak, derived from A100 kernels, so this shows "
+        f"Set by the spec: attention at {100 * share:.0f} % of the peak, derived from A100 kernels, so this shows "
         "how little the layout loses rather than what a kernel reaches. FLOPs are those of the causal mask; without "
         "it MFU doubles."
     )
@@ -84,20 +84,20 @@ def draw_mfu(numbers: Mapping[str, Any], figure: Any) -> None:
 def run_mbu(options: Options) -> FigureResult:
     """Bytes that a decode must read over what the memories could deliver meanwhile; ``quick`` changes nothing."""
     lengths = [M, 2 * M, 4 * M, 10 * M]
-    sheet = h100()
+    spec = h100()
     rows: list[dict[str, Any]] = []
     for name, model in MODELS.items():
         for kvp in _GROUPS:
             parallel = ParallelConfig(tp=8, kvp=kvp)
-            stages = stage_predictors(sheet, model, parallel)
+            stages = stage_predictors(spec, model, parallel)
             for n in lengths:
                 read = weight_bytes(model) / parallel.tp + kv_bytes(model, n) / (parallel.tp * kvp)
-                mbu = read / (decode_s(stages, n, kvp=kvp) * sheet.hbm_bytes_per_s)
+                mbu = read / (decode_s(stages, n, kvp=kvp) * spec.hbm_bytes_per_s)
                 rows.append({"model": name, "kvp": kvp, "tokens": n, "mbu": mbu})
     best = max(row["mbu"] for row in rows)
-    reached = sheet.attention.bytes_per_s / sheet.hbm_bytes_per_s
+    reached = spec.attention.bytes_per_s / spec.hbm_bytes_per_s
     sentence = (
-        f"The sheet lets attention read at {100 * reached:.0f} % of the published bandwidth, by ratio from the A100, "
+        f"The spec lets attention read at {100 * reached:.0f} % of the published bandwidth, by ratio from the A100, "
         "which bounds it; the public H100 decodes reach 90 to 93 %."
     )
     return FigureResult({"rows": rows}, {"mbu-92": Answer(100 * best, sentence)})

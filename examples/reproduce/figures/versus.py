@@ -22,11 +22,11 @@ _KINDS = {"ring": "ring attention", "striped": "striped attention"}
 
 def run(options: Options) -> FigureResult:
     """TTFT of 1M tokens on 8 to 128 H100s, three ways; ``quick`` changes nothing."""
-    sheet = h100()
+    spec = h100()
     gpus = [_TP * s for s in STAGES]
-    ttft_s = {"SPP": [simulate(sheet, _8B, layout(s), M).ttft_s for s in STAGES]}
+    ttft_s = {"SPP": [simulate(spec, _8B, layout(s), M).ttft_s for s in STAGES]}
     for kind in KINDS:
-        ttft_s[_KINDS[kind]] = [prefill_s(ContextParallel(sheet, _8B, cp=s, tp=_TP, kind=kind), M) for s in STAGES]
+        ttft_s[_KINDS[kind]] = [prefill_s(ContextParallel(spec, _8B, cp=s, tp=_TP, kind=kind), M) for s in STAGES]
     spp, ring, striped = (ttft_s[name][-1] for name in ("SPP", "ring attention", "striped attention"))
     hidden = hidden_tokens(_A100_FLOPS_PER_S, _INFINIBAND_BYTES_PER_S)
     hidden_8b = hidden_tokens(
@@ -43,7 +43,7 @@ def run(options: Options) -> FigureResult:
     best = (
         f"Striped attention, the paper's baseline, takes {striped:.1f} s against {spp:.1f} s: at 64K tokens a rank our "
         "model hides every transfer and has both run kernels of the same rate, while SPP has to fill its pipeline; "
-        f"plain ring attention, whose causal work is uneven, takes {ring:.1f} s. Derived H100 sheet."
+        f"plain ring attention, whose causal work is uneven, takes {ring:.1f} s. Derived H100 spec."
     )
     answers = {
         "spp-over-cp": Answer(striped / spp, best),
@@ -56,7 +56,7 @@ def run(options: Options) -> FigureResult:
         ),
         "spp-15s": Answer(
             spp,
-            f"4K chunks, derived H100 sheet: {_mfu(spp):.0f} % of the peak of 128 GPUs; 15 s is {_mfu(15):.0f} %.",
+            f"4K chunks, derived H100 spec: {_mfu(spp):.0f} % of the peak of 128 GPUs; 15 s is {_mfu(15):.0f} %.",
         ),
         "ring-24k": Answer(
             hidden / 1024,

@@ -1,0 +1,380 @@
+"""What any stage of any layout costs on a hardware spec: the one way from a spec to coefficients.
+
+- A matrix product fills the machine with tiles of a few sizes, in waves, beside the reading and writing of its
+  operands; the fastest tile size counts.
+- Attention of a chunk is arithmetic on padded tiles of queries beside what the busiest thread block does alone. With a
+  split KV that block's keys are spread over the machine; without, few tiles leave most of it idle.
+- Attention of decodes is the reading of keys and values, with another line for short ones.
+- A transfer is ``alpha + bytes / bandwidth``.
+
+Two terms "beside" each other take ``(a**p + b**p) ** (1/p)``, from their maximum (p large) to their sum (p = 1). All of
+it is non-decreasing in tokens and KV and affine in KV, so 10M tokens lie on the line of 16K. Chunks and decodes in one
+batch are separate launches, that is a sum.
+
+Left out: the embedding (below 0.5 % of a prefill), clocks that fall under load, contention between links, and overlap
+of communication with arithmetic. Placement: ``tp`` fastest, then ``spp``, ``kvp`` outermost, nodes filled in order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from medha.config import ModelConfig, ParallelConfig
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, ProfileKey
+from medha.cost.hardware import HardwareSpec, LinkRates
+from medha.errors import ConfigError
+
+Floats = NDArray[np.float64]
+
+BACKENDS = {"split-kv": True, "no-split-kv": False}
+MAX_SAMPLES = 256
+"""Requests of a batch that sample a token at most, as far as tables and memory go."""
+_LAYER_KERNELS = 5
+"""Two norms, rotary embedding, activation and one residual addition; the other is fused into a norm."""
+_MAX_CHUNK = 1 << 18
+_MAX_BATCH = 1 << 16
+_LSE_BYTES = 4
+_DTYPES = {1: "8 bits", 2: "bfloat16", 4: "float32"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels: seconds of one layer's launches
+
+
+def gemm_s(spec: HardwareSpec, m: ArrayLike, n: ArrayLike, k: ArrayLike, *, dtype_bytes: int = 2) -> Floats:
+    """Seconds of [m, k] times [k, n].
+
+    Args:
+        spec: rates.
+        m, n, k: numbers or arrays that broadcast.
+        dtype_bytes: of an element.
+    """
+    rates, (m, n, k) = spec.gemm, (np.asarray(size, dtype=np.float64) for size in (m, n, k))
+    arithmetic: Floats = np.full((), np.inf)
+    for (rows, columns), flops_per_s in zip(rates.tiles, rates.flops_per_s, strict=True):
+        waves = np.ceil(m / rows) * np.ceil(n / columns) / spec.num_sms
+        waves = waves + rates.wave_share * (np.ceil(waves) - waves)
+        arithmetic = np.minimum(arithmetic, waves * spec.num_sms * rows * columns * 2 * k / flops_per_s)
+    transfer = dtype_bytes * (m * n + m * k + n * k) / rates.bytes_per_s
+    return rates.launch_s + _beside(arithmetic, transfer, rates.overlap_power)
+
+
+def first_chunk_s(spec: HardwareSpec, tokens: ArrayLike, *, heads: ArrayLike, head_dim: int) -> Floats:
+    """Seconds of causal attention with nothing cached, of one layer.
+
+    Args:
+        spec: rates.
+        tokens: of the chunk.
+        heads: query heads of one rank.
+        head_dim: features of a head.
+    """
+    rates, c = spec.attention, np.asarray(tokens, dtype=np.float64)
+    all_blocks = np.asarray(heads) * 2 * head_dim * c * (c + rates.tile_rows) / rates.flops_per_s
+    return rates.launch_s + _beside(all_blocks, _block_s(spec, head_dim) * c, rates.overlap_power)
+
+
+def chunk_slope_s(
+    spec: HardwareSpec, tokens: ArrayLike, *, heads: float, kv_heads: float, head_dim: int, dtype_bytes: int = 2
+) -> Floats:
+    """Seconds that each cached token adds to the attention of a chunk, of one layer.
+
+    Args:
+        spec: rates.
+        tokens: of the chunk.
+        heads, kv_heads: query and KV heads of one rank.
+        head_dim: features of a head.
+        dtype_bytes: of a key or value element.
+    """
+    rates, tile = spec.attention, tile_tokens(spec, heads, kv_heads)
+    rows = np.ceil(np.asarray(tokens, dtype=np.float64) / tile) * tile * heads
+    read = _read_s(kv_heads * head_dim, dtype_bytes, rates.bytes_per_s)
+    beside = read if rates.splits_kv else max(_block_s(spec, head_dim), read)
+    return _beside(rows * 4 * head_dim / rates.flops_per_s, beside, rates.overlap_power)
+
+
+def tile_tokens(spec: HardwareSpec, heads: float, kv_heads: float) -> int:
+    """Tokens of a tile of queries."""
+    rates = spec.attention
+    return max(1, round(rates.tile_rows * kv_heads / heads)) if rates.splits_kv else rates.tile_rows
+
+
+def decode_lines(
+    spec: HardwareSpec, units: ArrayLike, *, head_dim: int, dtype_bytes: int = 2
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Attention of decodes with a split KV over their mean KV, of one layer: a line for long ones, one for short ones.
+
+    Args:
+        spec: rates.
+        units: decodes times KV heads of one rank.
+        head_dim: features of a head.
+        dtype_bytes: of a key or value element.
+
+    Returns:
+        Seconds and seconds per cached token of long decodes, then of those up to ``short_kv``.
+    """
+    rates, units = spec.attention, np.asarray(units, dtype=np.float64)
+    read = _read_s(head_dim, dtype_bytes, rates.bytes_per_s) * units
+    short_read = np.maximum(read, _read_s(head_dim, dtype_bytes, rates.short_bytes_per_s))
+    long_a = rates.decode_split_s * (1 + 1 / units) + rates.decode_head_s * units
+    return long_a, read, rates.decode_launch_s + rates.decode_head_s * units, short_read
+
+
+def unsplit_decode_line(
+    spec: HardwareSpec, units: ArrayLike, *, head_dim: int, dtype_bytes: int = 2
+) -> tuple[Floats, Floats]:
+    """The same where one thread block reads all keys of a KV head; arguments as of :func:`decode_lines`."""
+    rates = spec.attention
+    _, read, launch_s, _ = decode_lines(spec, units, head_dim=head_dim, dtype_bytes=dtype_bytes)
+    return launch_s, np.maximum(read, _read_s(head_dim, dtype_bytes, rates.block_bytes_per_s))
+
+
+def elementwise_s(spec: HardwareSpec, num_bytes: ArrayLike, *, kernels: int) -> Floats:
+    """Seconds of kernels that read and write so many bytes together."""
+    rates = spec.elementwise
+    return np.asarray(kernels * rates.launch_s + np.asarray(num_bytes) / rates.bytes_per_s, dtype=np.float64)
+
+
+def _beside(one: ArrayLike, other: ArrayLike, power: float) -> Floats:
+    """Between the larger and the sum of two times, without overflow or underflow of the powers."""
+    one, other = np.asarray(one, dtype=np.float64), np.asarray(other, dtype=np.float64)
+    larger = np.maximum(np.maximum(one, other), 1e-300)
+    return np.asarray(larger * (1 + (np.minimum(one, other) / larger) ** power) ** (1 / power), dtype=np.float64)
+
+
+def _block_s(spec: HardwareSpec, head_dim: int) -> float:
+    """Seconds of one thread block for each key."""
+    return spec.attention.tile_rows * 4 * head_dim / spec.attention.block_flops_per_s
+
+
+def _read_s(features: float, dtype_bytes: int, bytes_per_s: float) -> float:
+    """Seconds to read a token's key and value."""
+    return 2 * features * dtype_bytes / bytes_per_s
+
+
+def _seconds(values: Floats) -> tuple[float, ...]:
+    return tuple(values.tolist())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One stage of one group
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank of a stage computes: its layers, and its share of each."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    is_first: bool
+    is_last: bool
+
+    @classmethod
+    def of(cls, model: ModelConfig, parallel: ParallelConfig, stage: int) -> Shard:
+        if not isinstance(stage, int) or not 0 <= stage < parallel.spp:
+            raise ConfigError(f"stage={stage!r}; accepted: 0 to {parallel.spp - 1}")
+        if parallel.spp > model.num_layers:
+            raise ConfigError(f"spp={parallel.spp} stages; accepted: 1 to {model.num_layers}, the layers of the model")
+        tp, own = parallel.tp, model.num_kv_heads
+        if model.num_heads % tp or model.intermediate_size % tp or max(tp, own) % min(tp, own):
+            raise ConfigError(
+                f"tp={tp}; accepted: a divisor of {model.num_heads} query heads and {model.intermediate_size} MLP "
+                f"features that divides {own} KV heads or is a multiple of them"
+            )
+        layers, inner = len(parallel.layers_of(stage, model.num_layers)), model.intermediate_size // tp
+        return cls(layers, model.num_heads // tp, max(1, own // tp), inner, stage == 0, stage == parallel.spp - 1)
+
+
+def stage_coefficients(
+    spec: HardwareSpec,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    stage: int,
+    *,
+    dtype_bytes: int = 2,
+    backend: str | None = None,
+) -> Coefficients:
+    """Costs of one stage of one group, for :class:`medha.cost.predictor.Predictor`.
+
+    Where groups or tensor-parallel ranks lie differently on the nodes, the slowest counts. The last stage sends nothing
+    on. A merge's latency does not grow with its groups. The host's time is that of the first stage: what is to run is
+    known to the others before it reaches them, so they prepare it while those before them compute.
+
+    Args:
+        spec: rates.
+        model: whole shape.
+        parallel: layout.
+        stage: 0 to ``parallel.spp - 1``.
+        dtype_bytes: of weights, activations and KV, 1, 2 or 4; arithmetic takes what the spec says, whatever the type.
+        backend: ``split-kv`` or ``no-split-kv``; None is what the spec says.
+
+    Raises:
+        ConfigError: no such stage or backend, or the layout does not split the model.
+    """
+    if dtype_bytes not in _DTYPES:
+        raise ConfigError(f"dtype_bytes={dtype_bytes!r}; accepted: {', '.join(map(str, _DTYPES))}")
+    spec, shard = _with_backend(spec, backend), Shard.of(model, parallel, stage)
+    hidden_bytes = model.hidden_size * dtype_bytes
+    merged_bytes = shard.heads * (model.head_dim * dtype_bytes + _LSE_BYTES)
+    tp, spp, kvp = _links(spec, parallel, stage)
+    return Coefficients(
+        key=_key(spec, model, parallel, stage, dtype_bytes),
+        linear=_linear(spec, model, shard, dtype_bytes),
+        chunks=_chunks(spec, model, shard, dtype_bytes),
+        decodes=_decodes(spec, model, shard, dtype_bytes),
+        splits_kv=spec.attention.splits_kv,
+        head=_head(spec, model, parallel, dtype_bytes) if shard.is_last else None,
+        host_s=spec.host_s if stage == 0 else 0.0,
+        tp=_link(tp, 2 * shard.layers, hidden_bytes),
+        spp=_link(spp, 1, hidden_bytes),
+        kvp=_link(kvp, shard.layers, merged_bytes),
+    )
+
+
+def _link(rates: LinkRates | None, calls: int, bytes_per_token: float) -> Link | None:
+    return None if rates is None else Link(calls, rates.alpha_s, rates.bytes_per_s, bytes_per_token)
+
+
+def linear_layer_s(
+    spec: HardwareSpec,
+    tokens: ArrayLike,
+    *,
+    hidden: float,
+    heads_width: float,
+    kv_width: float,
+    intermediate: float,
+    dtype_bytes: int = 2,
+) -> Floats:
+    """Seconds of a layer without its attention.
+
+    Args:
+        spec: rates.
+        tokens: of the batch.
+        hidden: model dimension.
+        heads_width, kv_width: features of this rank's query heads, and of its key heads.
+        intermediate: this rank's MLP features.
+        dtype_bytes: of an element.
+    """
+    m = np.asarray(tokens, dtype=np.float64)
+    shapes = (
+        (heads_width + 2 * kv_width, hidden),
+        (hidden, heads_width),
+        (2 * intermediate, hidden),
+        (hidden, intermediate),
+    )
+    products = sum(gemm_s(spec, m, n, k, dtype_bytes=dtype_bytes) for n, k in shapes)
+    touched = dtype_bytes * (2 * 2 * hidden + 3 * hidden + 2 * (heads_width + kv_width) + 3 * intermediate)
+    return np.asarray(products + elementwise_s(spec, m * touched, kernels=_LAYER_KERNELS))
+
+
+def _linear(spec: HardwareSpec, model: ModelConfig, shard: Shard, dtype_bytes: int) -> Curve:
+    tiles = np.arange(64.0, 1025.0, 64.0)  # where a row more costs a tile more, while that is much
+    sizes = np.union1d(_grid(1, _MAX_BATCH), np.concatenate([tiles, tiles + 1]))
+    layer_s = linear_layer_s(
+        spec,
+        sizes,
+        hidden=model.hidden_size,
+        heads_width=shard.heads * model.head_dim,
+        kv_width=shard.kv_heads * model.head_dim,
+        intermediate=shard.intermediate,
+        dtype_bytes=dtype_bytes,
+    )
+    return Curve(_seconds(sizes), _seconds(shard.layers * layer_s))
+
+
+def _chunks(spec: HardwareSpec, model: ModelConfig, shard: Shard, dtype_bytes: int) -> ChunkAttention:
+    tile = tile_tokens(spec, shard.heads, shard.kv_heads)
+    sizes = tile * _grid(1, _MAX_CHUNK // tile)
+    first = first_chunk_s(spec, sizes, heads=shard.heads, head_dim=model.head_dim)
+    slope = chunk_slope_s(
+        spec, sizes, heads=shard.heads, kv_heads=shard.kv_heads, head_dim=model.head_dim, dtype_bytes=dtype_bytes
+    )
+    columns = np.maximum(first, spec.attention.cached_launch_s), slope, first
+    a, b, own = (_seconds(shard.layers * column) for column in columns)
+    return ChunkAttention(_seconds(sizes), a, b, own, tile)
+
+
+def _decodes(spec: HardwareSpec, model: ModelConfig, shard: Shard, dtype_bytes: int) -> DecodeAttention:
+    batch, rates = _grid(1, MAX_SAMPLES), spec.attention
+    lines_of = decode_lines if rates.splits_kv else unsplit_decode_line
+    lines = lines_of(spec, batch * shard.kv_heads, head_dim=model.head_dim, dtype_bytes=dtype_bytes)
+    a, b, *short = (_seconds(shard.layers * line) for line in lines)
+    return DecodeAttention(_seconds(batch), a, b, rates.short_kv if short else 0.0, *short)
+
+
+def _head(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, dtype_bytes: int) -> Curve:
+    """Vocabulary projection, gathering of the logits, sampling."""
+    rows = _grid(1, 4 * MAX_SAMPLES)
+    seconds = gemm_s(spec, rows, -(-model.vocab_size // parallel.tp), model.hidden_size, dtype_bytes=dtype_bytes)
+    seconds = seconds + spec.sample_s * rows
+    if parallel.tp > 1:
+        link = _within(spec.all_gather, parallel.tp) if parallel.tp <= spec.gpus_per_node else spec.node_all_reduce
+        received = rows * model.vocab_size * dtype_bytes * (1 - 1 / parallel.tp)
+        seconds = seconds + link.alpha_s + received / link.bytes_per_s
+    return Curve(_seconds(rows), _seconds(seconds))
+
+
+def _links(
+    spec: HardwareSpec, parallel: ParallelConfig, stage: int
+) -> tuple[LinkRates | None, LinkRates | None, LinkRates | None]:
+    """Rates of the all-reduces, of the send to the next stage and of the merges; None where there are none."""
+
+    def node(stage: int, tp_rank: int, kvp_rank: int) -> int:
+        return parallel.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=kvp_rank) // spec.gpus_per_node
+
+    groups, ranks = range(parallel.kvp), range(parallel.tp)
+    tp = spp = kvp = None
+    if parallel.tp > 1:
+        crosses = any(node(stage, 0, g) != node(stage, parallel.tp - 1, g) for g in groups)
+        tp = spec.node_all_reduce if crosses else _within(spec.all_reduce, parallel.tp)
+    if stage + 1 < parallel.spp:
+        crosses = any(node(stage, r, g) != node(stage + 1, r, g) for g in groups for r in ranks)
+        spp = spec.node_send if crosses else spec.send
+    if parallel.kvp > 1:
+        crosses = any(node(stage, r, 0) != node(stage, r, parallel.kvp - 1) for r in ranks)
+        kvp = spec.node_send if crosses else _within(spec.all_gather, parallel.kvp)
+    return tp, spp, kvp
+
+
+def _within(rates: tuple[LinkRates, ...], ranks: int) -> LinkRates:
+    """Rates for a number of ranks between or beyond the measured ones."""
+    at, x = math.log2(ranks), [math.log2(link.ranks) for link in rates]
+    alpha_s = float(np.interp(at, x, [link.alpha_s for link in rates]))
+    return LinkRates(alpha_s, float(np.interp(at, x, [link.bytes_per_s for link in rates])), ranks)
+
+
+def _with_backend(spec: HardwareSpec, backend: str | None) -> HardwareSpec:
+    if backend is None:
+        return spec
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend={backend!r}; accepted: {', '.join(BACKENDS)}")
+    return replace(spec, attention=replace(spec.attention, splits_kv=BACKENDS[backend]))
+
+
+def _grid(least: int, most: int) -> Floats:
+    """Whole numbers, four to a doubling where there are as many."""
+    steps = np.arange(0, math.ceil(4 * math.log2(max(most / least, 1))) + 1)
+    octave, quarter = np.divmod(steps, 4)
+    return np.asarray(np.unique(np.minimum(least * 2.0**octave * (1 + quarter / 4) // 1, most)), dtype=np.float64)
+
+
+def _key(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, stage: int, dtype_bytes: int) -> ProfileKey:
+    return ProfileKey(
+        machine=f"{spec.machine} (hardware spec {spec.name}, {spec.provenance})",
+        model=f"{shape_name(model)}, {model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}",
+        dtype=_DTYPES[dtype_bytes],
+        layout=f"tp{parallel.tp} spp{parallel.spp} kvp{parallel.kvp} stage {stage}",
+        backend=next(name for name, splits in BACKENDS.items() if splits == spec.attention.splits_kv),
+        num_threads=0,
+        block_size=1,
+        torch_version="none",
+    )
+
+
+def shape_name(model: ModelConfig) -> str:
+    return f"{model.architecture} {model.num_layers}x{model.hidden_size}"
