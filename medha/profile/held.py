@@ -18,11 +18,11 @@ import torch
 from medha.attention.interface import AttentionBackend
 from medha.batch import Batch, Row
 from medha.config import ParallelConfig
-from medha.engine.engine import BatchRunner
 from medha.errors import ConfigError
 from medha.parallel.kvp import Merge, Partial, Pending, Shared
 from medha.params import SamplingParams
 from medha.worker.runner import Runner
+from medha.worker.step import BatchRunner
 
 SLOT = 0
 

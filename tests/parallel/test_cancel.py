@@ -29,7 +29,7 @@ def run(engine: Engine, prompts: list[list[int]], abort_at: int | None) -> tuple
     step = num_in_flight = 0
     while engine.has_unfinished:
         if step == abort_at:
-            slots = [slot for slot, one in engine._by_slot.items() if one.live.request_id == str(VICTIM)]
+            slots = [slot for slot, one in engine._by_slot.items() if one.request.request_id == str(VICTIM)]
             rows = [row for batch in engine.scheduler.in_flight for row in batch.rows if row.slot in slots]
             num_in_flight = sum(not row.is_decode for row in rows)
             engine.abort(str(VICTIM))
@@ -68,9 +68,7 @@ def cancel_at_every_step(folder: str, options: dict[str, Any], prompts: list[lis
 SHARES = {1: 288, 2: 160, 3: 80}
 
 
-@pytest.mark.parametrize(
-    "layout", [(1, 2, 1), (1, 3, 1), (1, 1, 2), (1, 2, 2), (2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str
-)
+@pytest.mark.parametrize("layout", [(1, 3, 1), (1, 2, 2), (3, 1, 1), (2, 2, 1)], ids=str)
 def test_cancel_at_every_step(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int, int]) -> None:
     kvp, spp, tp = layout
     make_checkpoint(tmp_path, "llama")
