@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
-from medha.config.fields import option
+from medha.config.fields import SAMPLING, option
 from medha.errors import UnsupportedFeatureError, ValidationError
 
 T = TypeVar("T")
@@ -63,9 +63,6 @@ UNSUPPORTED_FIELDS = (
     "use_beam_search",
 )
 
-
-SAMPLING = "Sampling"
-"""Heading of the options of a command line that are fields of SamplingParams."""
 
 MOST_COMPLETIONS = 16384
 """Most completions of a request."""
@@ -131,20 +128,20 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float | None = option(None, SAMPLING, "0 is greedy.")
-    top_p: float | None = option(None, SAMPLING, "Share of probability to keep.")
-    top_k: int | None = option(None, SAMPLING, "Likeliest tokens to keep.")
-    min_p: float | None = option(None, SAMPLING, "Least probability, as a share of the largest.")
-    presence_penalty: float = option(0.0, SAMPLING, "Above 0 discourages tokens that were generated.")
-    frequency_penalty: float = option(0.0, SAMPLING, "The same, by how often they were.")
-    repetition_penalty: float | None = option(None, SAMPLING, "Above 1 discourages tokens of prompt and answer.")
+    temperature: float | None = option(SAMPLING, None, "0 is greedy.")
+    top_p: float | None = option(SAMPLING, None, "Share of probability to keep.")
+    top_k: int | None = option(SAMPLING, None, "Likeliest tokens to keep.")
+    min_p: float | None = option(SAMPLING, None, "Least probability, as a share of the largest.")
+    presence_penalty: float = option(SAMPLING, 0.0, "Above 0 discourages tokens that were generated.")
+    frequency_penalty: float = option(SAMPLING, 0.0, "The same, by how often they were.")
+    repetition_penalty: float | None = option(SAMPLING, None, "Above 1 discourages tokens of prompt and answer.")
     seed: int | None = None
-    stop: str | Sequence[str] | None = option(None, SAMPLING, "End at this text; may be repeated.", kind=list[str])
+    stop: str | Sequence[str] | None = option(SAMPLING, None, "End at this text; may be repeated.", kind=list[str])
     stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = option(False, SAMPLING, "Go on after end-of-sequence.", flags=("--ignore-eos",))
-    min_tokens: int = option(0, SAMPLING, "Least tokens to generate.")
-    max_tokens: int | None = option(16, SAMPLING, "Most tokens to generate.")
-    logprobs: int | None = option(None, SAMPLING, "Log-probabilities per token in output lines.")
+    ignore_eos: bool = option(SAMPLING, False, "Go on after end-of-sequence.", flags=("--ignore-eos",))
+    min_tokens: int = option(SAMPLING, 0, "Least tokens to generate.")
+    max_tokens: int | None = option(SAMPLING, 16, "Most tokens to generate.")
+    logprobs: int | None = option(SAMPLING, None, "Log-probabilities per token in output lines.")
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False

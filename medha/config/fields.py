@@ -12,6 +12,16 @@ from typing import Any
 
 from medha.errors import ConfigError
 
+# Headings of options: each is a group of medha.cli.options.
+MODEL = "Model"
+MEMORY = "Memory"
+SCHEDULING = "Scheduling"
+SERVING = "Requests that share the engine"
+PARALLEL = "Parallel layout"
+SAMPLING = "Sampling"
+SIMULATED = "Simulated memory"
+"""What an engine finds out itself: given to it, it could contradict the machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -51,7 +61,7 @@ class OptionField:
     is_length: bool = False
 
 
-def option(default: Any, panel: str, help: str, check: Check | None = None, *, repr: bool = True, **more: Any) -> Any:
+def option(panel: str, default: Any, help: str, check: Check | None = None, *, repr: bool = True, **more: Any) -> Any:
     """A field with its :class:`OptionField`."""
     return dataclasses.field(default=default, repr=repr, metadata={"option": OptionField(panel, help, check, **more)})
 

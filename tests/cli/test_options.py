@@ -21,11 +21,11 @@ from medha.params import SamplingParams
 class Made:
     """A dataclass with options."""
 
-    size: int = option(3, "Sizes", "How large.")
-    limit: int | None = option(None, "Sizes", "At most.", shown="no limit")
-    half_s: float = option(0.5, "Times", "Half of it.", name="half")
-    is_new: bool = option(False, "Times", "Anew.", flags=("--new",))
-    shape: dict[str, Any] | None = option(None, "Times", "A JSON object.", kind=str)
+    size: int = option("Sizes", 3, "How large.")
+    limit: int | None = option("Sizes", None, "At most.", shown="no limit")
+    half_s: float = option("Times", 0.5, "Half of it.", name="half")
+    is_new: bool = option("Times", False, "Anew.", flags=("--new",))
+    shape: dict[str, Any] | None = option("Times", None, "A JSON object.", kind=str)
     inner: int = 0
 
 
