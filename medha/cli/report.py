@@ -31,7 +31,7 @@ DEFINITIONS = {
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
     """A progress bar on stderr while this is open; yields what is to be called as each of ``total`` parts is done."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
