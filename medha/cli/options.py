@@ -40,7 +40,7 @@ def options_of(*classes: type) -> dict[str, Group]:
         hints = get_type_hints(cls)
         for field in fields(cls):
             said = option_of(field)
-            if said is None:
+            if said is None or not said.panel:
                 continue
             hint, name = hints[field.name], said.name or field.name
             kind = said.kind or next(kind for kind in _KINDS if kind in (hint, *get_args(hint)))
