@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from numbers import Number
 from pathlib import Path
@@ -27,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from medha.config import EngineConfig
 from medha.engine.admission import Prompt
+from medha.engine.arrivals import prepared_beside
 from medha.engine.build import Role, build_role
 from medha.engine.engine import Engine
 from medha.engine.journal import check_recordable
@@ -158,7 +158,7 @@ class LLM:
         """:meth:`generate` on the rank that drives."""
         engine = self.engine
         arrival_s = engine.now()
-        requests = self._beside(lambda: self._prepare(prompts, sampling_params, slo, priority))
+        requests = prepared_beside(engine, lambda: self._prepare(prompts, sampling_params, slo, priority))
         outputs: dict[str, RequestOutput | None] = {request.request_id: None for request in requests}
         box: deque[RequestOutput] = deque()
         added: list[str] = []
@@ -292,17 +292,6 @@ class LLM:
                 return []
             assert role.caller is not None, "rank 0 of several tells the others"
             return role.caller.call(name, run)
-
-    def _beside(self, prepare: Callable[[], list[Request]]) -> list[Request]:
-        """Prepare requests; in a thread of its own where something runs already, which goes on meanwhile."""
-        engine = self.engine
-        if not engine.num_unfinished:
-            return prepare()
-        with ThreadPoolExecutor(1) as worker:
-            requests = worker.submit(prepare)
-            while engine.num_unfinished and not requests.done():
-                engine.advance()
-            return requests.result()
 
     def _prepare(
         self,

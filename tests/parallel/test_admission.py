@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from medha.engine.admission import prepare_request
+from medha.engine.distributed import encode_sampling
 from medha.engine.request import ModelLimits
-from medha.engine.wire import encode_sampling
 from medha.params import SamplingParams
 from medha.sched.memory import KVMemory
 from tests.checkpoints import make_checkpoint

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from medha.batch import Extent, Row
-from medha.config import SchedulerConfig
-from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
-from medha.sched.scheduler import Scheduler
 from tests.sched.banker import Claimant, blocks_by_group, is_safe
 from tests.sched.simulation import Load, Simulation, loads
 
@@ -273,30 +270,6 @@ TestMemoryMachine = MemoryMachine.TestCase
 # -- through the scheduler ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_groups", [1, 2, 3])
-@pytest.mark.parametrize("depth", [1, 3])
-def test_two_requests_that_need_most_of_the_pool_each_both_finish(num_groups: int, depth: int) -> None:
-    """60 % each: they begin together, one of them waits in the middle of its prompt, and nobody has to be undone."""
-    num_blocks, block_size = 10, 4
-    share = 6 * block_size
-    config = SchedulerConfig("sarathi", max_batch_tokens=16, chunk_size=8, depth=depth, max_kv_per_group=share)
-    sched = Scheduler(config, num_blocks=num_blocks, block_size=block_size, num_groups=num_groups)
-    ends = dict.fromkeys((0, 1), num_groups * share)
-    for slot in ends:
-        sched.add(SchedulerRequest(slot, ends[slot] - 2, 3, 0.0))
-    together = 0
-    closed: list[int] = []
-    while sched.num_waiting or sched.num_running:
-        while (batch := sched.schedule(0.0).batch) is not None:
-            together += len({row.slot for row in batch.rows}) == 2
-        batch = sched.in_flight[0]
-        results = [(row.slot, 1, row.kv_len == ends[row.slot]) for row in batch.rows if row.samples]
-        closed += sched.complete(batch, 0.0, results, 0.0)
-    assert closed == [0, 1]
-    assert together >= 2
-    assert sched.memory.num_used == 0
-
-
 def check_groups(simulation: Simulation) -> int:
     """A request touches the groups of its shards and no other; returns how many requests lie on one group."""
     load = simulation.load
@@ -319,34 +292,6 @@ def test_any_load_on_groups_ends_and_leaves_nothing(load: Load) -> None:
     simulation = Simulation(load)
     simulation.run()
     check_groups(simulation)
-
-
-@pytest.mark.slow
-@settings(max_examples=5000, deadline=None, derandomize=True)
-@given(loads(min_groups=1, max_groups=4))
-def test_very_many_loads_on_groups_end_and_leave_nothing(load: Load) -> None:
-    simulation = Simulation(load)
-    simulation.run()
-    check_groups(simulation)
-
-
-def test_loads_hold_short_and_shared_requests() -> None:
-    """The property above is about both: of what it generates, many requests are short and many are not."""
-    short, shared = 0, 0
-
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-    @given(loads(min_groups=2, max_groups=4))
-    def count(load: Load) -> None:
-        nonlocal short, shared
-        simulation = Simulation(load)
-        simulation.run()
-        num_short = check_groups(simulation)
-        short += num_short
-        shared += len(simulation.groups) - num_short
-
-    count()
-    assert short > 40
-    assert shared > 40
 
 
 def grants_everything(patch: pytest.MonkeyPatch) -> None:

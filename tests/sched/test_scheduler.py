@@ -114,75 +114,6 @@ batch 2 complete, slot 0 closed, slot 1 closed, slot 2 closed
     )
 
 
-def test_chunks_of_a_prompt_follow_each_other_through_the_pipeline() -> None:
-    play = Play(depth=3, chunk=4)
-    play.add((0, 18, 3))
-    # The decode waits until the last chunk is out of the pipeline, the next decode until that one is.
-    assert (
-        play.run()
-        == """\
-batch 0: 1 rows, 4 tokens
-  slot 0 prefill [0:4]
-  slot 0 + blocks [0:1]
-batch 1: 1 rows, 4 tokens
-  slot 0 prefill [4:8]
-  slot 0 + blocks [1:2]
-batch 2: 1 rows, 4 tokens
-  slot 0 prefill [8:12]
-  slot 0 + blocks [2:3]
-batch 0 complete
-batch 3: 1 rows, 4 tokens
-  slot 0 prefill [12:16]
-  slot 0 + blocks [3:4]
-batch 1 complete
-batch 4: 1 rows, 2 tokens
-  slot 0 prefill [16:18] last
-  slot 0 + blocks [4:5]
-batch 2 complete
-batch 3 complete
-batch 4 complete
-batch 5: 1 rows, 1 tokens
-  slot 0 decode [18]
-batch 5 complete
-batch 6: 1 rows, 1 tokens
-  slot 0 decode [19]
-batch 6 complete, slot 0 closed
-"""
-    )
-
-
-def test_decodes_are_dealt_over_the_batches_in_flight() -> None:
-    play = Play(depth=2)
-    play.add((0, 2, 3), (1, 2, 3), (2, 2, 3))
-    assert (
-        play.run()
-        == """\
-batch 0: 3 rows, 6 tokens
-  slot 0 prefill [0:2] last
-  slot 1 prefill [0:2] last
-  slot 2 prefill [0:2] last
-  slot 0 + blocks [0:1]
-  slot 1 + blocks [1:2]
-  slot 2 + blocks [2:3]
-batch 0 complete
-batch 1: 2 rows, 2 tokens
-  slot 0 decode [2]
-  slot 1 decode [2]
-batch 2: 1 rows, 1 tokens
-  slot 2 decode [2]
-batch 1 complete
-batch 3: 2 rows, 2 tokens
-  slot 0 decode [3]
-  slot 1 decode [3]
-batch 2 complete
-batch 4: 1 rows, 1 tokens
-  slot 2 decode [3]
-batch 3 complete, slot 0 closed, slot 1 closed
-batch 4 complete, slot 2 closed
-"""
-    )
-
-
 def test_a_request_without_memory_waits_and_is_not_overtaken() -> None:
     play = Play(num_blocks=4)
     play.add((0, 8, 2), (1, 12, 1), (2, 1, 1))
@@ -331,45 +262,6 @@ batch 2: 1 rows, 3 tokens
   slot 0 + blocks [0:1]
   slot 0 freed
 batch 2 complete, slot 0 closed
-"""
-    )
-
-
-def test_the_next_in_line_gets_the_blocks_of_a_cancelled_request() -> None:
-    play = Play(num_blocks=5)
-    play.add((0, 4, 16), (1, 4, 13))
-    play.fill()
-    play.complete()
-    assert play.sched.cancel(0) == (0,)
-    assert (
-        play.fill()
-        == """\
-batch 1: 1 rows, 4 tokens
-  slot 1 prefill [0:4] last
-  slot 1 + blocks [0:1]
-  slot 0 freed
-"""
-    )
-
-
-def test_row_budget() -> None:
-    play = Play(rows=2)
-    play.add((0, 1, 1), (1, 1, 2), (2, 1, 1))
-    assert (
-        play.run()
-        == """\
-batch 0: 2 rows, 2 tokens
-  slot 0 prefill [0:1] last
-  slot 1 prefill [0:1] last
-  slot 0 + blocks [0:1]
-  slot 1 + blocks [1:2]
-batch 0 complete, slot 0 closed
-batch 1: 2 rows, 2 tokens
-  slot 1 decode [1]
-  slot 2 prefill [0:1] last
-  slot 2 + blocks [0:1]
-  slot 0 freed
-batch 1 complete, slot 1 closed, slot 2 closed
 """
     )
 
