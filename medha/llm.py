@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from medha.config import EngineConfig
 from medha.engine.admission import Prompt
 from medha.engine.arrivals import prepared_beside
-from medha.engine.build import Role, build_role
+from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.engine.journal import check_recordable
 from medha.engine.jsonl import emptied, opened
@@ -71,13 +71,13 @@ class LLM:
     ) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
         self._files = ExitStack()
-        self._role: Role | None = self._build(timeline, None if journal is None else Path(journal))
+        self._role: RankHandle | None = self._build(timeline, None if journal is None else Path(journal))
         if not self._role.is_alone:
             atexit.register(_close_at_exit, weakref.ref(self))
         self._ids = map(str, itertools.count())
         self._calls = threading.RLock()  # over several ranks one call at a time
 
-    def _build(self, timeline: Timeline | None, journal: Path | None) -> Role:
+    def _build(self, timeline: Timeline | None, journal: Path | None) -> RankHandle:
         """This rank's part; a journal that cannot be written is found before the model is loaded."""
         with ExitStack() as stack:
             file = None
@@ -276,7 +276,7 @@ class LLM:
                 role.give_up(value)
 
     @property
-    def _open_role(self) -> Role:
+    def _open_role(self) -> RankHandle:
         if self._role is None:
             raise EngineDeadError("this LLM is closed")
         return self._role

@@ -41,8 +41,9 @@ from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import complete_config
 from medha.errors import ConfigError
 from medha.sched.scheduler import Scheduler
+from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Pipeline
-from medha.sim.simulator import Outcome, Simulation
+from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 from tools.tables import Floats
 

@@ -13,6 +13,8 @@ logarithm before it leaves this module. Splits depend on a batch, so its company
 Nothing here has run on a GPU yet: the tests hold it to FlashInfer's signatures and, through a substitute in torch, to
 dense attention.
 
+The file has more than 400 lines because plans, wrappers and the decodes of a graph share one page table.
+
 Legend: T query tokens of the batch, N query heads, K KV heads, H head dimension, P tokens in the pool, B decodes.
 """
 
@@ -30,7 +32,7 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.interface import LayerShape, Segment
-from medha.attention.staging import Staged, Staging, mark
+from medha.attention.staging import Staged, Staging, record_event
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -193,7 +195,7 @@ class _Wrapper:
         if self._copied is not None:
             self._copied.synchronize()
         self.wrapper.plan(*args, **options)
-        self._copied = mark(device)
+        self._copied = record_event(device)
 
 
 class FlashInferBackend:
@@ -389,7 +391,7 @@ class FixedDecodes:
             shape.num_heads, shape.num_kv_heads, shape.head_dim, table.page_size,
             q_data_type=shape.dtype, kv_data_type=shape.dtype, sm_scale=shape.head_dim**-0.5,
         )  # fmt: skip
-        self._copied = mark(self._indices.device)
+        self._copied = record_event(self._indices.device)
 
     def run(self, q_BNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor) -> torch.Tensor:
         """Attention of every row, out_BNH; can be captured."""

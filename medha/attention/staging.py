@@ -94,7 +94,7 @@ class Stageable(Protocol):
         ...
 
 
-def mark(device: torch.device, *, timing: bool = False) -> torch.cuda.Event | None:
+def record_event(device: torch.device, *, timing: bool = False) -> torch.cuda.Event | None:
     """A point in the current stream, to be waited for from the host; None on the CPU, which is never behind.
 
     Args:

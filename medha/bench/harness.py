@@ -21,7 +21,7 @@ from medha.cli.table import counted
 from medha.config import EngineConfig, ModelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.engine.admission import Prompt
-from medha.engine.build import Role, build_role
+from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
@@ -75,7 +75,7 @@ class Local:
 
     subject: Subject
     config: EngineConfig
-    role: Role
+    role: RankHandle
 
     @property
     def engine(self) -> Engine:

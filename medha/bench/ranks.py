@@ -24,7 +24,7 @@ from medha.cli.display import Display
 from medha.config import EngineConfig
 from medha.cost.correction import KINDS, Kind
 from medha.engine.arrivals import Arrival, drive
-from medha.engine.build import Role, build_role
+from medha.engine.build import RankHandle, build_role
 from medha.engine.distributed import DrivingRunner
 from medha.engine.engine import Engine
 from medha.outputs import RequestOutput
@@ -65,12 +65,12 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _engine(role: Role) -> Engine:
+def _engine(role: RankHandle) -> Engine:
     assert role.engine is not None, "rank 0 has the engine"
     return role.engine
 
 
-def _prefill(role: Role, *, prompt_len: int, seed: int) -> dict[str, Any]:
+def _prefill(role: RankHandle, *, prompt_len: int, seed: int) -> dict[str, Any]:
     """Read a random prompt to its first token."""
     engine = _engine(role)
     generator = torch.Generator().manual_seed(seed)
@@ -83,7 +83,7 @@ def _prefill(role: Role, *, prompt_len: int, seed: int) -> dict[str, Any]:
     return {"ttft_s": time.perf_counter() - start, "ranks": _records(engine)}
 
 
-def _steps(role: Role, *, held: Mapping[str, Any], steps: int) -> dict[str, Any]:
+def _steps(role: RankHandle, *, held: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """Run a number of equal steps over what the KV cache holds."""
     engine = _engine(role)
     groups = engine.scheduler.memory.num_groups
@@ -91,7 +91,7 @@ def _steps(role: Role, *, held: Mapping[str, Any], steps: int) -> dict[str, Any]
     return {"seconds": seconds, "ranks": _records(engine)}
 
 
-def _ask(role: Role, *, prompt: str, max_tokens: int, show_progress: bool) -> dict[str, Any]:
+def _ask(role: RankHandle, *, prompt: str, max_tokens: int, show_progress: bool) -> dict[str, Any]:
     """Answer one prompt given as text."""
     engine = _engine(role)
     engine.add_request("document", prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
@@ -105,7 +105,7 @@ def _ask(role: Role, *, prompt: str, max_tokens: int, show_progress: bool) -> di
     return {"text": output.outputs[0].text or "", "ttft_s": output.metrics.ttft or 0.0}
 
 
-def _serve(role: Role, *, requests: Sequence[Mapping[str, Any]], seed: int, limit_s: float) -> dict[str, Any]:
+def _serve(role: RankHandle, *, requests: Sequence[Mapping[str, Any]], seed: int, limit_s: float) -> dict[str, Any]:
     """Serve random prompts as they arrive; what is unfinished after ``limit_s`` seconds is aborted."""
     engine = _engine(role)
     generator = torch.Generator().manual_seed(seed)

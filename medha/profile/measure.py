@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from medha.config import EngineConfig
 from medha.cost.coefficients import Coefficients
-from medha.engine.build import Role, build_role
+from medha.engine.build import RankHandle, build_role
 from medha.errors import ConfigError
 from medha.outputs import RequestOutput
 from medha.parallel.mesh import Ranks
@@ -74,7 +74,7 @@ def measure(
     return found
 
 
-def _bounded(role: Role, effort: Effort, max_kv: int | None) -> tuple[Effort, int]:
+def _bounded(role: RankHandle, effort: Effort, max_kv: int | None) -> tuple[Effort, int]:
     """Chunks and the longest KV cache that model and pool allow."""
     runner = role.runner
     if runner.device.type != "cpu":
@@ -99,7 +99,7 @@ def _all_reduces(ranks: Ranks, runner: Runner) -> list[tuple[int, float]]:
 
 
 def _run_steps(
-    role: Role,
+    role: RankHandle,
     config: EngineConfig,
     effort: Effort,
     longest: int,
@@ -119,7 +119,7 @@ def _run_steps(
 
 
 def _fitted(
-    role: Role,
+    role: RankHandle,
     config: EngineConfig,
     steps: Mapping[int, Step],
     by_rank: Sequence[Mapping[int, StageTime]],

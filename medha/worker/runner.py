@@ -36,7 +36,7 @@ import torch
 from torch.profiler import record_function
 
 from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape, Segment
-from medha.attention.staging import Stageable, Staging, mark
+from medha.attention.staging import Stageable, Staging, record_event
 from medha.batch import Batch, Row
 from medha.models.decoder import Decoder, LayerAttendFn
 from medha.models.rope import cos_sin, inverse_frequencies
@@ -252,7 +252,7 @@ class Runner:
     def _start(self, batch: Batch, last_tokens: torch.Tensor) -> PendingStep:
         """Start a batch whose decodes read the tokens of the batch before from the device."""
         entered = self.recorder.begin()
-        before = mark(self.device, timing=True)
+        before = record_event(self.device, timing=True)
         copies = self._apply(batch)
         last_tokens = self._last_tokens = _with_room(last_tokens, max(row.slot for row in batch.rows))
         rows = sampling_rows(batch, self.group)
@@ -263,7 +263,9 @@ class Runner:
                 drawing = draw(forward.rows, *self._draws(rows))
                 last_tokens[forward.slots] = drawing.tokens
         host_s = self.recorder.end(batch).end_s - entered
-        return PendingStep(partial(self._finish, rows, drawing, (before, mark(self.device, timing=True)), host_s))
+        return PendingStep(
+            partial(self._finish, rows, drawing, (before, record_event(self.device, timing=True)), host_s)
+        )
 
     def _finish(
         self,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.attention.staging import Stageable, Staging, mark
+from medha.attention.staging import Stageable, Staging, record_event
 
 CPU = torch.device("cpu")
 ints = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9)
@@ -52,4 +52,4 @@ def test_a_buffer_that_is_too_short() -> None:
 
 def test_a_list_stages_nothing_and_the_cpu_is_never_behind() -> None:
     assert not isinstance([], Stageable)
-    assert mark(CPU) is None
+    assert record_event(CPU) is None

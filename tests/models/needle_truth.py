@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from medha.errors import ValidationError
-from medha.models.needle import EOS_TOKEN_ID, MATCH_LEN, MATCH_WEIGHTS, VOCAB_SIZE, _byte_codes
+from medha.models.needle import EOS_TOKEN_ID, MATCH_LEN, MATCH_WEIGHTS, _byte_codes
 
 
 def encode_bytes(text: str) -> list[int]:
@@ -22,18 +21,12 @@ def expected_continuation(ids: Sequence[int], max_tokens: int) -> list[int]:
     Each next byte is the one at the position whose eight bytes before it agree best with the last eight, counted in
     bits times :data:`MATCH_WEIGHTS`. Before its start a text is continued with its first byte, as layer 1 reads it.
 
-    Args:
-        ids: the prompt, bytes.
-        max_tokens: most ids to return.
-
     Returns:
-        The ids; fewer than ``max_tokens`` where a newline (:data:`EOS_TOKEN_ID`) ended them, which is then the last.
+        The ids; fewer than ``max_tokens`` where a newline (``EOS_TOKEN_ID``) ended them, which is then the last.
 
     Raises:
-        ValidationError: ``ids`` is empty or holds no bytes, or the best matches continue in different ways.
+        ValueError: the best matches continue in different ways.
     """
-    if not ids or min(ids) < 0 or max(ids) >= VOCAB_SIZE:
-        raise ValidationError(f"ids of length {len(ids)}; accepted: one or more integers from 0 to 255", param="ids")
     # Position p of the text stands at MATCH_LEN + p.
     tokens = np.empty(MATCH_LEN + len(ids) + max_tokens, dtype=np.uint8)
     tokens[:MATCH_LEN] = ids[0]
@@ -47,11 +40,7 @@ def expected_continuation(ids: Sequence[int], max_tokens: int) -> list[int]:
             scores += (weight * agreement[tokens[end - 1 - back]])[keys]
         candidates = np.unique(tokens[MATCH_LEN:end][scores == scores.max()])
         if len(candidates) > 1:
-            raise ValidationError(
-                f"token {end - MATCH_LEN} is ambiguous: equally good matches continue with the bytes "
-                f"{candidates.tolist()}; accepted: a text with one best match",
-                param="ids",
-            )
+            raise ValueError(f"token {end - MATCH_LEN} is ambiguous: {candidates.tolist()}")
         tokens[end] = candidates[0]
         continuation.append(int(candidates[0]))
         if continuation[-1] == EOS_TOKEN_ID:

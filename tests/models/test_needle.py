@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,8 @@ def test_tokenizer_covers_every_byte_and_adds_nothing(tokenizer: Any) -> None:
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.99, 1.0])
-@pytest.mark.parametrize("num_tokens", [512, 1023, 4096])
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("num_tokens", [1023, 4096])
 def test_transformers_finds_the_needle(model: Any, tokenizer: Any, num_tokens: int, depth: float) -> None:
     hay = make_haystack(num_tokens, depth=depth, seed=num_tokens)
     ids = tokenizer(hay.prompt).input_ids
@@ -157,57 +158,31 @@ def test_transformers_finds_the_needle(model: Any, tokenizer: Any, num_tokens: i
     assert bytes(expected_continuation(ids, 32)).decode() == hay.answer
 
 
-def test_max_tokens_cuts_the_answer(model: Any) -> None:
-    ids = encode_bytes(make_haystack(600).prompt)
-    assert bytes(expected_continuation(ids, 5)) == b" 7429" == bytes(greedy(model, ids, 5))
-    assert expected_continuation(ids, 0) == []
+def repeated_pieces(rng: random.Random) -> list[int]:
+    pieces = [bytes(rng.choices(range(256), k=rng.randint(1, 30))) for _ in range(rng.randint(1, 8))]
+    return list(b"".join(rng.choices(pieces, k=rng.randint(1, 20))))[: rng.randint(1, 300)]
 
 
-def test_expected_continuation_agrees_with_transformers_on_repeated_pieces(model: Any) -> None:
+def near_the_start(rng: random.Random) -> list[int]:
+    """Layer 1 reads position 0 where it looks before the start."""
+    return rng.choices(range(256), k=rng.randint(1, 19))
+
+
+@pytest.mark.parametrize(("draw", "num_tokens"), [(repeated_pieces, 12), (near_the_start, 4)])
+def test_expected_continuation_agrees_with_transformers(
+    model: Any, draw: Callable[[random.Random], list[int]], num_tokens: int
+) -> None:
     rng = random.Random(7)
     num_compared = 0
     for _ in range(40):
-        pieces = [bytes(rng.choices(range(256), k=rng.randint(1, 30))) for _ in range(rng.randint(1, 8))]
-        ids = list(b"".join(rng.choices(pieces, k=rng.randint(1, 20))))[: rng.randint(1, 300)]
+        ids = draw(rng)
         try:
-            expected = expected_continuation(ids, 12)
-        except ValueError:
+            expected = expected_continuation(ids, num_tokens)
+        except ValueError:  # two best matches that continue differently
             continue
-        assert greedy(model, ids, 12) == expected, ids
+        assert greedy(model, ids, num_tokens) == expected, ids
         num_compared += 1
     assert num_compared >= 20
-
-
-def test_expected_continuation_agrees_with_transformers_near_the_start(model: Any) -> None:
-    """Layer 1 reads position 0 where it looks before the start."""
-    rng = random.Random(3)
-    num_compared = 0
-    for length in [*range(1, 20)] * 4:
-        ids = rng.choices(range(256), k=length)
-        try:
-            expected = expected_continuation(ids, 4)
-        except ValueError:
-            continue
-        assert greedy(model, ids, 4) == expected, ids
-        num_compared += 1
-    assert num_compared >= 40
-
-
-def test_best_match_is_by_weighted_bits() -> None:
-    # No window matches whole; the nearer bytes agree in the second.
-    assert expected_continuation(encode_bytes("abcdefgh1 zzcdefgh2 abcdzzzz3 yyydefgh"), 1) == encode_bytes("2")
-
-
-def test_equal_matches_that_continue_differently_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"token 28 is ambiguous.*bytes \[49, 50\]"):
-        expected_continuation(encode_bytes("abcdefgh1 abcdefgh2 abcdefgh"), 1)
-    assert expected_continuation(encode_bytes("abcdefgh1 abcdefgh1 abcdefgh"), 1) == encode_bytes("1")
-
-
-@pytest.mark.parametrize("ids", [[], [-1], [3, 256]])
-def test_ids_that_are_no_bytes_are_an_error(ids: list[int]) -> None:
-    with pytest.raises(ValueError, match="0 to 255"):
-        expected_continuation(ids, 1)
 
 
 # --- haystacks -------------------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ PAIRS = [
     ("llama-yarn", False, (1, 4, "local")),
     ("qwen3", True, (2, 2, "local")),
     ("llama-bias", True, (2, 2, "dtensor")),
-    ("llama", True, (2, 1, "local")),
 ]
 EVERYTHING = [
     case for case in itertools.product(FAMILIES, (False, True), LAYOUTS) if case not in {(f, t, x) for f, t, x in PAIRS}
@@ -107,19 +106,26 @@ def test_every_layout_matches_transformers(
     check_layout(workers, tmp_path, family, tied, layout)
 
 
-@pytest.mark.parametrize("layout", [(1, 2, "local"), (2, 2, "local"), (2, 1, "local")])
-def test_one_request_at_a_time_and_tight_pool(
-    workers: WorkerPool, tmp_path: Path, layout: tuple[int, int, str]
-) -> None:
+def test_one_request_at_a_time_and_tight_pool(workers: WorkerPool, tmp_path: Path) -> None:
     """Requests queue for the pool, so batches come one by one and slots are used again at once."""
-    check_layout(workers, tmp_path, "llama", False, layout, num_kv_blocks=12, max_num_seqs=2)
+    check_layout(workers, tmp_path, "llama", False, (2, 2, "local"), num_kv_blocks=12, max_num_seqs=2)
+
+
+def test_two_stages_say_the_same_without_a_stream(workers: WorkerPool, tmp_path: Path) -> None:
+    """Micro-batches in a pipeline (``stream=False``)."""
+    options = {"scheduler": "sarathi", "chunk_size": 32, "max_batch_tokens": 64, "stream": False}
+    check_layout(workers, tmp_path, "llama", False, (1, 2, "local"), (1, 33, 200), **options)
 
 
 # (kvp, spp, tp, tokens a group): the longest prompt needs every group.
-KVP_LAYOUTS = ((2, 1, 1, 384), (3, 1, 1, 256), (4, 1, 1, 192), (2, 2, 1, 384), (2, 1, 2, 384), (2, 2, 2, 384))
-
-
-@pytest.mark.parametrize(("kvp", "spp", "tp", "share"), KVP_LAYOUTS)
+@pytest.mark.parametrize(
+    ("kvp", "spp", "tp", "share"),
+    [
+        (3, 1, 1, 256),
+        (2, 2, 2, 384),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 1, 1, 192), (2, 2, 1, 384), (2, 1, 2, 384))),
+    ],
+)
 def test_kvp_matches_transformers(workers: WorkerPool, tmp_path: Path, kvp: int, spp: int, tp: int, share: int) -> None:
     """Growth inside a prefill, inside a decode, several long requests at once on different runs, short ones beside."""
     lengths = (1, share - 3, 700, 2, share + 1, 33, 2 * share - 7, share - 1, 129)

@@ -65,8 +65,6 @@ def test_layouts_that_change(tmp_path: Path, jobs: list[Job]) -> None:
         whole,
         {"spp": 4},
         {"tp": 2, "spp": 2, "tp_forward": "dtensor"},
-        {"kvp": 4},
-        {"tp": 4, "tp_forward": "dtensor"},
         whole,
     ]
     jobs.append(start(tmp_path, 4, in_turn, str(tmp_path), layouts))

@@ -22,8 +22,8 @@ import pytest
 from medha import LLM, SamplingParams
 from tests.parallel.test_torchrun import ENVIRONMENT, TORCHRUN
 
-LAYOUTS = ("--spp 2", "--kvp 2 --max-kv-per-group 640")  # the long request grows onto the second node
-"""Axis and degree; one rank on each node."""
+LAYOUT = ("--kvp", "2", "--max-kv-per-group", "640")
+"""One rank on each node; the long request grows onto the second one."""
 
 START_LIMIT_S = 60.0
 END_LIMIT_S = 15.0
@@ -126,15 +126,12 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_over_a_network_are_those_of_one_process(
-    model: Path, tmp_path: Path, nodes: list[Node], layout: str
-) -> None:
+def test_tokens_over_a_network_are_those_of_one_process(model: Path, tmp_path: Path, nodes: list[Node]) -> None:
     prompts = {"long": "The sea and the sky. " * 60, "short": "a"}
     requests, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     lines = [{"id": name, "prompt": prompt, "max_tokens": 16, "ignore_eos": True} for name, prompt in prompts.items()]
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    start_job(nodes, model, requests, output, *layout.split())
+    start_job(nodes, model, requests, output, *LAYOUT)
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     with LLM(str(model), max_model_len=4096, num_kv_blocks=96, block_size=64, num_threads=1) as llm:
         expected = {

@@ -15,7 +15,7 @@ import pytest
 from medha.timeline import RankRecords, Timeline
 from tests.parallel.workers import WorkerPool
 
-NUM_CHUNKS = 40
+NUM_CHUNKS = 20
 CHUNK_SIZE = 128
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""Requests that give up their KV memory and are computed again say what they would have said (D8)."""
+"""Requests that give up their KV memory, and are computed again or swapped, say what they would have said (D8)."""
 
 from __future__ import annotations
 
@@ -77,34 +77,45 @@ def test_a_request_that_gave_way_can_be_aborted(model: Model) -> None:
     assert {len(outputs[i].outputs[0].token_ids) for i in outputs if i not in aborted} == {50}
 
 
-def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> Any:
-    """On each rank: generate, and how often somebody gave way."""
+def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], int, int, int]:
+    """On each rank: tokens; on rank 0 also how often somebody gave way, was swapped, and the tokens computed."""
     from medha import LLM
+    from medha.worker.swap import HostCache
 
-    with LLM(folder, **options) as llm:
+    with pytest.MonkeyPatch.context() as patch:  # what is decided is not to hang on a clock
+        patch.setattr(HostCache, "measure_block_s", lambda self: 0.0)
+        llm = LLM(folder, **options)
+    with llm:
+        num_tokens: list[int] = []
+        if llm.is_driver:
+            llm.engine.on_step = lambda batch, prediction, busy_s: num_tokens.append(batch.num_tokens)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PARAMS["penalties"])
-        num_preemptions = sum(output.metrics.num_preemptions for output in outputs)
-    return [output.outputs[0].token_ids for output in outputs], num_preemptions
+        counts = [sum(getattr(output.metrics, name) for output in outputs) for name in ("num_preemptions", "num_swaps")]
+    return [list(output.outputs[0].token_ids) for output in outputs], *counts, sum(num_tokens)
 
 
 @pytest.mark.parametrize("layout", [{"spp": 2}, {"kvp": 2, "max_kv_per_group": 80}, {"tp": 2}], ids=str)
 def test_every_layout_says_the_same(workers: WorkerPool, model: Model, layout: dict[str, int]) -> None:
+    """Computed again, and swapped: every rank moves its own layers and heads to host memory and back."""
     prompts = [random_ids(length, seed=4) for length in LENGTHS]
     options = {"scheduler": "sarathi", "chunk_size": 16, "max_batch_tokens": 40, "block_size": 16} | layout
-    folder = str(Path(model.folder))
-    undisturbed, _ = workers.run(generate, 2, folder, options | {"num_kv_blocks": 64}, prompts)
     tight = options | {"num_kv_blocks": 10 if "kvp" not in layout else 7, "overcommit": True}
-    disturbed, _ = workers.run(generate, 2, folder, tight, prompts)
-    assert undisturbed[1] == 0 and disturbed[1] >= 2
-    assert disturbed[0] == undisturbed[0] and len(disturbed[0]) == len(prompts)
+    folder = str(Path(model.folder))
+    runs = (options | {"num_kv_blocks": 64}, tight, tight | {"swap_space": "8MiB"})
+    undisturbed, computed, swapped = (workers.run(generate, 2, folder, each, prompts)[0] for each in runs)
+    assert undisturbed[0] == computed[0] == swapped[0] and len(swapped[0]) == len(prompts)
+    assert undisturbed[1] == 0 and computed[1] >= 2 and swapped[2] >= 1
+    if "kvp" in layout:  # who lies on both groups is computed again
+        assert swapped[1] >= swapped[2]
+    else:
+        assert swapped[1] == swapped[2] and swapped[3] == undisturbed[3]
 
 
 def test_a_request_that_comes_back_on_another_group_draws_as_before(workers: WorkerPool, model: Model) -> None:
     """Penalties count the tokens that another rank has drawn."""
     prompts = [random_ids(20 + 5 * i, seed=i) for i in range(10)]
     options: dict[str, Any] = {"kvp": 2, "block_size": 4, "max_kv_per_group": 200, "max_batch_tokens": 64}
-    folder = str(Path(model.folder))
-    undisturbed, _ = workers.run(generate, 2, folder, options | {"num_kv_blocks": 500}, prompts)
-    disturbed, _ = workers.run(generate, 2, folder, options | {"num_kv_blocks": 50, "overcommit": True}, prompts)
+    runs = (options | {"num_kv_blocks": 500}, options | {"num_kv_blocks": 50, "overcommit": True})
+    undisturbed, disturbed = (workers.run(generate, 2, str(Path(model.folder)), each, prompts)[0] for each in runs)
     assert undisturbed[1] == 0 and disturbed[1] >= 5
     assert disturbed[0] == undisturbed[0] and len(disturbed[0]) == len(prompts)

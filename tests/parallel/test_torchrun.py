@@ -23,13 +23,15 @@ from medha.models.needle import write_needle
 from medha.parallel.launch import Launch
 from medha.verify.demo import layout_for
 from medha.worker.sizing import choose_layout
+from tests.parallel.faults import Job, command
+from tests.parallel.faults import start as forked
+from tests.parallel.test_faults import arguments, written
 from tests.parallel.workers import free_port
 from tests.serving import write_byte_model
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PROMPT = "The code of Ada is 31.\nThe code of Ada is"
-DEMO = "from medha.verify.demo import run_demo; raise SystemExit(run_demo(long_prompt_tokens=2048, live=False))"
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -46,14 +48,19 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_demo_chooses_a_layout(tmp_path: Path, num_ranks: int) -> None:
-    script = tmp_path / "demo.py"
-    script.write_text(DEMO)
-    code, out, err = finish(start("--standalone", "--nproc-per-node", str(num_ranks), str(script)))
-    assert code == 0, err
-    assert out.count("One document of 2,048 tokens") == 1  # one rank speaks
-    assert f"Layout: spp=2 pipeline stages, tp={num_ranks // 2} tensor-parallel ranks in each." in out
+def demo(rank: int) -> None:
+    from medha.verify.demo import run_demo
+
+    raise SystemExit(run_demo(long_prompt_tokens=2048, live=False))
+
+
+def test_the_demo_chooses_a_layout(tmp_path: Path, jobs: list[Job]) -> None:
+    jobs.append(job := forked(tmp_path, 2, demo))
+    assert job.wait(100.0) == [0, 0], job.stderr(0)
+    out = (tmp_path / "stdout-0").read_text()
+    assert out.count("One document of 2,048 tokens") == 1
+    assert (tmp_path / "stdout-1").read_text() == ""  # one rank speaks
+    assert "Layout: spp=2 pipeline stages, tp=1 tensor-parallel ranks in each." in out
     assert out.endswith("6 of 6 answers right.\n")
 
 
@@ -76,12 +83,12 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert other_out == ""
 
 
-def test_a_layout_is_chosen_for_a_model(tmp_path: Path) -> None:
+def test_a_layout_is_chosen_for_a_model(tmp_path: Path, jobs: list[Job]) -> None:
     model = write_needle(tmp_path / "needle")  # two layers, four heads
-    what = ["-m", "medha.generate", "--model", str(model), "--max-model-len", "512", "--prompt", PROMPT]
-    code, out, err = finish(start("--standalone", "--nproc-per-node", "2", *what))
-    assert (code, out) == (0, " 31.\n"), err
-    assert "medha: layout of 2 ranks: spp=2, as none was asked for with --tp, --spp or --kvp\n" in err
+    jobs.append(job := forked(tmp_path, 2, command, [str(model), "--max-model-len", "512", "--prompt", PROMPT]))
+    assert job.wait() == [0, 0], job.stderr(0)
+    assert (tmp_path / "stdout-0").read_text() == " 31.\n"
+    assert "medha: layout of 2 ranks: spp=2, as none was asked for with --tp, --spp or --kvp\n" in job.stderr(0)
     config = EngineConfig.from_flat(str(model))
     layouts = [choose_layout(config, Launch(0, size, 0, local, "h:1")) for size, local in ((3, 3), (8, 8), (8, 2))]
     assert layouts == [{"tp": 1, "spp": 1, "kvp": 3}, {"tp": 4, "spp": 2, "kvp": 1}, {"tp": 1, "spp": 1, "kvp": 8}]
@@ -108,26 +115,55 @@ def test_a_programs_own_error_is_no_failed_engine(tmp_path: Path) -> None:
     assert re.findall(r"rank +: 0 .*\n +exitcode +: (\d+)", err) == ["1"], err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["rank 1", "agent", "interrupt"])
+def test_a_job_that_ends_early(model: Path, tmp_path: Path, who: str) -> None:
+    """D4, D14 and Ctrl-C: a rank or the agent is killed, or the terminal interrupts all; nothing is left behind."""
+    options = arguments(tmp_path, model)
+    rows = [{"id": "short", "prompt": "a", "max_tokens": 1}]
+    rows.append({"id": "long", "prompt": "b" * 200, "max_tokens": 3500, "ignore_eos": True})
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    process = start("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "medha.generate", *options)
+    output = tmp_path / "out.jsonl"
+    wait_for(lambda: output.exists() and '"short"' in output.read_text())
+    (rank_1,) = (pid for pid, environment in running(str(tmp_path)).items() if b"\0RANK=1\0" in environment)
+    begin = time.monotonic()
+    if who == "rank 1":
+        os.kill(rank_1, signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGKILL if who == "agent" else signal.SIGINT)
+    code, _, said = finish(process)  # when nobody writes any more
+    wait_for(lambda: not running(str(tmp_path)), 1.0)
+    assert time.monotonic() - begin < 10.0
+    assert code != 0
+    assert written(tmp_path)["short"]["finish_reason"] == "length"
+    if who == "rank 1":
+        assert "RankFailedError: rank 1 (stage 1) has died" in said
+    elif who == "agent":
+        assert "died" in said
+    else:
+        assert written(tmp_path)["long"]["finish_reason"] == "abort"
+
+
 def own_ranks(*arguments: str | Path) -> subprocess.Popen[str]:
     """The command without a launcher."""
     command = [sys.executable, "-m", "medha.generate", "--max-model-len", "4096", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
-def processes(*texts: str) -> list[int]:
-    """Those with all of these texts in their command line."""
-    found = []
+def running(*texts: str) -> dict[int, bytes]:
+    """Processes with all of these texts in their command line, and their environments."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            command = path.read_bytes()
-            if all(text.encode() in command for text in texts):
-                found.append(int(path.parent.name))
+            if all(text.encode() in path.read_bytes() for text in texts):
+                found[int(path.parent.name)] = (path.parent / "environ").read_bytes()
     return found
 
 
 def ranks_of(model: Path) -> list[int]:
     """What a command has started for a model, and still runs."""
-    return processes("medha.engine.follow", str(model))
+    return [*running("medha.engine.follow", str(model))]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -137,12 +173,9 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def test_ranks_that_the_command_starts_itself(tmp_path: Path) -> None:
+def test_an_error_of_ranks_that_the_command_starts_itself(tmp_path: Path) -> None:
     model = write_needle(tmp_path / "needle")
-    code, out, err = finish(own_ranks(model, "--spp", "2", "--prompt", PROMPT))
-    assert (code, out) == (0, " 31.\n"), err
-    assert not ranks_of(model)
-    code, out, err = finish(own_ranks(model, "--spp", "3", "--prompt", PROMPT, "--log-level", "error"))
+    code, _, err = finish(own_ranks(model, "--spp", "3", "--prompt", PROMPT, "--log-level", "error"))
     assert (code, err) == (2, "error: ParallelConfigError: spp=3 stages for 2 layers; accepted: 1 to 2\n")
     wait_for(lambda: not ranks_of(model), 5.0)
 
@@ -166,9 +199,10 @@ def test_own_ranks_end_with_the_first(tmp_path: Path, number: signal.Signals, co
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["id"], row["finish_reason"]) for row in lines] == [("a", "stop"), ("b", "abort")][: len(lines)]
     assert len(lines) == (2 if code == 130 else 1)
+    assert lines[0]["text"] == " 31."
 
 
-def test_a_batch_that_was_killed_goes_on(tmp_path: Path) -> None:
+def test_a_batch_that_was_killed_goes_on(tmp_path: Path, jobs: list[Job]) -> None:
     """On two ranks: the first is killed; what was written stays, and the rest is as one rank would have it."""
     write_byte_model(model := tmp_path / "bytes")
     rows = [{"id": f"r{i}", "prompt": f"Question {i}", "max_tokens": 10 + i, "temperature": 1.0} for i in range(16)]
@@ -176,19 +210,14 @@ def test_a_batch_that_was_killed_goes_on(tmp_path: Path) -> None:
     requests.write_text("".join(json.dumps(row) + "\n" for row in rows))
     what = [str(model), "--max-num-seqs", "3", "--num-kv-blocks", "32", "--requests", str(requests), "--output"]
     assert run_app(app, "medha", [*what, str(whole), "--log-level", "error"]) == 0
-    launch = ["--standalone", "--nproc-per-node", "2", "-m", "medha.generate", "--spp", "2", *what]
-    process = start(*launch, str(output))
-    try:
-        wait_for(lambda: output.exists() and output.read_text().count("\n") >= 3)
-        (first,) = filter(is_first, processes(str(output)))
-        os.kill(first, signal.SIGKILL)
-        process.communicate(timeout=60)
-    finally:
-        process.kill()
+    jobs.append(job := forked(tmp_path, 2, command, ["--spp", "2", *what, str(output)]))
+    wait_for(lambda: output.exists() and output.read_text().count("\n") >= 3)
+    job.processes[0].kill()
+    assert job.wait()[1] != 0
     before = output.read_bytes()
     assert before.count(b"\n") < len(rows)
-    code, _, err = finish(start(*launch, str(output), "--resume"))
-    assert code == 0, err
+    jobs.append(again := forked(tmp_path, 2, command, ["--spp", "2", *what, str(output), "--resume"]))
+    assert again.wait() == [0, 0], again.stderr(0)
     assert output.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(lines) == len(rows)
@@ -196,12 +225,9 @@ def test_a_batch_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert {row["id"]: row["token_ids"] for row in lines} == expected
 
 
-def is_first(pid: int) -> bool:
-    return b"\0RANK=0\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-
-
 def test_layouts_of_the_demo() -> None:
     assert layout_for(1) == {"tp": 1, "spp": 1}
+    assert layout_for(4) == {"tp": 2, "spp": 2}
     assert layout_for(8) == {"tp": 4, "spp": 2}
     with pytest.raises(ParallelConfigError, match=r"^the demo's model cannot .* 3 ranks; accepted: 1, 2, 4, 8, 16$"):
         layout_for(3)

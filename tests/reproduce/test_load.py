@@ -45,8 +45,8 @@ from examples.reproduce.served import Served
 from examples.reproduce.timing import MODELS
 from medha.cost.hardware import load_spec
 from medha.sched.decision import SchedulerRequest
+from medha.sim.outcome import Gaps
 from medha.sim.replica import Replica
-from medha.sim.simulator import Gaps
 from medha.workload.trace import Trace
 
 NEVER = math.nan

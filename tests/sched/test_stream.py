@@ -17,9 +17,10 @@ from medha.cost.predictor import Work
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from medha.sim.known_models import find_model
+from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica
-from medha.sim.simulator import Outcome, Simulation
+from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 from tests.sched.virtual import Drive, Job, jobs, make_predictor
 
