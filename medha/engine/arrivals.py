@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from medha.engine.request import unserved
 from medha.errors import EngineDeadError, MedhaError
-from medha.outputs import CompletionOutput, RequestOutput
+from medha.outputs import CompletionOutput, RequestOutput, unserved
 from medha.params import SLO, SamplingParams
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def drive(
     """
     start = engine.now()
     upcoming = deque(arrivals)
-    with Preparing[Arrival, Request](engine) as preparing:
+    with Preparing["Arrival", "Request"](engine) as preparing:
         while upcoming or preparing.pending or engine.has_unfinished:
             if should_stop():  # what is in flight runs to its end, on every rank
                 engine.abort_all()

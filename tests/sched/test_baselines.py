@@ -162,32 +162,6 @@ batch 3 complete, slot 1 closed, slot 0 closed, slot 2 closed
     )
 
 
-def test_under_vllm_a_prompt_that_started_first_takes_the_tokens_of_decodes() -> None:
-    """With a chunk as large as the budget the decodes behind it stop; under Sarathi they go on."""
-    play = Classical("vllm", tokens=8, chunk=8)
-    play.add((0, 19, 1))
-    play.fill()
-    play.complete()
-    play.add((1, 2, 3))
-    stalled = """\
-batch 1: 1 rows, 8 tokens
-  slot 0 prefill [8:16]
-batch 1 complete
-batch 2: 2 rows, 5 tokens
-  slot 0 prefill [16:19] last
-  slot 1 prefill [0:2] last
-batch 2 complete, slot 0 closed
-"""
-    assert play.steps().startswith(stalled)
-    for name, rows in (("vllm", ["prefill"]), ("sarathi", ["decode", "prefill"])):
-        play = Classical(name, tokens=8, chunk=7)
-        play.add((0, 40, 1), (1, 1, 9))
-        play.fill()
-        play.complete()
-        play.sched.config = SchedulerConfig(name, max_batch_tokens=8, chunk_size=8, depth=1)
-        assert [line.split()[2] for line in play.fill().splitlines() if "slot" in line and "+" not in line] == rows
-
-
 # -- token-budget -----------------------------------------------------------------------------------------
 
 
@@ -214,16 +188,6 @@ batch 3: 2 rows, 53 tokens
 batch 3 complete, slot 0 closed, slot 1 closed
 """
     )
-
-
-@pytest.mark.parametrize("num_prompt", [1, 63, 64, 65, 127, 300])
-@pytest.mark.parametrize("tokens", [1, 40, 64, 100])
-@pytest.mark.parametrize("share", [None, 20])
-def test_token_budget_finishes_any_length_under_any_bound(num_prompt: int, tokens: int, share: int | None) -> None:
-    groups = 16 if share else 1
-    play = Classical("token-budget", tokens=tokens, num_blocks=100, num_groups=groups, share=share)
-    play.add((0, num_prompt, 1))
-    assert play.run().endswith("slot 0 closed\n")
 
 
 def run_steps(packer: TokenBudgetPacker, busy_s: float, *, num_tokens: int, count: int) -> None:

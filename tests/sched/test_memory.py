@@ -80,17 +80,6 @@ def test_a_request_grows_along_its_run() -> None:
     assert memory.release(5) is False
 
 
-def test_a_decode_takes_the_next_group_too() -> None:
-    memory = three_groups()
-    memory.start(0, 0, 26)
-    memory.take(chunk(0, 0, 23, memory, samples=True))
-    assert memory.take(Row(0, 23, 1, True, True, *memory.place(0, 23))) == []
-    crossing = Row(0, 24, 1, True, True, *memory.place(0, 24))
-    assert crossing.run == (0, 1)
-    assert memory.can_take(crossing)
-    assert memory.take(crossing) == [Extent(0, 0, 1, 1)]
-
-
 def test_a_request_that_has_filled_its_run_grows_no_further() -> None:
     """Its last token has been scheduled and not come back: it is asked for its place, and there is no group behind."""
     memory = three_groups()
@@ -126,16 +115,6 @@ def test_two_long_prefills_share_a_pool_only_while_one_can_end() -> None:
     memory.release(0)
     assert memory.can_take(chunk(1, 3, 3, memory, samples=True))
     assert memory.can_start(0, 3, 3, set_aside=True)
-
-
-def test_each_group_is_counted_for_itself() -> None:
-    """Room on one group is of no use to a request whose claim on the other cannot be met."""
-    memory = KVMemory(num_blocks=4, block_size=1, num_groups=2, max_kv_per_group=4)
-    memory.start(0, 1, 4)
-    memory.take(Row(0, 0, 3, False, True, 1, 1))  # decodes on group 1, one more block set aside
-    assert memory.can_start(0, 8, 4, set_aside=False)  # may begin: group 1 comes back when slot 0 ends
-    assert not memory.can_start(0, 5, 4, set_aside=True)  # but would not find a block there for its decodes
-    assert memory.can_start(0, 4, 4, set_aside=True)
 
 
 @dataclass

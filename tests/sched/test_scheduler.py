@@ -114,37 +114,6 @@ batch 2 complete, slot 0 closed, slot 1 closed, slot 2 closed
     )
 
 
-def test_a_request_without_memory_waits_and_is_not_overtaken() -> None:
-    play = Play(num_blocks=4)
-    play.add((0, 8, 2), (1, 12, 1), (2, 1, 1))
-    # Slot 0 is to decode, so the third block of its claim is set aside: the two of slot 1's first chunk would leave too
-    # few, and slot 2, which would fit, stays behind it.
-    assert play.fill() == "batch 0: 1 rows, 8 tokens\n  slot 0 prefill [0:8] last\n  slot 0 + blocks [0:2]\n"
-    assert (play.sched.num_running, play.sched.num_waiting) == (1, 2)
-    assert (
-        play.run()
-        == """\
-batch 0 complete
-batch 1: 1 rows, 1 tokens
-  slot 0 decode [8]
-  slot 0 + blocks [2:3]
-batch 1 complete, slot 0 closed
-batch 2: 2 rows, 9 tokens
-  slot 1 prefill [0:8]
-  slot 2 prefill [0:1] last
-  slot 1 + blocks [0:2]
-  slot 2 + blocks [3:4]
-  slot 0 freed
-batch 2 complete, slot 2 closed
-batch 3: 1 rows, 4 tokens
-  slot 1 prefill [8:12] last
-  slot 1 + blocks [2:3]
-  slot 2 freed
-batch 3 complete, slot 1 closed
-"""
-    )
-
-
 def test_two_requests_that_need_most_of_the_pool_each_fill_it_together_and_end_one_after_the_other() -> None:
     play = Play(num_blocks=10)
     play.add((0, 23, 2), (1, 22, 3))
