@@ -117,8 +117,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("cli", "models", "attention", "parallel"),
     },
     "": {"llm", "engine", "params", "outputs"},
-    "replay": {"engine.journal"},
-    "__main__": {"bench", "cli", "cost", "errors", "generate", "profile", "sim", "verify", "workload", "replay"},
+    "__main__": {
+        "bench",
+        "cli",
+        "cost",
+        "errors",
+        "generate",
+        "profile",
+        "sim",
+        "verify",
+        "workload",
+        "engine.journal",
+    },
 }
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 import os
 import random
+import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -27,19 +28,26 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from medha.bench.arguments import parse_overrides
-from medha.bench.convoy import SMALL_LLAMA
-from medha.bench.job import Ask, Job, Stream, measure_profile
-from medha.bench.model import describe, write_config
+from medha.batch import Batch
+from medha.bench.harness import RANDOM_LLAMA, Local, Subject, on_ranks, random_prompt
+from medha.bench.serve import CONVOY_MODEL
 from medha.cli.command import end_process, make_app, run_app
 from medha.cli.report import check_writable, machine_line, stamp, write_report
 from medha.cli.table import report_console
-from medha.config import EngineConfig, ParallelConfig
+from medha.config import EngineConfig
 from medha.cost.coefficients import Coefficients
-from medha.cost.correction import KINDS
+from medha.cost.correction import KINDS, Kind
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import complete_config
+from medha.engine.arrivals import Arrival, drive
+from medha.engine.engine import Engine
 from medha.errors import ConfigError
+from medha.models.hf_config import parse_hf_overrides
+from medha.outputs import RequestOutput
+from medha.params import SamplingParams
+from medha.profile.calibrate import QUICK
+from medha.profile.measure import measure
+from medha.sched.decision import Prediction
 from medha.sched.scheduler import Scheduler
 from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Pipeline
@@ -47,7 +55,7 @@ from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 from tools.tables import Floats
 
-LIVE_LLAMA: dict[str, Any] = SMALL_LLAMA | {
+LIVE_LLAMA: dict[str, Any] = CONVOY_MODEL | {
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_hidden_layers": 4,
@@ -104,6 +112,58 @@ class LiveOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """A request; its prompt is random, and no end of sequence ends it. ``arrival_s`` is after the start."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What became of a request; times in seconds after the start of the stream.
+
+    Attributes:
+        first_token_s, finished_s: None where it never came that far.
+        has_finished: it has all of its tokens.
+        tpot_s: mean time between tokens after the first; None with fewer than two.
+    """
+
+    request_id: str
+    arrival_s: float
+    first_token_s: float | None
+    finished_s: float | None
+    has_finished: bool
+    tpot_s: float | None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Arrival to first token, seconds."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Requests served as they arrived.
+
+    Attributes:
+        served: in the order of the requests.
+        prediction: count, mean absolute and mean signed error of predicted batch seconds, as shares, since the start.
+        overhead_s: seconds of a step beyond what it computed, the median.
+        busy_ratio: computed seconds relative to uncorrected predictions; None where nothing is predicted.
+        factors: the same by kind of step, and how many steps there were.
+    """
+
+    served: tuple[Served, ...]
+    prediction: Mapping[str, float]
+    overhead_s: float = 0.0
+    busy_ratio: float | None = None
+    factors: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class LiveFigure:
     """A percentile on both sides, seconds.
 
@@ -157,31 +217,125 @@ def live_fidelity(options: LiveOptions, *, on_stage: Callable[[str], None] = lam
         RankFailedError: a process of the engine ended.
     """
     load = os.getloadavg()[0]
+    subject = Subject(hf_overrides=options.config, engine=_engine(options))
+    longest = options.max_model_len
     with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
-        write_config(Path(folder), options.config)
         profile = Path(folder) / "profile.json"
         on_stage("profiling")
-        measure_profile(folder, ParallelConfig(), profile, max_kv=options.max_model_len)
-        engine = _engine(options) | {"profile": str(profile)}
-        config, coefficients = EngineConfig.from_flat(folder, **engine), Coefficients.load(profile)
-        mix = make_mix(options)
+        with subject.folder(longest) as model:
+            coefficients = measure(subject.config(model, longest=longest), QUICK, max_kv=longest)
+        assert coefficients is not None, "one process measures"
+        profile.write_text(coefficients.to_json())
         on_stage("warming up")
-        with Job(folder, ParallelConfig(), engine) as job:
-            job.serve(warm_up(mix), seed=options.seed, limit_s=1e4)
-            on_stage("rehearsing")
-            span_s = simulate(config, coefficients, mix).duration_s / options.load
-            other = spread(mix, span_s, seed=options.seed + _REHEARSAL)
-            rehearsal = job.serve(other, seed=options.seed + _REHEARSAL, limit_s=1e4)
-            assert rehearsal.overhead_s is not None, "one rank"
-            coefficients = replace(coefficients, host_s=coefficients.host_s + max(rehearsal.overhead_s, 0.0))
-            span_s = simulate(config, coefficients, mix, rehearsal.factors).duration_s / options.load
-            requests = spread(mix, span_s, seed=options.seed)
-            on_stage("serving")
-            stream = job.serve(requests, seed=options.seed, limit_s=1e4)
-        outcome = simulate(config, coefficients, requests, rehearsal.factors)
+
+        def work(local: Local) -> dict[str, Any]:
+            return {"found": _served_live(local, options, coefficients, load, on_stage)}
+
+        answer = on_ranks(subject, work, longest=longest, profile=str(profile))
+    assert answer is not None, "one process has the engine"
+    found: LiveFidelity = answer["found"]
+    return found
+
+
+def _served_live(
+    local: Local, options: LiveOptions, coefficients: Coefficients, load: float, on_stage: Callable[[str], None]
+) -> LiveFidelity:
+    """Warm up, rehearse, serve and simulate."""
+    mix, config = make_mix(options), local.config
+    serve(local.engine, warm_up(mix), seed=options.seed)
+    on_stage("rehearsing")
+    span_s = simulate(config, coefficients, mix).duration_s / options.load
+    rehearsal = serve(local.engine, spread(mix, span_s, seed=options.seed + _REHEARSAL), seed=options.seed + _REHEARSAL)
+    coefficients = replace(coefficients, host_s=coefficients.host_s + max(rehearsal.overhead_s, 0.0))
+    span_s = simulate(config, coefficients, mix, rehearsal.factors).duration_s / options.load
+    requests = spread(mix, span_s, seed=options.seed)
+    on_stage("serving")
+    stream = serve(local.engine, requests, seed=options.seed)
+    outcome = simulate(config, coefficients, requests, rehearsal.factors)
     figures = compare(requests, stream, outcome)
     factors = {kind: factor for kind, (factor, _) in rehearsal.factors.items()}
     return LiveFidelity(requests, stream, outcome, figures, rehearsal.overhead_s, factors, (load, os.getloadavg()[0]))
+
+
+def serve(engine: Engine, requests: Sequence[Ask], *, seed: int) -> Stream:
+    """Serve random prompts as they arrive."""
+    chance = np.random.default_rng(seed)
+    arrivals = [
+        Arrival(
+            one.request_id,
+            random_prompt(one.num_prompt_tokens, engine.limits.vocab_size, chance),
+            SamplingParams(
+                temperature=0.0, max_tokens=one.num_output_tokens, ignore_eos=True, output_kind="final_only"
+            ),
+            arrival_s=one.arrival_s,
+        )
+        for one in requests
+    ]
+    start_s, overheads = engine.now(), _Overheads(engine)
+    outputs = drive(engine, arrivals, on_step=overheads.step_ended)
+    served = {output.request_id: _served(output, start_s) for output in outputs if output.finished}
+    engine.on_step = None
+    predictor = engine.scheduler.predictor
+    errors = {} if predictor is None else asdict(predictor.correction.errors.figures())
+    by_request = tuple(served[one.request_id] for one in requests)
+    return Stream(by_request, errors, overheads.median_s, overheads.busy_ratio, overheads.factors)
+
+
+def _served(output: RequestOutput, start_s: float) -> Served:
+    if output.error is not None:
+        raise output.error  # the requests are right, and the pool holds them all
+    metrics = output.metrics
+    first_s, finished_s = (None if at is None else at - start_s for at in (metrics.first_token, metrics.finished))
+    has_finished = output.outputs[0].finish_reason == "length"
+    return Served(output.request_id, metrics.arrival - start_s, first_s, finished_s, has_finished, metrics.tpot)
+
+
+class _Overheads:
+    """Seconds of an engine's steps beyond what they computed, where one follows another; for one rank alone.
+
+    Beside them, how the computed seconds compare with what coefficients said of them, without their correction.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._since_s: float | None = None
+        self._busy_s = 0.0
+        self._steps: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in KINDS}  # seconds predicted, taken
+        self._seconds: list[float] = []
+        engine.on_step = self._computed
+
+    def _computed(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
+        self._busy_s = busy_s
+        if prediction is not None:
+            self._steps[prediction.kind].append((prediction.seconds / prediction.factor, busy_s))
+
+    def step_ended(self) -> None:
+        """Told after each step."""
+        now_s = self._engine.now()
+        if self._since_s is not None:
+            self._seconds.append(now_s - self._since_s - self._busy_s)
+        self._since_s = now_s if self._engine.has_unfinished else None  # otherwise it may wait for an arrival
+
+    @property
+    def median_s(self) -> float:
+        """Of all steps so far; 0 without any."""
+        return statistics.median(self._seconds or [0.0])
+
+    @property
+    def busy_ratio(self) -> float | None:
+        """Seconds of all predicted steps relative to their uncorrected predictions; None without any."""
+        steps = [step for kind in KINDS for step in self._steps[kind]]
+        return _ratio(steps) if steps else None
+
+    @property
+    def factors(self) -> dict[str, tuple[float, int]]:
+        """The same by kind of step, and how many there were; of those that were."""
+        return {kind: (_ratio(steps), len(steps)) for kind, steps in self._steps.items() if steps}
+
+
+def _ratio(steps: Sequence[tuple[float, float]]) -> float:
+    """Seconds taken relative to those predicted, over all steps."""
+    return sum(taken_s for _, taken_s in steps) / sum(predicted_s for predicted_s, _ in steps)
 
 
 def make_mix(options: LiveOptions) -> tuple[Ask, ...]:
@@ -308,8 +462,8 @@ def _load(options: LiveOptions, found: LiveFidelity) -> list[str]:
     before, after = found.load_average
     span_s = found.requests[-1].arrival_s
     return [
-        f"{describe(options.config)}, one process, one thread, float32; load average {before:.1f} before and "
-        f"{after:.1f} after",
+        f"{Subject(hf_overrides=options.config).name}, one process, one thread, float32; load average "
+        f"{before:.1f} before and {after:.1f} after",
         f"{options.num_short} prompts of {options.short_lens[0]} to {options.short_lens[1]} tokens and "
         f"{options.num_long} of {options.long_lens[0]:,} to {options.long_lens[1]:,} within {span_s:.1f} s (Poisson), "
         f"{options.output_lens[0]} to {options.output_lens[1]} output tokens each; seed {options.seed}",
@@ -341,7 +495,7 @@ def report(options: LiveOptions, found: LiveFidelity) -> dict[str, Any]:
     return {
         "benchmark": "fidelity --live",
         "environment": stamp(),
-        "model": options.config,
+        "model": RANDOM_LLAMA | options.config,
         "options": asdict(options),
         "load_average": found.load_average,
         "overhead_s": found.overhead_s,
@@ -379,7 +533,9 @@ def live_fidelity_command(
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> int:
     """Simulated against measured request times: the engine of this machine, within three minutes."""
-    return run_and_print(LiveOptions(load=load, seed=seed, shape=parse_overrides(hf_overrides)), output_json)
+    return run_and_print(
+        LiveOptions(load=load, seed=seed, shape=parse_hf_overrides(hf_overrides) if hf_overrides else None), output_json
+    )
 
 
 def main() -> NoReturn:

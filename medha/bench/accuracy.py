@@ -12,34 +12,25 @@ to. All shares are of the same run.
 from __future__ import annotations
 
 import math
-import os
 import random
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
 from medha.batch import Batch
-from medha.bench.model import describe, random_llama, write_config
-from medha.cli.report import check_writable, machine_line, stamp, write_report
-from medha.cli.table import counted, figures_table, report_console
-from medha.config import EngineConfig
+from medha.bench.harness import Local, Report, Subject, on_ranks
 from medha.cost.correction import KINDS, Kind
-from medha.engine.build import build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.profile.calibrate import QUICK
 from medha.profile.measure import measure
-from medha.profile.steps import Step, StepRunner, fill, step_of
+from medha.profile.steps import Step, StepRunner, step_of
 from medha.sched.decision import Prediction
 
 TOLERANCE = 0.15
@@ -55,7 +46,7 @@ class AccuracyOptions:
     """What is run.
 
     Attributes:
-        profile: coefficients; None measures them first.
+        subject: what runs; without a ``profile`` among its engine's options, what steps cost is measured first.
         num_rounds: counted rounds of the mix, after one that is not.
         num_short, num_middle: requests of a round that come while a long one is read; a second one is read alone.
         short_lens, middle_lens: least and most prompt tokens.
@@ -66,10 +57,7 @@ class AccuracyOptions:
         shapes: steps to repeat of each kind and KV range.
     """
 
-    hf_overrides: Mapping[str, Any] | None = None
-    dtype: str = "float32"
-    num_threads: int = 1
-    profile: str | None = None
+    subject: Subject = field(default_factory=Subject)
     num_rounds: int = 3
     num_short: int = 40
     num_middle: int = 4
@@ -92,10 +80,10 @@ class AccuracyOptions:
         return max(self.long_len, self.middle_lens[1], self.short_lens[1]) + self.output_lens[1]
 
     @property
-    def shape(self) -> dict[str, Any]:
-        """Fields of the model's ``config.json``."""
-        shape = random_llama(self.hf_overrides)
-        return shape | {"max_position_embeddings": max(self.max_model_len, shape["max_position_embeddings"])}
+    def num_blocks(self) -> int:
+        """KV blocks of all of the mix at once, so that no request waits for memory."""
+        lens = [self.long_len, *[self.middle_lens[1]] * self.num_middle, *[self.short_lens[1]] * self.num_short]
+        return sum(-(-(length + self.output_lens[1]) // _BLOCK_SIZE) for length in lens) + 2048 // _BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,22 +139,6 @@ class Line:
     mean_signed: float
 
 
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """The result.
-
-    Attributes:
-        lines: by kind, and by kind and KV range.
-        chunks: by KV range, median tokens of chunks that shared their step with decodes alone, and how many there were.
-        factors: correction by kind at the end; 1.0 is what the profile says.
-    """
-
-    lines: tuple[Line, ...]
-    chunks: Mapping[str, tuple[float, int]]
-    factors: Mapping[Kind, float]
-    load: tuple[float, float]
-
-
 @dataclass(slots=True)
 class _Log:
     """Steps of the engine since it was last cleared."""
@@ -186,80 +158,53 @@ def kv_range(kv: int) -> str:
     return f"{KV_RANGES[-1] // 1024}K-"
 
 
-def accuracy(
-    options: AccuracyOptions,
-    *,
-    output_json: Path | None = None,
-    on_progress: Callable[[float], None] = lambda done: None,
-) -> Accuracy:
-    """Run the measurement.
+def accuracy(options: AccuracyOptions, *, on_progress: Callable[[float], None] = lambda done: None) -> Report:
+    """Run the measurement, in one process.
 
     Args:
         options: what to run.
-        output_json: where to write the report.
         on_progress: called with the share done.
 
     Raises:
         ConfigError: the options are wrong, or the profile is of something else.
     """
-    load = os.getloadavg()[0]
+    subject, longest = options.subject, options.max_model_len
+    engine: dict[str, Any] = {"t_target_s": options.t_target_s, "block_size": _BLOCK_SIZE, "seed": options.seed}
+    engine["num_kv_blocks"] = options.num_blocks
     with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
-        write_config(Path(folder), options.shape)
-        config = _engine_config(folder, options, options.profile)
-        if options.profile is None:
-            found = measure(config, QUICK, max_kv=options.long_len, on_progress=lambda done: on_progress(0.4 * done))
+        if subject.engine.get("profile") is None:
+            with subject.folder(longest) as model:
+                config = subject.config(model, longest=longest, **engine)
+                found = measure(config, QUICK, max_kv=options.long_len, on_progress=lambda at: on_progress(0.4 * at))
             assert found is not None, "one process measures"
-            path = Path(folder) / "profile.json"
-            path.write_text(found.to_json())
-            config = _engine_config(folder, options, str(path))
-        role = build_role(config)
-        engine = role.engine
-        assert engine is not None, "one process has the engine"
-        num_blocks = engine.scheduler.memory.num_blocks
-        fill(role.runner, num_blocks * _BLOCK_SIZE)
-        hand = StepRunner(
-            engine.runner, block_size=_BLOCK_SIZE, num_blocks=num_blocks, vocab_size=role.limits.vocab_size
-        )
-        log, repeated = _run(engine, hand, options, lambda done: on_progress(0.4 + 0.6 * done))
-        assert engine.scheduler.predictor is not None, "the medha scheduler predicts"
-        factors = {kind: engine.scheduler.predictor.factor(kind) for kind in KINDS}
-        role.close()
-    result = Accuracy(lines_of(log.ran, repeated), chunks_of(log.ran), factors, (load, os.getloadavg()[0]))
-    report = {
-        "benchmark": "accuracy",
-        "environment": stamp(),
-        "model": options.shape,
-        "options": asdict(options),
+            engine["profile"] = str(Path(folder) / "profile.json")
+            Path(engine["profile"]).write_text(found.to_json())
+
+        def work(local: Local) -> Report:
+            return _measure(local, options, lambda at: on_progress(0.4 + 0.6 * at))
+
+        report = on_ranks(subject, work, longest=longest, fills=True, **engine)
+    assert report is not None, "one process has the engine"
+    return report
+
+
+def _measure(local: Local, options: AccuracyOptions, on_progress: Callable[[float], None]) -> Report:
+    predictor = local.engine.scheduler.predictor
+    if local.config.parallel.world_size > 1 or predictor is None or local.config.scheduler.scheduler != "medha":
+        raise ConfigError("accuracy is of the medha scheduler's predictions on one rank; accepted: no other")
+    sizes = {"block_size": _BLOCK_SIZE, "num_blocks": local.role.runner.cache.num_blocks}
+    hand = StepRunner(local.engine.runner, vocab_size=local.model.vocab_size, **sizes)
+    log, repeated = _run(local.engine, hand, options, on_progress)
+    return local.report("accuracy", asdict(options)) | {
         "tolerance": TOLERANCE,
-        **asdict(result),
-        "steps": [(ran.kind, [astuple(part) for part in ran.step], ran.expected_s, ran.busy_s) for ran in log.ran],
-        "repeats": [(kind, [astuple(part) for part in step], seconds) for step, kind, seconds in repeated],
+        "lines": [asdict(line) for line in lines_of(log.ran, repeated)],
+        "chunks": [
+            {"kv": kv, "median_tokens": size, "chunks": count} for kv, (size, count) in chunks_of(log.ran).items()
+        ],
+        "factors": {kind: predictor.factor(kind) for kind in KINDS},
+        "steps": [[ran.kind, [astuple(part) for part in ran.step], ran.expected_s, ran.busy_s] for ran in log.ran],
+        "repeats": [[kind, [astuple(part) for part in step], seconds] for step, kind, seconds in repeated],
     }
-    write_report(output_json, report)
-    return result
-
-
-def _engine_config(folder: str, options: AccuracyOptions, profile: str | None) -> EngineConfig:
-    # all of the mix at once, so that no request waits for memory
-    lens = [
-        options.long_len,
-        *[options.middle_lens[1]] * options.num_middle,
-        *[options.short_lens[1]] * options.num_short,
-    ]
-    blocks = sum(-(-(length + options.output_lens[1]) // _BLOCK_SIZE) for length in lens)
-    return EngineConfig.from_flat(
-        folder,
-        load_format="dummy",
-        dtype=options.dtype,
-        device="cpu",
-        num_threads=options.num_threads,
-        seed=options.seed,
-        max_model_len=options.max_model_len,
-        block_size=_BLOCK_SIZE,
-        num_kv_blocks=blocks + 2048 // _BLOCK_SIZE,
-        t_target_s=options.t_target_s,
-        profile=profile,
-    )
 
 
 def _run(
@@ -395,52 +340,3 @@ def chunks_of(ran: Sequence[Ran]) -> dict[str, tuple[float, int]]:
         if not part.samples:  # the end of a prompt is as long as it is
             by_range[kv_range(part.kv_before)].append(part.q_len)
     return {name: (statistics.median(sizes), len(sizes)) for name, sizes in by_range.items()}
-
-
-def run_and_print(options: AccuracyOptions, output_json: Path | None) -> int:
-    """Run with a progress bar on stderr, print the tables on stdout; returns 0."""
-    check_writable(output_json)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("stepping", total=1.0)
-        result = accuracy(options, output_json=output_json, on_progress=lambda done: bar.update(task, completed=done))
-    console = report_console()
-    console.print(_table(options, result.lines))
-    console.print(
-        f"machine: share of identical steps within {TOLERANCE:.0%} of the median of their other runs; near: of the "
-        f"{_NEAR} nearest in time; ratio: to the larger; abs, signed: mean error of predictions made before dispatch; "
-        "KV: the longest in a step",
-        highlight=False,
-    )
-    chunks = ", ".join(f"{kv}: {size:.0f}" for kv, (size, _) in result.chunks.items())
-    console.print(f"median chunk by its KV: {chunks}", highlight=False)
-    factors = ", ".join(f"{kind} {factor:.2f}" for kind, factor in result.factors.items())
-    console.print(f"correction at the end: {factors}", highlight=False)
-    console.print(
-        f"{machine_line()}; {counted(options.num_threads, 'thread')}, "
-        f"{options.dtype}, steps of {options.t_target_s} s, seed "
-        f"{options.seed}, {options.num_rounds} rounds after one that does not count; load {result.load[0]:.1f} before "
-        f"and {result.load[1]:.1f} after",
-        highlight=False,
-    )
-    return 0
-
-
-def _table(options: AccuracyOptions, lines: Sequence[Line]) -> Table:
-    table = figures_table(
-        f"steps within {TOLERANCE:.0%} of their prediction: {describe(options.shape)}",
-        ("steps", "within", "machine", "near", "ratio", "abs", "signed"),
-        words=("kind", "KV"),
-    )
-    for line in lines:
-        table.add_row(
-            line.kind,
-            line.kv,
-            f"{line.steps:,}",
-            f"{line.within:.1%}",
-            *("-" if share is None else f"{share:.1%}" for share in (line.repeatability, line.near)),
-            "-" if line.ratio is None else f"{line.ratio:.2f}",
-            f"{line.mean_abs:.1%}",
-            f"{line.mean_signed:+.1%}",
-            end_section=line.kv == _ALL and line.kind == _ALL,
-        )
-    return table

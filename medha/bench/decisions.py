@@ -1,4 +1,4 @@
-"""``medha bench scheduler``: the time of one decision of the scheduler, as the queue of waiting requests grows.
+"""``medha bench micro scheduler``: the time of one decision of the scheduler, as the queue of waiting requests grows.
 
 A decision is what the engine pays for a batch beside computing it: :meth:`~medha.sched.scheduler.Scheduler.schedule`,
 and :meth:`~medha.sched.scheduler.Scheduler.complete` when it is done. The scheduler, its predictor (the stated default
@@ -13,19 +13,18 @@ another arrives, so the numbers stay as they are. The garbage collector is left 
 from __future__ import annotations
 
 import gc
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from medha.batch import Batch
-from medha.cli.report import check_writable, machine_line, stamp, write_report
-from medha.cli.table import report_console
+from medha.bench.harness import Report, report_head
 from medha.config import CacheConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
@@ -113,10 +112,6 @@ class Spread:
         median, p90, p99, most = np.percentile(wall_s, [50, 90, 99, 100]) * 1e3
         return cls(float(median), float(p90), float(p99), float(most), float(np.percentile(cpu_s, 99) * 1e3))
 
-    def cells(self) -> tuple[str, ...]:
-        """For a table."""
-        return tuple(f"{value:.3f}" for value in (self.median_ms, self.p90_ms, self.p99_ms, self.max_ms))
-
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
@@ -149,61 +144,37 @@ class Decisions:
     collections_ms: float
 
 
-def bench_decisions(options: DecisionOptions) -> Iterator[Decisions]:
-    """Measure each policy over each queue, one after the other."""
+def bench_decisions(options: DecisionOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+    """Measure each policy over each queue, one after the other.
+
+    Args:
+        options: what to run.
+        on_run: called after each queue.
+    """
+    results, load = [], os.getloadavg()[0]
     for policy in options.policies:
         for waiting in options.waiting:
-            yield _measure(policy, waiting, options)
-
-
-def run_and_print(options: DecisionOptions, output_json: Path | None) -> int:
-    """Run, print the table on stdout and write the report; returns 0."""
-    check_writable(output_json)
-    results = list(bench_decisions(options))
-    console = report_console()
-    console.print(_table(results, options))
-    for line in growth(results):
-        console.print(line, highlight=False)
-    console.print(
-        f"{machine_line()}; {options.warmup} decisions of warm-up, {options.num_decisions} counted; "
-        f"garbage collector {'on' if gc.isenabled() else 'off'}, thresholds {gc.get_threshold()}",
-        highlight=False,
-    )
-    report = {
-        "benchmark": "scheduler",
-        "environment": stamp(),
-        "options": asdict(options),
+            results.append(_measure(policy, waiting, options))
+            on_run()
+    return report_head("micro scheduler", asdict(options), load) | {
         "gc": {"is_enabled": gc.isenabled(), "thresholds": gc.get_threshold(), "frozen": gc.get_freeze_count()},
         "results": [asdict(result) for result in results],
+        "growth": list(growth(results)),
     }
-    write_report(output_json, report)
-    return 0
 
 
-def growth(results: Sequence[Decisions]) -> Iterator[str]:
-    """One line for each step to a longer queue: what the median and the 99th percentile grow by."""
+def growth(results: Sequence[Decisions]) -> Iterator[dict[str, Any]]:
+    """What the median and the 99th percentile grow by at each step to a longer queue."""
     for before, after in pairwise(results):
         if before.policy == after.policy and after.waiting > before.waiting:
-            times = after.waiting / before.waiting
-            median, p99 = after.both.median_ms / before.both.median_ms, after.both.p99_ms / before.both.p99_ms
-            yield (
-                f"{after.policy}: {before.waiting:,} to {after.waiting:,} waiting, x {times:g}: "
-                f"median x {median:.2f}, P99 x {p99:.2f}"
-            )
-
-
-def _table(results: Sequence[Decisions], options: DecisionOptions) -> Table:
-    table = Table(title=f"one scheduling decision, {options.num_decoding} requests decoding, ms; limit of P99")
-    for name in ("policy", "waiting", "call"):
-        table.add_column(name, justify="right" if name == "waiting" else "left", no_wrap=True)
-    for name in ("median", "P90", "P99", "max", "limit"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for r in results:
-        table.add_row(r.policy, f"{r.waiting:,}", "schedule", *r.schedule.cells(), "")
-        table.add_row("", "", "complete", *r.complete.cells(), "")
-        verdict = "" if r.limit_ms is None else f"{r.limit_ms:g} {'kept' if r.both.p99_ms <= r.limit_ms else 'missed'}"
-        table.add_row("", "", "both", *r.both.cells(), verdict, end_section=True)
-    return table
+            yield {
+                "policy": after.policy,
+                "from_waiting": before.waiting,
+                "waiting": after.waiting,
+                "waiting_ratio": after.waiting / before.waiting,
+                "median_ratio": after.both.median_ms / before.both.median_ms,
+                "p99_ratio": after.both.p99_ms / before.both.p99_ms,
+            }
 
 
 def _measure(policy: str, waiting: int, options: DecisionOptions) -> Decisions:

@@ -1,4 +1,4 @@
-"""``medha bench decode``: one step in which a batch decodes, over batch sizes and contexts, against the memory's rate.
+"""``medha bench micro decode``: one step in which a batch decodes; ``micro sampling``: the drawing of its tokens.
 
 A step of a decode reads all weights once and the keys and values of every request, so what bounds it is memory. The
 bytes that it has to read, over its time, as a share of the rate at which memory can be read is its MBU; the read is
@@ -6,23 +6,26 @@ measured in turn with the steps. What a cache holds between steps makes small mo
 
 What is timed is a step of the runner: from the batch to its tokens, with block tables, embedding, sampling; the
 scheduler and what the engine keeps of a request are not in it. The steps are made by hand over a KV cache of random
-numbers (:mod:`medha.profile.steps`), in which no two requests share a block.
+numbers (:mod:`medha.profile.steps`), in which no two requests share a block. It runs on any layout; with several ranks
+the seconds are those of the ranks that sample, and there is no MBU.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import partial
 
-from rich.table import Table
+import torch
 
-from medha.bench.harness import Local, Subject, loaded, step_parameters, title_of
-from medha.bench.timing import Rate, Timing, in_turn, memory_read
-from medha.cli.report import check_writable, progress, write_report
-from medha.cli.table import figures_table, report_console
-from medha.profile.steps import Step, StepRunner, decodes, fill
+from medha.bench.harness import Local, Report, Subject, count_parameters, on_ranks
+from medha.bench.timing import Rate, Timing, in_turn, memory_read, timed
+from medha.config import ModelConfig
+from medha.params import SamplingParams
+from medha.profile.steps import Step, StepRunner, decodes
+from medha.worker.sampling import SlotSampling, sample
+from medha.worker.shard import pick_device
 
 TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"
 _BLOCK_SIZE = 256
@@ -55,119 +58,140 @@ class DecodeOptions:
         """Blocks of the largest cell; a step adds one token to each request."""
         return max(batch * -(-(context + 1) // _BLOCK_SIZE) for batch, context in self.cells)
 
-
-@dataclass(frozen=True, slots=True)
-class DecodeCell:
-    """One batch size at one context.
-
-    Attributes:
-        timing: seconds of a step.
-        weight_bytes, kv_bytes: read in a step: the layers, the last norm and the head once; the KV cache of every
-            request, its new token included.
-        bytes_per_s: both, over the median.
-        mbu: of the rate at which memory was read.
-        tokens_per_s: of all requests.
-    """
-
-    batch_size: int
-    context: int
-    timing: Timing
-    weight_bytes: int
-    kv_bytes: int
-    bytes_per_s: float
-    mbu: float
-    tokens_per_s: float
+    @property
+    def num_runs(self) -> int:
+        """Steps and reads, warm-up included."""
+        return (1 + len(self.cells)) * (self.warmup + self.runs)
 
 
-def decode(
-    options: DecodeOptions, *, output_json: Path | None = None, on_run: Callable[[], None] = lambda: None
-) -> tuple[Local, list[DecodeCell], Rate]:
-    """Run the measurement.
+def decode(options: DecodeOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
+    """Run the measurement; every rank calls it.
 
     Args:
         options: what to run.
-        output_json: where to write the report.
         on_run: called after each step and read, warm-up included.
 
     Returns:
-        What ran; the cells; the rate at which memory is read.
+        The report on rank 0.
 
     Raises:
         ConfigError: the options are wrong, or there is no memory for the KV cache.
     """
-    load = os.getloadavg()[0]
-    sizes = {"block_size": _BLOCK_SIZE, "num_kv_blocks": options.num_blocks}
-    with loaded(options.subject, longest=max(options.contexts) + 1, **sizes) as local:
-        memory = memory_read(local.device)
-        steps = {f"{batch} at {context}": decodes(batch, context) for batch, context in options.cells}
-        hand = _hand(local, options)
-        contestants: dict[str, Callable[[], float]] = {_READ: memory.seconds}
-        contestants |= {name: _step(hand, step) for name, step in steps.items()}
-        seconds = in_turn(contestants, warmup=options.warmup, runs=options.runs, on_run=on_run)
-        rate = Rate.of(memory, seconds.pop(_READ))
-        cells = [
-            _cell(local, batch, context, Timing.of(found), rate)
-            for (batch, context), found in zip(options.cells, seconds.values(), strict=True)
-        ]
-        report = local.report("decode", asdict(options), load)
-    report |= {"timed": TIMED, "memory_read": asdict(rate), "results": [asdict(cell) for cell in cells]}
-    write_report(output_json, report)
-    return local, cells, rate
-
-
-def _hand(local: Local, options: DecodeOptions) -> StepRunner:
-    """What runs the steps, over a pool that holds random numbers."""
-    fill(local.role.runner, options.num_blocks * _BLOCK_SIZE)
-    return StepRunner(
-        local.engine.runner,
+    return on_ranks(
+        options.subject,
+        lambda local: _decode(local, options, on_run),
+        longest=max(options.contexts) + 1,
+        fills=True,
         block_size=_BLOCK_SIZE,
-        num_blocks=options.num_blocks,
-        vocab_size=local.model.vocab_size,
+        num_kv_blocks=options.num_blocks,
     )
 
 
-def _step(hand: StepRunner, step: Step) -> Callable[[], float]:
-    """Runs the step; returns its busy seconds, which end when its tokens are on the host."""
-    return lambda: hand.run(step)[1]
-
-
-def _cell(local: Local, batch: int, context: int, timing: Timing, rate: Rate) -> DecodeCell:
-    weight_bytes = step_parameters(local.model) * local.dtype.itemsize
-    kv_bytes = batch * (context + 1) * local.model.kv_bytes_per_token(local.dtype.itemsize)
-    per_s = (weight_bytes + kv_bytes) / timing.median_s
-    return DecodeCell(
-        batch, context, timing, weight_bytes, kv_bytes, per_s, per_s / rate.per_s, batch / timing.median_s
-    )
-
-
-def run_and_print(options: DecodeOptions, output_json: Path | None) -> int:
-    """Run with a progress bar on stderr, print the table on stdout; returns 0."""
-    check_writable(output_json)
-    with progress("decoding", (options.warmup + options.runs) * (1 + len(options.cells))) as advance:
-        local, cells, rate = decode(options, output_json=output_json, on_run=advance)
-    console = report_console()
-    console.print(_table(local, cells))
-    console.print(
-        f"timed: {TIMED}; MBU: bytes that a step has to read (weights and KV) over its time, of "
-        f"{rate.per_s / 1e9:,.1f} GB/s measured in turn ({rate.name})",
-        highlight=False,
-    )
-    runs = f"median of {options.runs} after {options.warmup} warm-up, in turn; KV cache of random numbers"
-    console.print(local.footer(runs), highlight=False)
-    return 0
-
-
-def _table(local: Local, cells: Sequence[DecodeCell]) -> Table:
-    headings = ("context", "batch", "ms", "min-max", "MiB read", "GB/s", "MBU", "tokens/s")
-    table = figures_table(f"decode step: {title_of(local.subject, local.model)}", headings)
-    for cell in cells:
-        table.add_row(
-            f"{cell.context:,}",
-            f"{cell.batch_size:,}",
-            *cell.timing.cells_ms(),
-            f"{(cell.weight_bytes + cell.kv_bytes) / 2**20:,.1f}",
-            f"{cell.bytes_per_s / 1e9:,.1f}",
-            f"{cell.mbu:.0%}",
-            f"{cell.tokens_per_s:,.1f}",
+def _decode(local: Local, options: DecodeOptions, on_run: Callable[[], None]) -> Report:
+    memory = memory_read(local.device)
+    sizes = {"block_size": _BLOCK_SIZE, "num_blocks": options.num_blocks}
+    hand = StepRunner(local.engine.runner, vocab_size=local.model.vocab_size, **sizes)
+    contestants: dict[str, Callable[[], float]] = {_READ: memory.seconds}
+    for batch, context in options.cells:
+        step = decodes(batch, context)
+        contestants[f"{batch} at {context}"] = partial(_busy_s, hand, step)
+    seconds = in_turn(contestants, warmup=options.warmup, runs=options.runs, on_run=on_run)
+    rate = Rate.of(memory, seconds.pop(_READ))
+    is_whole = local.config.parallel.world_size == 1
+    cells = []
+    for (batch, context), found in zip(options.cells, seconds.values(), strict=True):
+        timing, size = Timing.of(found), local.dtype.itemsize
+        weight_bytes = step_parameters(local.model) * size
+        kv_bytes = batch * (context + 1) * local.model.kv_bytes_per_token(size)
+        per_s = (weight_bytes + kv_bytes) / timing.median_s
+        cells.append(
+            {
+                "batch_size": batch,
+                "context": context,
+                "timing": asdict(timing),
+                "weight_bytes": weight_bytes,
+                "kv_bytes": kv_bytes,
+                "bytes_per_s": per_s,
+                "mbu": per_s / rate.per_s if is_whole else None,
+                "tokens_per_s": batch / timing.median_s,
+            }
         )
-    return table
+    head = local.report("micro decode", asdict(options))
+    return head | {"timed": TIMED, "memory_read": asdict(rate), "results": cells}
+
+
+def _busy_s(hand: StepRunner, step: Step) -> float:
+    """Runs the step; its busy seconds end when its tokens are on the host."""
+    return hand.run(step)[1]
+
+
+def step_parameters(model: ModelConfig) -> int:
+    """Parameters that a decode step reads: layers, last norm and head; of an embedding some rows, which are left out.
+
+    Where the embedding is tied, it is the head.
+    """
+    return count_parameters(model, lambda name: name != "model.embed_tokens.weight" or model.tie_word_embeddings)
+
+
+WAYS: dict[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=1.0),
+    "top-k 50": SamplingParams(temperature=1.0, top_k=50),
+    "top-p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
+    "repetition 1.1": SamplingParams(temperature=0.0, repetition_penalty=1.1),
+    "20 logprobs": SamplingParams(temperature=0.0, logprobs=20),
+}
+"""Ways of drawing a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """What is measured: every way of drawing at every batch size.
+
+    Attributes:
+        subject: whose vocabulary; of its engine's options only ``device`` and ``num_threads`` count.
+        batch_sizes: rows of logits.
+        warmup, runs: of each.
+    """
+
+    subject: Subject = field(default_factory=Subject)
+    batch_sizes: tuple[int, ...] = (1, 16, 64)
+    warmup: int = 2
+    runs: int = 10
+
+    @property
+    def num_runs(self) -> int:
+        """Of all, warm-up included."""
+        return len(WAYS) * len(self.batch_sizes) * (self.warmup + self.runs)
+
+
+def sampling(options: SamplingOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+    """Draw tokens of random logits until they are on the host.
+
+    Args:
+        options: what to run.
+        on_run: called after each run, warm-up included.
+
+    Raises:
+        ConfigError: the options are wrong.
+    """
+    load, given = os.getloadavg()[0], options.subject.options
+    if given.get("num_threads") is not None:
+        torch.set_num_threads(given["num_threads"])
+    device = pick_device(given.get("device", "auto"))
+    model = options.subject.model_config(longest=1)
+    prompt = torch.arange(min(1024, model.vocab_size))
+    runs: dict[str, Callable[[], float]] = {}
+    for batch in options.batch_sizes:
+        logits_SV = torch.randn(batch, model.vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
+        for way, params in WAYS.items():
+            slots = [SlotSampling.of(params.resolve({}), i, (), len(prompt), prompt) for i in range(batch)]
+            runs[f"{batch} {way}"] = partial(timed, partial(sample, logits_SV, slots, [0] * batch))
+    found = iter(in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run).values())
+    results = [
+        {"batch_size": batch, "way": way, "timing": asdict(timing), "per_token_s": timing.median_s / batch}
+        for batch in options.batch_sizes
+        for way, timing in zip(WAYS, map(Timing.of, (next(found) for _ in WAYS)), strict=True)
+    ]
+    head = options.subject.head("micro sampling", asdict(options), load, model)
+    return head | {"dtype": "float32", "device": str(device), "vocab_size": model.vocab_size, "results": results}

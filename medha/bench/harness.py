@@ -1,13 +1,19 @@
-"""The model and the engine that a benchmark runs in its own process: a random Llama by default, or a folder."""
+"""One harness for all benchmarks: a model on every rank of a layout, and the engine for the work that rank 0 does.
+
+The layout is torchrun's, or the ranks are started here: ``medha bench latency --spp 2`` runs two on this machine. Rank
+0 drives the engine and has the report; the others follow it. The model is a folder, or a random Llama of 4 layers with
+GQA 4, whose ``config.json`` is written for as long as it takes to load.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,10 +21,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from medha.bench.model import describe, random_llama, write_config
-from medha.cli.report import DEFINITIONS, machine_line, stamp
-from medha.cli.table import counted
-from medha.config import EngineConfig, ModelConfig, SchedulerConfig
+from medha.batch import Batch
+from medha.cli.command import end_process, ignore_signals, run_guarded, state_on_signal
+from medha.cli.report import DEFINITIONS, stamp
+from medha.config import EngineConfig, ModelConfig
 from medha.cost.predictor import Predictor
 from medha.engine.admission import Prompt
 from medha.engine.build import RankHandle, build_role
@@ -27,9 +33,26 @@ from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
 from medha.models.weights import expected_tensors
+from medha.parallel.launch import own_ranks, read_launch
+from medha.profile.steps import fill
 from medha.sched.scheduler import Scheduler
+from medha.worker.step import BatchRunner, PendingStep
 
-RANDOM_LLAMA = "random Llama"
+Report = dict[str, Any]
+"""What a benchmark measured, as JSON has it."""
+
+RANDOM_LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+"""Fields of its ``config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +72,18 @@ class Subject:
 
     def __post_init__(self) -> None:
         given = self.engine.get("load_format")
-        if self.model is None and given not in (None, "dummy"):
+        if self.model is None and given not in (None, "auto", "dummy"):
             raise ConfigError(f"load_format={given!r} without a model; accepted: dummy, or --model with a folder")
 
     @property
-    def model_id(self) -> str:
+    def name(self) -> str:
         """Its name in a report."""
-        return RANDOM_LLAMA if self.model is None else self.model
+        return self.model or "random Llama"
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Fields of a random Llama's ``config.json``."""
+        return RANDOM_LLAMA | dict(self.hf_overrides or {})
 
     @property
     def options(self) -> dict[str, Any]:
@@ -63,30 +91,98 @@ class Subject:
         load = {} if self.model is not None else {"load_format": "dummy"}
         return {name: value for name, value in self.engine.items() if value is not None} | load
 
+    def config(self, folder: str, *, longest: int, **engine: Any) -> EngineConfig:
+        """The engine over a folder; raises ConfigError."""
+        options = {**self.options, "max_model_len": longest, **engine}
+        if self.model is not None and self.hf_overrides:
+            options["hf_overrides"] = dict(self.hf_overrides)
+        return EngineConfig.from_flat(folder, **options)
+
+    @contextmanager
+    def folder(self, longest: int) -> Iterator[str]:
+        """The model's folder; that of a random Llama has the same name on every rank, and is removed at the end."""
+        if self.model is not None:
+            yield self.model
+            return
+        launch = read_launch()
+        job = f"{os.getpid()}" if launch is None else f"{launch.address}-{launch.attempt}".replace(":", "-")
+        folder = Path(tempfile.gettempdir()) / f"medha-bench-{job}-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        shape = self.shape
+        write_config(folder, shape | {"max_position_embeddings": max(longest, shape["max_position_embeddings"])})
+        try:
+            yield str(folder)
+        finally:
+            with suppress(OSError):  # another rank of this node was sooner
+                (folder / "config.json").unlink()
+                folder.rmdir()
+
+    def model_config(self, *, longest: int) -> ModelConfig:
+        """The model's shape alone, no weights; raises ConfigError."""
+        with self.folder(longest) as folder:
+            overrides = None if self.model is None else dict(self.hf_overrides or {}) or None
+            return load_model_config(resolve_model(folder), hf_overrides=overrides, max_model_len=longest)
+
+    def fitting(self, name: str, lengths: tuple[int, ...], *, more: int) -> tuple[int, ...]:
+        """The lengths that the model takes, with ``more`` tokens behind them; of the others it is said on stderr.
+
+        Where none fits all are returned, for whoever loads the model to refuse.
+        """
+        if self.model is None:  # a random Llama takes any
+            return lengths
+        most = self.model_config(longest=1).max_position_embeddings
+        fit = tuple(length for length in lengths if length + more <= most)
+        if fit and len(fit) < len(lengths):
+            rest = ", ".join(f"{length:,}" for length in lengths if length not in fit)
+            print(f"medha: {name} {rest} left out: the model takes {most:,} positions", file=sys.stderr)
+        return fit or lengths
+
+    def title(self, model: ModelConfig) -> str:
+        """The model in words."""
+        sharing = model.num_heads // model.num_kv_heads
+        return f"{self.name}, {model.num_layers} layers, {model.hidden_size:,} wide, GQA {sharing}"
+
+    def head(
+        self, benchmark: str, options: Mapping[str, Any], load_before: float, model: ModelConfig | None = None
+    ) -> Report:
+        """What a report begins with.
+
+        Args:
+            benchmark: the verb.
+            options: of the verb.
+            load_before: load average before the run.
+            model: its shape; by default it is read.
+        """
+        model = model or self.model_config(longest=1)
+        return report_head(benchmark, options, load_before) | {
+            "title": f"{benchmark}: {self.title(model)}",
+            "model_id": self.name,
+            "model": self.shape if self.model is None else asdict(model),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A subject that is loaded.
+    """A subject that is loaded, on rank 0.
 
     Attributes:
         config: of its engine, complete.
         role: model, limits and engine.
+        model: its shape.
+        load_before: load average before it was loaded.
     """
 
     subject: Subject
     config: EngineConfig
     role: RankHandle
+    model: ModelConfig
+    load_before: float
 
     @property
     def engine(self) -> Engine:
         """The engine that the options ask for."""
-        assert self.role.engine is not None, "one process has the engine"
+        assert self.role.engine is not None, "rank 0 has the engine"
         return self.role.engine
-
-    @property
-    def model(self) -> ModelConfig:
-        """Shape of the model."""
-        return self.role.runner.model.config
 
     @property
     def device(self) -> torch.device:
@@ -101,96 +197,139 @@ class Local:
     def engine_with(self, **scheduler: Any) -> Engine:
         """Another engine over the same weights and KV pool, with other fields of :class:`SchedulerConfig`.
 
-        Only one of the engines may have requests at a time, and :meth:`take_over` is called before it gets them.
+        It begins with what the first one's predictor has learned. Only one of the engines may have requests at a time,
+        and :meth:`take_over` is called before it gets them.
         """
         known = self.engine.scheduler
-        config: SchedulerConfig = replace(known.config, **scheduler)
         assert known.predictor is not None, "an engine that was built predicts"
-        memory = known.memory
+        config, memory = replace(known.config, **scheduler), known.memory
+        predictor = Predictor(known.predictor.coefficients, max_tokens=config.max_batch_tokens)
+        predictor.correction.restore(known.predictor.correction.learned)
         other = Scheduler(
             config,
             num_blocks=memory.num_blocks,
             block_size=memory.block_size,
-            predictor=Predictor(known.predictor.coefficients, max_tokens=config.max_batch_tokens),
+            num_groups=memory.num_groups,
+            predictor=predictor,
             max_prompt_tokens=known.max_prompt_tokens,
         )
-        return Engine(self.role.runner, other, self.role.limits, tokenizer=self.role.tokenizer)
+        return Engine(self.engine.runner, other, self.role.limits, tokenizer=self.role.tokenizer)
 
     def take_over(self, engine: Engine) -> None:
-        """Forget in the runner what other engines left there: their last frees never came."""
+        """Have every rank forget what other engines left in its block tables: their last frees never came."""
         assert not engine.has_unfinished, "it is about to begin"
-        engine.abandon()
+        cast(_SharedRunner, self.engine.runner).forget()
 
-    def report(self, benchmark: str, options: Mapping[str, Any], load_before: float) -> dict[str, Any]:
+    def report(self, benchmark: str, options: Mapping[str, Any]) -> Report:
         """What every report begins with."""
-        return report_head(self.subject, self.model, benchmark, options, load_before) | {
+        return self.subject.head(benchmark, options, self.load_before, self.model) | {
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
-            "engine": _plain({name: value for name, value in asdict(self.config).items() if name != "model"}),
+            "num_ranks": self.config.parallel.world_size,
+            "engine": plain({name: value for name, value in asdict(self.config).items() if name != "model"}),
         }
 
-    def footer(self, runs: str) -> str:
-        """Machine, threads, dtype, runs and load on one line, for below a table."""
-        return footer(str(self.dtype).removeprefix("torch."), self.device, runs)
+
+class _SharedRunner:
+    """A runner that several engines have in turn."""
+
+    def __init__(self, runner: BatchRunner) -> None:
+        self._runner = runner
+        self._slots: set[int] = set()
+        self._frees: tuple[int, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forget(self) -> None:
+        """With the next batch every slot is freed that was ever used."""
+        self._frees = tuple(sorted(self._slots))
+
+    def open(self, slot: int, *args: Any, **options: Any) -> None:
+        self._slots.add(slot)
+        self._runner.open(slot, *args, **options)
+
+    def submit(self, batch: Batch) -> PendingStep:
+        if self._frees:
+            batch = replace(batch, frees=tuple({*self._frees, *batch.frees}))
+            self._frees = ()
+        return self._runner.submit(batch)
 
 
-@contextmanager
-def loaded(subject: Subject, *, longest: int, **engine: Any) -> Iterator[Local]:
-    """Load a model and make its engine.
+def on_ranks(
+    subject: Subject, work: Callable[[Local], Report], *, longest: int, fills: bool = False, **engine: Any
+) -> Report | None:
+    """Load a model on every rank of its layout and do some work on rank 0; every rank calls it.
+
+    Where no launcher has started this process, the other ranks of the layout are started on this machine.
 
     Args:
         subject: what to load.
+        work: what rank 0 does; returns the report.
         longest: tokens of the longest request, prompt and output.
+        fills: put random numbers into the whole KV pool of every rank.
         engine: flat names of :class:`EngineConfig` that the benchmark itself decides.
+
+    Returns:
+        The report; None on the other ranks.
 
     Raises:
         ConfigError: something about the model or an option is wrong.
+        RankFailedError: another rank failed.
     """
-    with _folder(subject, longest) as folder:
-        options = {**subject.options, "max_model_len": longest, **engine}
-        if subject.model is not None and subject.hf_overrides:
-            options["hf_overrides"] = dict(subject.hf_overrides)
-        config = EngineConfig.from_flat(folder, **options)
-        if config.parallel.world_size > 1:
-            raise ConfigError(f"{config.parallel.world_size} ranks; accepted: 1, as this benchmark is one process")
-        role = build_role(config)
-    yield Local(subject, config, role)
-    role.close()
+    load_before = os.getloadavg()[0]
+    with ExitStack() as stack:
+        size = subject.config("-", longest=longest, **engine).parallel.world_size
+        if read_launch() is None and size > 1:
+            if subject.engine.get("num_threads") is None:
+                engine["num_threads"] = max(1, (os.cpu_count() or 1) // size)
+            told = {"subject": asdict(subject), "longest": longest, "fills": fills, **engine}
+            stack.enter_context(own_ranks(size, ["medha.bench.harness", json.dumps(told)]))
+        with subject.folder(longest) as folder:
+            config = subject.config(folder, longest=longest, **engine)
+            role = build_role(config)
+        if fills:
+            cache = role.runner.cache
+            fill(role.runner, cache.num_blocks * cache.block_size)
+        if role.engine is None:
+            ignore_signals()  # from here on rank 0 tells this rank when to stop
+            with state_on_signal(role.describe):
+                role.close()
+            return None
+        role.engine.runner = cast(BatchRunner, _SharedRunner(role.engine.runner))
+        model = subject.model_config(longest=longest)
+        try:
+            report = work(Local(subject, config, role, model, load_before))
+        except BaseException as error:
+            role.give_up(error)
+            raise
+        role.close()
+        return report
 
 
-def shape_of(subject: Subject, *, longest: int) -> ModelConfig:
-    """The model's shape alone, no weights; raises as :func:`loaded`."""
-    with _folder(subject, longest) as folder:
-        overrides = None if subject.model is None else dict(subject.hf_overrides or {}) or None
-        return load_model_config(resolve_model(folder), hf_overrides=overrides, max_model_len=longest)
+def report_head(benchmark: str, options: Mapping[str, Any], load_before: float) -> Report:
+    """What every report begins with; arguments as of :meth:`Subject.head`."""
+    return {
+        "benchmark": benchmark,
+        "environment": stamp(),
+        "load_before_after": [load_before, os.getloadavg()[0]],
+        "options": plain(options),
+        "definitions": DEFINITIONS,
+    }
 
 
-def fitting(subject: Subject, name: str, lengths: tuple[int, ...], *, more: int) -> tuple[int, ...]:
-    """The lengths that the model takes, with ``more`` tokens behind them; the others are left out, and it is said.
-
-    Where none fits all are returned, for whoever loads the model to refuse.
-    """
-    if subject.model is None:  # a random Llama takes any
-        return lengths
-    most = shape_of(subject, longest=1).max_position_embeddings
-    fit = tuple(length for length in lengths if length + more <= most)
-    if fit and len(fit) < len(lengths):
-        rest = ", ".join(f"{length:,}" for length in lengths if length not in fit)
-        print(f"medha: {name} {rest} left out: the model takes {most:,} positions", file=sys.stderr)
-    return fit or lengths
+def write_config(folder: Path, shape: Mapping[str, Any]) -> None:
+    """Write, at once, a ``config.json`` that ``load_format="dummy"`` makes a model of."""
+    fields = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6, **shape}
+    fields["eos_token_id"] = 0  # an end-of-sequence id is wanted, and ignored
+    partial = folder / f"config.{os.getpid()}"
+    partial.write_text(json.dumps(fields))
+    partial.replace(folder / "config.json")
 
 
-def layer_parameters(model: ModelConfig) -> int:
-    """Parameters of the layers: every token goes through each of them. Embedding and head are apart."""
-    return _count(model, lambda name: name.startswith("model.layers."))
-
-
-def step_parameters(model: ModelConfig) -> int:
-    """Parameters that a decode step reads: layers, last norm and head; of an embedding some rows, which are left out.
-
-    Where the embedding is tied, it is the head.
-    """
-    return _count(model, lambda name: name != "model.embed_tokens.weight" or model.tie_word_embeddings)
+def count_parameters(model: ModelConfig, is_counted: Callable[[str], bool]) -> int:
+    """Parameters of the tensors whose names count."""
+    return sum(torch.Size(shape).numel() for name, shape in expected_tensors(model).items() if is_counted(name))
 
 
 def random_prompt(length: int, vocab_size: int, chance: np.random.Generator) -> Prompt:
@@ -198,66 +337,21 @@ def random_prompt(length: int, vocab_size: int, chance: np.random.Generator) -> 
     return cast(Prompt, chance.integers(0, vocab_size, length, dtype=np.int32))
 
 
-def report_head(
-    subject: Subject, model: ModelConfig, benchmark: str, options: Mapping[str, Any], load_before: float
-) -> dict[str, Any]:
-    """What every report begins with, without an engine.
-
-    Args:
-        subject: what was measured.
-        model: its shape.
-        benchmark: the verb.
-        options: of the verb.
-        load_before: load average before the run.
-    """
-    return {
-        "benchmark": benchmark,
-        "environment": stamp(),
-        "load_before_after": [load_before, os.getloadavg()[0]],
-        "model_id": subject.model_id,
-        "model": random_llama(subject.hf_overrides) if subject.model is None else asdict(model),
-        "options": dict(options),
-        "definitions": DEFINITIONS,
-    }
-
-
-def title_of(subject: Subject, model: ModelConfig) -> str:
-    """The model in words, for a table's title."""
-    if subject.model is None:
-        return describe(random_llama(subject.hf_overrides))
-    sharing = model.num_heads // model.num_kv_heads
-    return f"{subject.model}, {model.num_layers} layers, {model.hidden_size:,} wide, GQA {sharing}"
-
-
-def footer(dtype: str, device: torch.device, runs: str) -> str:
-    """Machine, threads, dtype, runs and load on one line, for below a table."""
-    where = counted(torch.get_num_threads(), "thread") if device.type == "cpu" else str(device)
-    return f"{machine_line()}; {where}, {dtype}; {runs}; load average {os.getloadavg()[0]:.1f}"
-
-
-def terms(*names: str) -> str:
-    """What some of the terms mean, for below a table."""
-    return "; ".join(f"{name}: {DEFINITIONS[name]}" for name in names)
-
-
-def _plain(value: Any) -> Any:
-    """A value of a configuration as JSON has it: no infinity."""
-    if isinstance(value, dict):
-        return {name: _plain(inside) for name, inside in value.items()}
+def plain(value: Any) -> Any:
+    """A value of a configuration as JSON has it: no infinity, no path."""
+    if isinstance(value, Mapping):
+        return {name: plain(inside) for name, inside in value.items()}
+    if isinstance(value, Path):
+        return str(value)
     return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
-def _count(model: ModelConfig, is_counted: Callable[[str], bool]) -> int:
-    return sum(torch.Size(shape).numel() for name, shape in expected_tensors(model).items() if is_counted(name))
+def _follow() -> int:
+    """What a rank does that :func:`on_ranks` has started."""
+    told = json.loads(sys.argv[1])
+    on_ranks(Subject(**told.pop("subject")), lambda _: {}, **told)
+    return 0
 
 
-@contextmanager
-def _folder(subject: Subject, longest: int) -> Iterator[str]:
-    """The model's folder; that of a random Llama is there for as long as it takes to load."""
-    if subject.model is not None:
-        yield subject.model
-        return
-    with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
-        shape = random_llama(subject.hf_overrides)
-        write_config(Path(folder), shape | {"max_position_embeddings": max(longest, shape["max_position_embeddings"])})
-        yield folder
+if __name__ == "__main__":
+    end_process(run_guarded(_follow))

@@ -1,45 +1,186 @@
-"""``medha bench scaling``: how much sooner several ranks read a prompt than one, and what the rest of the time went to.
+"""``medha bench scaling``: several ranks against one, and what the rest of the time went to.
 
 Each layout is a job of its own, one thread a rank, with the whole engine and control plane; the jobs take turns, so a
-slow spell of the machine hits all alike. Stream pipeline parallelism is the paper's section 3.3 (arXiv 2409.17264 v5):
-its bound is the number of stages, less the time in which the pipeline fills and drains. Weights are random and differ
-between layouts (each rank draws its own), so times are compared here, and tokens in the tests.
+slow spell of the machine hits all alike. Weights are random and differ between layouts (each rank draws its own), so
+times are compared here, and tokens in the tests.
+
+``prefill`` reads one prompt to its first token: stream pipeline parallelism is the paper's section 3.3 (arXiv
+2409.17264 v5), and its bound is the number of stages, less the time in which the pipeline fills and drains. ``decode``
+and ``chunk`` run one step over a long context of random keys and values: with KV parallelism each group attends over
+its share of the keys, and what does not shrink is everything outside attention, which every group repeats, and the
+merges.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from medha.bench.job import Job, Prefill, parse_layout
-from medha.bench.model import describe, random_llama, write_config
+from medha.bench.harness import Report, Subject
+from medha.bench.job import Worker, records_of, start_job
 from medha.bench.timing import Timing
-from medha.cli.report import check_writable, machine_line, progress, stamp, write_report
-from medha.cli.table import figures_table, report_console
 from medha.config import ParallelConfig
 from medha.errors import ConfigError
 from medha.timeline import RankRecords
 
 ONE_RANK = "1 rank"
+MODES = ("prefill", "decode", "chunk")
+_BLOCK_SIZE = 256
+_STEPS = 10  # of a turn
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingOptions:
-    """What is measured: prefill of one prompt to its first token, on one rank and on each layout."""
+    """What is measured, on one rank and on each layout.
 
+    Attributes:
+        mode: ``prefill`` of a prompt; ``decode`` or ``chunk``, which are one step over a context.
+        lengths: tokens of the prompt, or in the KV cache before the step; each by itself.
+        layouts: as ``spp2`` or ``kvp2spp2``.
+        chunk_size: tokens of a chunk.
+        warmup, runs: prompts, or turns of 10 steps, of each layout.
+        seed: of weights and prompts.
+    """
+
+    subject: Subject = field(default_factory=Subject)
+    mode: str = "prefill"
+    lengths: tuple[int, ...] = (16384,)
     layouts: tuple[str, ...] = ("spp2",)
-    prompt_len: int = 16384
     chunk_size: int = 512
-    hf_overrides: Mapping[str, Any] | None = None
-    dtype: str = "float32"
     warmup: int = 1
     runs: int = 3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"mode={self.mode!r}; accepted: {', '.join(MODES)}")
+        for layout in self.all_layouts.values():
+            if self.mode != "prefill" and min(self.lengths) <= (layout.kvp - 1) * _BLOCK_SIZE:
+                raise ConfigError(
+                    f"{min(self.lengths)} tokens over {layout.kvp} groups in blocks of {_BLOCK_SIZE} leave one without "
+                    f"any; accepted: more than {(layout.kvp - 1) * _BLOCK_SIZE}"
+                )
+
+    @property
+    def all_layouts(self) -> dict[str, ParallelConfig]:
+        """One rank, and the others."""
+        return {ONE_RANK: ParallelConfig(), **{name: parse_layout(name) for name in self.layouts}}
+
+    @property
+    def num_runs(self) -> int:
+        """Turns of all layouts over all lengths, warm-up included."""
+        return len(self.lengths) * len(self.all_layouts) * (self.warmup + self.runs)
+
+
+def parse_layout(text: str) -> ParallelConfig:
+    """``kvp2``, ``tp2`` or ``kvp2spp2`` as degrees; the axes in any order, each at most once.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    found = re.findall(r"([a-z]+)(\d+)[x*·]?", text.strip())
+    degrees = {axis: int(degree) for axis, degree in found}
+    whole = re.fullmatch(r"(?:(?:kvp|spp|tp)\d+(?:[x*·](?!$))?)+", text.strip())
+    if whole is None or len(degrees) < len(found):
+        raise ConfigError(f"layout {text!r}; accepted: for example spp2, tp2, kvp2 or kvp2spp2")
+    return ParallelConfig(tp=degrees.get("tp", 1), spp=degrees.get("spp", 1), kvp=degrees.get("kvp", 1))
+
+
+def scaling(options: ScalingOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+    """Run the measurement.
+
+    Args:
+        options: what to run.
+        on_run: called after each turn, warm-up included.
+
+    Raises:
+        ConfigError: the options are wrong.
+        RankFailedError: a job ended.
+    """
+    load = os.getloadavg()[0]
+    results = [line for length in options.lengths for line in _one_length(options, length, on_run)]
+    given = asdict(options) | {"threads_a_rank": 1}
+    return options.subject.head(f"scaling, {options.mode}", given, load) | {"results": results}
+
+
+def _one_length(options: ScalingOptions, length: int, on_run: Callable[[], None]) -> list[Report]:
+    """Every layout over one prompt, or one context."""
+    is_prefill, is_decode = options.mode == "prefill", options.mode == "decode"
+    q_len = 1 if is_decode else options.chunk_size
+    work: dict[str, Any] = {"q_len": q_len, "context": length, "is_decode": is_decode, "count": _STEPS}
+    if is_prefill:
+        work = {"prompt_len": length, "seed": options.seed}
+    answers: dict[str, list[Report]] = {}
+    with ExitStack() as stack:
+        jobs = {
+            name: stack.enter_context(_start(options, layout, length + q_len))
+            for name, layout in options.all_layouts.items()
+        }
+        for i in range(options.warmup + options.runs):
+            for name, job in jobs.items():
+                answer = job.ask("prefill" if is_prefill else "steps", **work)
+                on_run()
+                if i >= options.warmup:
+                    answers.setdefault(name, []).append(answer)
+    of_layout = _prefill_line if is_prefill else _step_line
+    lines: list[Report] = [{"length": length, "layout": name} | of_layout(found) for name, found in answers.items()]
+    for line in lines:
+        line["ratio"] = lines[0]["timing"]["median_s"] / line["timing"]["median_s"]
+    return lines
+
+
+def _start(options: ScalingOptions, layout: ParallelConfig, longest: int) -> Worker:
+    engine = dict(options.subject.engine) | {
+        "num_threads": 1, "seed": options.seed, "tp": layout.tp, "spp": layout.spp, "kvp": layout.kvp
+    }  # fmt: skip
+    sizes = {"scheduler": "sarathi", "chunk_size": options.chunk_size}  # chunks of one size, whatever they take
+    return start_job(
+        replace(options.subject, engine=engine),
+        longest=longest,
+        fills=options.mode != "prefill",
+        block_size=_BLOCK_SIZE,
+        num_kv_blocks=-(-longest // _BLOCK_SIZE) + 1,
+        max_num_seqs=1,
+        max_batch_tokens=options.chunk_size,
+        **sizes,
+    )
+
+
+def _prefill_line(answers: Sequence[Mapping[str, Any]]) -> Report:
+    """A layout's prefills; where the time went in the run in the middle, the faster of two."""
+    seconds = [answer["seconds"] for answer in answers]
+    middle = statistics.median_low(seconds)
+    ranks = records_of(answers[seconds.index(middle)])
+    return {
+        "num_ranks": len(ranks),
+        "timing": asdict(Timing.of(seconds)),
+        "seconds": seconds,
+        "usage": asdict(Usage.of(ranks)),
+    }
+
+
+def _step_line(answers: Sequence[Mapping[str, Any]]) -> Report:
+    """A layout's steps; of each rank the medians of its compute and of the merges within."""
+    seconds = [taken for answer in answers for _, taken in answer["steps"]]
+    parts: dict[int, list[tuple[float, float]]] = {}
+    for answer in answers:
+        counted = {batch_id for batch_id, _ in answer["steps"]}
+        for rank in records_of(answer):
+            found = [(one.busy_s, one.merge_wait_s) for one in rank.batches if one.batch_id in counted]
+            parts.setdefault(rank.rank, []).extend(found)
+    busy, merge = ([statistics.median(one[i] for one in parts[rank]) for rank in sorted(parts)] for i in (0, 1))
+    return {
+        "num_ranks": len(parts),
+        "timing": asdict(Timing.of(seconds)),
+        "seconds": seconds,
+        "busy_s": busy,
+        "merge_s": merge,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,131 +224,3 @@ class Usage:
             report_wait_s=max(sum(batch.report_wait_s for batch in batches) for batches in filled),
             num_late_messages=sum(not batch.control_ready for batches in filled for batch in batches),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutResult:
-    """One line of the result; ``ratio`` above 1 means faster than one rank. ``usage`` is of the median run."""
-
-    layout: str
-    num_ranks: int
-    timing: Timing
-    ratio: float
-    usage: Usage
-    seconds: tuple[float, ...]
-
-
-@dataclass(slots=True)
-class _Runs:
-    """What one job has done."""
-
-    job: Job
-    num_ranks: int
-    prefills: list[Prefill] = field(default_factory=list)
-
-    @property
-    def median(self) -> Prefill:
-        """The run in the middle; the faster of two."""
-        middle = statistics.median_low(run.ttft_s for run in self.prefills)
-        return next(run for run in self.prefills if run.ttft_s == middle)
-
-
-def scaling(
-    options: ScalingOptions, *, output_json: Path | None = None, on_run: Callable[[], None] = lambda: None
-) -> list[LayoutResult]:
-    """Run the measurement.
-
-    Args:
-        options: what to run.
-        output_json: where to write the report.
-        on_run: called after each run, warm-up included.
-
-    Raises:
-        ConfigError: a layout is not understood.
-        RankFailedError: a job ended.
-    """
-    layouts = {ONE_RANK: ParallelConfig(), **{name: parse_layout(name) for name in options.layouts}}
-    shape = random_llama(options.hf_overrides)
-    if options.prompt_len >= shape["max_position_embeddings"]:
-        raise ConfigError(f"prompt_len={options.prompt_len}; accepted: below {shape['max_position_embeddings']}")
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="medha-bench-"))
-        write_config(Path(folder), shape)
-        jobs = {
-            name: _Runs(stack.enter_context(Job(folder, layout, _engine_options(options))), layout.world_size)
-            for name, layout in layouts.items()
-        }
-        for i in range(options.warmup + options.runs):
-            for runs in jobs.values():
-                prefill = runs.job.prefill(options.prompt_len, seed=options.seed)
-                on_run()
-                if i >= options.warmup:
-                    runs.prefills.append(prefill)
-    results = [_result(name, runs, jobs[ONE_RANK]) for name, runs in jobs.items()]
-    report = {
-        "benchmark": "scaling",
-        "environment": stamp(),
-        "model": shape,
-        "options": asdict(options) | {"threads_a_rank": 1},
-        "results": [asdict(result) for result in results],
-    }
-    write_report(output_json, report)
-    return results
-
-
-def run_and_print(options: ScalingOptions, output_json: Path | None) -> int:
-    """Run with a progress bar on stderr, print the table on stdout; returns 0."""
-    check_writable(output_json)
-    with progress("reading", (options.warmup + options.runs) * (len(options.layouts) + 1)) as advance:
-        results = scaling(options, output_json=output_json, on_run=advance)
-    table = figures_table(
-        f"prefill of {options.prompt_len:,} tokens: {describe(random_llama(options.hf_overrides))}",
-        ("seconds", "min-max", "ratio", "bubble", "transfer\nwait s", "control\nwait s"),
-        words=("layout",),
-    )
-    for result in results:
-        timing, usage = result.timing, result.usage
-        table.add_row(
-            result.layout,
-            f"{timing.median_s:.2f}",
-            f"{timing.min_s:.2f}-{timing.max_s:.2f}",
-            f"{result.ratio:.2f}x",
-            f"{usage.bubble:.1%}",
-            f"{usage.transfer_wait_s:.3f}",
-            f"{usage.control_wait_s:.3f}",
-        )
-    console = report_console()
-    console.print(table)
-    for result in results[1:]:
-        console.print(
-            f"{result.layout}: busy {', '.join(f'{busy:.2f}' for busy in result.usage.busy_s)} s of "
-            f"{result.usage.span_s:.2f} s by rank; {result.usage.num_late_messages} late control messages"
-        )
-    console.print(
-        f"{machine_line()}; 1 thread a rank, chunks of {options.chunk_size}, {options.dtype}; "
-        f"median of {options.runs} after {options.warmup} warm-up, interleaved"
-    )
-    return 0
-
-
-def _engine_options(options: ScalingOptions) -> dict[str, Any]:
-    num_tokens = options.prompt_len + 1
-    return {
-        "load_format": "dummy",
-        "dtype": options.dtype,
-        "device": "cpu",
-        "seed": options.seed,
-        "max_model_len": num_tokens,
-        "num_kv_blocks": -(-num_tokens // 256),
-        "max_num_seqs": 1,
-        "scheduler": "sarathi",  # chunks of one size, whatever they take
-        "chunk_size": options.chunk_size,
-        "max_batch_tokens": options.chunk_size,
-    }
-
-
-def _result(name: str, runs: _Runs, reference: _Runs) -> LayoutResult:
-    seconds = tuple(run.ttft_s for run in runs.prefills)
-    timing = Timing.of(seconds)
-    ratio = Timing.of([run.ttft_s for run in reference.prefills]).median_s / timing.median_s
-    return LayoutResult(name, runs.num_ranks, timing, ratio, Usage.of(runs.median.ranks), seconds)

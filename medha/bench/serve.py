@@ -2,40 +2,52 @@
 
 The engine runs in this process; there is no server and no network, so TTFT is what scheduling and computing make of it.
 The fields of the report are those of ``vllm bench serve``. A probe is a small request that has nothing to do with the
-load: how long it takes says what the load does to somebody else (the convoy of arXiv:2409.17264). Probes arrive as a
-Poisson process of their own until the load is done, and count in no other figure.
+load: how long it takes says what the load does to somebody else. Probes arrive as a Poisson process of their own until
+the load is done, and count in no other figure. Objectives (``--goodput``, or a trace's own) are told to the scheduler,
+except for the end-to-end latency, of which no policy knows.
 
-Objectives (``--goodput``, or a trace's own) are told to the scheduler, except for the end-to-end latency, of which no
-policy knows.
+``--preset convoy`` serves the same arrivals under six schedulers, one after the other, over the same weights and KV
+pool: short requests arrive as a Poisson stream while a few long prompts, queued at its start, are read. A convoy is
+what short requests then form behind a long one (arXiv:2409.17264, v5, figure 1b and section 4). How long the stream
+lasts follows from the capacity, which is measured first: the seconds of the whole mix when it is there at once under
+LARS with space sharing, over the load. What that run taught the predictor of step times, all schedulers begin with.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from medha.batch import Batch
-from medha.bench.harness import Local, Subject, loaded, random_prompt, terms, title_of
-from medha.bench.load import fixed_output, serve_load
-from medha.bench.workloads import Workload, arrivals_of, described, longest_of, rate_text
-from medha.cli.command import FAILED_REQUESTS
-from medha.cli.report import check_writable, progress, write_report
-from medha.cli.table import figures_table, report_console
+from medha.bench.harness import Local, Report, Subject, on_ranks, plain, random_prompt
+from medha.bench.load import Workload, arrivals_of, described, fixed_output, longest_of, rate_text, serve_load
 from medha.cost.correction import KINDS, RunningError
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
+from medha.params import SLO
 from medha.sched.decision import Prediction
-from medha.workload.metrics import METRICS, Goodput, Served, cell, detailed, percentile_name, serving_figures
+from medha.workload.metrics import (
+    METRICS,
+    Goodput,
+    Outcome,
+    Served,
+    detailed,
+    latency_fields,
+    meets,
+    seconds_of,
+    serving_figures,
+)
 from medha.workload.trace import Trace
+
+_WARM_SHORT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,48 +86,60 @@ class ServeOptions:
             )
 
 
-def serve(
-    options: ServeOptions,
-    trace: Trace,
-    *,
-    output_json: Path | None = None,
-    on_end: Callable[[], None] = lambda: None,
-) -> tuple[Local, dict[str, Any]]:
-    """Run the load.
+def serve(options: ServeOptions, trace: Trace, *, on_end: Callable[[], None] = lambda: None) -> Report | None:
+    """Run the load; every rank calls it.
 
     Args:
         options: what to run.
         trace: of the workload.
-        output_json: where to write the report.
         on_end: called as each request of the load ends.
 
     Returns:
-        What ran, and the report.
+        The report on rank 0.
 
     Raises:
         ConfigError: the options are wrong, or the model has no room for a request.
     """
-    load = os.getloadavg()[0]
     longest = max(longest_of(trace), options.probe_input_len + options.probe_output_len)
-    with loaded(options.subject, longest=longest) as local:
-        seed = options.workload.seed
-        arrivals = arrivals_of(trace, local, seed=seed, slo=options.goodput.slo)
-        warm = arrivals[: options.num_warmups]
-        serve_load(local.engine, [replace(one, request_id=f"warm-{one.request_id}", arrival_s=0.0) for one in warm])
-        with errors_counted(local.engine) as errors:
-            served = serve_load(
-                local.engine,
-                arrivals,
-                probes=probe_stream(options, local.model.vocab_size),
-                max_concurrency=options.max_concurrency,
-                on_end=on_end,
-            )
-        head = local.report("serve", _plain_options(options, trace), load)
-    report = head | _fields(local, options, trace, served) | {"prediction_error": errors_by_kind(errors)}
-    if options.save_detailed:
-        report |= detailed(served.outcomes)
-    write_report(output_json, report)
-    return local, report
+    return on_ranks(options.subject, lambda local: _serve(local, options, trace, on_end), longest=longest)
+
+
+def _serve(local: Local, options: ServeOptions, trace: Trace, on_end: Callable[[], None]) -> Report:
+    vocab_size = local.model.vocab_size
+    arrivals = arrivals_of(trace, vocab_size, seed=options.workload.seed, slo=options.goodput.slo)
+    warm_up(local.engine, arrivals[: options.num_warmups])
+    with errors_counted(local.engine) as errors:
+        served = serve_load(
+            local.engine,
+            arrivals,
+            probes=probe_stream(options, vocab_size),
+            max_concurrency=options.max_concurrency,
+            on_end=on_end,
+        )
+    given = asdict(options) | {"workload": described(options.workload, trace)}
+    rate = trace.qps if options.workload.request_rate is None else options.workload.request_rate
+    return (
+        local.report("serve", given)
+        | {
+            "backend": "medha",
+            "label": options.label,
+            "tokenizer_id": options.subject.model if local.role.tokenizer is not None else None,
+            "num_prompts": len(trace),
+            "request_rate": rate_text(math.inf if rate is None else rate),
+            "burstiness": options.workload.burstiness,
+            "max_concurrency": options.max_concurrency,
+            "runs": 1,
+            "warmup": min(options.num_warmups, len(trace)),
+        }
+        | serving_figures(served, goodput=options.goodput, metrics=options.metrics, percentiles=options.percentiles)
+        | {"prediction_error": errors_by_kind(errors)}
+        | (detailed(served.outcomes) if options.save_detailed else {})
+    )
+
+
+def warm_up(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
+    """Serve requests all at once, under other names."""
+    return serve_load(engine, [replace(one, request_id=f"warm-{one.request_id}", arrival_s=0.0) for one in arrivals])
 
 
 def probe_stream(options: ServeOptions, vocab_size: int) -> Iterator[Arrival]:
@@ -152,98 +176,187 @@ def errors_by_kind(errors: RunningError) -> dict[str, dict[str, float]]:
     return {"all": asdict(errors.figures()), **{kind: asdict(errors.figures(kind)) for kind in KINDS}}
 
 
-def _plain_options(options: ServeOptions, trace: Trace) -> dict[str, Any]:
-    return asdict(options) | {"workload": described(options.workload, trace)}
+CONVOY_MODEL: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""A model so small that two CPU threads read 32K tokens in some ten seconds; fields of its ``config.json``."""
 
 
-def _fields(local: Local, options: ServeOptions, trace: Trace, served: Served) -> dict[str, Any]:
-    """The fields of ``vllm bench serve``, and medha's."""
-    given = options.workload.request_rate
-    rate = given if given is not None else trace.qps
-    has_tokenizer = local.role.tokenizer is not None
+@dataclass(frozen=True, slots=True)
+class ConvoyOptions:
+    """The load of the convoy.
+
+    Attributes:
+        num_short, num_long: requests.
+        short_lens: fewest and most prompt tokens of a short one; drawn evenly.
+        long_len: prompt tokens of a long one.
+        output_len: tokens of each request.
+        load: the part of the capacity that the stream takes.
+        short_ttft_s: TTFT objective of short requests; the scheduler derives that of the long ones.
+        t_target_s: seconds of a batch.
+    """
+
+    subject: Subject = field(default_factory=lambda: Subject(hf_overrides=CONVOY_MODEL))
+    num_short: int = 200
+    num_long: int = 4
+    short_lens: tuple[int, int] = (50, 500)
+    long_len: int = 32_768
+    output_len: int = 8
+    load: float = 0.75
+    short_ttft_s: float = 1.0
+    t_target_s: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.load < math.inf:
+            raise ConfigError(f"load={self.load:g}; accepted: a part of the capacity, above 0")
+        if self.long_len <= self.short_lens[1]:
+            raise ConfigError(f"long_len={self.long_len}; accepted: above {self.short_lens[1]}, the longest short one")
+
+    @property
+    def systems(self) -> dict[str, dict[str, Any]]:
+        """Fields of the scheduler of each system. The baselines stand alone: no sharing and no guard."""
+        longest = self.long_len
+        plain_, ours = {"rho_max": 0.0, "late_share": 0.0}, {"policy": "lars"}
+        return {
+            "whole prefill": {
+                "scheduler": "orca", "policy": "fcfs", "chunk_size": longest, "max_batch_tokens": longest
+            },
+            "Sarathi-512": {"scheduler": "sarathi", "policy": "fcfs", "chunk_size": 512, "max_batch_tokens": 512},
+            "EDF": {"policy": "edf", **plain_},
+            "LRS": {"policy": "lrs", **plain_},
+            "LARS": {**ours, "rho_max": 0.0},
+            "LARS+sharing": ours,
+        }  # fmt: skip
+
+    def mix(self, vocab_size: int) -> list[Arrival]:
+        """The requests, all at once: long ones first."""
+        dice, chance = random.Random(self.seed), np.random.default_rng(self.seed)
+        params, goal = fixed_output(self.output_len), SLO(ttft_s=self.short_ttft_s)
+        longs = [
+            Arrival(f"long-{i}", random_prompt(self.long_len, vocab_size, chance), params) for i in range(self.num_long)
+        ]
+        shorts = [
+            Arrival(f"short-{i}", random_prompt(dice.randint(*self.short_lens), vocab_size, chance), params, goal)
+            for i in range(self.num_short)
+        ]
+        return longs + shorts
+
+    def stream(self, mix: Sequence[Arrival], span_s: float) -> list[Arrival]:
+        """The same, the short ones as a Poisson process within so many seconds, given their number."""
+        dice = random.Random(self.seed + 1)
+        times = sorted(dice.uniform(0.0, span_s) for _ in range(self.num_short))
+        return [replace(one, arrival_s=at) for one, at in zip(mix, [0.0] * self.num_long + times, strict=True)]
+
+
+def convoy(options: ConvoyOptions, *, on_end: Callable[[], None] = lambda: None) -> Report | None:
+    """Calibrate, then serve the stream under every system; every rank calls it.
+
+    Args:
+        options: the load.
+        on_end: called as each request ends, those of the calibration included.
+
+    Returns:
+        The report on rank 0.
+
+    Raises:
+        ConfigError: the options are wrong, or the model has no room for the requests.
+    """
+    longest, short = (length + options.output_len for length in (options.long_len, options.short_lens[1]))
+    given = options.subject.engine
+    block_size = given.get("block_size") or 256
+    blocks = sum(
+        n * -(-length // block_size) for n, length in ((options.num_long, longest), (options.num_short, short))
+    )
+    return on_ranks(
+        options.subject,
+        lambda local: _convoy(local, options, on_end),
+        longest=longest,
+        num_kv_blocks=given.get("num_kv_blocks") or blocks,
+        max_num_seqs=options.num_long + options.num_short,
+        long_threshold=min(8192, options.long_len),
+        t_target_s=options.t_target_s,
+        depth=given.get("spp") or 1,  # one batch more would hide the host, and have new requests wait for it
+    )
+
+
+def _convoy(local: Local, options: ConvoyOptions, on_end: Callable[[], None]) -> Report:
+    mix = options.mix(local.model.vocab_size)
+    warm = [
+        replace(mix[0], prompt=mix[0].prompt[: options.long_len // 4]),  # type: ignore[index]
+        *mix[options.num_long :][:_WARM_SHORT],
+    ]
+    warm_up(local.engine, warm)
+    capacity_s = serve_load(local.engine, mix, on_end=on_end).duration_s
+    stream = options.stream(mix, capacity_s / options.load)
+    engines = {name: local.engine_with(**scheduler) for name, scheduler in options.systems.items()}
+    systems = []
+    for name, engine in engines.items():
+        local.take_over(engine)
+        warm_up(engine, warm)
+        with errors_counted(engine) as errors:
+            served = serve_load(engine, stream, on_end=on_end)
+        systems.append(
+            {"system": name, "options": options.systems[name]}
+            | convoy_figures(served)
+            | {"prediction_error": errors_by_kind(errors)}
+        )
+    found = {"capacity_s": capacity_s, "span_s": capacity_s / options.load, "systems": systems}
+    return local.report("serve", {"preset": "convoy"} | plain(asdict(options))) | found
+
+
+def convoy_figures(served: Served) -> Report:
+    """What one system made of the stream: figures of the short requests and of the long ones; times in seconds."""
+    figures = {
+        kind: _kind_figures([one for one in served.outcomes if one.request_id.startswith(kind)])
+        for kind in ("short", "long")
+    }
+    requests = [
+        {"request_id": one.request_id, "arrival_s": one.start_s, "input_len": one.input_len, "ttft_s": one.ttft_s}
+        for one in served.outcomes
+    ]
+    failed = sum(not one.is_completed for one in served.outcomes)
+    return {"duration": served.duration_s, "failed": failed, **figures, "requests": requests}
+
+
+def _kind_figures(outcomes: Sequence[Outcome]) -> Report:
+    completed = [one for one in outcomes if one.is_completed]
+    aimed = [one for one in outcomes if one.slo.ttft_s is not None]
     return {
-        "backend": "medha",
-        "label": options.label,
-        "tokenizer_id": local.subject.model_id if has_tokenizer else None,
-        "num_prompts": len(trace),
-        "request_rate": rate_text(math.inf if rate is None else rate),
-        "burstiness": options.workload.burstiness,
-        "max_concurrency": options.max_concurrency,
-        "runs": 1,
-        "warmup": min(options.num_warmups, len(trace)),
-        **serving_figures(served, goodput=options.goodput, metrics=options.metrics, percentiles=options.percentiles),
+        "num_requests": len(outcomes),
+        "completed": len(completed),
+        **latency_fields("ttft", seconds_of("ttft", completed), (90.0, 99.0)),
+        **latency_fields("tpot", seconds_of("tpot", completed), (99.0,)),
+        "slo_attainment": sum(meets(one, Goodput()) for one in aimed) / len(aimed) if aimed else None,
     }
 
 
-def run_and_print(options: ServeOptions, output_json: Path | None) -> int:
-    """Run with a progress bar on stderr, print the tables on stdout; returns 0, or 3 where requests have failed."""
-    check_writable(output_json)
-    trace = options.workload.trace()
-    with progress("serving", len(trace)) as advance:
-        local, report = serve(options, trace, output_json=output_json, on_end=advance)
-    console = report_console()
-    console.print(_latencies(local, options, report))
-    for line in _lines(options, report):
-        console.print(line, highlight=False)
-    console.print(_buckets(options, report["ttft_by_length"]))
-    console.print(terms("TTFT", "TPOT", "ITL", "E2EL", "goodput", "SLO attainment"), highlight=False)
-    console.print(local.footer(f"one run after {report['warmup']} warm-up requests"), highlight=False)
-    return FAILED_REQUESTS if report["failed"] else 0
+def plot_convoy(report: Mapping[str, Any], path: Path) -> None:
+    """Draw a report of the preset into a file, whose ending says in which format: a convoy is a slope.
 
-
-def _latencies(local: Local, options: ServeOptions, report: dict[str, Any]) -> Table:
-    scheduler = local.config.scheduler
-    how = f"{scheduler.scheduler}, {scheduler.policy}"
-    title = f"{report['completed']:,} requests served ({how}): {title_of(local.subject, local.model)}"
-    names = ["mean", "median", "std", *map(percentile_name, options.percentiles)]
-    table = figures_table(title, names, words=("milliseconds",))
-    for metric in options.metrics:
-        table.add_row(metric.upper(), *(cell(report, f"{name}_{metric}_ms") for name in names))
-    return table
-
-
-def _lines(options: ServeOptions, report: dict[str, Any]) -> list[str]:
-    """What does not fit the table."""
-    per_s = {name: report[name] or 0.0 for name in ("request_throughput", "output_throughput")}
-    lines = [
-        f"{report['completed']:,} completed, {report['failed']:,} failed in {report['duration']:,.2f} s; request rate "
-        f"{_rate(report)}, burstiness {report['burstiness']:g}; at most {report['max_concurrent_requests']} at once",
-        f"{per_s['request_throughput']:,.2f} requests/s, {per_s['output_throughput']:,.1f} output tokens/s, "
-        f"{report['total_token_throughput'] or 0.0:,.1f} tokens/s, at most {report['max_output_tokens_per_s']:,.0f} "
-        "output tokens in a second",
-    ]
-    if report["slo_attainment"] is not None:
-        lines.append(
-            f"goodput {report['request_goodput']:,.2f} requests/s, SLO attainment {report['slo_attainment']:.1%}"
-        )
-    if options.probe_request_rate:
-        times = (cell(report, f"probe_{name}_e2el_ms") for name in ("median", "p99", "max"))
-        lines.append(
-            f"probes of {options.probe_input_len} + {options.probe_output_len} tokens: {report['probe_completed']} "
-            f"completed, {report['probe_failed']} failed; E2EL median, p99, max {' / '.join(times)} ms"
-        )
-    errors = {kind: of for kind, of in report["prediction_error"].items() if of["count"]}
-    if errors:
-        words = (f"{kind} {of['mean_abs']:.1%} ({of['mean_signed']:+.1%})" for kind, of in errors.items())
-        lines.append(f"error of predicted step times, mean absolute (signed): {', '.join(words)}")
-    return lines
-
-
-def _rate(report: dict[str, Any]) -> str:
-    rate = report["request_rate"]
-    return rate if isinstance(rate, str) else f"{rate:.4g}/s"
-
-
-def _buckets(options: ServeOptions, lines: Sequence[dict[str, Any]]) -> Table:
-    names = ["mean", "median", *map(percentile_name, options.percentiles)]
-    table = figures_table("TTFT by prompt length, milliseconds", ("prompt", "requests", "completed", *names, "in SLO"))
-    for line in lines:
-        share = line["slo_attainment"]
-        table.add_row(
-            line["bucket"],
-            f"{line['num_requests']:,}",
-            f"{line['completed']:,}",
-            *(cell(line, f"{name}_ttft_ms") for name in names),
-            "-" if share is None else f"{share:.1%}",
-        )
-    return table
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib; pip install 'medha[plot]'") from error
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    short, long = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
+    for index, system in enumerate(report["systems"]):
+        for axis, kind in ((short, "short"), (long, "long")):
+            some = [one for one in system["requests"] if one["request_id"].startswith(kind) and one["ttft_s"]]
+            across = [one["arrival_s"] if kind == "short" else index for one in some]
+            axis.scatter(across, [one["ttft_s"] for one in some], s=12, color=f"C{index}", label=system["system"])
+    short.axhline(report["options"]["short_ttft_s"], color="gray", linestyle=":")
+    short.set(xlabel="arrival, s", ylabel="TTFT, s", yscale="log", title="short requests; dotted: their objective")
+    names = [system["system"] for system in report["systems"]]
+    long.set(title="long requests", xticks=range(len(names)))
+    long.set_xticklabels(names, rotation=45, ha="right")
+    short.legend(loc="lower left", fontsize="small")
+    figure.savefig(path, dpi=150)

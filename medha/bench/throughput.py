@@ -1,29 +1,25 @@
 """``medha bench throughput``: a number of requests, all there from the start, to the end of the last one.
 
 The fields are those of ``vllm bench throughput``; those of the run with the median time are reported, and the times of
-all runs beside them. ``host`` is what a step takes beside the runner's compute (:mod:`medha.bench.host`), over the
-steps of all runs.
+all runs beside them. ``host`` is what a step takes on the host beside the runner, over the steps of all runs: from the
+moment at which one step's tokens are there to that of the next, less the runner's busy seconds. So it has completing
+the step, outputs, the next decision and whoever drives the engine in between; where a runner prepares a batch (block
+tables, positions, attention plans) it counts as its compute.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
-from rich.table import Table
-
-from medha.bench.harness import Local, Subject, loaded, title_of
-from medha.bench.host import HostClock, HostFigures, HostStep
-from medha.bench.load import serve_load
+from medha.batch import Batch
+from medha.bench.harness import Local, Report, Subject, on_ranks
+from medha.bench.load import Workload, arrivals_of, described, longest_of, serve_load
 from medha.bench.timing import Timing, in_turn
-from medha.bench.workloads import Workload, arrivals_of, described, longest_of
-from medha.cli.report import check_writable, progress, write_report
-from medha.cli.table import figures_table, report_console
+from medha.engine.engine import Engine
 from medha.errors import ConfigError
+from medha.sched.decision import Prediction
 from medha.workload.trace import Trace
 
 
@@ -42,130 +38,103 @@ class ThroughputOptions:
     runs: int = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """The result; token counts are of one pass.
-
-    Attributes:
-        seconds: of each pass that counts.
-        host: of their steps.
-    """
-
-    num_requests: int
-    total_input_tokens: int
-    total_output_tokens: int
-    seconds: tuple[float, ...]
-    host: HostFigures
-
-    def report(self) -> dict[str, Any]:
-        """The fields of ``vllm bench throughput``, and medha's."""
-        timing = Timing.of(self.seconds)
-        elapsed_s, tokens = timing.median_s, self.total_input_tokens + self.total_output_tokens
-        return {
-            "elapsed_time": elapsed_s,
-            "num_requests": self.num_requests,
-            "total_num_tokens": tokens,
-            "requests_per_second": self.num_requests / elapsed_s,
-            "tokens_per_second": tokens / elapsed_s,
-            "total_input_tokens": self.total_input_tokens,
-            "total_output_tokens": self.total_output_tokens,
-            "output_tokens_per_second": self.total_output_tokens / elapsed_s,
-            "elapsed_times": self.seconds,
-            "timing": asdict(timing),
-            "host": asdict(self.host),
-        }
-
-
-def throughput(
-    options: ThroughputOptions,
-    trace: Trace,
-    *,
-    output_json: Path | None = None,
-    on_end: Callable[[], None] = lambda: None,
-) -> tuple[Local, Throughput]:
-    """Run the measurement.
+def throughput(options: ThroughputOptions, trace: Trace, *, on_end: Callable[[], None] = lambda: None) -> Report | None:
+    """Run the measurement; every rank calls it.
 
     Args:
         options: what to run.
         trace: of the workload.
-        output_json: where to write the report.
         on_end: called as each request ends, warm-up included.
+
+    Returns:
+        The report on rank 0.
 
     Raises:
         ConfigError: the options are wrong, or the model has no room for a request.
     """
-    load = os.getloadavg()[0]
-    with loaded(options.subject, longest=longest_of(trace)) as local:
-        arrivals = [replace(one, arrival_s=0.0) for one in arrivals_of(trace, local, seed=options.workload.seed)]
-        clock = HostClock(local.engine)
-        steps: list[list[HostStep]] = []
-
-        def run() -> float:
-            clock.begin()
-            served = serve_load(local.engine, arrivals, on_end=on_end)
-            failed = next((one for one in served.outcomes if not one.is_completed), None)
-            if failed is not None:
-                raise ConfigError(f"{failed.request_id} of {failed.input_len} tokens has failed: {failed.error}")
-            steps.append(clock.steps)
-            return served.duration_s
-
-        seconds = in_turn({"pass": run}, warmup=options.warmup, runs=options.runs)["pass"]
-        host = HostFigures.of(list(chain.from_iterable(steps[options.warmup :])))
-        tokens = int(trace.prompt_tokens.sum()), int(trace.output_tokens.sum())
-        found = Throughput(len(trace), *tokens, tuple(seconds), host)
-        fields = asdict(options) | {"workload": described(options.workload, trace)}
-        report = local.report("throughput", fields, load) | found.report()
-    write_report(output_json, report)
-    return local, found
+    return on_ranks(options.subject, lambda local: _measure(local, options, trace, on_end), longest=longest_of(trace))
 
 
-def run_and_print(options: ThroughputOptions, output_json: Path | None) -> int:
-    """Run with a progress bar on stderr, print the table on stdout; returns 0."""
-    check_writable(output_json)
-    trace = options.workload.trace()
-    with progress("serving", (options.warmup + options.runs) * len(trace)) as advance:
-        local, found = throughput(options, trace, output_json=output_json, on_end=advance)
-    console = report_console()
-    console.print(_table(local, found))
-    console.print(_host_table(found.host))
-    console.print(
-        "host: a step less the runner's compute: scheduler, engine, and noting the tokens here; over the steps of all "
-        "passes that count",
-        highlight=False,
-    )
-    runs = f"all requests at once; median of {options.runs} passes after {options.warmup} warm-up"
-    console.print(local.footer(runs), highlight=False)
-    return 0
+def _measure(local: Local, options: ThroughputOptions, trace: Trace, on_end: Callable[[], None]) -> Report:
+    arrivals = arrivals_of(trace, local.model.vocab_size, seed=options.workload.seed)
+    arrivals = [replace(one, arrival_s=0.0) for one in arrivals]
+    clock = HostClock(local.engine)
+    steps: list[list[HostStep]] = []
+
+    def run() -> float:
+        clock.begin()
+        served = serve_load(local.engine, arrivals, on_end=on_end)
+        failed = next((one for one in served.outcomes if not one.is_completed), None)
+        if failed is not None:
+            raise ConfigError(f"{failed.request_id} of {failed.input_len} tokens has failed: {failed.error}")
+        steps.append(clock.steps)
+        return served.duration_s
+
+    seconds = in_turn({"pass": run}, warmup=options.warmup, runs=options.runs)["pass"]
+    fields = asdict(options) | {"workload": described(options.workload, trace)}
+    found = throughput_fields(trace, seconds) | {"host": host_fields([*chain.from_iterable(steps[options.warmup :])])}
+    return local.report("throughput", fields) | found
 
 
-def _table(local: Local, found: Throughput) -> Table:
-    fields, timing = found.report(), Timing.of(found.seconds)
-    headings = (
-        "prompt\ntokens",
-        "output\ntokens",
-        "seconds",
-        "min-max",
-        "requests\n/s",
-        "tokens\n/s",
-        "output\ntokens/s",
-    )
-    title = f"{found.num_requests:,} requests at once: {title_of(local.subject, local.model)}"
-    table = figures_table(title, headings)
-    table.add_row(
-        f"{found.total_input_tokens:,}",
-        f"{found.total_output_tokens:,}",
-        f"{timing.median_s:,.2f}",
-        f"{timing.min_s:,.2f}-{timing.max_s:,.2f}",
-        f"{fields['requests_per_second']:,.2f}",
-        f"{fields['tokens_per_second']:,.1f}",
-        f"{fields['output_tokens_per_second']:,.1f}",
-    )
-    return table
+def throughput_fields(trace: Trace, seconds: Sequence[float]) -> Report:
+    """The fields of ``vllm bench throughput``, and medha's, of passes over the requests of a trace."""
+    timing = Timing.of(seconds)
+    inputs, outputs = int(trace.prompt_tokens.sum()), int(trace.output_tokens.sum())
+    return {
+        "elapsed_time": timing.median_s,
+        "num_requests": len(trace),
+        "total_num_tokens": inputs + outputs,
+        "requests_per_second": len(trace) / timing.median_s,
+        "tokens_per_second": (inputs + outputs) / timing.median_s,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "output_tokens_per_second": outputs / timing.median_s,
+        "elapsed_times": list(seconds),
+        "timing": asdict(timing),
+    }
 
 
-def _host_table(host: HostFigures) -> Table:
-    table = figures_table("host of a step", ("ms", "min-max", "steps"), words=("batch",))
-    for name, timing in (("all", host.timing), (f"largest, {host.largest_batch:,} rows", host.at_largest)):
-        spread = f"{timing.min_s * 1e3:,.2f}-{timing.max_s * 1e3:,.2f}"
-        table.add_row(name, f"{timing.median_s * 1e3:,.2f}", spread, f"{timing.runs:,}")
-    return table
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """One step: the rows of its batch, and the seconds beside the runner's."""
+
+    num_rows: int
+    seconds: float
+
+
+def host_fields(steps: Sequence[HostStep]) -> Report:
+    """Host seconds over all steps, and over those of the largest batch; there is at least one step."""
+    largest = max(step.num_rows for step in steps)
+    at_largest = [step.seconds for step in steps if step.num_rows == largest]
+    return {
+        "timing": asdict(Timing.of([step.seconds for step in steps])),
+        "largest_batch": largest,
+        "at_largest": asdict(Timing.of(at_largest)),
+    }
+
+
+class HostClock:
+    """Listens to an engine's steps.
+
+    Args:
+        engine: its ``on_step`` is taken.
+
+    Attributes:
+        steps: those since :meth:`begin`; the first one's seconds begin there, so they have the requests' arrival.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._last_s = engine.now()
+        self.steps: list[HostStep] = []
+        engine.on_step = self._computed
+
+    def begin(self) -> None:
+        """Forget the steps so far."""
+        self._last_s = self._engine.now()
+        self.steps = []
+
+    def _computed(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
+        now_s = self._engine.now()
+        self.steps.append(HostStep(len(batch.rows), now_s - self._last_s - busy_s))
+        self._last_s = now_s

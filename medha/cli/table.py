@@ -140,7 +140,7 @@ def text_of(name: str, value: Any, beside: Sequence[Any] = ()) -> str:
     for end, units in _UNITS.items():
         if name.endswith(end) and not name.endswith("_per_s"):
             return _figure(value / _unit(beside or [value], units)[0])
-    if name.endswith(("share", "error", "utilization")):
+    if name.endswith(("share", "error", "utilization", "mfu", "mbu")):
         return f"{value:.1%}"
     return f"{value:.2f}x" if name.endswith("ratio") else _figure(value)
 

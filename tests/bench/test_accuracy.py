@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
-from medha.bench.accuracy import (
-    Accuracy,
-    AccuracyOptions,
-    Ran,
-    accuracy,
-    chunks_of,
-    kv_range,
-    lines_of,
-    repeats_of,
-    run_and_print,
-)
+from medha.bench import accuracy as benchmark
+from medha.bench.accuracy import AccuracyOptions, Ran, accuracy, chunks_of, kv_range, lines_of, repeats_of
+from medha.bench.cli import app
+from medha.bench.harness import Subject
+from medha.cli.command import run_app
 from medha.cost.correction import Kind
 from medha.profile.calibrate import Effort
 from medha.profile.steps import Part, Step, chunk, decodes
-from tests.bench.shapes import TINY
+from tests.bench.shapes import ON_TINY, TINY
 
 SMALL = AccuracyOptions(
-    hf_overrides=TINY,
+    subject=Subject(hf_overrides=TINY, engine={"num_threads": 1}),
     num_rounds=1,
     num_short=4,
     num_middle=1,
@@ -44,29 +38,26 @@ def _few_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_few_points")
-def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "accuracy.json"
-    assert run_and_print(SMALL, path) == 0
-    report = json.loads(path.read_text())
+def test_report() -> None:
+    report = json.loads(json.dumps(accuracy(SMALL)))
     lines = {(line["kind"], line["kv"]): line for line in report["lines"]}
     assert lines["all", "all"]["steps"] == len(report["steps"])
     assert {kind for kind, _ in lines} <= {"all", "decode", "mixed", "prefill"}
-    assert sum(lines[kind, "all"]["steps"] for kind in ("decode", "mixed", "prefill") if (kind, "all") in lines) == len(
-        report["steps"]
-    )
+    of_kinds = sum(lines[kind, "all"]["steps"] for kind in ("decode", "mixed", "prefill") if (kind, "all") in lines)
+    assert of_kinds == len(report["steps"])
     assert lines["all", "all"]["repeats"] >= 0  # which steps come twice depends on the clock
     assert set(report["factors"]) == {"decode", "mixed", "prefill"}
-    assert len(report["load"]) == 2
-    text = capsys.readouterr().out
-    assert "machine" in text and "median chunk" in text
+    assert report["engine"]["scheduler"]["t_target_s"] == 0.002
 
 
 @pytest.mark.usefixtures("_few_points")
-def test_the_same_arrivals_each_time() -> None:
-    """What arrives is the same; how it is cut into steps depends on the clock."""
-    result = accuracy(SMALL)
-    assert isinstance(result, Accuracy)
-    assert result.lines[0].kind == "all"
+def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        benchmark, "AccuracyOptions", lambda **given: replace(SMALL, seed=given["seed"], subject=given["subject"])
+    )
+    assert run_app(app, "bench", ["accuracy", *ON_TINY, "--seed", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "repeatability" in text and "median tokens" in text and "factors" in text
 
 
 def ran(step: Step, expected_s: float, busy_s: float) -> Ran:

@@ -1,4 +1,4 @@
-"""``medha bench attention`` at a toy size."""
+"""``medha bench micro attention`` at a toy size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from medha.bench.attention import AttentionOptions, useful_flops
 from medha.bench.cli import app
-from medha.bench.harness import Subject, shape_of
+from medha.bench.harness import Subject
 from medha.cli.command import run_app
 from tests.bench.shapes import ON_TINY, TINY
 
@@ -20,7 +20,7 @@ SMALL = [*ON_TINY, "--num-iters", "2", "--num-iters-warmup", "0"]
 def test_tables_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "attention.json"
     grid = ["--chunk-size", "32,1,8", "--kv-lens", "300,16", "--output-json", str(path)]
-    assert run_app(app, "bench", ["attention", *SMALL, *grid]) == 0
+    assert run_app(app, "bench", ["micro", "attention", *SMALL, *grid]) == 0
     report = json.loads(path.read_text())
     assert (report["num_heads"], report["num_kv_heads"], report["head_dim"]) == (2, 1, 16)
     assert set(report["backend"].values()) == {"torch"}
@@ -37,12 +37,12 @@ def test_tables_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert cell["share"] > 0 and cell["overhead"] > -1
     assert [c["overhead"] for c in cells if (c["kv_len"], c["chunk"]) in ((16, 8), (300, 32))] == [0.0] * 4
     printed = capsys.readouterr()
-    assert "in float32" in printed.out and "in bfloat16" in printed.out and "overhead" in printed.out
+    assert "float32" in printed.out and "bfloat16" in printed.out and "overhead" in printed.out
     assert "attending" not in printed.out
 
 
 def test_useful_operations_are_those_under_the_mask() -> None:
-    model = shape_of(Subject(hf_overrides=TINY), longest=64)
+    model = Subject(hf_overrides=TINY).model_config(longest=64)
     scores = sum(min(key, 10) <= query for query in range(6, 10) for key in range(10))  # the last 4 of 10 positions
     assert useful_flops(model, 4, 10) == 4 * model.num_heads * model.head_dim * scores
     assert useful_flops(model, 1, 10) == 4 * model.num_heads * model.head_dim * 10
@@ -63,5 +63,5 @@ def test_chunks_longer_than_the_cache_are_left_out() -> None:
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "bench", ["attention", *SMALL, *arguments]) == 2
+    assert run_app(app, "bench", ["micro", "attention", *SMALL, *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())

@@ -1,24 +1,49 @@
-"""``medha bench compare`` at a toy size: both sides run, agree and are reported."""
+"""``medha bench compare`` at a toy size: both sides run, agree and are reported; the protocol, with a made-up peer."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from medha.bench import compare_mixed
+from medha.bench import compare as benchmark
+from medha.bench import peers
 from medha.bench.cli import app
 from medha.bench.compare import CompareOptions
-from medha.bench.comparing import Comparison
-from medha.bench.timing import Timing
-from medha.bench.workloads import Workload
+from medha.bench.harness import Subject
+from medha.bench.job import Worker
+from medha.bench.load import Workload
 from medha.cli.command import run_app
+from medha.errors import ConfigError, RankFailedError
 from tests.bench.shapes import TINY
 
 SMALL = ["--num-threads", "1", "--hf-overrides", json.dumps(TINY), "--num-iters", "2"]
-ALONE = ["--prompt-lens", "none", "--batch-size", "0"]
+ALONE = ["--input-len", "none", "--batch-size", "0"]
+
+# vLLM as far as the worker uses it: prompts continue by counting, and what it was given is part of the answer.
+FAKE_VLLM = """
+import sys
+class SamplingParams:
+    def __init__(self, *, max_tokens, temperature, ignore_eos, detokenize):
+        assert (temperature, ignore_eos, detokenize) == (0.0, True, False)
+        self.max_tokens = max_tokens
+class Made:
+    def __init__(self, **fields): self.__dict__.update(fields)
+class LLM:
+    def __init__(self, model, *, skip_tokenizer_init, enable_prefix_caching, dtype, max_model_len, seed):
+        assert skip_tokenizer_init and not enable_prefix_caching
+        assert not {"medha", "torch"} & set(sys.modules)
+        print("vLLM is chatty")
+    def generate(self, prompts, params, use_tqdm):
+        return [Made(outputs=[Made(token_ids=range(given["prompt_token_ids"][-1] + 1, given["prompt_token_ids"][-1] + 1
+            + one.max_tokens))]) for given, one in zip(prompts, params)]
+"""
 
 
 def report_of(path: Path, *arguments: str) -> dict[str, Any]:
@@ -27,63 +52,100 @@ def report_of(path: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
-def test_prefill_and_decode_in_two_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--prompt-lens", "40", "--batch-size", "2", "--decode-len", "4", "--num-mixed", "0"]
-    report = report_of(tmp_path / "compare.json", *options, "--dtype", "float32,bfloat16")
+def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prefill, a batch of decodes, and requests of different lengths in padded batches and continuously."""
+    given = ["--input-len", "40", "--batch-size", "2", "--output-len", "4"]
+    report = report_of(tmp_path / "compare.json", *given, "--num-prompts", "11", "--lengths", "uniform:4-40,2-9")
     results = report["results"]
-    assert [(r["dtype"], r["name"]) for r in results] == [
-        (dtype, name) for dtype in ("float32", "bfloat16") for name in ("prefill 40", "decode of 2")
+    assert [(r["name"], r["way"]) for r in results] == [
+        ("prefill 40", "transformers"),
+        ("decode of 2", "transformers"),
+        ("11 mixed", "padded by 8"),
+        ("11 mixed", "continuous"),
     ]
-    assert all(r["ratio"] > 0 and r["medha"]["runs"] == 2 for r in results)
-    assert all(r["same_tokens"] and r["num_equal"] == r["num_requests"] for r in results if r["dtype"] == "float32")
-    assert report["model"]["hidden_size"] == TINY["hidden_size"]
-    assert report["options"]["mixed"] is None
-    assert "2 layers, 32 wide, GQA 2" in capsys.readouterr().out
-
-
-def test_mixed_requests_in_padded_batches_and_continuously(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--num-mixed", "11", "--mixed-lengths", "uniform:4-40,2-9"]
-    report = report_of(tmp_path / "compare.json", *ALONE, *given)
-    padded, continuous = report["results"]
-    assert (padded["name"], continuous["name"]) == ("11 mixed, padded by 8", "11 mixed, continuous")
-    assert padded["medha"] == continuous["medha"]  # one run of medha stands against both
-    assert padded["transformers"] != continuous["transformers"]
-    for result in (padded, continuous):
-        assert result["is_padded"] and result["medha"]["runs"] == 2
-        assert result["num_requests"] == 11 and result["num_equal"] >= 9  # a tie may turn
-    mixed = report["options"]["mixed"]
-    assert (mixed["num_prompts"], mixed["padded_batch"]) == (11, 8)
-    assert 4 <= mixed["input_len"]["min"] < mixed["input_len"]["max"] <= 40
+    assert all(r["medha"]["runs"] == r["peer"]["runs"] == 2 for r in results)
+    assert all(r["ratio"] == pytest.approx(r["peer"]["median_s"] / r["medha"]["median_s"]) for r in results)
+    assert [r["num_equal"] for r in results[:2]] == [1, 2] and all(r["num_equal"] >= 9 for r in results[2:])
+    assert results[2]["medha"] == results[3]["medha"]  # one run of medha stands against both
+    assert [r["is_exact"] for r in results] == [True, True, False, False]
+    engines = report["engines"]
+    assert set(engines["transformers"]["versions"]) == {"transformers", "torch"}
+    assert engines["medha"]["options"]["num_threads"] == 1
+    assert report["options"]["mixed"]["num_prompts"] == 11
     assert "11 mixed" in capsys.readouterr().out
 
 
-def test_the_requests_are_those_of_the_seed() -> None:
-    trace = Workload(lengths="uniform:4-40,2-9", num_prompts=5, seed=1).trace()
-    requests = compare_mixed.mixed_requests(trace, 64, seed=1)
-    assert [len(one.prompt) for one in requests] == trace.prompt_tokens.tolist()
-    assert [one.num_outputs for one in requests] == trace.output_tokens.tolist()
-    assert requests == compare_mixed.mixed_requests(trace, 64, seed=1)
-    assert requests != compare_mixed.mixed_requests(trace, 64, seed=2)
+def fake_python(tmp_path: Path) -> tuple[str, dict[str, str]]:
+    """An interpreter whose only engine is the made-up vLLM, and what its environment has beside."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(FAKE_VLLM)
+    for name in ("vllm", "torch"):
+        (tmp_path / f"{name}-9.9.dist-info").mkdir()
+        (tmp_path / f"{name}-9.9.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 9.9\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python), {}
 
 
-def test_share_of_equal_tokens_and_who_may_differ() -> None:
-    timing = Timing.of([1.0])
-    tokens = ([[1, 2], [3], [4], [5]], [[1, 2], [3], [4], [6]])
-    exact = Comparison.of("x", "float32", timing, Timing.of([3.0]), tokens=tokens)
-    assert (exact.num_equal, exact.num_requests, exact.same_tokens, exact.ratio) == (3, 4, False, 3.0)
-    assert exact.is_exact and exact.tokens_text == "DIFFER: 3 of 4"
-    padded = Comparison.of("x", "float32", timing, timing, tokens=tokens, is_padded=True)
-    assert not padded.is_exact and padded.tokens_text == "3 of 4"
-    assert not Comparison.of("x", "bfloat16", timing, timing, tokens=tokens).is_exact
+def test_the_worker_of_vllm_speaks_the_protocol(tmp_path: Path) -> None:
+    """With a made-up vLLM: no vLLM has run here. Its interpreter needs no medha, and its chatter is kept apart."""
+    python, _ = fake_python(tmp_path)
+    settings = {"model": "x", "dtype": "float32", "max_model_len": 9, "num_threads": 1, "seed": 0}
+    with benchmark.start_worker("vllm", python, settings | {"enable_prefix_caching": False}) as worker:
+        assert worker.ready["versions"] == {"vllm": "9.9", "torch": "9.9"}
+        assert worker.ready["options"]["skip_tokenizer_init"] is True
+        answer = worker.ask("complete", prompts=[[1, 5], [7]], num_outputs=[2, 1], way="vllm")
+        assert answer["tokens"] == [[6, 7], [8]] and answer["seconds"] > 0
+        with pytest.raises(ConfigError, match=r"^vllm: IndexError: list index out of range$"):
+            worker.ask("complete", prompts=[[]], num_outputs=[1], way="vllm")
+    assert not set(vars(peers)) & {"medha", "torch", "vllm", "transformers"}
 
 
-def test_runs_are_counted_before() -> None:
-    mixed = Workload(lengths="fixed:4,2", num_prompts=9)
-    options = CompareOptions(prompt_lens=(8, 16), decode_batch=0, mixed=mixed, dtypes=("float32", "bfloat16"), runs=2)
-    assert options.num_runs == 2 * (2 * 2 + 3) * (1 + 2)
+def test_medha_against_the_made_up_vllm(tmp_path: Path) -> None:
+    python, _ = fake_python(tmp_path)
+    options = CompareOptions(
+        subject=Subject(hf_overrides=TINY), peer="vllm", peer_python=python, input_lens=(8,), batch_size=0, runs=2,
+        warmup=0, num_threads=1, mixed=Workload(lengths="fixed:4,2", num_prompts=3),
+    )  # fmt: skip
+    report = benchmark.compare(options)
+    assert [(r["name"], r["way"], r["is_exact"]) for r in report["results"]] == [
+        ("prefill 8", "vllm", False),
+        ("3 mixed", "vllm", False),
+    ]
+    assert report["engines"]["vllm"]["options"]["enable_prefix_caching"] is False
 
 
-@pytest.mark.parametrize(("variable", "threads"), [(None, 2), ("1", 1), ("3", 3)])
+COUNTING = """
+import json, sys, threading
+count = 0
+def run():
+    global count
+    while True: count += 1
+threading.Thread(target=run, daemon=True).start()
+for line in sys.stdin: print(json.dumps({"count": count}), flush=True)
+"""
+
+
+def test_a_worker_is_stopped_while_it_is_not_asked() -> None:
+    with Worker("counter", [sys.executable, "-c", COUNTING], {}, environment={}) as worker:
+        first = worker.ask("count")["count"]
+        stat = Path(f"/proc/{worker._process.pid}/stat")
+        limit_s = time.monotonic() + 30
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < limit_s
+            time.sleep(0.01)
+        assert worker.ask("count")["count"] >= first
+
+
+def test_a_worker_that_ends_or_cannot_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"^gone has ended: 5$"):
+        Worker("gone", [sys.executable, "-c", "import os; os._exit(5)"], {}, environment={})
+    with pytest.raises(ConfigError, match=r"^x: /absent/python cannot be started: No such file or directory$"):
+        Worker("x", ["/absent/python"], {}, environment={})
+
+
+@pytest.mark.parametrize(("variable", "threads"), [(None, 2), ("1", 1)])
 def test_threads_are_those_of_the_environment(
     variable: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,11 +153,13 @@ def test_threads_are_those_of_the_environment(
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     seen = []
-    monkeypatch.setattr(
-        "medha.bench.compare.run_and_print", lambda options, path: seen.append(options.num_threads) or 0
-    )
-    assert run_app(app, "bench", ["compare"]) == 0
-    assert run_app(app, "bench", ["compare", "--num-threads", "4"]) == 0
+
+    def compare(options: CompareOptions, **_: Any) -> None:
+        seen.append(options.num_threads)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("medha.bench.compare.compare", compare)
+    assert run_app(app, "bench", ["compare"]) == run_app(app, "bench", ["compare", "--num-threads", "4"]) == 2
     assert seen == [threads, 4]
 
 
@@ -104,15 +168,22 @@ def test_threads_are_those_of_the_environment(
     [
         (["--output-json", "absent/compare.json"], "cannot be written"),
         (["--dtype", "float64"], "dtype='float64'; accepted"),
-        ([*ALONE, "--num-mixed", "0"], "all left out; accepted"),
-        (
-            [*ALONE[:2], "--batch-size", "2", "--decode-len", "2", "--num-mixed", "0", "--t-target-s", "0"],
-            "t_target_s=0.0",
-        ),
-        (["--prompt-lens", "0"], "prompt_lens='0'; accepted"),
-        (["--mixed-lengths", "nothing"], "lengths='nothing'; accepted"),
+        (["--peer", "sglang"], "peer='sglang'; accepted: transformers, vllm"),
+        ([*ALONE, "--num-prompts", "0"], "all left out; accepted"),
+        (["--input-len", "0"], "input_len='0'; accepted"),
+        (["--lengths", "nothing"], "lengths='nothing'; accepted"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(app, "bench", ["compare", *SMALL, *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.skipif(bool(os.environ.get("VLLM_PYTHON")), reason="there is one to run")
+def test_a_peer_that_is_not_installed_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    has_vllm = subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True).returncode == 0
+    if has_vllm:
+        pytest.skip("vLLM is here")
+    small = [*ALONE[:2], "--batch-size", "1", "--output-len", "2", "--num-prompts", "0"]
+    assert run_app(app, "bench", ["compare", *SMALL, *small, "--peer", "vllm"]) == 2
+    assert "vllm: ModuleNotFoundError: No module named 'vllm'" in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""``medha bench scheduler`` at a small size: what it measures is the state it says, and the report is complete."""
+"""``medha bench micro scheduler`` at a small size: it measures the state that it says, and the report is complete."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     path = tmp_path / "decisions.json"
     options = ["--num-waiting", "20,40", "--policy", "lars", "--policy", "priority", "--num-running", "8"]
     options += ["--num-prefills", "4", "--num-iters", "10", "--num-iters-warmup", "2", "--output-json", str(path)]
-    assert run_app(app, "bench", ["scheduler", *options]) == 0
+    assert run_app(app, "bench", ["micro", "scheduler", *options]) == 0
     report = json.loads(path.read_text())
-    assert report["benchmark"] == "scheduler"
+    assert report["benchmark"] == "micro scheduler"
     assert report["gc"]["is_enabled"] is True
     assert report["options"]["waiting"] == [20, 40]
     assert {"date", "cpu", "python", "packages"} <= report["environment"].keys()
@@ -39,8 +39,10 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             assert spread["cpu_p99_ms"] > 0
     text = capsys.readouterr().out
     assert "schedule" in text and "complete" in text
-    assert "lars: 20 to 40 waiting, x 2: median x" in text and "priority: 20 to 40" in text
-    assert "garbage collector on" in text
+    assert [(one["policy"], one["from_waiting"], one["waiting_ratio"]) for one in report["growth"]] == [
+        ("lars", 20, 2.0),
+        ("priority", 20, 2.0),
+    ]
 
 
 @pytest.mark.parametrize("policy", ["lars", "fcfs", "priority:edf"])
@@ -77,16 +79,17 @@ def test_a_pool_that_decodes_fill_is_measured_too() -> None:
     load = _Load("lars", replace(SMALL, num_decoding=100, num_blocks=400))
     load.begin(60)
     assert load.scheduler.schedule(load._now_s).refused
-    (result,) = bench_decisions(replace(SMALL, num_decoding=100, num_blocks=400, num_decisions=10))
-    assert result.waiting >= 60 and 10 < result.decoding < 90
+    report = bench_decisions(replace(SMALL, num_decoding=100, num_blocks=400, num_decisions=10))
+    (result,) = report["results"]
+    assert result["waiting"] >= 60 and 10 < result["decoding"] < 90
     with pytest.raises(ConfigError, match=r"num_kv_blocks=10; accepted: at least 395, one long request"):
         replace(SMALL, num_blocks=10)
 
 
 def test_an_unknown_policy_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "bench", ["scheduler", "--policy", "larz"]) == 2
+    assert run_app(app, "bench", ["micro", "scheduler", "--policy", "larz"]) == 2
     assert "policy='larz'; accepted: " in capsys.readouterr().err
-    assert run_app(app, "bench", ["scheduler", "--num-waiting", "0"]) == 2
+    assert run_app(app, "bench", ["micro", "scheduler", "--num-waiting", "0"]) == 2
     assert "num_waiting='0'; accepted: positive integers" in capsys.readouterr().err
 
 
@@ -96,9 +99,9 @@ def test_spread_and_growth() -> None:
     assert astuple(spread) == pytest.approx((50.5, 90.1, 99.01, 100.0, 49.505))
     first = Decisions("lars", 10, 1, 1, 1, 0, 100, spread, spread, spread, 1.0, 0, 0.0)
     second = replace(first, waiting=100, both=Spread(*(2 * value for value in astuple(spread))))
-    assert list(growth([first, second, replace(first, policy="fcfs")])) == [
-        "lars: 10 to 100 waiting, x 10: median x 2.00, P99 x 2.00"
-    ]
+    (grown,) = growth([first, second, replace(first, policy="fcfs")])
+    assert (grown["policy"], grown["from_waiting"], grown["waiting"]) == ("lars", 10, 100)
+    assert (grown["waiting_ratio"], grown["median_ratio"], grown["p99_ratio"]) == (10.0, 2.0, 2.0)
 
 
 def test_runs_of_the_garbage_collector_are_seen() -> None:

@@ -1,16 +1,23 @@
-"""``medha bench latency`` at a toy size."""
+"""``medha bench latency`` at a toy size: over lengths, whole and in chunks, and on several ranks."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from medha.bench.cli import app
-from medha.bench.latency import LengthLatency
+from medha.bench.harness import Local, Report, Subject, count_parameters, on_ranks
+from medha.bench.latency import latency_fields, useful_flops
+from medha.bench.load import fixed_output, serve_load
 from medha.cli.command import run_app
+from medha.engine.arrivals import Arrival
+from medha.models.needle import write_needle
 from medha.workload.metrics import Outcome
 from tests.bench.shapes import ON_TINY, TINY
 
@@ -39,34 +46,120 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
             assert e2el == pytest.approx(ttft + 2 * tpot)
         assert line["ttft"]["min_s"] <= line["ttft"]["median_s"] <= line["ttft"]["max_s"]
     printed = capsys.readouterr()
-    assert "TTFT ms" in printed.out and "serving" not in printed.out
+    assert "ttft" in printed.out and "serving" not in printed.out
     assert "serving" in printed.err and "6/6" in printed.err
 
 
-def test_one_length_has_vllm_fields_at_the_top(tmp_path: Path) -> None:
-    path = tmp_path / "latency.json"
-    assert run("--prompt-lens", "8", "--output-len", "1", "--num-iters", "1", "--output-json", str(path)) == 0
-    report = json.loads(path.read_text())
+def test_one_length_has_vllm_fields_at_the_top_and_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--prompt-lens", "8", "--output-len", "1", "--num-iters", "1", "--output-json", "-") == 0
+    report = json.loads(capsys.readouterr().out)
     assert {"avg_latency", "latencies", "percentiles"} <= set(report)
     assert report["tpots"] == [] and report["avg_tpot"] is None and report["tpot"] is None
 
 
+@pytest.mark.usefixtures("_small_rates")
+def test_whole_and_in_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "latency.json"
+    given = ["--input-len", "300,20", "--max-batch-tokens", "128", "--num-iters", "2", "--output-json", str(path)]
+    assert run(*given, "--whole", "--output-len", "1") == 0
+    report = json.loads(path.read_text())
+    lines = {(line["input_len"], line["way"]): line for line in report["results"]}
+    assert list(lines) == [(300, "in chunks"), (300, "whole"), (20, "in chunks"), (20, "whole")]
+    assert lines[300, "in chunks"]["num_chunks"] >= 3 and lines[300, "whole"]["num_chunks"] == 1
+    for (length, _), line in lines.items():
+        seconds = line["ttft"]["median_s"]
+        assert line["mfu"] == pytest.approx(line["flops"] / seconds / report["matrix_product"]["per_s"])
+        assert line["ratio"] == pytest.approx(seconds / lines[length, "whole"]["ttft"]["median_s"])
+    assert "mfu" in capsys.readouterr().out
+
+
+def test_useful_operations() -> None:
+    model = Subject(hf_overrides=TINY).model_config(longest=64)
+    parameters = count_parameters(model, lambda name: ".layers." in name)
+    assert useful_flops(model, 10) == 2 * parameters * 10 + 2 * 10**2 * 2 * 16 * 2
+
+
 def test_fields_of_a_length() -> None:
     runs = [Outcome("a", 8, 3, 0.0, 0.1, 1.0, (0.5, 0.5), 2.0), Outcome("a", 8, 3, 0.0, 0.1, 2.0, (1.0, 1.0), 4.0)]
-    fields = LengthLatency.of(runs).report()
+    fields = latency_fields(runs)
     assert (fields["avg_latency"], fields["std_latency"], fields["percentiles"]["50"]) == (3.0, 1.0, 3.0)
     assert (fields["avg_ttft"], fields["avg_tpot"]) == (1.5, 0.75)
+
+
+def test_two_engines_over_the_same_weights_say_the_same() -> None:
+    """In turn, in whatever order, with different chunks: the blocks that one has left do not reach the other."""
+    prompts = [list(range(1, 61)), list(range(60, 0, -1))]
+    said: dict[int, set[int]] = {0: set(), 1: set()}
+    tokens: dict[int, set[tuple[int, ...]]] = {0: set(), 1: set()}
+
+    def work(local: Local) -> Report:
+        engines = (local.engine, local.engine_with(chunk_size=16))
+        for turn in range(6):
+            engine, which = engines[turn % 2], turn // 2 % 2
+            local.take_over(engine)
+            engine.add_request("prompt", prompts[which], fixed_output(8).reported("cumulative"))
+            outputs = []
+            while engine.has_unfinished:
+                outputs += engine.step()
+            tokens[which].add(tuple(outputs[-1].outputs[0].token_ids))
+            said[which].add(outputs[-1].metrics.num_chunks)
+        local.take_over(local.engine)
+        return {"last": serve_load(local.engine, [Arrival("last", prompts[0], fixed_output(2))]).outcomes}
+
+    subject = Subject(hf_overrides=TINY, engine={"num_threads": 1, "block_size": 16})
+    report = on_ranks(subject, work, longest=80, chunk_size=64)
+    assert [len(found) for found in tokens.values()] == [1, 1]
+    assert said == {0: {1, 4}, 1: {1, 4}}
+    assert report is not None and [one.output_len for one in report["last"]] == [2]
+
+
+@pytest.mark.parametrize(
+    ("verb", "launcher", "layout"),
+    [
+        (["latency", "--input-len", "20", "--num-iters", "1", "--whole"], True, "spp"),
+        (["throughput", "--input-len", "20", "--num-prompts", "3", "--num-iters", "1"], True, "kvp"),
+        (["serve", "--preset", "convoy", "--num-prompts", "3", "--long-len", "700"], False, "kvp"),
+    ],
+)
+def test_on_several_ranks(verb: list[str], launcher: bool, layout: str, tmp_path: Path) -> None:
+    """Under torchrun, and alone: rank 0 alone speaks, and writes the report of all."""
+    path = tmp_path / "report.json"
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if launcher else []
+    command = [sys.executable, *torchrun, "-m", "medha", "bench", *verb, *ON_TINY, f"--{layout}", "2"]
+    environment = {name: value for name, value in os.environ.items() if "RANK" not in name} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--output-json", str(path)], capture_output=True, text=True, env=environment, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert report["num_ranks"] == report["engine"]["parallel"][layout] == 2
+    assert done.stdout.count("2 ranks") == 1
+    if "convoy" in verb:
+        assert all(one["long"]["completed"] == 4 and one["failed"] == 0 for one in report["systems"])
+
+
+def test_lengths_that_a_model_does_not_take_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Subject(str(write_needle(tmp_path / "needle")))
+    most = model.model_config(longest=1).max_position_embeddings
+    lengths = (most - 1, 100, most, 2 * most)
+    assert model.fitting("context", lengths, more=1) == (most - 1, 100)
+    left_out = f"medha: context {most:,}, {2 * most:,} left out: the model takes {most:,} positions\n"
+    assert capsys.readouterr().err == left_out
+    assert model.fitting("context", (2 * most,), more=1) == (2 * most,)
+    assert Subject().fitting("context", lengths, more=1) == lengths
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--input-len", "0"], "input_len='0'; accepted: positive integers"),
-        (["--input-len", "8,8"], "input_len"),
+        (["--input-len", "8,8"], "input_len=8,8; accepted: different lengths"),
         (["--output-json", "absent/latency.json"], "absent/latency.json cannot be written"),
         (["--load-format", "safetensors"], "load_format='safetensors' without a model"),
         (["--dtype", "int8"], "dtype='int8'; accepted"),
         (["--policy", "lifo"], "policy"),
+        (["--t-target-s", "0"], "t_target_s=0.0; accepted"),
         (["--model", "absent-folder/model"], "absent-folder/model"),
     ],
 )

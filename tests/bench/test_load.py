@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import count
 
 import pytest
 
-from medha.bench.harness import Local, Subject, loaded
+from medha.bench.harness import Local, Report, Subject, on_ranks
 from medha.bench.load import fixed_output, serve_load
 from medha.engine.arrivals import Arrival
 from tests.bench.shapes import TINY
 
 
 @pytest.fixture(scope="module")
-def local() -> Iterator[Local]:
-    with loaded(Subject(hf_overrides=TINY, engine={"num_threads": 1}), longest=64) as found:
-        yield found
+def local() -> Local:
+    found: list[Local] = []
+
+    def keep(one: Local) -> Report:
+        found.append(one)
+        return {}
+
+    on_ranks(Subject(hf_overrides=TINY, engine={"num_threads": 1}), keep, longest=64)
+    return found[0]
 
 
 def arrival(name: str, arrival_s: float = 0.0, *, tokens: int = 3, prompt: int = 8) -> Arrival:

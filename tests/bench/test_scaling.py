@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from medha.bench.cli import app
-from medha.bench.job import Job, parse_layout
-from medha.bench.scaling import ONE_RANK, Usage
+from medha.bench.harness import Subject
+from medha.bench.job import start_job
+from medha.bench.scaling import ONE_RANK, Usage, parse_layout
 from medha.cli.command import run_app
 from medha.config import ParallelConfig
 from medha.errors import ConfigError, RankFailedError
@@ -17,21 +18,32 @@ from medha.timeline import BatchRecord, RankRecords
 from tests.bench.shapes import TINY
 
 
-def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "layout", "length"), [("prefill", "spp2", 96), ("decode", "kvp2", 2048), ("chunk", "kvp2", 600)]
+)
+def test_table_and_report(
+    mode: str, layout: str, length: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "scaling.json"
-    options = ["--prompt-len", "96", "--chunk-size", "16", "--num-iters", "2", "--hf-overrides", json.dumps(TINY)]
+    options = ["--mode", mode, "--input-len", str(length), "--chunk-size", "16", "--num-iters", "2"]
+    options += ["--layouts", layout, "--hf-overrides", json.dumps(TINY)]
     assert run_app(app, "bench", ["scaling", *options, "--output-json", str(path)]) == 0
     report = json.loads(path.read_text())
-    assert [(r["layout"], r["num_ranks"]) for r in report["results"]] == [(ONE_RANK, 1), ("spp2", 2)]
-    assert report["options"]["threads_a_rank"] == 1
-    assert report["model"]["hidden_size"] == TINY["hidden_size"]
-    assert {"cpu", "cpus", "packages", "date"} <= set(report["environment"])
+    assert [(r["length"], r["layout"], r["num_ranks"]) for r in report["results"]] == [
+        (length, ONE_RANK, 1),
+        (length, layout, 2),
+    ]
+    assert report["options"]["threads_a_rank"] == 1 and report["results"][0]["ratio"] == 1.0
     for result in report["results"]:
-        assert len(result["seconds"]) == result["timing"]["runs"] == 2
-        assert len(result["usage"]["busy_s"]) == result["num_ranks"]
-        assert 0 <= result["usage"]["bubble"] < 1
-    text = capsys.readouterr().out
-    assert "spp2" in text and "bubble" in text
+        assert len(result["seconds"]) == result["timing"]["runs"] == (2 if mode == "prefill" else 20)
+        busy = result["usage"]["busy_s"] if mode == "prefill" else result["busy_s"]
+        assert len(busy) == result["num_ranks"] and min(busy) > 0
+    if mode == "prefill":
+        assert all(0 <= result["usage"]["bubble"] < 1 for result in report["results"])
+    else:
+        one, two = report["results"]
+        assert one["merge_s"] == [0.0] and max(two["merge_s"]) > 0
+    assert layout in capsys.readouterr().out
 
 
 def batch(batch_id: int, start_s: float, *, control_ready: bool = True, hidden_wait_s: float = 0.0) -> BatchRecord:
@@ -67,12 +79,9 @@ def test_a_group_without_work_has_no_share_in_the_figures() -> None:
 
 LAYOUTS = {
     "spp2": ParallelConfig(spp=2),
-    "tp2": ParallelConfig(tp=2),
     "tp2spp4": ParallelConfig(tp=2, spp=4),
     "tp2·spp2": ParallelConfig(tp=2, spp=2),
-    "kvp2": ParallelConfig(kvp=2),
     "kvp2spp2": ParallelConfig(kvp=2, spp=2),
-    "kvp2·tp2": ParallelConfig(kvp=2, tp=2),
     "spp3xtp2xkvp4": ParallelConfig(kvp=4, spp=3, tp=2),
 }
 
@@ -89,5 +98,20 @@ def test_other_layout_names_are_refused(text: str) -> None:
 
 
 def test_a_job_that_cannot_start_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError, match=r"a job of 1 ranks has ended"):
-        Job(str(tmp_path / "absent"), ParallelConfig(), {})
+    with pytest.raises(RankFailedError, match=r"a job of \{\} has ended"):
+        start_job(Subject(str(tmp_path / "absent")), longest=8, fills=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mode", "train"], "mode='train'; accepted: prefill, decode, chunk"),
+        (["--mode", "decode", "--context", "256"], "256 tokens over 2 groups in blocks of 256"),
+        (["--mode", "decode", "--context", "x"], "input_len='x'; accepted: positive integers"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(app, "bench", ["scaling", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

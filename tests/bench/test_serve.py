@@ -1,4 +1,4 @@
-"""``medha bench serve`` at a toy size, and its figures on requests made up."""
+"""``medha bench serve`` at a toy size, and its preset convoy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from medha.bench.cli import app
-from medha.bench.serve import ServeOptions, probe_stream
-from medha.bench.workloads import Workload
+from medha.bench.load import Workload
+from medha.bench.serve import ConvoyOptions, ServeOptions, convoy_figures, probe_stream
 from medha.cli.command import run_app
 from medha.errors import ConfigError
+from medha.params import SLO
 from medha.workload.io import write_trace
-from medha.workload.metrics import METRICS
+from medha.workload.metrics import METRICS, Outcome, Served
 from medha.workload.trace import Trace
 from tests.bench.shapes import ON_TINY
 
@@ -73,7 +74,7 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     kinds = report["prediction_error"]
     assert kinds["all"]["count"] == sum(kinds[kind]["count"] for kind in ("decode", "mixed", "prefill")) > 0
     printed = capsys.readouterr()
-    assert "TTFT" in printed.out and "SLO attainment" in printed.out
+    assert "TTFT" in printed.out and "slo attainment" in printed.out
     assert "6/6" in printed.err and "6/6" not in printed.out
 
 
@@ -121,7 +122,10 @@ def test_requests_that_fail_are_counted(tmp_path: Path) -> None:
         (["--goodput", "ttft:0"], "goodput='ttft:0'; accepted"),
         (["--goodput", "ttft:1", "ttft:2"], "goodput='ttft:2'; accepted"),
         (["--output-json", "absent/serve.json"], "absent/serve.json cannot be written"),
-        (["--tp", "2"], "--tp"),
+        (["--preset", "train"], "preset='train'; accepted: convoy"),
+        (["--preset", "convoy", "--long-len", "500"], "long_len=500; accepted: above 500"),
+        (["--preset", "convoy", "--load", "0"], "load=0; accepted"),
+        (["--preset", "convoy", "--plot", "absent/convoy.svg"], "absent/convoy.svg cannot be written"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,3 +154,54 @@ def test_workloads(tmp_path: Path) -> None:
     assert set(drawn.prompt_tokens.tolist()) == {7}
     with pytest.raises(ConfigError, match="request_rate=0"):
         Workload(request_rate=0.0)
+
+
+def test_convoy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every scheduler gets the same requests, and each of them is accounted for."""
+    path, plot = tmp_path / "convoy.json", tmp_path / "convoy.svg"
+    sizes = ["--preset", "convoy", "--num-prompts", "6", "--long-len", "600", "--output-json", str(path)]
+    assert run_app(app, "bench", ["serve", *ON_TINY, *sizes, "--plot", str(plot)]) == 0
+    report = json.loads(path.read_text())
+    names = ["whole prefill", "Sarathi-512", "EDF", "LRS", "LARS", "LARS+sharing"]
+    assert [one["system"] for one in report["systems"]] == names
+    assert report["span_s"] == pytest.approx(report["capacity_s"] / 0.75)
+    requests = [[(r["request_id"], r["input_len"]) for r in one["requests"]] for one in report["systems"]]
+    assert requests[0][:4] == [(f"long-{i}", 600) for i in range(4)] and len(requests[0]) == 10
+    assert all(one == requests[0] for one in requests)
+    for one in report["systems"]:
+        assert (one["short"]["completed"], one["long"]["completed"], one["failed"]) == (6, 4, 0)
+        assert one["short"]["median_ttft_ms"] <= one["short"]["p90_ttft_ms"] <= one["short"]["p99_ttft_ms"]
+        assert one["long"]["slo_attainment"] is None
+        assert (one["prediction_error"]["all"]["count"] > 0) == ("scheduler" not in one["options"])
+        assert all(r["arrival_s"] <= report["span_s"] for r in one["requests"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names) and "TTFT" in printed
+    assert "short requests" in plot.read_text()
+
+
+def test_the_stream_of_the_convoy() -> None:
+    options = ConvoyOptions(num_short=30, num_long=2, long_len=1000)
+    mix = options.mix(64)
+    assert [len(one.prompt) for one in mix[:2]] == [1000, 1000] and len(mix) == 32
+    assert all(50 <= len(one.prompt) <= 500 and one.slo == SLO(ttft_s=1.0) for one in mix[2:])
+    stream = options.stream(mix, 8.0)
+    assert [one.arrival_s for one in stream[:2]] == [0.0, 0.0]
+    times = [one.arrival_s for one in stream[2:]]
+    assert times == sorted(times) and times[0] > 0 and 4 < times[-1] < 8
+    assert options.stream(mix, 8.0) == stream
+    scheduler = options.systems["LARS"]
+    assert scheduler["rho_max"] == 0.0 and "rho_max" not in options.systems["LARS+sharing"]
+
+
+def test_figures_of_the_convoy() -> None:
+    goal = SLO(ttft_s=1.0)
+    shorts = [
+        Outcome(f"short-{i}", 9, 1, 0.0, 0.0, ttft_s, (), ttft_s, slo=goal) for i, ttft_s in enumerate((0.5, 2.0))
+    ]
+    lost = Outcome("short-2", 9, 0, 0.0, None, None, (), 1.0, error="DeadlineError", slo=goal)
+    long = Outcome("long-0", 99, 2, 0.0, 0.0, 4.0, (0.5,), 4.5)
+    found = convoy_figures(Served((long, *shorts, lost), (), 5.0))
+    assert (found["failed"], found["short"]["num_requests"], found["short"]["completed"]) == (1, 3, 2)
+    assert found["short"]["median_ttft_ms"] == 1250.0 and found["short"]["slo_attainment"] == pytest.approx(1 / 3)
+    assert (found["long"]["mean_ttft_ms"], found["long"]["p99_tpot_ms"]) == (4000.0, 500.0)
+    assert found["long"]["slo_attainment"] is None

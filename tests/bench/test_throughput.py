@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from medha.batch import Batch, Row
 from medha.bench.cli import app
-from medha.bench.host import HostFigures, HostStep
-from medha.bench.throughput import Throughput
+from medha.bench.load import Workload
+from medha.bench.throughput import HostClock, HostStep, host_fields, throughput_fields
 from medha.cli.command import run_app
+from medha.engine.engine import Engine
 from tests.bench.shapes import ON_TINY
 
 QUICK = ["--num-iters", "2", "--num-iters-warmup", "0"]
@@ -38,11 +41,7 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert host["timing"]["runs"] >= 2 * 3 and host["at_largest"]["runs"] >= 2
     assert all(0 < figures["min_s"] <= figures["max_s"] for figures in (host["timing"], host["at_largest"]))
     text = capsys.readouterr().out
-    assert (
-        "5 requests at once" in text
-        and "host of a step" in text
-        and "a step less the runner's compute" in " ".join(text.split())
-    )
+    assert "host of a step" in text and "a step less the runner's compute" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("source", ["trace", "distribution"])
@@ -59,13 +58,53 @@ def test_lengths_of_a_trace_or_a_distribution(tmp_path: Path, source: str) -> No
 
 
 def test_the_run_with_the_median_time() -> None:
-    host = HostFigures.of([HostStep(2, 0.25), HostStep(4, 0.5), HostStep(4, 1.0), HostStep(1, 0.125)])
-    fields = Throughput(4, 40, 20, (1.0, 4.0, 2.0), host).report()
+    trace = Workload(num_prompts=4, input_len=10, output_len=5).trace()
+    fields = throughput_fields(trace, (1.0, 4.0, 2.0))
     assert (fields["elapsed_time"], fields["requests_per_second"], fields["tokens_per_second"]) == (2.0, 2.0, 30.0)
-    host_fields = fields["host"]
-    assert (host_fields["timing"]["median_s"], host_fields["timing"]["runs"]) == (0.375, 4)
-    assert host_fields["largest_batch"] == 4
-    assert (host_fields["at_largest"]["median_s"], host_fields["at_largest"]["runs"]) == (0.75, 2)
+
+
+def test_host_seconds_of_all_steps_and_of_the_largest_batch() -> None:
+    fields = host_fields([HostStep(2, 0.25), HostStep(4, 0.5), HostStep(4, 1.0), HostStep(1, 0.125)])
+    assert (fields["timing"]["median_s"], fields["timing"]["runs"]) == (0.375, 4)
+    assert fields["largest_batch"] == 4
+    assert (fields["at_largest"]["median_s"], fields["at_largest"]["runs"]) == (0.75, 2)
+
+
+class FakeEngine:
+    """An engine whose steps the test tells."""
+
+    def __init__(self) -> None:
+        self.on_step: Any = None
+        self.now_s = 10.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def step(self, *, num_rows: int, seconds: float, busy_s: float) -> None:
+        self.now_s += seconds
+        rows = tuple(Row(slot, 8, 1, True, True) for slot in range(num_rows))
+        self.on_step(Batch(0, rows, (), ()), None, busy_s)
+
+
+def test_seconds_between_steps_less_the_busy_ones() -> None:
+    engine = FakeEngine()
+    clock = HostClock(cast(Engine, engine))
+    clock.begin()
+    engine.step(num_rows=2, seconds=1.0, busy_s=0.75)
+    engine.step(num_rows=3, seconds=0.5, busy_s=0.375)
+    assert clock.steps == [HostStep(2, 0.25), HostStep(3, 0.125)]
+
+
+def test_a_new_pass_begins_at_its_own_time_and_leaves_the_last_one_alone() -> None:
+    engine = FakeEngine()
+    clock = HostClock(cast(Engine, engine))
+    engine.step(num_rows=1, seconds=1.0, busy_s=0.5)
+    first = clock.steps
+    engine.now_s += 100.0  # between the passes
+    clock.begin()
+    engine.step(num_rows=1, seconds=1.0, busy_s=0.875)
+    assert clock.steps == [HostStep(1, 0.125)]
+    assert first == [HostStep(1, 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 import medha
 from medha.__main__ import app
 from medha.batch import Batch
-from medha.bench.model import write_config
+from medha.bench.harness import write_config
 from medha.cli.command import run_app
 from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
 from medha.cost.coefficients import Coefficients, ProfileKey

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medha.bench.job import Served, Stream
 from medha.cli.command import run_app
 from medha.config import EngineConfig
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, ProfileKey
@@ -20,7 +19,17 @@ from medha.errors import ConfigError
 from tests.bench.shapes import TINY
 from tools.fidelity import FidelityOptions, app, fidelity
 from tools.kernels import fit_kernels, read_kernels
-from tools.live_fidelity import LiveOptions, compare, live_fidelity, make_mix, report, simulate, spread
+from tools.live_fidelity import (
+    LiveOptions,
+    Served,
+    Stream,
+    compare,
+    live_fidelity,
+    make_mix,
+    report,
+    simulate,
+    spread,
+)
 from tools.vllm_run import read_run
 
 LAYERS = 32
@@ -295,7 +304,7 @@ def test_a_simulation_of_known_costs_and_its_comparison() -> None:
     outcome = simulate(config, coefficients, requests)
     found = outcome.requests
     served = tuple(
-        Served(r.request_id, r.arrival_s, float(first_s), float(finish_s), True, 0.02, None, False, 1)
+        Served(r.request_id, r.arrival_s, float(first_s), float(finish_s), True, 0.02)
         for r, first_s, finish_s in zip(requests, found.first_token_s, found.finish_s, strict=True)
     )
     figures = {figure.name: figure for figure in compare(requests, Stream(served, {}), outcome)}
