@@ -28,7 +28,7 @@ from medha.cli.report import DEFINITIONS, stamp
 from medha.config import EngineConfig, ModelConfig
 from medha.cost.predictor import Predictor
 from medha.engine.admission import Prompt
-from medha.engine.build import Role, build_role
+from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
@@ -192,7 +192,7 @@ class Local:
 
     subject: Subject
     config: EngineConfig
-    role: Role
+    role: RankHandle
     model: ModelConfig
     load_before: float
 
