@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -14,16 +15,16 @@ from medha.cost.machine import environment
 from medha.errors import ConfigError
 from medha.generate.__main__ import generate
 from medha.profile.cli import profile
-from medha.replay import replay
 from medha.sim.cli import plan, simulate
 from medha.verify.__main__ import verify
 from medha.workload.cli import app as trace_app
+
+_DIFFERENT = 1  # exit code of a replay
 
 app = make_app(help="Serve long-context LLMs without convoys.")
 app.command("generate")(generate)
 app.command("plan")(plan)
 app.command("profile")(profile)
-app.command("replay")(replay)
 app.command("simulate")(simulate)
 app.command("verify")(verify)
 app.add_typer(bench_app, name="bench")
@@ -78,6 +79,24 @@ def env(
             value = ", ".join(value)
         print(f"{name:>10}  {'none' if value is None else value}")
     return 0
+
+
+@app.command()
+def replay(
+    journal: Annotated[Path, typer.Argument(metavar="FILE", help="What medha generate --journal wrote.")],
+) -> int:
+    """Repeat the decisions of a recorded run, without its model, and say whether they are the same; 1: one differs."""
+    from medha.engine.journal import replay as replayed
+
+    found = replayed(journal)
+    if found.is_truncated:
+        print(f"{journal} is truncated: its last line, which lacks its end, is left out")
+    counts = f"{found.num_batches:,} batches and {found.num_calls:,} calls"
+    if found.mismatch is None:
+        print(f"{counts} compared: every decision is the same")
+        return 0
+    print(f"after {counts} that are the same, {found.mismatch}")
+    return _DIFFERENT
 
 
 def main() -> NoReturn:

@@ -16,7 +16,7 @@ import medha
 ROOT = Path(medha.__file__).parents[1]
 PLAIN = {
     *("medha.errors", "medha.config", "medha.params", "medha.batch", "medha.outputs"),
-    *(f"medha.config.{name}" for name in ("engine_config", "fields", "foreign_options", "model_config")),
+    *(f"medha.config.{name}" for name in ("engine_config", "fields", "foreign_options", "model_config", "sections")),
 }
 TOP = {"medha.engine.build", "medha.engine", "medha.llm", "medha.worker.runner"}
 
@@ -117,8 +117,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("cli", "models", "attention", "parallel"),
     },
     "": {"llm", "engine", "params", "outputs"},
-    "replay": {"engine.journal"},
-    "__main__": {"bench", "cli", "cost", "errors", "generate", "profile", "sim", "verify", "workload", "replay"},
+    "__main__": {
+        "bench",
+        "cli",
+        "cost",
+        "errors",
+        "generate",
+        "profile",
+        "sim",
+        "verify",
+        "workload",
+        "engine.journal",
+    },
 }
 
 

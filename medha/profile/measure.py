@@ -45,7 +45,8 @@ def measure(
         ConfigError: ``max_kv`` is too long, the device cannot be measured, or something is wrong with the engine.
         RankFailedError: another rank failed.
     """
-    role = build_role(config)
+    scheduler = dataclasses.replace(config.scheduler, decode_lag=0)
+    role = build_role(dataclasses.replace(config, scheduler=scheduler, cuda_graphs=False))  # step by step
     effort, longest = _bounded(role, effort, max_kv)
     num_blocks = -(-(longest + effort.chunks[-1]) // role.runner.cache.block_size)
     fill(role.runner, num_blocks * role.runner.cache.block_size)
@@ -77,8 +78,6 @@ def measure(
 def _bounded(role: Role, effort: Effort, max_kv: int | None) -> tuple[Effort, int]:
     """Chunks and the longest KV cache that model and pool allow."""
     runner = role.runner
-    if runner.device.type != "cpu":
-        raise ConfigError(f"device {runner.device}: the busy time of a step is not known there; accepted: cpu")
     positions = role.limits.max_model_len
     effort = dataclasses.replace(effort, chunks=tuple(size for size in effort.chunks if size <= positions) or (1,))
     most = min(positions, runner.cache.num_blocks * runner.cache.block_size - effort.chunks[-1])

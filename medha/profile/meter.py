@@ -1,25 +1,31 @@
-"""Where the busy time of each batch went on one rank, and how the ranks' figures come together on rank 0."""
+"""Where the busy time of each batch went on one rank, and how the ranks' figures come together on rank 0.
+
+On the CPU times are of the host's clock. On CUDA, which runs behind the host, they are of events in its stream: the
+seconds of a part are those from when the device comes to it until it has passed it.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from medha.attention.staging import record_event
 from medha.batch import Batch
 from medha.parallel.mesh import Ranks
-from medha.profile.held import Meter
 from medha.timeline import BatchRecord
 from medha.worker.runner import Runner
 from medha.worker.step import StepResult
 
 _REDUCE_CALLS = 5
+
+Mark = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +54,23 @@ class StageTime:
 
 @dataclass(slots=True)
 class _Marks:
-    """Times of one batch: entered, first layer begun, last layer done; and within, attention and packing."""
+    """Of one batch: entered, first layer begun, last layer done, all done; and the calls within the layers."""
 
-    entered_s: float
-    layers_s: float = 0.0
-    layers_end_s: float = 0.0
+    entered: Mark
+    layers: Mark = 0.0
+    layers_end: Mark = 0.0
+    end: Mark = 0.0
+    calls: list[tuple[str, Mark, Mark]] = field(default_factory=list)
+
+    def seconds_of(self, what: str) -> float:
+        """Of the calls of one kind."""
+        return sum(_between(start, end) for name, start, end in self.calls if name == what)
 
 
 class StageMeter:
     """Notes where a rank's time goes, by wrapping what it consists of, in place.
+
+    Batches run one after the other, one kernel after the other: neither ``decode_lag`` nor CUDA graphs.
 
     Args:
         runner: this rank's own.
@@ -64,60 +78,63 @@ class StageMeter:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._marks: dict[int, _Marks] = {}
-        self._now: _Marks | None = None
-        self._meter = Meter()
-        self._meter.watch(runner)
+        self._batches: dict[int, _Marks] = {}
+        self._now = _Marks(0.0)
         self._run, self._layers = runner.run, runner.model.forward
         runner.run = self._measured_run  # type: ignore[method-assign]
         runner.model.forward = self._measured_layers  # type: ignore[assignment]
+        runner.backend.run = partial(self._measured, "attention", runner.backend.run)  # type: ignore[method-assign]
+        for merge in runner.merges.values():
+            merge.start = partial(self._measured, "packing", merge.start)  # type: ignore[method-assign]
 
     def take(self) -> dict[int, StageTime]:
         """By batch id, what was measured since the last call."""
         records = self._runner.recorder.take()
-        spans, self._meter.spans = self._meter.spans, []
-        marks, self._marks = self._marks, {}
-        within = _by_batch(spans, records)
-        return {
-            record.batch_id: _stage_time(record, marks[record.batch_id], within[record.batch_id]) for record in records
-        }
+        batches, self._batches = self._batches, {}
+        return {record.batch_id: _stage_time(record, batches[record.batch_id]) for record in records}
+
+    def _mark(self) -> Mark:
+        """This moment on the device."""
+        return record_event(self._runner.device, timing=True) or time.perf_counter()
 
     def _measured_run(self, batch: Batch, input_ids: torch.Tensor | None) -> StepResult | None:
-        self._now = self._marks[batch.batch_id] = _Marks(time.perf_counter())
-        return self._run(batch, input_ids)
+        self._now = self._batches[batch.batch_id] = _Marks(self._mark())
+        result = self._run(batch, input_ids)
+        # a stage without the head is done with its layers, and then waits to send
+        self._now.end = self._mark() if self._runner.model.has_head else self._now.layers_end
+        return result
 
     def _measured_layers(self, *args: Any) -> torch.Tensor:
-        assert self._now is not None, "layers run within a batch"
-        self._now.layers_s = time.perf_counter()
+        self._now.layers = self._mark()
         x_TD = self._layers(*args)
-        self._now.layers_end_s = time.perf_counter()
+        self._now.layers_end = self._mark()
         return x_TD
 
-
-def _by_batch(
-    spans: Iterable[tuple[str, float, float]], records: Iterable[BatchRecord]
-) -> dict[int, Mapping[str, float]]:
-    """Seconds by name within each batch; both are in order of time."""
-    left = iter([*spans, ("", float("inf"), 0.0)])
-    what, start_s, seconds = next(left)
-    sums: dict[int, Mapping[str, float]] = {}
-    for record in records:
-        total = {"attention": 0.0, "packing": 0.0}
-        while start_s <= record.end_s:
-            total[what] += seconds
-            what, start_s, seconds = next(left)
-        sums[record.batch_id] = total
-    return sums
+    def _measured(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
+        start = self._mark()
+        result = call(*args)
+        self._now.calls.append((what, start, self._mark()))
+        return result
 
 
-def _stage_time(record: BatchRecord, marks: _Marks, within: Mapping[str, float]) -> StageTime:
-    merge_s = within["packing"] + record.merge_wait_s
+def _between(start: Mark, end: Mark) -> float:
+    """Seconds from one mark to another; waits for the device to come there."""
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3  # milliseconds
+    assert isinstance(start, float) and isinstance(end, float), "marks of one batch are of one clock"
+    return end - start
+
+
+def _stage_time(record: BatchRecord, marks: _Marks) -> StageTime:
+    attention_s = marks.seconds_of("attention")
+    merge_s = marks.seconds_of("packing") + record.merge_wait_s
     return StageTime(
-        within["attention"],
+        attention_s,
         merge_s,
-        marks.layers_end_s - marks.layers_s - within["attention"] - merge_s,
-        record.end_s - marks.layers_end_s,
-        marks.layers_s - marks.entered_s - record.hidden_wait_s,
+        _between(marks.layers, marks.layers_end) - attention_s - merge_s,
+        _between(marks.layers_end, marks.end),
+        _between(marks.entered, marks.layers) - record.hidden_wait_s,
     )
 
 
@@ -151,12 +168,14 @@ def all_reduce_seconds(
     found = []
     for size in sizes:
         x_TD = torch.zeros(size, dim, dtype=dtype, device=device)
-        seconds = [_timed(partial(dist.all_reduce, x_TD, group=group)) for _ in range(1 + _REDUCE_CALLS)]
+        seconds = [_timed(partial(dist.all_reduce, x_TD, group=group), device) for _ in range(1 + _REDUCE_CALLS)]
         found.append((size, sorted(seconds[1:])[_REDUCE_CALLS // 2]))
     return found
 
 
-def _timed(call: Callable[[], object]) -> float:
+def _timed(call: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
     call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start

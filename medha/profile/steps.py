@@ -2,8 +2,10 @@
 
 What a step costs depends on how many tokens it has and how many are cached before them, not on what they are. So the
 pools are filled with random numbers once, block tables are pointed at them, and then a batch of any shape runs through
-the real runner and control plane. A row that has tokens cached is first given its blocks by a batch of one token, which
-every rank applies like any other; nothing else is needed, so a hand-made step runs on every layout.
+the real runner and control plane: the messages, reports and merges are those of any other batch. To prefill 128K tokens
+for real would take minutes and change nothing about the time of the next step. A row that has tokens cached is first
+given its blocks by a batch of one token, which every rank applies like any other; nothing else is needed, so a
+hand-made step runs on every layout.
 """
 
 from __future__ import annotations
@@ -97,6 +99,10 @@ class StepRunner:
 
     def run(self, step: Step) -> tuple[int, float]:
         """Run a step once; returns its batch id and its busy seconds, those of the stage that samples."""
+        return self._submit(*self._placed(step))
+
+    def _placed(self, step: Step) -> tuple[list[Row], list[Extent], tuple[int, ...]]:
+        """The rows of a step whose cached tokens have been placed, and the blocks that it brings and frees."""
         self._open(len(step))
         extents = self._extents(step)
         slots = tuple(FIRST_SLOT + i for i in range(len(step)))
@@ -105,8 +111,7 @@ class StepRunner:
             self._submit(rows, [extent for slot in frees for extent in extents[slot]], frees)
             frees = ()
         new = [extent for slot in frees for extent in extents[slot]]
-        rows = [_row(slot, part) for slot, part in zip(slots, step, strict=True)]
-        return self._submit(rows, new, frees)
+        return [_row(slot, part) for slot, part in zip(slots, step, strict=True)], new, frees
 
     def _open(self, number: int) -> None:
         """Make the first slots known; their prompts are as long as the pool, so none ever ends."""
@@ -141,7 +146,7 @@ def _row(slot: int, part: Part) -> Row:
 
 def _share(part: Part, block_size: int) -> int:
     """Tokens that lie on each group but the last, whole blocks."""
-    return part.kv_before // (part.num_groups * block_size) * block_size
+    return -(-part.kv_before // (part.num_groups * block_size)) * block_size
 
 
 def _tokens_on(part: Part, group: int, block_size: int) -> int:

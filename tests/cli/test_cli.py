@@ -44,7 +44,7 @@ def test_help_and_version_load_no_torch(arguments: list[str]) -> None:
 def test_help_breaks_its_lines_at_the_width_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(app, "medha", ["bench", "serve", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split("╭")[0].split())
-    assert "ITL: gap between tokens. E2EL: arrival to last token." in text
+    assert "ITL: gap between successive tokens. E2EL: arrival to last token." in text
     done = run_python("from medha.__main__ import main; main()", "bench", "serve", "--help")
     paragraph = done.stdout.split("TTFT: arrival")[1].split("\n \n")[0].split("╭")[0].rstrip().splitlines()
     assert all(len(line.rstrip()) > 60 for line in paragraph[1:-1])
@@ -124,7 +124,7 @@ def test_verbs_of_other_engines(arguments: list[str], instead: str, capsys: pyte
     assert captured.err.startswith(f"error: ConfigError: medha has no verb '{arguments[0]}'; accepted: ")
     assert instead in captured.err
     assert run_app(app, "medha", []) == 0
-    assert f" {arguments[0]} " not in capsys.readouterr().out
+    assert f"│ {arguments[0]} " not in capsys.readouterr().out
 
 
 def test_the_package_is_the_command() -> None:
