@@ -10,8 +10,8 @@ except for the end-to-end latency, of which no policy knows.
 pool: short requests arrive as a Poisson stream while a few long prompts, queued at its start, are read. A convoy is
 what short requests then form behind a long one (arXiv:2409.17264, v5, figure 1b and section 4). How long the stream
 lasts follows from the capacity, which is measured first: the seconds of the whole mix when it is there at once under
-LARS with space sharing, over the load. What that run taught the predictor of step times, all schedulers begin with. The preset is this
-benchmark with other arrivals, so it stands here, and the file is longer than others.
+LARS with space sharing, over the load. What that run taught the predictor of step times, all schedulers begin with.
+The preset is this benchmark with other arrivals, so it stands here, and the file is longer than others.
 """
 
 from __future__ import annotations
