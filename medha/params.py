@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal, TypeVar
 
-from medha.config.fields import option
+from medha.config.fields import POSITIVE, SAMPLING, Check, check_options, finite, integer, option
 from medha.errors import UnsupportedFeatureError, ValidationError
 
 T = TypeVar("T")
@@ -64,11 +63,20 @@ UNSUPPORTED_FIELDS = (
 )
 
 
-SAMPLING = "Sampling"
-"""Heading of the options of a command line that are fields of SamplingParams."""
-
 MOST_COMPLETIONS = 16384
 """Most completions of a request."""
+
+_listed = partial(option, SAMPLING)  # among the options of a command line
+
+
+def _unlisted(default: Any, check: Check, name: str = "") -> Any:
+    return option("", default, "", check, name=name)
+
+
+_BOOLEAN = Check("true or false", lambda value: isinstance(value, bool))
+_OUTPUT_KIND = Check(
+    "'cumulative', 'delta' or 'final_only'", lambda value: value in ("cumulative", "delta", "final_only")
+)
 
 CHAT_OPTIONS = ("add_generation_prompt", "tools", "chat_template_kwargs")
 """What a prompt of ``messages`` may have beside them: arguments of the chat template."""
@@ -130,54 +138,40 @@ class SamplingParams:
         UnsupportedFeatureError: a field that other engines have and medha has not.
     """
 
-    n: int = 1
-    temperature: float | None = option(None, SAMPLING, "0 is greedy.")
-    top_p: float | None = option(None, SAMPLING, "Share of probability to keep.")
-    top_k: int | None = option(None, SAMPLING, "Likeliest tokens to keep.")
-    min_p: float | None = option(None, SAMPLING, "Least probability, as a share of the largest.")
-    presence_penalty: float = option(0.0, SAMPLING, "Above 0 discourages tokens that were generated.")
-    frequency_penalty: float = option(0.0, SAMPLING, "The same, by how often they were.")
-    repetition_penalty: float | None = option(None, SAMPLING, "Above 1 discourages tokens of prompt and answer.")
-    seed: int | None = None
-    stop: str | Sequence[str] | None = option(None, SAMPLING, "End at this text; may be repeated.", kind=list[str])
+    n: int = _unlisted(1, integer(1, MOST_COMPLETIONS))
+    temperature: float | None = _listed(None, "0 is greedy.", finite(0, 2))
+    top_p: float | None = _listed(None, "Share of probability to keep.", finite(0, 1, is_open=True))
+    top_k: int | None = _listed(None, "Likeliest tokens to keep.", integer(-1, 2**31 - 1))
+    min_p: float | None = _listed(None, "Least probability, as a share of the largest.", finite(0, 1))
+    presence_penalty: float = _listed(0.0, "Above 0 discourages tokens that were generated.", finite(-2, 2))
+    frequency_penalty: float = _listed(0.0, "The same, by how often they were.", finite(-2, 2))
+    repetition_penalty: float | None = _listed(
+        None, "Above 1 discourages tokens of prompt and answer.", finite(1e-6, 1e6)
+    )
+    seed: int | None = _unlisted(None, integer(-(2**63), 2**63 - 1))
+    stop: str | Sequence[str] | None = _listed(None, "End at this text; may be repeated.", kind=list[str])
     stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = option(False, SAMPLING, "Go on after end-of-sequence.", flags=("--ignore-eos",))
-    min_tokens: int = option(0, SAMPLING, "Least tokens to generate.")
-    max_tokens: int | None = option(16, SAMPLING, "Most tokens to generate.")
-    logprobs: int | None = option(None, SAMPLING, "Log-probabilities per token in output lines.")
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    output_kind: OutputKind = "cumulative"
+    ignore_eos: bool = _listed(False, "Go on after end-of-sequence.", _BOOLEAN, flags=("--ignore-eos",))
+    min_tokens: int = _listed(0, "Least tokens to generate.", integer(0, 2**31 - 1))
+    max_tokens: int | None = _listed(16, "Most tokens to generate.", integer(1, 2**31 - 1))
+    logprobs: int | None = _listed(None, "Log-probabilities per token in output lines.", integer(0, MAX_LOGPROBS))
+    detokenize: bool = _unlisted(True, _BOOLEAN)
+    skip_special_tokens: bool = _unlisted(True, _BOOLEAN)
+    include_stop_str_in_output: bool = _unlisted(False, _BOOLEAN)
+    output_kind: OutputKind = _unlisted("cumulative", _OUTPUT_KIND)
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MOST_COMPLETIONS)
-        _check_float("temperature", self.temperature, 0.0, 2.0, optional=True)
-        _check_float("top_p", self.top_p, 0.0, 1.0, optional=True, open_low=True)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1, optional=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0, optional=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 1e-6, 1e6, optional=True)
-        _check_int("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        if self.logprobs == -1:
+            raise _bad("logprobs", -1, f"0 to {MAX_LOGPROBS}; the whole vocabulary at each token is not implemented")
+        check_options(self, _bad)
         if self.n > 1 and self.is_greedy:
             raise _bad("n", self.n, "1 with temperature=0: the completions would all be the same")
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValidationError(
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}",
                 param="min_tokens",
                 value=self.min_tokens,
             )
-        if self.logprobs == -1:
-            raise _bad("logprobs", -1, f"0 to {MAX_LOGPROBS}; the whole vocabulary at each token is not implemented")
-        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise _bad(name, getattr(self, name), "true or false")
-        if self.output_kind not in ("cumulative", "delta", "final_only"):
-            raise _bad("output_kind", self.output_kind, "'cumulative', 'delta' or 'final_only'")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         if self.stop and not self.detokenize:
@@ -255,12 +249,11 @@ class SLO:
         ValidationError: not a finite number above 0.
     """
 
-    ttft_s: float | None = None
-    tpot_s: float | None = None
+    ttft_s: float | None = _unlisted(None, POSITIVE, name="slo.ttft_s")
+    tpot_s: float | None = _unlisted(None, POSITIVE, name="slo.tpot_s")
 
     def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s"):
-            _check_float(f"slo.{name}", getattr(self, name), 0.0, math.inf, optional=True, open_low=True)
+        check_options(self, _bad)
 
 
 def _unknown(name: str, value: Any, known: Iterable[str]) -> ValidationError:
@@ -293,26 +286,6 @@ def _shown(value: Any) -> str:
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
-def _check_int(name: str, value: Any, low: int, high: int, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise _bad(name, value, f"an integer from {low} to {high}")
-
-
-def _check_float(
-    name: str, value: Any, low: float, high: float, *, optional: bool = False, open_low: bool = False
-) -> None:
-    if optional and value is None:
-        return
-    bounds = f"{'above' if open_low else 'from'} {low:g}" + (f" to {high:g}" if math.isfinite(high) else "")
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise _bad(name, value, f"a finite number {bounds}")
-    inside = (low < value if open_low else low <= value) and value <= min(high, sys.float_info.max)
-    if not inside:
-        raise _bad(name, value, f"a finite number {bounds}")
-
-
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     if stop is None:
         return ()
@@ -330,8 +303,10 @@ def _stop_ids(ids: Any) -> tuple[int, ...]:
         return ()
     if not isinstance(ids, (list, tuple)):
         raise _bad("stop_token_ids", ids, "a list of token ids")
+    is_id = integer(0, 2**31 - 1)
     for token_id in ids:
-        _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        if not is_id.holds(token_id):
+            raise _bad("stop_token_ids", token_id, is_id.accepted)
     return tuple(ids)
 
 

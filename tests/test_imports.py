@@ -16,7 +16,7 @@ import medha
 ROOT = Path(medha.__file__).parents[1]
 PLAIN = {
     *("medha.errors", "medha.config", "medha.params", "medha.batch", "medha.outputs"),
-    *(f"medha.config.{name}" for name in ("engine_config", "fields", "foreign_options", "model_config")),
+    *(f"medha.config.{name}" for name in ("engine_config", "fields", "foreign_options", "model_config", "sections")),
 }
 TOP = {"medha.engine.build", "medha.engine", "medha.llm", "medha.worker.runner"}
 

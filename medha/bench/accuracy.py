@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from medha.batch import Batch
-from medha.bench.harness import Local, Report, Subject, on_ranks
+from medha.bench.harness import Local, Report, Shown, Subject, on_ranks
 from medha.cost.correction import KINDS, Kind
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
@@ -340,3 +340,15 @@ def chunks_of(ran: Sequence[Ran]) -> dict[str, tuple[float, int]]:
         if not part.samples:  # the end of a prompt is as long as it is
             by_range[kv_range(part.kv_before)].append(part.q_len)
     return {name: (statistics.median(sizes), len(sizes)) for name, sizes in by_range.items()}
+
+
+def shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    options = report["options"]
+    return {name: report[name] for name in ("factors", "lines", "chunks")}, [
+        f"within: steps within {report['tolerance']:.0%} of their prediction, made before dispatch; repeatability: "
+        "identical steps within that of the median of their other runs; near: of those nearest in time; ratio: to "
+        "the larger; KV: the longest in a step",
+        f"steps of {options['t_target_s']:g} s, seed {options['seed']}, {options['num_rounds']} rounds after one "
+        "that does not count",
+    ]

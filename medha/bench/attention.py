@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from medha.attention.interface import LayerShape, Segment
-from medha.bench.harness import Report, Subject
+from medha.bench.harness import Report, Shown, Subject, median_text, rows_of
 from medha.bench.timing import Rate, Timing, Yardstick, in_turn, matrix_product, synchronize, timed
 from medha.config import ModelConfig
 from medha.errors import ConfigError
@@ -177,3 +177,12 @@ class _Pool:
             synchronize(self._device)
 
         return run
+
+
+def shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    columns = ("dtype", "kv_len", "chunk", "timing", "flops_per_s", "share", "overhead")
+    return {"results": rows_of(report["results"], columns)}, [
+        f"one layer; {median_text(report)}, in turn; share: of the matrix product's rate; operations: those under the "
+        "causal mask; overhead: seconds for each of them against the largest chunk over the same KV cache, less 1"
+    ]

@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
-from safetensors.torch import save_file
 
-from medha.bench.harness import Report, Subject, write_config
+from medha.bench.harness import Report, Shown, Subject, median_text, rows_of
 from medha.bench.job import Worker
 from medha.bench.load import Workload, described
+from medha.bench.peers import PAGE
 from medha.bench.timing import Timing, in_turn
-from medha.config import ModelConfig
 from medha.errors import ConfigError
-from medha.models.weights import expected_tensors
 from medha.worker.shard import TORCH_DTYPES
 
 PEERS = ("transformers", "vllm")
@@ -44,7 +40,6 @@ class CompareOptions:
         input_lens: of prompts that are read to their first token; none leaves them out.
         batch_size: requests that decode ``output_len`` tokens together; 0 leaves them out.
         mixed: requests of different lengths, all there at once; None leaves them out.
-        t_target_s: seconds of a batch of medha's, whose chunks have at most 2,048 tokens.
         enable_prefix_caching: of vLLM; medha and transformers have none.
         warmup, runs: rounds of each case; the mixed requests warm up with the first eight.
         seed: of weights and prompts.
@@ -59,7 +54,6 @@ class CompareOptions:
     mixed: Workload | None = None
     dtype: str = "float32"
     num_threads: int = 2
-    t_target_s: float = 1.0
     enable_prefix_caching: bool = False
     warmup: int = 1
     runs: int = 3
@@ -80,19 +74,17 @@ class _Case:
 
     Attributes:
         is_step: what counts is a decode step of all: the time beyond that of the first tokens, over the steps.
-        is_even: all are of one length, so nobody pads and sums run in the same order.
     """
 
     name: str
     prompts: Tokens
     num_outputs: list[int]
     is_step: bool = False
-    is_even: bool = True
 
     @property
-    def firsts(self) -> _Case:
-        """The first few of them, to warm up with."""
-        return _Case(self.name, self.prompts[:_WARM_MIXED], self.num_outputs[:_WARM_MIXED], is_even=False)
+    def lengths(self) -> list[int]:
+        """Tokens of each, prompt and output; where all are equal nobody pads, and sums run in the same order."""
+        return [len(ids) + number for ids, number in zip(self.prompts, self.num_outputs, strict=True)]
 
     def run(self, worker: Worker, way: str, tokens: dict[str, Tokens]) -> float:
         """Run once; returns its seconds and notes the tokens."""
@@ -118,20 +110,19 @@ def compare(options: CompareOptions, *, on_run: Callable[[], None] = lambda: Non
     """
     load, model = os.getloadavg()[0], options.subject.model_config(longest=1)
     cases = _cases(options, model.vocab_size)
-    with _weights(options, model, longest=_longest(cases)) as folder, ExitStack() as stack:
-        settings = {"model": folder, "max_model_len": _longest(cases)} | {
-            "dtype": options.dtype, "num_threads": options.num_threads, "t_target_s": options.t_target_s,
-            "enable_prefix_caching": options.enable_prefix_caching, "seed": options.seed,
-            "kv_tokens": max(sum(map(len, one.prompts)) + sum(one.num_outputs) for one in cases),
-            "max_num_seqs": max(len(one.prompts) for one in cases),
-        }  # fmt: skip
-        pythons = {"medha": sys.executable, options.peer: options.peer_python}
+    longest, names = max(max(one.lengths) for one in cases), ("dtype", "num_threads", "enable_prefix_caching", "seed")
+    settings = {name: getattr(options, name) for name in names}
+    settings["kv_blocks"] = max(sum(one.lengths) // PAGE + len(one.lengths) + 1 for one in cases)
+    pythons = {"medha": sys.executable, options.peer: options.peer_python}
+    with options.subject.folder(longest, weights=(options.dtype, options.seed)) as folder, ExitStack() as stack:
+        settings |= {"model": folder, "max_model_len": longest}
         workers = {name: stack.enter_context(start_worker(name, at, settings)) for name, at in pythons.items()}
         results = [line for one in cases for line in _results(one, workers, options, on_run)]
     mixed = options.mixed and described(options.mixed, options.mixed.trace())
     engines = {name: {key: one.ready[key] for key in ("versions", "options")} for name, one in workers.items()}
     head = options.subject.head("compare", asdict(options) | {"mixed": mixed}, load, model)
-    return head | {"engines": engines, "results": results}
+    num_wrong = sum(one["num_requests"] - one["num_equal"] for one in results if one["is_exact"])
+    return head | {"engines": engines, "results": results, "num_wrong": num_wrong}
 
 
 def start_worker(name: str, python: str, settings: Mapping[str, object]) -> Worker:
@@ -154,51 +145,23 @@ def _cases(options: CompareOptions, vocab_size: int) -> list[_Case]:
         cases.append(_Case(name, prompts([_DECODE_PROMPT] * number), [options.output_len] * number, is_step=True))
     if options.mixed is not None:
         trace = options.mixed.trace()
-        given = prompts(trace.prompt_tokens.tolist())
-        cases.append(_Case(f"{len(trace)} mixed", given, trace.output_tokens.tolist(), is_even=False))
+        cases.append(_Case(f"{len(trace)} mixed", prompts(trace.prompt_tokens.tolist()), trace.output_tokens.tolist()))
     return cases
-
-
-def _longest(cases: Sequence[_Case]) -> int:
-    return max(len(ids) + number for one in cases for ids, number in zip(one.prompts, one.num_outputs, strict=True))
-
-
-@contextmanager
-def _weights(options: CompareOptions, model: ModelConfig, *, longest: int) -> Iterator[str]:
-    """The model's folder; of a random Llama with weights that every engine reads, normal of a spread of 0.2."""
-    if options.subject.model is not None:
-        yield options.subject.model
-        return
-    generator, dtype = torch.Generator().manual_seed(options.seed), TORCH_DTYPES[options.dtype]
-    tensors = {
-        name: (torch.ones(shape) if len(shape) == 1 else 0.2 * torch.randn(shape, generator=generator)).to(dtype)
-        for name, shape in expected_tensors(model).items()
-    }
-    with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
-        shape = options.subject.shape
-        most = max(longest, shape["max_position_embeddings"])
-        write_config(Path(folder), shape | {"max_position_embeddings": most, "torch_dtype": options.dtype})
-        save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        yield folder
 
 
 def _results(
     case: _Case, workers: Mapping[str, Worker], options: CompareOptions, on_run: Callable[[], None]
 ) -> list[Report]:
     """A line for each way in which the peer runs a case; one run of medha's stands against all of them."""
-    peer = workers[options.peer]
-    ways = peer.ready["ways"][:1] if case.is_even else peer.ready["ways"]
+    peer, is_even = workers[options.peer], len(set(case.lengths)) == 1
+    ways = peer.ready["ways"][:1] if is_even else peer.ready["ways"]
     of_way = {"medha": workers["medha"], **dict.fromkeys(ways, peer)}
+    first = case if is_even else _Case(case.name, case.prompts[:_WARM_MIXED], case.num_outputs[:_WARM_MIXED])
     tokens: dict[str, Tokens] = {}
-
-    def contestants(one: _Case) -> dict[str, Callable[[], float]]:
-        return {way: partial(one.run, worker, way, tokens) for way, worker in of_way.items()}
-
-    in_turn(contestants(case if case.is_even else case.firsts), warmup=options.warmup, runs=0, on_run=on_run)
-    timings = {
-        way: Timing.of(found)
-        for way, found in in_turn(contestants(case), warmup=0, runs=options.runs, on_run=on_run).items()
-    }
+    for one, warmup, runs in ((first, options.warmup, 0), (case, 0, options.runs)):
+        contestants = {way: partial(one.run, worker, way, tokens) for way, worker in of_way.items()}
+        seconds = in_turn(contestants, warmup=warmup, runs=runs, on_run=on_run)
+    timings = {way: Timing.of(found) for way, found in seconds.items()}
     return [
         {
             "name": case.name,
@@ -208,7 +171,18 @@ def _results(
             "ratio": timings[way].median_s / timings["medha"].median_s,
             "num_requests": len(case.prompts),
             "num_equal": sum(ours == theirs for ours, theirs in zip(tokens["medha"], tokens[way], strict=True)),
-            "is_exact": options.dtype == "float32" and case.is_even and options.peer == "transformers",
+            "is_exact": options.dtype == "float32" and is_even and options.peer == "transformers",
         }
         for way in ways
+    ]
+
+
+def shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    columns = ("name", "way", "medha", "peer", "ratio", "num_requests", "num_equal")
+    return {"results": rows_of(report["results"], columns)}, [
+        f"{median_text(report)}, interleaved, the idle side stopped; threads: "
+        f"{report['options']['num_threads']}; {report['options']['dtype']}",
+        "equal: requests of which every token is the same; in 16 bits or with padding another order of sums may "
+        "turn a tie",
     ]

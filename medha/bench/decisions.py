@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from medha.batch import Batch
-from medha.bench.harness import Report, report_head
+from medha.bench.harness import Report, Shown, report_head, rows_of
 from medha.config import CacheConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
@@ -358,3 +358,13 @@ def _scheduler(policy: str, options: DecisionOptions) -> Scheduler:
 def _longest_short() -> int:
     """Tokens of a prompt that is not long."""
     return SchedulerConfig().long_threshold - 1
+
+
+def shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    calls = ("schedule", "complete", "both")
+    rows = [line | {"call": call, **line[call]} for line in report["results"] for call in calls]
+    columns = ("policy", "waiting", "call", "median_ms", "p90_ms", "p99_ms", "max_ms", "limit_ms")
+    options = report["options"]
+    notes = [f"{options['warmup']} decisions of warm-up, {options['num_decisions']} counted; limit: of the P99 of both"]
+    return {"decisions": rows_of(rows, columns), "growth": report["growth"]}, notes

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from medha.bench.harness import Local, Report, Subject, count_parameters, on_ranks
+from medha.bench.harness import Local, Report, Shown, Subject, count_parameters, median_text, on_ranks, rows_of
 from medha.bench.timing import Rate, Timing, in_turn, memory_read, timed
 from medha.config import ModelConfig
 from medha.params import SamplingParams
@@ -195,3 +195,17 @@ def sampling(options: SamplingOptions, *, on_run: Callable[[], None] = lambda: N
     ]
     head = options.subject.head("micro sampling", asdict(options), load, model)
     return head | {"dtype": "float32", "device": str(device), "vocab_size": model.vocab_size, "results": results}
+
+
+def shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    columns = ("context", "batch_size", "timing", "weight_bytes", "kv_bytes", "mbu", "tokens_per_s")
+    entries = {"memory_read": report["memory_read"], "results": rows_of(report["results"], columns)}
+    mbu = "bytes that a step has to read (weights and KV) over its time, of the memory's rate"
+    notes = [f"timed: {report['timed']}; MBU: {mbu}", f"{median_text(report)}, in turn; KV cache of random numbers"]
+    return entries, notes
+
+
+def sampling_shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    return {name: report[name] for name in ("vocab_size", "results")}, [f"{median_text(report)}, in turn"]

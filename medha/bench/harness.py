@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from medha.batch import Batch
 from medha.cli.command import end_process, ignore_signals, run_guarded, state_on_signal
@@ -36,10 +37,14 @@ from medha.models.weights import expected_tensors
 from medha.parallel.launch import own_ranks, read_launch
 from medha.profile.steps import fill
 from medha.sched.scheduler import Scheduler
+from medha.worker.shard import TORCH_DTYPES
 from medha.worker.step import BatchRunner, PendingStep
 
 Report = dict[str, Any]
 """What a benchmark measured, as JSON has it."""
+
+Shown = tuple[Mapping[str, Any], Sequence[str]]
+"""What is printed of a report: entries, and lines below them."""
 
 RANDOM_LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
@@ -99,8 +104,13 @@ class Subject:
         return EngineConfig.from_flat(folder, **options)
 
     @contextmanager
-    def folder(self, longest: int) -> Iterator[str]:
-        """The model's folder; that of a random Llama has the same name on every rank, and is removed at the end."""
+    def folder(self, longest: int, *, weights: tuple[str, int] | None = None) -> Iterator[str]:
+        """The model's folder; that of a random Llama has the same name on every rank, and is removed at the end.
+
+        Args:
+            longest: tokens of the longest request.
+            weights: dtype and seed of weights for a random Llama, for engines that do not make them up.
+        """
         if self.model is not None:
             yield self.model
             return
@@ -109,19 +119,27 @@ class Subject:
         folder = Path(tempfile.gettempdir()) / f"medha-bench-{job}-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         shape = self.shape
-        write_config(folder, shape | {"max_position_embeddings": max(longest, shape["max_position_embeddings"])})
+        most = max(longest, shape["max_position_embeddings"])
+        write_config(folder, shape | {"max_position_embeddings": most})
         try:
+            if weights is not None:
+                write_config(folder, shape | {"max_position_embeddings": most, "torch_dtype": weights[0]})
+                _write_weights(folder, *weights)
             yield str(folder)
         finally:
-            with suppress(OSError):  # another rank of this node was sooner
-                (folder / "config.json").unlink()
+            for name in ("config.json", "model.safetensors"):
+                (folder / name).unlink(missing_ok=True)  # another rank of this node was sooner
+            with suppress(OSError):
                 folder.rmdir()
 
     def model_config(self, *, longest: int) -> ModelConfig:
         """The model's shape alone, no weights; raises ConfigError."""
         with self.folder(longest) as folder:
-            overrides = None if self.model is None else dict(self.hf_overrides or {}) or None
-            return load_model_config(resolve_model(folder), hf_overrides=overrides, max_model_len=longest)
+            return self._shape_in(folder, longest)
+
+    def _shape_in(self, folder: str, longest: int) -> ModelConfig:
+        overrides = None if self.model is None else dict(self.hf_overrides or {}) or None
+        return load_model_config(resolve_model(folder), hf_overrides=overrides, max_model_len=longest)
 
     def fitting(self, name: str, lengths: tuple[int, ...], *, more: int) -> tuple[int, ...]:
         """The lengths that the model takes, with ``more`` tokens behind them; of the others it is said on stderr.
@@ -287,7 +305,8 @@ def on_ranks(
             stack.enter_context(own_ranks(size, ["medha.bench.harness", json.dumps(told)]))
         with subject.folder(longest) as folder:
             config = subject.config(folder, longest=longest, **engine)
-            role = build_role(config)
+            model = subject._shape_in(folder, longest)
+            role = build_role(config)  # when it returns every rank has loaded, and the folder may go
         if fills:
             cache = role.runner.cache
             fill(role.runner, cache.num_blocks * cache.block_size)
@@ -297,7 +316,6 @@ def on_ranks(
                 role.close()
             return None
         role.engine.runner = cast(BatchRunner, _SharedRunner(role.engine.runner))
-        model = subject.model_config(longest=longest)
         try:
             report = work(Local(subject, config, role, model, load_before))
         except BaseException as error:
@@ -318,6 +336,21 @@ def report_head(benchmark: str, options: Mapping[str, Any], load_before: float) 
     }
 
 
+def rows_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Some columns of rows, those that they have."""
+    return [{name: row[name] for name in columns if name in row} for row in rows]
+
+
+def median_text(report: Mapping[str, Any]) -> str:
+    """How often something ran, for below a table."""
+    return f"median of {report['options']['runs']} after {report['options']['warmup']} warm-up"
+
+
+def terms(*names: str) -> str:
+    """What some of the terms mean, for below a table."""
+    return "; ".join(f"{name}: {DEFINITIONS[name]}" for name in names)
+
+
 def write_config(folder: Path, shape: Mapping[str, Any]) -> None:
     """Write, at once, a ``config.json`` that ``load_format="dummy"`` makes a model of."""
     fields = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6, **shape}
@@ -325,6 +358,17 @@ def write_config(folder: Path, shape: Mapping[str, Any]) -> None:
     partial = folder / f"config.{os.getpid()}"
     partial.write_text(json.dumps(fields))
     partial.replace(folder / "config.json")
+
+
+def _write_weights(folder: Path, dtype: str, seed: int) -> None:
+    """Random weights of a spread of 0.2, which makes greedy tokens distinct; norms are 1."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: (torch.ones(shape) if len(shape) == 1 else 0.2 * torch.randn(shape, generator=generator))
+        for name, shape in expected_tensors(load_model_config(folder)).items()
+    }
+    tensors = {name: tensor.to(TORCH_DTYPES[dtype]) for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def count_parameters(model: ModelConfig, is_counted: Callable[[str], bool]) -> int:

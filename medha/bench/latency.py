@@ -19,7 +19,18 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from medha.bench.harness import Local, Report, Subject, count_parameters, on_ranks, random_prompt
+from medha.bench.harness import (
+    Local,
+    Report,
+    Shown,
+    Subject,
+    count_parameters,
+    median_text,
+    on_ranks,
+    random_prompt,
+    rows_of,
+    terms,
+)
 from medha.bench.load import fixed_output, serve_load
 from medha.bench.timing import Rate, Timing, in_turn, matrix_product
 from medha.config import ModelConfig
@@ -159,3 +170,15 @@ def useful_flops(model: ModelConfig, prompt_len: int) -> float:
     """Operations of reading a prompt, see above."""
     linear = 2.0 * count_parameters(model, lambda name: name.startswith("model.layers.")) * prompt_len
     return linear + 2.0 * prompt_len**2 * model.num_heads * model.head_dim * model.num_layers
+
+
+def shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    columns = ("input_len", "way", "num_chunks", "ttft", "e2el", "tpot", "mfu", "ratio")
+    notes = [f"{median_text(report)}, one request at a time, in turn", terms("TTFT", "TPOT", "E2EL")]
+    rate = {name: report[name] for name in ("matrix_product",) if name in report}
+    if rate:
+        notes.append(
+            "mfu: useful operations over TTFT, of the matrix product's; ratio: to the TTFT of the whole prompt"
+        )
+    return {**rate, "results": rows_of(report["results"], columns)}, notes

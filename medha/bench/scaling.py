@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from medha.bench.harness import Report, Subject
+from medha.bench.harness import Report, Shown, Subject, median_text, rows_of
 from medha.bench.job import Worker, records_of, start_job
 from medha.bench.timing import Timing
 from medha.config import ParallelConfig
@@ -224,3 +224,13 @@ class Usage:
             report_wait_s=max(sum(batch.report_wait_s for batch in batches) for batches in filled),
             num_late_messages=sum(not batch.control_ready for batches in filled for batch in batches),
         )
+
+
+def shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    columns = ("length", "layout", "timing", "ratio", "bubble", "transfer_wait_s", "control_wait_s", "merge_wait_s")
+    rows = rows_of([line | line.get("usage", {}) for line in report["results"]], (*columns, "num_late_messages"))
+    notes = [f"{median_text(report)}, interleaved; 1 thread a rank; ratio: one rank's time over a layout's"]
+    if report["options"]["mode"] != "prefill":
+        notes.append("turns of 10 steps over random keys and values; compute and merges by rank are in the report")
+    return {"results": rows}, notes

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from medha.batch import Batch
-from medha.bench.harness import Local, Report, Subject, on_ranks, plain, random_prompt
+from medha.bench.harness import Local, Report, Shown, Subject, on_ranks, plain, random_prompt, terms
 from medha.bench.load import Workload, arrivals_of, described, fixed_output, longest_of, rate_text, serve_load
 from medha.cost.correction import KINDS, RunningError
 from medha.engine.arrivals import Arrival
@@ -42,6 +42,7 @@ from medha.workload.metrics import (
     detailed,
     latency_fields,
     meets,
+    percentile_name,
     seconds_of,
     serving_figures,
 )
@@ -86,13 +87,13 @@ class ServeOptions:
             )
 
 
-def serve(options: ServeOptions, trace: Trace, *, on_end: Callable[[], None] = lambda: None) -> Report | None:
+def serve(options: ServeOptions, trace: Trace, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
     """Run the load; every rank calls it.
 
     Args:
         options: what to run.
         trace: of the workload.
-        on_end: called as each request of the load ends.
+        on_run: called as each request of the load ends.
 
     Returns:
         The report on rank 0.
@@ -101,10 +102,10 @@ def serve(options: ServeOptions, trace: Trace, *, on_end: Callable[[], None] = l
         ConfigError: the options are wrong, or the model has no room for a request.
     """
     longest = max(longest_of(trace), options.probe_input_len + options.probe_output_len)
-    return on_ranks(options.subject, lambda local: _serve(local, options, trace, on_end), longest=longest)
+    return on_ranks(options.subject, lambda local: _serve(local, options, trace, on_run), longest=longest)
 
 
-def _serve(local: Local, options: ServeOptions, trace: Trace, on_end: Callable[[], None]) -> Report:
+def _serve(local: Local, options: ServeOptions, trace: Trace, on_run: Callable[[], None]) -> Report:
     vocab_size = local.model.vocab_size
     arrivals = arrivals_of(trace, vocab_size, seed=options.workload.seed, slo=options.goodput.slo)
     warm_up(local.engine, arrivals[: options.num_warmups])
@@ -114,7 +115,7 @@ def _serve(local: Local, options: ServeOptions, trace: Trace, on_end: Callable[[
             arrivals,
             probes=probe_stream(options, vocab_size),
             max_concurrency=options.max_concurrency,
-            on_end=on_end,
+            on_end=on_run,
         )
     given = asdict(options) | {"workload": described(options.workload, trace)}
     rate = trace.qps if options.workload.request_rate is None else options.workload.request_rate
@@ -254,12 +255,12 @@ class ConvoyOptions:
         return [replace(one, arrival_s=at) for one, at in zip(mix, [0.0] * self.num_long + times, strict=True)]
 
 
-def convoy(options: ConvoyOptions, *, on_end: Callable[[], None] = lambda: None) -> Report | None:
+def convoy(options: ConvoyOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
     """Calibrate, then serve the stream under every system; every rank calls it.
 
     Args:
         options: the load.
-        on_end: called as each request ends, those of the calibration included.
+        on_run: called as each request ends, those of the calibration included.
 
     Returns:
         The report on rank 0.
@@ -275,7 +276,7 @@ def convoy(options: ConvoyOptions, *, on_end: Callable[[], None] = lambda: None)
     )
     return on_ranks(
         options.subject,
-        lambda local: _convoy(local, options, on_end),
+        lambda local: _convoy(local, options, on_run),
         longest=longest,
         num_kv_blocks=given.get("num_kv_blocks") or blocks,
         max_num_seqs=options.num_long + options.num_short,
@@ -285,14 +286,14 @@ def convoy(options: ConvoyOptions, *, on_end: Callable[[], None] = lambda: None)
     )
 
 
-def _convoy(local: Local, options: ConvoyOptions, on_end: Callable[[], None]) -> Report:
+def _convoy(local: Local, options: ConvoyOptions, on_run: Callable[[], None]) -> Report:
     mix = options.mix(local.model.vocab_size)
     warm = [
         replace(mix[0], prompt=mix[0].prompt[: options.long_len // 4]),  # type: ignore[index]
         *mix[options.num_long :][:_WARM_SHORT],
     ]
     warm_up(local.engine, warm)
-    capacity_s = serve_load(local.engine, mix, on_end=on_end).duration_s
+    capacity_s = serve_load(local.engine, mix, on_end=on_run).duration_s
     stream = options.stream(mix, capacity_s / options.load)
     engines = {name: local.engine_with(**scheduler) for name, scheduler in options.systems.items()}
     systems = []
@@ -300,13 +301,14 @@ def _convoy(local: Local, options: ConvoyOptions, on_end: Callable[[], None]) ->
         local.take_over(engine)
         warm_up(engine, warm)
         with errors_counted(engine) as errors:
-            served = serve_load(engine, stream, on_end=on_end)
+            served = serve_load(engine, stream, on_end=on_run)
         systems.append(
             {"system": name, "options": options.systems[name]}
             | convoy_figures(served)
             | {"prediction_error": errors_by_kind(errors)}
         )
-    found = {"capacity_s": capacity_s, "span_s": capacity_s / options.load, "systems": systems}
+    found: Report = {"capacity_s": capacity_s, "span_s": capacity_s / options.load, "systems": systems}
+    found["failed"] = sum(one["failed"] for one in systems)
     return local.report("serve", {"preset": "convoy"} | plain(asdict(options))) | found
 
 
@@ -360,3 +362,47 @@ def plot_convoy(report: Mapping[str, Any], path: Path) -> None:
     long.set_xticklabels(names, rotation=45, ha="right")
     short.legend(loc="lower left", fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    options = report["options"]
+    names = ("mean", "median", "std", *(percentile_name(percent) for percent in options["percentiles"]))
+    figures = ["completed", "failed", "request_rate", "burstiness", "max_concurrent_requests"]
+    figures += ["request_throughput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"]
+    figures += ["request_goodput", "slo_attainment"]
+    figures += [name for name in report if name.startswith("probe_")] if options["probe_request_rate"] else []
+    entries = {"duration_s": report["duration"]} | {name: report[name] for name in figures}
+    entries["prediction_error"] = report["prediction_error"]
+    entries["latencies"] = [
+        {"": metric.upper(), **{f"{name}_ms": report[f"{name}_{metric}_ms"] for name in names}}
+        for metric in options["metrics"]
+    ]
+    entries["ttft_by_length"] = report["ttft_by_length"]
+    warm = f"one run after {report['warmup']} warm-up requests; error: of predicted step times, as a share"
+    return entries, [warm, terms("TTFT", "TPOT", "ITL", "E2EL", "goodput", "SLO attainment")]
+
+
+def convoy_shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    rows = [
+        {
+            "scheduler": one["system"],
+            **{f"short {name}": one["short"][name] for name in ("median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms")},
+            "short in SLO_share": one["short"]["slo_attainment"],
+            **{f"long {name}": one["long"][name] for name in ("mean_ttft_ms", "p99_ttft_ms")},
+            "short p99_tpot_ms": one["short"]["p99_tpot_ms"],
+            "span_s": one["duration"],
+        }
+        for one in report["systems"]
+    ]
+    options = report["options"]
+    low, high = options["short_lens"]
+    return {"schedulers": rows}, [
+        f"{options['num_long']} prompts of {options['long_len']:,} tokens queued at 0 s, {options['num_short']} of "
+        f"{low} to {high} (Poisson) within {report['span_s']:.1f} s; {options['output_len']} output tokens each; "
+        f"seed {options['seed']}",
+        f"capacity: the whole mix at once takes {report['capacity_s']:.1f} s under LARS+sharing; load "
+        f"{options['load']:g}; batches of {options['t_target_s']:g} s; SLO: a TTFT of {options['short_ttft_s']:g} s",
+        terms("TTFT", "TPOT"),
+    ]

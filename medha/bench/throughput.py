@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 
 from medha.batch import Batch
-from medha.bench.harness import Local, Report, Subject, on_ranks
+from medha.bench.harness import Local, Report, Shown, Subject, median_text, on_ranks, rows_of
 from medha.bench.load import Workload, arrivals_of, described, longest_of, serve_load
 from medha.bench.timing import Timing, in_turn
 from medha.engine.engine import Engine
@@ -38,13 +38,13 @@ class ThroughputOptions:
     runs: int = 3
 
 
-def throughput(options: ThroughputOptions, trace: Trace, *, on_end: Callable[[], None] = lambda: None) -> Report | None:
+def throughput(options: ThroughputOptions, trace: Trace, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
     """Run the measurement; every rank calls it.
 
     Args:
         options: what to run.
         trace: of the workload.
-        on_end: called as each request ends, warm-up included.
+        on_run: called as each request ends, warm-up included.
 
     Returns:
         The report on rank 0.
@@ -52,10 +52,10 @@ def throughput(options: ThroughputOptions, trace: Trace, *, on_end: Callable[[],
     Raises:
         ConfigError: the options are wrong, or the model has no room for a request.
     """
-    return on_ranks(options.subject, lambda local: _measure(local, options, trace, on_end), longest=longest_of(trace))
+    return on_ranks(options.subject, lambda local: _measure(local, options, trace, on_run), longest=longest_of(trace))
 
 
-def _measure(local: Local, options: ThroughputOptions, trace: Trace, on_end: Callable[[], None]) -> Report:
+def _measure(local: Local, options: ThroughputOptions, trace: Trace, on_run: Callable[[], None]) -> Report:
     arrivals = arrivals_of(trace, local.model.vocab_size, seed=options.workload.seed)
     arrivals = [replace(one, arrival_s=0.0) for one in arrivals]
     clock = HostClock(local.engine)
@@ -63,7 +63,7 @@ def _measure(local: Local, options: ThroughputOptions, trace: Trace, on_end: Cal
 
     def run() -> float:
         clock.begin()
-        served = serve_load(local.engine, arrivals, on_end=on_end)
+        served = serve_load(local.engine, arrivals, on_end=on_run)
         failed = next((one for one in served.outcomes if not one.is_completed), None)
         if failed is not None:
             raise ConfigError(f"{failed.request_id} of {failed.input_len} tokens has failed: {failed.error}")
@@ -138,3 +138,18 @@ class HostClock:
         now_s = self._engine.now()
         self.steps.append(HostStep(len(batch.rows), now_s - self._last_s - busy_s))
         self._last_s = now_s
+
+
+def shown(report: Report) -> Shown:
+    """What is printed of the report."""
+    rates = ("requests_per_second", "tokens_per_second", "output_tokens_per_second")
+    columns = ("num_requests", "total_input_tokens", "total_output_tokens", "timing", *rates)
+    host = report["host"]
+    steps = {"all": host["timing"], f"largest, {host['largest_batch']:,} rows": host["at_largest"]}
+    entries = {
+        "passes": rows_of([report], columns),
+        "host_of_a_step": [{"batch": batch, "timing": timing} for batch, timing in steps.items()],
+    }
+    host_is = "a step less the runner's compute: scheduler, engine, and noting the tokens here"
+    notes = [f"all requests at once; {median_text(report)} passes", f"host: {host_is}; of all passes that count"]
+    return entries, notes

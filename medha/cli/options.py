@@ -15,11 +15,11 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from medha.config import engine_config as config
+from medha.config import fields as panels
 from medha.config import option_of, parse_size
+from medha.config.engine_config import SECTIONS
 from medha.errors import ConfigError
 from medha.models.json_fields import parse_json_object, short_repr
-from medha.params import SAMPLING as _SAMPLING
 from medha.params import SamplingParams
 
 Group = Mapping[str, tuple[Any, Any]]
@@ -40,7 +40,7 @@ def options_of(*classes: type) -> dict[str, Group]:
         hints = get_type_hints(cls)
         for field in fields(cls):
             said = option_of(field)
-            if said is None:
+            if said is None or not said.panel:
                 continue
             hint, name = hints[field.name], said.name or field.name
             kind = said.kind or next(kind for kind in _KINDS if kind in (hint, *get_args(hint)))
@@ -57,14 +57,14 @@ def _parameter(kind: Any, declared: Any, default: Any) -> tuple[Any, Any]:
     return Annotated[kind if default is not None else kind | None, declared], default
 
 
-_GROUPS = options_of(*config.SECTIONS.values(), SamplingParams)
-MODEL = _GROUPS[config.MODEL]
-MEMORY = _GROUPS[config.MEMORY]
-SCHEDULING = _GROUPS[config.SCHEDULING]
-SERVING = _GROUPS[config.SERVING]
-PARALLEL = _GROUPS[config.PARALLEL]
-SIMULATED = _GROUPS[config.SIMULATED]
-SAMPLING = _GROUPS[_SAMPLING]
+_GROUPS = options_of(*SECTIONS.values(), SamplingParams)
+MODEL = _GROUPS[panels.MODEL]
+MEMORY = _GROUPS[panels.MEMORY]
+SCHEDULING = _GROUPS[panels.SCHEDULING]
+SERVING = _GROUPS[panels.SERVING]
+PARALLEL = _GROUPS[panels.PARALLEL]
+SIMULATED = _GROUPS[panels.SIMULATED]
+SAMPLING = _GROUPS[panels.SAMPLING]
 ENGINE: Group = {**MODEL, **MEMORY, **SCHEDULING, **SERVING, **PARALLEL}
 """All options of an engine."""
 

@@ -31,7 +31,7 @@ DEFINITIONS = {
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
+def progress(what: str, total: int | None) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr while this is open; yields what is to be called as one or more of ``total`` parts are
     done, with their number."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

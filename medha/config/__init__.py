@@ -3,19 +3,10 @@
 Plain data, standard library only. Every dataclass checks itself when it is built, so an object that exists is valid.
 """
 
-from medha.config.engine_config import (
-    ADMISSIONS,
-    ATTENTION_BACKENDS,
-    OPTION_ALIASES,
-    SCHEDULERS,
-    CacheConfig,
-    EngineConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    whole_blocks,
-)
+from medha.config.engine_config import ATTENTION_BACKENDS, OPTION_ALIASES, EngineConfig, whole_blocks
 from medha.config.fields import OptionField, option_of, parse_size
 from medha.config.model_config import DTYPES, ModelConfig, RopeConfig, RopeType
+from medha.config.sections import ADMISSIONS, SCHEDULERS, CacheConfig, ParallelConfig, SchedulerConfig
 
 __all__ = [
     "ADMISSIONS",

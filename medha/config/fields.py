@@ -5,12 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 from medha.errors import ConfigError
+
+# Headings of options: each is a group of medha.cli.options.
+MODEL = "Model"
+MEMORY = "Memory"
+SCHEDULING = "Scheduling"
+SERVING = "Requests that share the engine"
+PARALLEL = "Parallel layout"
+SAMPLING = "Sampling"
+SIMULATED = "Simulated memory"
+"""What an engine finds out itself: given to it, it could contradict the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +42,7 @@ class OptionField:
     """What a field says of itself.
 
     Attributes:
-        panel: under which heading a command line lists it; it belongs to the group of that name.
+        panel: under which heading a command line lists it; it belongs to the group of that name. Empty: it has none.
         help: what it is for.
         check: what it accepts beside its default.
         name: by which users give it, where it is not the field's.
@@ -51,7 +62,7 @@ class OptionField:
     is_length: bool = False
 
 
-def option(default: Any, panel: str, help: str, check: Check | None = None, *, repr: bool = True, **more: Any) -> Any:
+def option(panel: str, default: Any, help: str, check: Check | None = None, *, repr: bool = True, **more: Any) -> Any:
     """A field with its :class:`OptionField`."""
     return dataclasses.field(default=default, repr=repr, metadata={"option": OptionField(panel, help, check, **more)})
 
@@ -62,18 +73,22 @@ def option_of(field: dataclasses.Field[Any]) -> OptionField | None:
     return found
 
 
-def check_options(config: Any) -> None:
-    """Hold every field of a dataclass to its check; None passes where it is the default.
+def _config_error(name: str, value: Any, accepted: str) -> Exception:
+    return ConfigError(f"{name}={value!r}; accepted: {accepted}")
+
+
+def check_options(config: Any, error: Callable[[str, Any, str], Exception] = _config_error) -> None:
+    """Hold every field of a dataclass to its check; None passes where its type has it.
 
     Raises:
-        ConfigError: a value is not accepted.
+        ConfigError: a value is not accepted; or what ``error`` makes of its name, the value and what is accepted.
     """
     for field in dataclasses.fields(config):
         said, value = option_of(field), getattr(config, field.name)
-        if said is None or said.check is None or (value is None and field.default is None):
+        if said is None or said.check is None or (value is None and "None" in str(field.type)):
             continue
         if not said.check.holds(value):
-            raise ConfigError(f"{said.name or field.name}={value!r}; accepted: {said.check.accepted}")
+            raise error(said.name or field.name, value, said.check.accepted)
 
 
 def integer(low: int, high: int) -> Check:
@@ -96,7 +111,14 @@ def choice(*choices: str) -> Check:
     return Check(", ".join(choices), lambda value: value in choices)
 
 
-POSITIVE = number("a finite number above 0", lambda value: 0 < value < math.inf)
+def finite(low: float, high: float = math.inf, *, is_open: bool = False) -> Check:
+    """A finite number from ``low``, or above it where that end is open, to ``high``."""
+    accepted = f"a finite number {'above' if is_open else 'from'} {low:g}" + f" to {high:g}" * math.isfinite(high)
+    most = min(high, sys.float_info.max)
+    return number(accepted, lambda value: (low < value if is_open else low <= value) and value <= most)
+
+
+POSITIVE = finite(0, is_open=True)
 SHARE = number("a number from 0 to below 1", lambda value: 0 <= value < 1)
 BOOLEAN = Check("True or False", lambda value: isinstance(value, bool))
 TEXT = Check("a string", lambda value: isinstance(value, str) and value != "")
