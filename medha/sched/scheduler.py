@@ -13,10 +13,10 @@ them at its first chunk (:mod:`medha.sched.balancer`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
-from medha.batch import Batch, Row
+from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
@@ -76,9 +76,6 @@ class Scheduler:
         )
         self.packer = _packer(config, predictor, self.depth)
         self._learner = self.packer if isinstance(self.packer, LearningPacker) else None
-        self._may_go_round = (
-            num_groups == 1 and not config.overcommit and not config.decode_lag and self._learner is None
-        )
         times = None if predictor is None else _prefill_times(config, predictor, max_prompt_tokens)
         self._queue = Queue(
             times,
@@ -273,56 +270,6 @@ class Scheduler:
             if groups & older.groups:
                 raise ValueError(f"batch {batch.batch_id} completed, but the oldest of its groups is {older.batch_id}")
         raise ValueError(f"batch {batch.batch_id} completed, but it is not in flight")
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether the batches in flight go round until a request ends or another arrives: each, when it is complete, is
-        scheduled again with the next token of the same requests.
-
-        Says False where it might be so and :meth:`go_round` could not come to the same: with several groups,
-        overcommitted memory, and packers that learn from each batch.
-        """
-        queue, depth = self._queue, self.depth
-        if queue.num_prefills or self._pending.frees or not self._in_flight or not self._may_go_round:
-            return False
-        num_running = len(queue.running)
-        if len(queue.decoding) != num_running or sum(len(batch.rows) for batch, _ in self._in_flight) != num_running:
-            return False
-        most = min(-(-num_running // depth), self.config.max_batch_tokens)
-        return all(len(batch.rows) == batch.num_decodes <= most for batch, _ in self._in_flight)
-
-    def go_round(self, num_batches: int, predictions: Sequence[Prediction | None]) -> None:
-        """What so many calls of :meth:`complete` and :meth:`schedule` in turn do while :attr:`is_steady`, in one go.
-
-        For a simulator. The predictor is not told of the batches, and where blocks lie may differ.
-
-        Args:
-            num_batches: completed and scheduled again, the oldest first; none of their requests has ended.
-            predictions: of the batches in flight after it, oldest first.
-        """
-        assert self.is_steady, "batches can be foreseen"
-        size = len(self._in_flight)
-        for index, (batch, _) in enumerate(self._in_flight):
-            rounds = (num_batches - index + size - 1) // size if num_batches > index else 0
-            if rounds:
-                last = num_batches - 1 - (num_batches - 1 - index) % size  # of the batches that these rows were
-                rows = tuple(self._after(row, rounds) for row in batch.rows)
-                self._in_flight[index] = Batch(self._next_batch_id + last, rows), None
-        self._in_flight.rotate(-num_batches)
-        together = zip(self._in_flight, predictions, strict=True)
-        self._in_flight = deque((batch, prediction) for (batch, _), prediction in together)
-        self._next_batch_id += num_batches
-
-    def _after(self, row: Row, rounds: int) -> Row:
-        """The row of a decode so many tokens later; its state follows."""
-        state = self._queue.running[row.slot]
-        position, block_size = state.num_scheduled_tokens, self.memory.block_size
-        if (position - 1) // block_size != (position - 1 + rounds) // block_size:
-            self.memory.take(Row(row.slot, position, rounds, True, True))
-        state.num_scheduled_tokens += rounds
-        state.num_computed_tokens += rounds
-        state.num_known_tokens += rounds
-        return Row(row.slot, row.position + rounds, 1, True, True)
 
     def _close_ended(self, slots: Iterable[int]) -> tuple[int, ...]:
         """Free the ended requests among ``slots`` that have nothing in flight."""

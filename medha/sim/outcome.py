@@ -245,7 +245,12 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
         "active": _mean_and_most(times.active(), first_s, end_s),
         "kv_cache_usage": {"mean": kv_mean, "max": kv_max},
         "stages": [
-            {"group": group, "stage": stage, "occupancy": busy_s / span_s, "bubble": bubble_s / span_s}
+            {
+                "group": group,
+                "stage": stage,
+                "occupancy": busy_s / span_s,
+                "bubble": max(bubble_s, 0.0) / span_s * (len(busy) > 1),
+            }
             for group, (busy, bubbles) in enumerate(zip(outcome.stage_busy_s, outcome.stage_bubble_s, strict=True))
             for stage, (busy_s, bubble_s) in enumerate(zip(busy, bubbles, strict=True))
         ],

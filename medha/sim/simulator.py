@@ -21,6 +21,7 @@ from medha.sched.decision import Decision, Prediction, SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from medha.sim.outcome import Gaps, Outcome, Requests, Series
 from medha.sim.pipeline import Passage, Pipeline
+from medha.sim.steady import go_round, is_steady, may_go_round
 from medha.workload.trace import NORMAL, Row, Trace
 
 
@@ -108,7 +109,7 @@ class Simulation:
         self.now_s = 0.0
         self._stop_s = math.inf if stop_s is None else stop_s
         self._driver_waits = driver_waits
-        self._skips = skips
+        self._skips = skips and may_go_round(scheduler)
         self._on_progress = on_progress or (lambda count: None)
         self._arrivals = trace.rows()
         self._next: tuple[int, Row] | None = None
@@ -194,7 +195,7 @@ class Simulation:
 
     def _go_round(self) -> None:
         """Step over batches that can be foreseen: decodes alone, until a request is about to end or one arrives."""
-        if not (self.pipeline.is_plain and self.scheduler.is_steady):
+        if not (self.pipeline.is_plain and is_steady(self.scheduler)):
             return
         until_s = self._stop_s if self._next is None else min(self._stop_s, self._arrival_s())
         oldest, passage = self._in_flight[0]
@@ -208,7 +209,7 @@ class Simulation:
             num_batches += 1
         self._num_batches += num_batches
         self._num_skipped += num_batches
-        self.scheduler.go_round(num_batches, [r.prediction_now() for r in going])
+        go_round(self.scheduler, num_batches, [r.prediction_now() for r in going])
         self._in_flight = deque(zip(self.scheduler.in_flight, [r.passage for r in going], strict=True))
         for r in going:
             if r.num_tokens:

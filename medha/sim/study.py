@@ -373,7 +373,7 @@ def shown(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "active": one["active"],
                 "KV use": {f"{name} share": share for name, share in one["kv_cache_usage"].items()},
                 "busy share": busy,
-                "bubble share": max(bubble, 0.0),
+                "bubble share": bubble,
             }
         )
         for bucket in one["ttft_by_length"]:

@@ -435,9 +435,3 @@ def _is_number(text: str) -> bool:
 def percentile_name(percent: float) -> str:
     """``p99``, ``p99.9``."""
     return f"p{percent:g}"
-
-
-def cell(fields: Mapping[str, Any], name: str) -> str:
-    """A field in milliseconds for a table."""
-    value = fields[name]
-    return "-" if value is None else f"{value:,.1f}"
