@@ -31,7 +31,7 @@ test-full: $(VENV)/installed-dev lint
 
 # Random cases against transformers, to a log in runs/fuzz; Ctrl-C stops it and says with which FIRST it goes on.
 fuzz: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz run --runs $(RUNS) --first $(FIRST) --ranks $(RANKS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --runs $(RUNS) --first $(FIRST) --ranks $(RANKS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

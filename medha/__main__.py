@@ -15,8 +15,7 @@ from medha.cost.machine import environment
 from medha.errors import ConfigError
 from medha.generate.__main__ import generate
 from medha.profile.cli import profile
-from medha.sim.cli import simulate
-from medha.sim.plan_cli import plan
+from medha.sim.cli import plan, simulate
 from medha.verify.__main__ import verify
 from medha.workload.cli import app as trace_app
 

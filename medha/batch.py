@@ -153,6 +153,11 @@ class Batch:
         """Rows that decode; they come first."""
         return sum(row.is_decode for row in self.rows)
 
+    @property
+    def groups(self) -> set[int]:
+        """Groups on which it has rows."""
+        return {group for row in self.rows for group in range(row.group, row.holder + 1)}
+
     def part_of(self, group: int) -> Batch:
         """What concerns one group: its rows and blocks, and every freed slot."""
         rows = tuple(row for row in self.rows if row.concerns(group))

@@ -26,11 +26,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from medha.config import EngineConfig
+from medha.engine.admission import Prompt
 from medha.engine.build import Role, build_role
-from medha.engine.engine import Engine, PreparedRequest, Prompt
+from medha.engine.engine import Engine
 from medha.engine.journal import check_recordable
 from medha.engine.jsonl import emptied, opened
-from medha.engine.request import refused_output
+from medha.engine.request import Request
 from medha.errors import DeadlineError, EngineDeadError, UnsupportedFeatureError, ValidationError
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
@@ -168,7 +169,7 @@ class LLM:
                         engine.add_prepared(request, arrival_s=arrival_s, sink=box.append)
                         added.append(request.request_id)
                     except DeadlineError as error:
-                        box.append(refused_output(request, arrival_s, engine.now(), error))
+                        box.append(request.refused(arrival_s, engine.now(), error))
                 with _Progress(len(requests), enabled=use_tqdm) as progress:
                     for _ in requests:
                         output = self._next(box)
@@ -292,7 +293,7 @@ class LLM:
             assert role.caller is not None, "rank 0 of several tells the others"
             return role.caller.call(name, run)
 
-    def _beside(self, prepare: Callable[[], list[PreparedRequest]]) -> list[PreparedRequest]:
+    def _beside(self, prepare: Callable[[], list[Request]]) -> list[Request]:
         """Prepare requests; in a thread of its own where something runs already, which goes on meanwhile."""
         engine = self.engine
         if not engine.num_unfinished:
@@ -309,7 +310,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         slo: SLO | Sequence[SLO | None] | None,
         priority: str | Sequence[str],
-    ) -> list[PreparedRequest]:
+    ) -> list[Request]:
         """Check everything; the first error names its index."""
         listed = _as_list(prompts)
         params = _spread("sampling_params", sampling_params, len(listed))
@@ -336,7 +337,7 @@ class LLM:
         """An id that no request has which was added to the engine directly."""
         return next(request_id for request_id in self._ids if not self.engine.is_unfinished(request_id))
 
-    def _stream(self, request: PreparedRequest) -> Iterator[RequestOutput]:
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
         engine, box = self.engine, deque[RequestOutput]()
         engine.add_prepared(request, arrival_s=engine.now(), sink=box.append)
         try:

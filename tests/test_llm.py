@@ -268,7 +268,7 @@ def test_journal(needle_folder: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="a journal begins before the first request"):
             llm.engine.record(io.StringIO())
         llm.generate(question(300))
-        file = llm.engine.scheduler._file  # type: ignore[attr-defined]
+        file = llm.engine.observers[-1]._file  # type: ignore[attr-defined]
     assert file.closed
     recorded = replay(path)
     assert (recorded.mismatch, recorded.num_batches > 30) == (None, True)

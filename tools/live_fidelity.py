@@ -47,10 +47,11 @@ from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.profile.calibrate import QUICK
 from medha.profile.measure import measure
-from medha.sched.packer import Prediction
+from medha.sched.decision import Prediction
 from medha.sched.scheduler import Scheduler
+from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Pipeline
-from medha.sim.simulator import Outcome, Simulation
+from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 from tools.tables import Floats
 

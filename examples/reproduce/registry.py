@@ -13,7 +13,6 @@ from examples.reproduce.figures import (
     decode_load,
     disaggregation,
     example,
-    knee,
     kvp,
     layouts,
     lengths,
@@ -44,7 +43,6 @@ _ALL = (
     schedulers.FIGURE,
     pools.FIGURE,
     layouts.FIGURE,
-    knee.FIGURE,
 )
 FIGURES: dict[str, FigureSpec] = {figure.name: figure for figure in _ALL}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.sim.simulator import Gaps, Outcome
+from medha.sim.outcome import Gaps, Outcome
+from medha.workload.metrics import percentile
 from medha.workload.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -56,6 +58,7 @@ class Served:
 
 
 def quantile_s(values: Floats, share: float) -> float:
-    """The value that a share of them does not exceed: one of them, so that inf stays apart; NaN are left out."""
-    known = np.sort(values[~np.isnan(values)])
-    return float(known[min(int(share * len(known)), len(known) - 1)]) if len(known) else float("nan")
+    """The quantile of a share, linear; inf where it is for ever; NaN are left out."""
+    known = values[~np.isnan(values)]
+    found = percentile(known, 100 * share)
+    return found if found is not None else math.inf if len(known) else math.nan

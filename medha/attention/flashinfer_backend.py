@@ -13,6 +13,8 @@ logarithm before it leaves this module. Splits depend on a batch, so its company
 Nothing here has run on a GPU yet: the tests hold it to FlashInfer's signatures and, through a substitute in torch, to
 dense attention.
 
+The file has more than 400 lines because plans, wrappers and the decodes of a graph share one page table.
+
 Legend: T query tokens of the batch, N query heads, K KV heads, H head dimension, P tokens in the pool, B decodes.
 """
 

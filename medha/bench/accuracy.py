@@ -31,7 +31,7 @@ from medha.params import SamplingParams
 from medha.profile.calibrate import QUICK
 from medha.profile.measure import measure
 from medha.profile.steps import Step, StepRunner, step_of
-from medha.sched.packer import Prediction
+from medha.sched.decision import Prediction
 
 TOLERANCE = 0.15
 KV_RANGES = (1024, 4096, 16384, 65536)

@@ -22,10 +22,10 @@ from medha.attention.interface import LayerShape, Segment
 from medha.bench.harness import Report, Shown, Subject, median_text, rows_of
 from medha.bench.timing import Rate, Timing, Yardstick, in_turn, matrix_product, synchronize, timed
 from medha.config import ModelConfig
-from medha.engine.build import TORCH_DTYPES, pick_backend, pick_device
 from medha.errors import ConfigError
 from medha.profile.steps import fill_pools
 from medha.worker.kv_cache import KVCache
+from medha.worker.shard import TORCH_DTYPES, pick_backend, pick_device
 
 _BLOCK_SIZE = 256
 _PRODUCT = "matrix product"

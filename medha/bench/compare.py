@@ -22,8 +22,8 @@ from medha.bench.job import Worker
 from medha.bench.load import Workload, described
 from medha.bench.peers import PAGE
 from medha.bench.timing import Timing, in_turn
-from medha.engine.build import TORCH_DTYPES
 from medha.errors import ConfigError
+from medha.worker.shard import TORCH_DTYPES
 
 PEERS = ("transformers", "vllm")
 _DECODE_PROMPT = 128

@@ -31,8 +31,9 @@ from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.params import SLO
+from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import load_policy
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.scheduler import Scheduler
 
 LIMITS_MS = {10_000: 1.0, 100_000: 10.0}
 """Most that the 99th percentile of a decision may take, by waiting requests."""
@@ -276,13 +277,13 @@ class _Load:
     def step(self, *, refill: bool = True) -> None:
         """One decision, and the arrivals that keep the queue as long as it was."""
         with self.schedule.measured():
-            batch = self.scheduler.schedule(self._now_s)
-        prediction = self.scheduler.last_prediction
+            decision = self.scheduler.schedule(self._now_s)
+        batch, prediction = decision.batch, decision.prediction
         assert batch is not None and prediction is not None, "an overloaded scheduler always has a batch"
         self._now_s += prediction.seconds
         results = self._results(batch)
         with self.complete.measured():
-            closed = self.scheduler.complete(batch.batch_id, self._now_s, results, prediction.seconds)
+            closed = self.scheduler.complete(batch, self._now_s, results, prediction.seconds)
         self._free += closed
         self._note(batch)
         while refill and self.scheduler.num_waiting < self._target:
@@ -323,7 +324,7 @@ class _Load:
             length = int(random.uniform(0.2, 1.0) * _LONG_TOKENS)
         self._lengths[slot] = length
         slo = SLO(ttft_s=float(random.uniform(0.5, 300.0)), tpot_s=0.5) if random.random() < 0.3 else None
-        self.scheduler.add(RequestHead(slot, length, _MAX_NEW_TOKENS, arrival_s, slo, int(random.integers(0, 4))))
+        self.scheduler.add(SchedulerRequest(slot, length, _MAX_NEW_TOKENS, arrival_s, slo, int(random.integers(0, 4))))
 
 
 @contextmanager

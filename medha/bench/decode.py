@@ -22,10 +22,10 @@ import torch
 from medha.bench.harness import Local, Report, Shown, Subject, count_parameters, median_text, on_ranks, rows_of
 from medha.bench.timing import Rate, Timing, in_turn, memory_read, timed
 from medha.config import ModelConfig
-from medha.engine.build import pick_device
 from medha.params import SamplingParams
 from medha.profile.steps import Step, StepRunner, decodes
 from medha.worker.sampling import SlotSampling, sample
+from medha.worker.shard import pick_device
 
 TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"
 _BLOCK_SIZE = 256

@@ -27,8 +27,9 @@ from medha.cli.command import end_process, ignore_signals, run_guarded, state_on
 from medha.cli.report import DEFINITIONS, stamp
 from medha.config import EngineConfig, ModelConfig
 from medha.cost.predictor import Predictor
-from medha.engine.build import TORCH_DTYPES, Role, build_role
-from medha.engine.engine import BatchRunner, Engine, PendingResult, Prompt
+from medha.engine.admission import Prompt
+from medha.engine.build import Role, build_role
+from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
@@ -36,6 +37,8 @@ from medha.models.weights import expected_tensors
 from medha.parallel.launch import own_ranks, read_launch
 from medha.profile.steps import fill
 from medha.sched.scheduler import Scheduler
+from medha.worker.shard import TORCH_DTYPES
+from medha.worker.step import BatchRunner, PendingStep
 
 Report = dict[str, Any]
 """What a benchmark measured, as JSON has it."""
@@ -264,7 +267,7 @@ class _SharedRunner:
         self._slots.add(slot)
         self._runner.open(slot, *args, **options)
 
-    def submit(self, batch: Batch) -> PendingResult:
+    def submit(self, batch: Batch) -> PendingStep:
         if self._frees:
             batch = replace(batch, frees=tuple({*self._frees, *batch.frees}))
             self._frees = ()

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -23,14 +24,12 @@ import numpy as np
 from medha.batch import Batch
 from medha.bench.harness import Local, Report, Subject, on_ranks, random_prompt
 from medha.bench.load import fixed_output, serve_load
-from medha.bench.timing import timed
 from medha.cli.command import end_process, run_guarded
 from medha.engine.arrivals import Arrival
-from medha.engine.engine import BatchRunner
 from medha.errors import ConfigError, RankFailedError
 from medha.profile.steps import Part, StepRunner
 from medha.timeline import RankRecords, decode_records, encode_records
-from medha.worker.runner import StepResult
+from medha.worker.step import BatchRunner, PendingStep
 
 _END_S = 30.0
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -158,18 +157,11 @@ class _Submitted:
         self.seconds = 0.0
         self.open, self.close, self.reset = runner.open, runner.close, runner.reset
 
-    def submit(self, batch: Batch) -> _Done:
-        found: list[StepResult] = []
-        self.seconds = timed(lambda: found.append(self._runner.submit(batch).result()))
-        return _Done(found[0])
-
-
-class _Done:
-    def __init__(self, found: StepResult) -> None:
-        self._found = found
-
-    def result(self) -> StepResult:
-        return self._found
+    def submit(self, batch: Batch) -> PendingStep:
+        start = time.perf_counter()
+        found = self._runner.submit(batch).result()
+        self.seconds = time.perf_counter() - start
+        return PendingStep(lambda: found)
 
 
 class _Job:

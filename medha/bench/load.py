@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from medha.bench.harness import random_prompt
-from medha.engine.arrivals import Arrival, unserved
+from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError, EngineDeadError, MedhaError
 from medha.outputs import RequestOutput
@@ -241,7 +241,7 @@ class _Load:
             raise
         except MedhaError as error:
             now_s = self._engine.now()
-            self._take(unserved(arrival, self._start_s, error=error, now=now_s), now_s)
+            self._take(arrival.unserved(self._start_s, error=error, now_s=now_s), now_s)
 
     def _take(self, output: RequestOutput, now_s: float) -> None:
         """Note the tokens of an output, and the end of its request."""

@@ -33,7 +33,7 @@ from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SLO
-from medha.sched.packer import Prediction
+from medha.sched.decision import Prediction
 from medha.workload.metrics import (
     METRICS,
     Goodput,

@@ -19,7 +19,7 @@ from medha.bench.load import Workload, arrivals_of, described, longest_of, serve
 from medha.bench.timing import Timing, in_turn
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
-from medha.sched.packer import Prediction
+from medha.sched.decision import Prediction
 from medha.workload.trace import Trace
 
 

@@ -31,12 +31,13 @@ DEFINITIONS = {
 
 
 @contextmanager
-def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr while this is open; yields what is to be called as each of ``total`` parts is done."""
+def progress(what: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr while this is open; yields what is to be called as one or more of ``total`` parts are
+    done, with their number."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda count=1: bar.advance(task, count)
 
 
 def stamp() -> dict[str, Any]:

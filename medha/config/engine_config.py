@@ -113,7 +113,7 @@ class EngineConfig:
         None,
         "File that medha profile wrote for this machine, model and layout.",
         TEXT,
-        shown="a rough prediction, corrected while running",
+        shown="a spec for hardware of the kind, corrected while running",
     )
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

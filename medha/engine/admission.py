@@ -6,17 +6,16 @@ Nothing here changes state: a request that is refused leaves no trace.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from medha.engine.request import PIECE_TOKENS, ModelLimits, Request, pieces
 from medha.errors import ChatTemplateError, ContextLengthError, KVCapacityError, TokenizerError, ValidationError
 from medha.params import CHAT_OPTIONS, SLO, SamplingParams, check_priority
-from medha.sched.scheduler import Scheduler
+from medha.sched.decision import KVLimits
 from medha.text import Tokenizer
 
 logger = logging.getLogger("medha")
@@ -27,65 +26,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 where they are wanted."""
 
 _FORMS = ("prompt", "prompt_token_ids", "messages")
-_PIECE, _PAUSE = 16_384, 3.0
 _IDS = "accepted: a list of token ids, or text as prompt"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What a request is checked against.
-
-    Attributes:
-        vocab_size: token ids are below it.
-        max_model_len: prompt plus output in tokens.
-        eos_token_ids: ids that end a sequence.
-        sampling_defaults: from ``generation_config.json``, by field of :class:`SamplingParams`.
-        seed: base of the seeds of requests that bring none.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...] = ()
-    sampling_defaults: Mapping[str, float | int | None] = field(default_factory=dict)
-    seed: int = 0
-
-
-@dataclass(slots=True)
-class PreparedRequest:
-    """A request that has been tokenised and checked, not yet queued.
-
-    Token ids are int32 from here on: 10M of them are 40 MB. The list of them that outputs hold is made piece by piece
-    where they are many, so that whoever decodes meanwhile is not stalled.
-
-    Attributes:
-        prompt: its text, that of messages as the chat template wrote it; None where ids were given.
-        prompt_ids: its tokens, a copy of our own.
-        params: every field has a value, and ``max_tokens`` fits the room after the prompt.
-        id_list: the same tokens as a list; None until it is asked for where they came as an array.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_ids: npt.NDArray[np.int32]
-    params: SamplingParams
-    slo: SLO | None
-    id_list: list[int] | None = None
-    priority: str = "normal"
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of a completion."""
-        assert self.params.max_tokens is not None, "admission has capped it"
-        return self.params.max_tokens
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """The tokens as a list of our own, made once."""
-        if self.id_list is None:
-            self.id_list = []
-            for part in _pieces(len(self.prompt_ids)):
-                self.id_list += self.prompt_ids[part].tolist()
-        return self.id_list
 
 
 def prepare_request(
@@ -97,8 +38,8 @@ def prepare_request(
     priority: str = "normal",
     limits: ModelLimits,
     tokenizer: Tokenizer | None,
-    scheduler: Scheduler,
-) -> PreparedRequest:
+    kv: KVLimits,
+) -> Request:
     """Tokenise and check a request.
 
     Args:
@@ -109,7 +50,7 @@ def prepare_request(
         priority: class.
         limits: of the model.
         tokenizer: None takes token ids alone.
-        scheduler: whose KV pool the request must be able to fit, however long it waits.
+        kv: of the KV pools, which the request must be able to fit, however long it waits.
 
     Raises:
         ValidationError, ContextLengthError, KVCapacityError: the request is wrong; ``param`` says where.
@@ -122,7 +63,7 @@ def prepare_request(
     if slo is not None:
         check_type("slo", slo, SLO)
     check_priority(priority)
-    text, ids, id_list = _tokenise(prompt, tokenizer, limits.vocab_size)
+    text, ids = _tokenise(prompt, tokenizer, limits.vocab_size)
     params = params.resolve(limits.sampling_defaults)
     if params.stop_strings and tokenizer is None:
         raise _no_tokenizer("stop", params.stop, "use stop_token_ids")
@@ -135,24 +76,22 @@ def prepare_request(
             param="min_tokens",
             value=params.min_tokens,
         )
-    params = _capped(params, len(ids), limits.max_model_len, scheduler)
-    request = PreparedRequest(request_id, text, ids, params, slo, id_list, priority)
-    _check_pool(len(ids), request.max_tokens, scheduler)
-    if len(ids) > _PIECE:
+    params = _capped(params, len(ids), limits.max_model_len, kv)
+    request = Request(request_id, text, ids, params, slo=slo, priority=priority)
+    _check_pool(len(ids), request.max_tokens, kv)
+    if len(ids) > PIECE_TOKENS:
         assert len(request.prompt_token_ids) == len(ids), "it is made now, not when the first output is"
     return request
 
 
-def _tokenise(
-    prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int
-) -> tuple[str | None, npt.NDArray[np.int32], list[int] | None]:
-    """(text, ids, the same as a list) of a prompt in any of its forms; None for what it did not come with."""
+def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, npt.NDArray[np.int32]]:
+    """(text, ids) of a prompt in any of its forms; no text where ids were given."""
     form, value, options = _form(prompt)
     if value is None or isinstance(value, Mapping) or (form == "prompt" and not isinstance(value, str)):
         raise _wrong_prompt(form, value)
-    text, id_list = None, None
+    text = None
     if form == "prompt_token_ids":
-        ids, id_list = _checked_ids(value, form, vocab_size)
+        ids = _checked_ids(value, form, vocab_size)
     elif tokenizer is None:
         raise _no_tokenizer(form, value, "give prompt_token_ids")
     else:
@@ -165,7 +104,7 @@ def _tokenise(
             raise ValidationError(str(error), param=form, value=value) from error
     if len(ids) == 0:
         raise ValidationError(f"{form}={value!r:.80} has no token; accepted: at least one", param=form, value=value)
-    return text, ids, id_list
+    return text, ids
 
 
 def _form(prompt: Prompt) -> tuple[str, Any, dict[str, Any]]:
@@ -187,8 +126,8 @@ def _form(prompt: Prompt) -> tuple[str, Any, dict[str, Any]]:
     return form, value, options
 
 
-def _checked_ids(value: Any, name: str, vocab_size: int) -> tuple[npt.NDArray[np.int32], list[int] | None]:
-    """A copy of token ids in the vocabulary, and as a list where they came as one; names the first that is not one."""
+def _checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]:
+    """A copy of token ids in the vocabulary; an error names the first that is not one."""
     try:
         array = _integer_array(value)
     except (RuntimeError, TypeError) as error:  # a tensor on the meta device, a sparse one
@@ -199,19 +138,18 @@ def _checked_ids(value: Any, name: str, vocab_size: int) -> tuple[npt.NDArray[np
         wrong = _first_wrong(array, vocab_size)
         if wrong is not None:
             raise _wrong_id(name, wrong, array[wrong].item(), vocab_size)
-        return np.array(array, np.int32), None
+        return np.array(array, np.int32)
     listed = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(listed, (str, bytes, bytearray)) or not isinstance(listed, Sequence):
         raise _wrong_prompt(name, value)
-    ids, copied = np.empty(len(listed), np.int32), []
-    for part in _pieces(len(listed)):
+    ids = np.empty(len(listed), np.int32)
+    for part in pieces(len(listed)):
         some = list(listed[part])
         wrong = _first_wrong(some, vocab_size)
         if wrong is not None:
             raise _wrong_id(name, part.start + wrong, some[wrong], vocab_size)
         ids[part] = some
-        copied += some
-    return ids, copied
+    return ids
 
 
 def _first_wrong(ids: list[Any] | npt.NDArray[np.integer[Any]], vocab_size: int) -> int | None:
@@ -225,19 +163,6 @@ def _first_wrong(ids: list[Any] | npt.NDArray[np.integer[Any]], vocab_size: int)
     return int(np.argmax((ids < 0) | (ids >= vocab_size)))
 
 
-def _pieces(length: int) -> Iterator[slice]:
-    """Parts of many ids, with a pause after each that is :data:`_PAUSE` times as long as what was done with it.
-
-    Work on Python integers holds the interpreter lock. In a pause a thread that wants it gets it at once; otherwise
-    whoever decodes would wait for it at every operator.
-    """
-    for start in range(0, length, _PIECE):
-        began_s = time.perf_counter()
-        yield slice(start, min(start + _PIECE, length))
-        if length > _PIECE:
-            time.sleep(_PAUSE * (time.perf_counter() - began_s))
-
-
 def _integer_array(value: Any) -> npt.NDArray[np.integer[Any]] | None:
     """A numpy array or torch tensor of integers along one axis as a numpy array; None for anything else."""
     if hasattr(value, "is_floating_point"):  # torch, some of whose other types numpy does not have
@@ -246,7 +171,7 @@ def _integer_array(value: Any) -> npt.NDArray[np.integer[Any]] | None:
     return value if is_integers else None
 
 
-def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, scheduler: Scheduler) -> SamplingParams:
+def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, kv: KVLimits) -> SamplingParams:
     """``params`` with ``max_tokens`` capped to the room that the prompt leaves; where it is None, all of it."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
@@ -257,7 +182,7 @@ def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, 
             value=num_prompt_tokens,
         )
     if params.max_tokens is None:
-        in_pool = scheduler.memory.max_request_tokens + 1 - num_prompt_tokens
+        in_pool = kv.max_request_tokens + 1 - num_prompt_tokens
         return params.capped(max(1, min(room, in_pool)))
     if params.max_tokens <= room:
         return params
@@ -265,18 +190,16 @@ def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, 
     return params.capped(room)
 
 
-def _check_pool(num_prompt_tokens: int, max_tokens: int, scheduler: Scheduler) -> None:
-    memory = scheduler.memory
+def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVLimits) -> None:
     needed = num_prompt_tokens + max_tokens - 1  # the last sampled token is never written
-    if needed <= memory.max_request_tokens:
+    if needed <= kv.max_request_tokens:
         return
-    is_pools = memory.max_kv_per_group == memory.num_blocks * memory.block_size
-    remedy = "kv_memory" if is_pools else "max_kv_per_group"
-    groups = f", {memory.max_kv_per_group} on each of {memory.num_groups} groups" if memory.num_groups > 1 else ""
-    prompt_fits = num_prompt_tokens <= memory.max_request_tokens
+    remedy = "kv_memory" if kv.is_whole_pool else "max_kv_per_group"
+    groups = f", {kv.max_per_group} on each of {kv.num_groups} groups" if kv.num_groups > 1 else ""
+    prompt_fits = num_prompt_tokens <= kv.max_request_tokens
     raise KVCapacityError(
         f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache; accepted: at "
-        f"most {memory.max_request_tokens}{groups}, or more with a larger {remedy}",
+        f"most {kv.max_request_tokens}{groups}, or more with a larger {remedy}",
         param="max_tokens" if prompt_fits else "prompt",
         value=max_tokens if prompt_fits else num_prompt_tokens,
     )

@@ -13,12 +13,15 @@ from concurrent import futures
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from medha.engine.request import unserved
 from medha.errors import EngineDeadError, MedhaError
-from medha.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from medha.outputs import CompletionOutput, RequestOutput
 from medha.params import SLO, SamplingParams
 
 if TYPE_CHECKING:
-    from medha.engine.engine import Engine, PreparedRequest, Prompt
+    from medha.engine.admission import Prompt
+    from medha.engine.engine import Engine
+    from medha.engine.request import Request
 
 LONG_PROMPT = 100_000
 """Characters or ids of the longest prompt that is prepared among the short ones."""
@@ -45,6 +48,17 @@ class Arrival:
     priority: str = "normal"
     error: MedhaError | None = None
     custom_id: str | None = None
+
+    def unserved(self, start_s: float, *, error: Exception | None = None, now_s: float | None = None) -> RequestOutput:
+        """Its output if the engine never takes it; without an error it is aborted.
+
+        Args:
+            start_s: time from which ``arrival_s`` counts, on the engine's clock.
+            error: why it was not taken; its own error goes before it.
+            now_s: time of its end on that clock, if known.
+        """
+        error = self.error or error
+        return unserved(self.request_id, start_s + self.arrival_s, slo=self.slo, error=error, finished_s=now_s)
 
 
 def drive(
@@ -73,7 +87,7 @@ def drive(
         while upcoming or preparing.pending or engine.has_unfinished:
             if should_stop():  # what is in flight runs to its end, on every rank
                 engine.abort_all()
-                yield from (unserved(arrival, start) for arrival in (*preparing.drop(), *upcoming))
+                yield from (arrival.unserved(start) for arrival in (*preparing.drop(), *upcoming))
                 upcoming.clear()
             for _ in range(min(len(upcoming), _MOST_BEGUN)):
                 if upcoming[0].arrival_s > engine.now() - start:
@@ -93,7 +107,7 @@ def drive(
                     continue
             except EngineDeadError as error:
                 yield from error.outputs
-                yield from (unserved(arrival, start, error=error) for arrival in (*preparing.drop(), *upcoming))
+                yield from (arrival.unserved(start, error=error) for arrival in (*preparing.drop(), *upcoming))
                 raise
             wait_s = min(_MAX_SLEEP_S, upcoming[0].arrival_s - (engine.now() - start)) if upcoming else _MAX_SLEEP_S
             if preparing.pending:
@@ -108,7 +122,7 @@ class _Preparing:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
-        self._lanes: list[deque[tuple[int, Arrival, futures.Future[PreparedRequest]]]] = [deque(), deque()]
+        self._lanes: list[deque[tuple[int, Arrival, futures.Future[Request]]]] = [deque(), deque()]
         self._num_begun = 0
 
     def __enter__(self) -> _Preparing:
@@ -130,7 +144,7 @@ class _Preparing:
         self._lanes[lane].append((self._num_begun, arrival, self._threads[lane].submit(self._prepare, arrival)))
         self._num_begun += 1
 
-    def ready(self) -> Iterator[tuple[Arrival, futures.Future[PreparedRequest]]]:
+    def ready(self) -> Iterator[tuple[Arrival, futures.Future[Request]]]:
         """Those that are done, in the order in which they arrived; a lane's are done in order."""
         while done := [lane for lane in self._lanes if lane and lane[0][2].done()]:
             _, arrival, request = min(done, key=lambda lane: lane[0][0]).popleft()
@@ -150,7 +164,7 @@ class _Preparing:
             lane.clear()
         return [arrival for _, arrival in dropped]
 
-    def _prepare(self, arrival: Arrival) -> PreparedRequest:
+    def _prepare(self, arrival: Arrival) -> Request:
         if arrival.error is not None:
             raise arrival.error
         return self._engine.prepare(
@@ -200,30 +214,10 @@ def _joined(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
     )
 
 
-def _add(
-    engine: Engine, arrival: Arrival, request: futures.Future[PreparedRequest], start: float
-) -> RequestOutput | None:
+def _add(engine: Engine, arrival: Arrival, request: futures.Future[Request], start: float) -> RequestOutput | None:
     """Queue an arrival; returns its output when it is refused."""
     try:
         engine.add_prepared(request.result(), arrival_s=start + arrival.arrival_s)
         return None
     except MedhaError as refusal:
-        return unserved(arrival, start, error=refusal, now=engine.now())
-
-
-def unserved(
-    arrival: Arrival, start: float, *, error: MedhaError | None = None, now: float | None = None
-) -> RequestOutput:
-    """The output of a request that the engine never took; without an error it is aborted.
-
-    Args:
-        arrival: the request; its own error goes before ``error``.
-        start: time from which ``arrival.arrival_s`` counts, on the engine's clock.
-        error: why it was not taken.
-        now: time of its end on that clock, if known.
-    """
-    error = arrival.error or error
-    completion = CompletionOutput(0, text=None, token_ids=[], finish_reason="abort" if error is None else "error")
-    slo = arrival.slo or SLO()
-    metrics = RequestMetrics(start + arrival.arrival_s, finished=now, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
-    return RequestOutput(arrival.request_id, None, [], [completion], True, metrics, error)
+        return arrival.unserved(start, error=refusal, now_s=engine.now())

@@ -17,7 +17,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from medha.batch import Batch, Row
+from medha.batch import Batch
 from medha.engine.wire import (
     decode_report,
     decode_sampling,
@@ -42,29 +42,14 @@ from medha.parallel.health import failures_named, give_up
 from medha.parallel.mesh import Ranks, leave
 from medha.params import SamplingParams
 from medha.timeline import RankRecords, Timeline, decode_records, encode_records
-from medha.worker.runner import Runner, StepResult, sampling_rows
-from medha.worker.sampling import SlotSampling
+from medha.worker.runner import Runner
+from medha.worker.step import PendingStep, StepResult, sampling_rows
 
 logger = logging.getLogger("medha")
 
 _REPORTS_IN_FLIGHT = 64
 _NO_TOKENS = np.empty(0, np.int32)
 _RECORDS_TAG = 1  # apart from the reports, which go between the same ranks
-
-
-@dataclass(slots=True)
-class _Report:
-    """The sampled tokens of a batch, on their way here."""
-
-    batch_id: int
-    rows: tuple[Row, ...]
-    slots: list[SlotSampling]
-    buffer: torch.Tensor
-    work: dist.Work
-
-    def wait(self) -> StepResult:
-        self.work.wait()
-        return decode_report(self.buffer, self.rows, self.slots)
 
 
 class ReportLine:
@@ -75,14 +60,19 @@ class ReportLine:
         self._runner = runner
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
-    def post(self, batch: Batch, group: int) -> _Report:
+    def post(self, batch: Batch, group: int) -> PendingStep:
         """Post the receive of one group's report of a batch, on rank 0."""
         rows = sampling_rows(batch, group)
         slots = [self._runner.sampling(row.slot) for row in rows]
         buffer = torch.empty(report_size(rows, slots), dtype=torch.int32)
         work = dist.irecv(buffer, src=self._ranks.sampler_rank(group), group=self._ranks.report_group)
         assert work is not None, "the receiver is in the group"
-        return _Report(batch.batch_id, rows, slots, buffer, work)
+
+        def received() -> StepResult:
+            work.wait()
+            return decode_report(buffer, rows, slots)
+
+        return PendingStep(received)
 
     def send(self, result: StepResult) -> None:
         """Send what was sampled to rank 0, on another rank."""
@@ -97,25 +87,6 @@ class ReportLine:
         """Wait for every send."""
         while self._sends:
             self._sends.popleft()[0].wait()
-
-
-@dataclass(frozen=True, slots=True)
-class _InPipeline:
-    """A batch on its way through the stages; its result is waited for.
-
-    Attributes:
-        own: what rank 0 itself sampled.
-        reports: of the groups that the batch concerns and whose sampling rank is another.
-    """
-
-    driver: DrivingRunner
-    batch: Batch
-    own: StepResult | None
-    reports: list[_Report]
-
-    def result(self) -> StepResult:
-        """The result of the batch; its tokens become known to rank 0."""
-        return self.driver.completed(self.batch, self.own, self.reports)
 
 
 class DrivingRunner:
@@ -169,7 +140,7 @@ class DrivingRunner:
         self._is_interrupted = True
         raise EngineDeadError("a step was interrupted; the other ranks have part of it, so the engine has ended")
 
-    def submit(self, batch: Batch) -> _InPipeline:
+    def submit(self, batch: Batch) -> PendingStep:
         """Send a batch to every rank and run this rank's part of it.
 
         Raises:
@@ -179,7 +150,7 @@ class DrivingRunner:
             self._num_in_pipeline += 1
             return self._submit(batch)
 
-    def _submit(self, batch: Batch) -> _InPipeline:
+    def _submit(self, batch: Batch) -> PendingStep:
         closed = {"close": self._closed} if self._closed else {}
         self._closed = []
         parts = [batch.part_of(group) for group in range(self._ranks.config.kvp)]
@@ -198,7 +169,7 @@ class DrivingRunner:
         concerned = [group for group, part in enumerate(parts) if part.rows]
         reports = [self._reports.post(batch, group) for group in concerned if self._ranks.sampler_rank(group) != 0]
         own = self._runner.run(parts[0], self._runner.input_ids(parts[0]))
-        return _InPipeline(self, batch, own, reports)
+        return PendingStep(partial(self._completed, batch, own, reports))
 
     def _opened(self, part: Batch, group: int) -> tuple[list[dict[str, Any]], npt.NDArray[np.int32]]:
         """What a group's sampling rank is to know of the requests that it samples for the first time, or again after
@@ -214,11 +185,17 @@ class DrivingRunner:
                     ids.append(its_ids)
         return opened, np.concatenate(ids)
 
-    def completed(self, batch: Batch, own: StepResult | None, reports: list[_Report]) -> StepResult:
-        """Wait for the oldest batch in the pipeline; raises as :meth:`submit`."""
+    def _completed(self, batch: Batch, own: StepResult | None, reports: list[PendingStep]) -> StepResult:
+        """Wait for the oldest batch in the pipeline; raises as :meth:`submit`.
+
+        Args:
+            batch: the batch.
+            own: what rank 0 itself sampled.
+            reports: of the groups that the batch concerns and whose sampling rank is another.
+        """
         results = [] if own is None else [own]
         with failures_named(self._ranks.monitor, batch), self._runner.recorder.waiting("report"):
-            results += [report.wait() for report in reports]
+            results += [report.result() for report in reports]
         rows = tuple(row for result in results for row in result.rows)
         sampled = [token for result in results for token in result.sampled]
         whole = StepResult(rows, sampled, max(result.busy_s for result in results))

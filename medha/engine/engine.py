@@ -12,70 +12,53 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import Concatenate, ParamSpec, Protocol, TextIO, TypeVar
 
 from medha.batch import Batch
-from medha.cost.correction import KINDS, ErrorFigures, Kind
-from medha.engine.admission import ModelLimits, PreparedRequest, Prompt, check_type, prepare_request
-from medha.engine.explain import Ledger
+from medha.engine.admission import Prompt, check_type, prepare_request
+from medha.engine.explain import Explainer
 from medha.engine.journal import Journal
-from medha.engine.request import Completion, LiveRequest
+from medha.engine.request import Completion, ModelLimits, Request
 from medha.engine.turns import Turns
-from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
+from medha.errors import ConfigError, EngineDeadError, ValidationError
 from medha.outputs import Explanation, RequestOutput
 from medha.params import PRIORITIES, SLO, SamplingParams, check_seconds
-from medha.sched.packer import Prediction
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import Admitted, Decision, Prediction, SchedulerRequest
+from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
 from medha.timeline import Timeline
-from medha.worker.runner import StepResult
-
-__all__ = ["Engine", "ModelLimits", "PreparedRequest", "Prompt"]
-
+from medha.worker.step import BatchRunner, PendingStep
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Results = Sequence[tuple[int, int, bool]]
+"""(slot, number of new tokens, finished) of the rows of a batch that sampled."""
 
 
-class PendingResult(Protocol):
-    """A submitted batch."""
+class Observer(Protocol):
+    """Who is told what the scheduler was asked and what it decided; the loop needs nothing of it."""
 
-    def result(self) -> StepResult:
-        """What it produced; waits for it."""
+    def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
+        """A request was queued."""
         ...
 
-
-class BatchRunner(Protocol):
-    """What runs batches: :class:`medha.worker.runner.Runner` on one rank, or all ranks behind rank 0."""
-
-    def open(
-        self,
-        slot: int,
-        prompt_ids: npt.NDArray[np.int32],
-        params: SamplingParams,
-        *,
-        seed: int,
-        end_ids: tuple[int, ...],
-    ) -> None:
-        """Take a request ahead of its first batch."""
+    def cancelled(self, slot: int, closed: Sequence[int]) -> None:
+        """A request was cancelled; these slots were closed by that."""
         ...
 
-    def close(self, slot: int) -> None:
-        """Forget a request."""
+    def scheduled(self, now_s: float, decision: Decision) -> None:
+        """The scheduler was asked for a batch."""
         ...
 
-    def submit(self, batch: Batch) -> PendingResult:
-        """Run a batch, or start it."""
+    def completed(self, batch: Batch, now_s: float, results: Results, busy_s: float, closed: Sequence[int]) -> None:
+        """A batch is done in every stage; these slots were closed by that."""
         ...
 
-    def reset(self) -> None:
-        """Forget everything, after a step that did not finish."""
+    def restarted(self, learned: dict[str, tuple[float, int]] | None) -> None:
+        """A new scheduler is in place of the former one, with no request; its predictor has learned this."""
         ...
 
 
@@ -123,14 +106,9 @@ class Engine:
 
     Attributes:
         turns: who has the engine; held from one call to the next (``with engine.turns:``) it lets nobody between.
+        observers: are told what the scheduler is asked and what it decides.
         on_step: called with each batch that is done, what was predicted of it before it was sent (None where the
             scheduler predicts nothing) and its busy seconds.
-        num_preemptions: how often requests gave up their KV memory, to be computed again or swapped in.
-        work_lost_s: predicted seconds of what they lost, be it computed again or moved out and in; without a predictor,
-            of what is computed again tokens of short context.
-        num_swaps: how many of the preemptions moved what was computed to host memory.
-        num_swapped_tokens: tokens moved there, over all of these; they come back unless the request ends before.
-        swap_s: predicted seconds of moving them out and in, part of ``work_lost_s``.
     """
 
     def __init__(
@@ -149,21 +127,18 @@ class Engine:
         self.tokenizer = tokenizer
         self.timeline = timeline
         self.on_step: Callable[[Batch, Prediction | None, float], None] | None = None
-        self.num_preemptions = 0
-        self.work_lost_s = 0.0
-        self.num_swaps = 0
-        self.num_swapped_tokens = 0
-        self.swap_s = 0.0
         self._host_s = 0.0
         self._num_host_steps = 0
-        self._ledger = Ledger(scheduler)
+        self._kv_limits = scheduler.memory.limits
+        self._explainer = Explainer(scheduler.memory.num_groups, scheduler.predictor)
+        self.observers: list[Observer] = [self._explainer]
         self._clock = clock
         self._start = clock()
-        self._live: dict[str, LiveRequest] = {}  # not ended
+        self._live: dict[str, Request] = {}  # not ended
         self._by_slot: dict[int, Completion] = {}  # theirs, and of ended ones those with chunks in flight
         self._free_slots: list[int] = []
         self._num_added = 0
-        self._in_flight: deque[tuple[Batch, Prediction | None, PendingResult]] = deque()
+        self._in_flight: deque[tuple[Batch, Prediction | None, PendingStep]] = deque()
         self._unreturned: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
         self._dying = threading.Lock()
@@ -211,19 +186,11 @@ class Engine:
     def prefills(self, min_tokens: int = 1) -> list[tuple[str, int, int]]:
         """(request id, prompt tokens computed, prompt tokens) of admitted prompts of at least ``min_tokens``."""
         return [
-            (one.name, self.scheduler.num_computed_tokens(one.slot), one.metrics.num_prompt_tokens)
+            (one.name, one.num_computed_tokens, one.metrics.num_prompt_tokens)
             for live in self._live.values()
             for one in live.completions
             if one.is_prefilling and one.finish_reason is None and one.metrics.num_prompt_tokens >= min_tokens
         ]
-
-    @property
-    def prediction_errors(self) -> Mapping[Kind, ErrorFigures]:
-        """How far predicted step times were off, before dispatch, by kind of batch; empty where nothing predicts."""
-        predictor = self.scheduler.predictor
-        if predictor is None:
-            return {}
-        return {kind: predictor.correction.errors.figures(kind) for kind in KINDS}
 
     @_in_turn
     def record(self, journal: TextIO) -> None:
@@ -238,8 +205,7 @@ class Engine:
         """
         if self._num_added:
             raise ConfigError("a journal begins before the first request; this engine has served some")
-        self.scheduler = cast(Scheduler, Journal(self.scheduler, journal))
-        self._ledger = Ledger(self.scheduler)
+        self.observers.append(Journal(self.scheduler, journal))
 
     @_in_turn
     def explain(self, request_id: str) -> Explanation:
@@ -257,7 +223,7 @@ class Engine:
                 param="request_id",
                 value=request_id,
             )
-        return live.first.metrics.explanation or self._ledger.of(live.first.slot)
+        return live.first.metrics.explanation or self._explainer.of(live.first.slot)
 
     def now(self) -> float:
         """Seconds since the engine was made, the clock of all metrics."""
@@ -299,7 +265,7 @@ class Engine:
         *,
         slo: SLO | None = None,
         priority: str = "normal",
-    ) -> PreparedRequest:
+    ) -> Request:
         """Tokenise and check a request without queueing it, in any thread; raises as :meth:`add_request`."""
         if self._dead is not None:
             raise self._dead
@@ -311,13 +277,13 @@ class Engine:
             priority=priority,
             limits=self.limits,
             tokenizer=self.tokenizer,
-            scheduler=self.scheduler,
+            kv=self._kv_limits,
         )
 
     @_in_turn
     @_or_abandoned
     def add_prepared(
-        self, request: PreparedRequest, *, arrival_s: float, sink: Callable[[RequestOutput], None] | None = None
+        self, request: Request, *, arrival_s: float, sink: Callable[[RequestOutput], None] | None = None
     ) -> None:
         """Queue a request that :meth:`prepare` returned.
 
@@ -340,59 +306,33 @@ class Engine:
                 param="request_id",
                 value=request.request_id,
             )
-        slots = self._unused_slots(request.params.n)
-        head = self._admitted(request, slots[0], arrival_s)
-        live = LiveRequest(
-            request,
-            slots,
-            arrival_s,
-            limits=self.limits,
-            tokenizer=self.tokenizer,
-            sink=sink or self._unreturned.append,
-        )
+        slots, now_s = self._unused_slots(request.params.n), self.now()
+        length, priority = len(request.prompt_ids), PRIORITIES.index(request.priority)
+        asked = SchedulerRequest(slots[0], length, request.max_tokens, arrival_s, request.slo, priority)
+        admitted = [self.scheduler.add(replace(asked, slot=slot), now_s) for slot in slots]
+        sink = sink or self._unreturned.append
+        request.begin(slots, arrival_s, limits=self.limits, tokenizer=self.tokenizer, sink=sink)
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed * 1_000_003 + self._num_added
         self._num_added += params.n
-        for one in live.completions:
-            one.metrics.is_relegated = head.is_relegated
+        for one, its in zip(request.completions, admitted, strict=True):
             end_ids = tuple(sorted(one.end_ids))
             self.runner.open(one.slot, request.prompt_ids, params, seed=seed + one.index, end_ids=end_ids)
-            head = replace(head, slot=one.slot)
-            deadline_s = self.scheduler.add(head)
-            self._ledger.added(head, deadline_s, one.name)
-            one.metrics.deadline_s = deadline_s if math.isfinite(deadline_s) else None
+            one.metrics.is_relegated = its.is_relegated
+            one.metrics.deadline_s = its.deadline_s if math.isfinite(its.deadline_s) else None
             one.metrics.deadline_is_derived = one.metrics.deadline_s is not None and one.metrics.ttft_slo_s is None
             self._by_slot[one.slot] = one
             if self._free_slots:
                 self._free_slots.pop()
-        self._live[request.request_id] = live
+            for observer in self.observers:
+                observer.added(replace(asked, slot=one.slot), now_s, its, one.name)
+        self._live[request.request_id] = request
 
     def _unused_slots(self, count: int) -> list[int]:
         """So many slots that nobody has, in the order in which they are taken: free ones from the end, then new."""
         free = self._free_slots[::-1][:count]
         first = len(self._by_slot) + len(self._free_slots)
         return [*free, *range(first, first + count - len(free))]
-
-    def _admitted(self, request: PreparedRequest, slot: int, arrival_s: float) -> RequestHead:
-        """What the scheduler is to know of a request; raises DeadlineError if it is not taken."""
-        priority = PRIORITIES.index(request.priority)
-        length = len(request.prompt_ids)
-        head = RequestHead(slot, length, request.max_tokens, arrival_s, request.slo, priority)
-        admission = self.scheduler.config.admission
-        predicted_s = None if admission == "all" else self.scheduler.admission_s(head, self.now())
-        if predicted_s is None:
-            return head
-        if admission == "relegate":
-            return replace(head, is_relegated=True)
-        objective_s = None if request.slo is None else request.slo.ttft_s
-        raise DeadlineError(
-            f"slo.ttft_s={objective_s}: its first token is predicted {predicted_s:.3f} s after its arrival even if it "
-            "runs next; accepted: a later one, or admission='all' or 'relegate'",
-            predicted_s=predicted_s,
-            objective_s=objective_s,
-            param="slo.ttft_s",
-            value=objective_s,
-        )
 
     @_in_turn
     @_or_abandoned
@@ -409,7 +349,8 @@ class Engine:
         self._finish(live)
         for one in running:
             closed = self.scheduler.cancel(one.slot)
-            self._ledger.cancelled(one.slot)
+            for observer in self.observers:
+                observer.cancelled(one.slot, closed)
             self._release(closed)
 
     @_in_turn
@@ -457,7 +398,9 @@ class Engine:
         self._free_slots.clear()
         self._in_flight.clear()
         self.scheduler = self.scheduler.fresh()
-        self._ledger = Ledger(self.scheduler)
+        predictor = self.scheduler.predictor
+        for observer in self.observers:
+            observer.restarted(None if predictor is None else predictor.correction.learned)
         self.runner.reset()
 
     def _advance(self) -> bool:
@@ -473,44 +416,65 @@ class Engine:
         self._in_flight.popleft()
         now = self.now()
         self._note_step(batch, prediction, now, result.busy_s)
-        self._ledger.completed(batch, now, result.busy_s)  # before any output is made, which holds what it says
-        results, changed = [], dict[str, LiveRequest]()
+        results: list[tuple[int, int, bool]] = []
+        changed: list[Completion] = []
         for row, sampled in zip(result.rows, result.sampled, strict=True):
             one = self._by_slot[row.slot]
-            if one.finish_reason is not None:
-                continue  # aborted while in flight: the result is dropped
-            has_ended = one.take(sampled, now)
-            self._keep_explanation(one)
-            results.append((row.slot, 1, has_ended))
-            changed[one.live.request_id] = one.live
-            if one.live.has_ended:
-                self._retire(one.live)
-        self._release(self.scheduler.complete(batch.batch_id, now, results, result.busy_s))
+            if one.finish_reason is None:  # else it was aborted while in flight: the result is dropped
+                results.append((row.slot, 1, one.take(sampled, now)))
+                changed.append(one)
+        closed = self.scheduler.complete(batch, now, results, result.busy_s)
+        for observer in self.observers:
+            observer.completed(batch, now, results, result.busy_s, closed)
+        self._hand_out(changed)
+        self._release(closed)
         if result.host_wait_s is not None:
             self._host_s += self._clock() - start - result.host_wait_s
             self._num_host_steps += 1
-        for live in changed.values():
-            if not live.has_ended and live.request.params.output_kind != "final_only":
-                live.emit()
         return True
 
+    def _hand_out(self, changed: Sequence[Completion]) -> None:
+        """Emit what a batch has changed: first the requests that have ended, then those that report as they go."""
+        for one in changed:
+            self._keep_explanation(one)
+        requests = {one.request.request_id: one.request for one in changed}
+        for request in requests.values():
+            if request.has_ended:
+                self._retire(request)
+        for request in requests.values():
+            if not request.has_ended and request.params.output_kind != "final_only":
+                request.emit()
+
     def _fill_pipeline(self) -> None:
-        """Schedule and run batches until no more may enter."""
-        while (batch := self._schedule(start := self.now())) is not None:
+        """Schedule and submit batches until no more may enter."""
+        while (decision := self._schedule(start := self.now())).batch is not None:
+            batch = decision.batch
             for row in batch.rows:
                 metrics = self._by_slot[row.slot].metrics
                 if metrics.first_scheduled is None:
                     metrics.first_scheduled = start
                 metrics.num_chunks += not row.is_decode
             pending = self.runner.submit(batch)
-            self._ledger.scheduled(batch, start)
             if self.timeline is not None:
                 self.timeline.record(batch, start, self.now(), self._id_of)
-                chunks = [row.slot for row in batch.rows if not row.is_decode]
-                self.timeline.count_slack(start, {self._id_of(s): self.scheduler.slack_s(s, start) for s in chunks})
-            self._in_flight.append((batch, self.scheduler.last_prediction, pending))
+                chunks = [self._id_of(row.slot) for row in batch.rows if not row.is_decode]
+                self.timeline.count_slack(start, dict(zip(chunks, decision.slack_s, strict=True)))
+            self._in_flight.append((batch, decision.prediction, pending))
 
-    def _find(self, request_id: str) -> LiveRequest | None:
+    def _schedule(self, now: float) -> Decision:
+        """Ask for the next batch; note who was preempted for it."""
+        decision = self.scheduler.schedule(now)
+        for observer in self.observers:
+            observer.scheduled(now, decision)
+        for preempted in decision.preempted:
+            one = self._by_slot[preempted.slot]
+            one.num_computed_tokens = preempted.swapped_tokens
+            one.metrics.num_preemptions += 1
+            one.metrics.num_swaps += preempted.swapped_tokens > 0
+            one.metrics.work_lost_s += preempted.lost_s
+        return decision
+
+    def _find(self, request_id: str) -> Request | None:
         """The unfinished request of an id; raises ValidationError for what is no id."""
         check_type("request_id", request_id, str)
         return self._live.get(request_id)
@@ -519,25 +483,11 @@ class Engine:
         """Who has a slot."""
         return self._by_slot[slot].name
 
-    def _schedule(self, now: float) -> Batch | None:
-        """The next batch; counts those that gave way to it."""
-        batch = self.scheduler.schedule(now)
-        swapped = dict(self.scheduler.swapped)
-        for slot, lost_s in self.scheduler.displaced:
-            metrics = self._by_slot[slot].metrics
-            metrics.num_preemptions += 1
-            metrics.work_lost_s += lost_s
-            self.num_preemptions += 1
-            self.work_lost_s += lost_s
-            if slot in swapped:
-                metrics.num_swaps += 1
-                self.num_swaps += 1
-                self.num_swapped_tokens += swapped[slot]
-                self.swap_s += lost_s
-        return batch
-
     def _note_step(self, batch: Batch, prediction: Prediction | None, now: float, busy_s: float) -> None:
-        """Show a batch that is done to whoever looks on."""
+        """A batch is done: count what it computed, and show it to whoever looks on."""
+        for row in batch.rows:
+            if not row.is_decode:
+                self._by_slot[row.slot].num_computed_tokens = row.kv_len
         if self.timeline is not None and prediction is not None:
             self.timeline.count_step(now, prediction.seconds, busy_s, budget_s=prediction.budget_s)
         if self.on_step is not None:
@@ -548,9 +498,9 @@ class Engine:
     def _keep_explanation(self, one: Completion) -> None:
         """Note where the time of a completion went that has its first token, or ends without one."""
         if one.metrics.explanation is None:
-            one.metrics.explanation = self._ledger.of(one.slot)
+            one.metrics.explanation = self._explainer.of(one.slot)
 
-    def _finish(self, live: LiveRequest) -> None:
+    def _finish(self, live: Request) -> None:
         """Abort what still runs of a request, and hand out its last output."""
         for one in live.completions:
             if one.finish_reason is None:
@@ -558,7 +508,7 @@ class Engine:
                 self._keep_explanation(one)
         self._retire(live)
 
-    def _retire(self, live: LiveRequest) -> None:
+    def _retire(self, live: Request) -> None:
         """Hand out the output of a request that has ended."""
         live.emit()
         del self._live[live.request_id]

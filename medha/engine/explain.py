@@ -1,4 +1,4 @@
-"""The ledger: where the time to first token of each request went.
+"""Where the time to first token of each request went.
 
 The time from a request's arrival to its first token is cut at the ends of batches. A *tick* is the time by which a
 batch ends later than the one before it (or than its own start, if nothing was in flight). Of a tick,
@@ -27,9 +27,8 @@ import numpy as np
 from medha.batch import Batch, Row
 from medha.cost.predictor import Predictor, Work
 from medha.outputs import Explanation
+from medha.sched.decision import Admitted, Decision, SchedulerRequest
 from medha.sched.policy import Floats
-from medha.sched.queue import RequestHead
-from medha.sched.scheduler import Scheduler
 
 _CHUNKS_KEPT = 1 << 13
 _TICKS_KEPT = 256
@@ -53,7 +52,7 @@ class _Account:
         slack: samples, of which every ``every``-th of ``num_samples`` is kept.
     """
 
-    head: RequestHead
+    request: SchedulerRequest
     name: str
     deadline_s: float
     number: int
@@ -85,7 +84,7 @@ class _Account:
         if slack_s == math.inf:
             return
         if is_last or self.num_samples % self.every == 0:
-            self.slack.append((now_s - self.head.arrival_s, slack_s))
+            self.slack.append((now_s - self.request.arrival_s, slack_s))
         self.num_samples += 1
         if len(self.slack) > _MAX_SAMPLES and not is_last:
             self.slack, self.every = self.slack[::2], 2 * self.every
@@ -102,19 +101,23 @@ class _Sent:
     refused: tuple[_Account, ...]
 
 
-class Ledger:
-    """Explains the TTFT of the requests of a scheduler; told of each event after the scheduler (of a completion, before
-    or after).
+class Explainer:
+    """Explains the TTFT of requests from what it is told of a scheduler (:class:`medha.engine.engine.Observer`).
+
+    It keeps an account for each slot ever used at once, the last 8,192 chunks, and at most twice as many names as both.
 
     Args:
-        scheduler: whose events follow, from its first on.
-
-    Memory: an account for each slot ever used at once, the last 8,192 chunks, and at most twice as many names as both.
+        num_groups: KV-parallel groups.
+        predictor: says in what proportion rows take a batch's seconds; None goes by their tokens.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._num_groups = scheduler.memory.num_groups
+    def __init__(self, num_groups: int, predictor: Predictor | None) -> None:
+        self._num_groups = num_groups
+        self._predictor = predictor
+        self.restarted()
+
+    def restarted(self, learned: object = None) -> None:
+        """Forget every request."""
         self._accounts: dict[int, _Account] = {}
         self._names: dict[int, str] = {}  # of requests by number, of all whose chunks are kept
         self._unplaced: list[_Account] = []  # arrived after the last tick kept
@@ -123,47 +126,42 @@ class Ledger:
         self._chunks = _Chunks()
         self._num_added = self._num_ticks = 0
 
-    def added(self, head: RequestHead, deadline_s: float, request_id: str | None = None) -> None:
-        """A request was queued; whoever had its slot before is forgotten.
-
-        Args:
-            head: the request.
-            deadline_s: what :meth:`medha.sched.scheduler.Scheduler.add` said.
-            request_id: how explanations call it; by its slot by default.
-        """
-        name = f"slot {head.slot}" if request_id is None else request_id
-        account = _Account(head, name, head.arrival_s + deadline_s, self._num_added, self._totals.zeros())
-        self._accounts[head.slot] = account
+    def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
+        """A request was queued; whoever had its slot before is forgotten, and explanations call it ``name``."""
+        arrival_s = request.arrival_s
+        account = _Account(request, name, arrival_s + admitted.deadline_s, self._num_added, self._totals.zeros())
+        self._accounts[request.slot] = account
         self._names[self._num_added] = name
         self._num_added += 1
         if len(self._names) > 2 * (_CHUNKS_KEPT + len(self._accounts)):
             self._forget_names()
-        account.sample(head.arrival_s, self._scheduler.slack_s(head.slot, head.arrival_s))
-        account.start = self._totals.at(head.arrival_s)
+        account.sample(arrival_s, admitted.slack_s)
+        account.start = self._totals.at(arrival_s)
         if account.start is None:
             self._unplaced.append(account)
 
-    def cancelled(self, slot: int) -> None:
+    def cancelled(self, slot: int, closed: Sequence[int]) -> None:
         """A request was cancelled: its account ends with the last tick."""
         account = self._accounts[slot]
         if account.end is None:
             account.end, account.end_s = self._totals.now, self._totals.time_s
 
-    def scheduled(self, batch: Batch, now_s: float) -> None:
-        """A batch was scheduled."""
-        decodes_s, chunks = _row_seconds(batch, self._scheduler.predictor, self._num_groups)
-        for row, _ in chunks:
+    def scheduled(self, now_s: float, decision: Decision) -> None:
+        """A batch was scheduled, or nothing was."""
+        if (batch := decision.batch) is None:
+            return
+        decodes_s, chunks = _row_seconds(batch, self._predictor, self._num_groups)
+        for (row, _), slack_s in zip(chunks, decision.slack_s, strict=True):
             account = self._accounts[row.slot]
             if account.group is None:
                 account.group = row.group
-            account.sample(now_s, self._scheduler.slack_s(row.slot, now_s))
+            account.sample(now_s, slack_s)
         served = {row.slot for row, _ in chunks}
-        no_memory = dict.fromkeys(self._scheduler.no_memory)
-        refused = tuple(self._accounts[slot] for slot in no_memory if slot not in served)
+        refused = tuple(self._accounts[slot] for slot in dict.fromkeys(decision.refused) if slot not in served)
         self._in_flight.append(_Sent(batch, now_s, decodes_s, chunks, refused))
 
-    def completed(self, batch: Batch, now_s: float, busy_s: float) -> None:
-        """A batch is done in every stage; arguments as of :meth:`medha.sched.scheduler.Scheduler.complete`."""
+    def completed(self, batch: Batch, now_s: float, results: object, busy_s: float, closed: Sequence[int] = ()) -> None:
+        """A batch is done in every stage."""
         sent = self._in_flight.popleft()
         assert sent.batch.batch_id == batch.batch_id, "batches complete in the order in which they were scheduled"
         self._totals.idle_until(sent.start_s)
@@ -195,7 +193,7 @@ class Ledger:
         group = self._group_of(account, spent)
         decodes, chunks = 1 + group, 1 + self._num_groups + group
         end_s = min(account.end_s, self._totals.time_s)
-        total_s = 0.0 if account.start is None else end_s - account.head.arrival_s
+        total_s = 0.0 if account.start is None else end_s - account.request.arrival_s
         parts = {
             "own_s": account.own_s,
             "decodes_s": float(spent[decodes] - refused[decodes]),
@@ -228,12 +226,12 @@ class Ledger:
         """Totals at the arrival of those who came during the last tick."""
         waiting = [account for account in self._unplaced if account.end is None]
         for account in waiting:
-            account.start = self._totals.at(account.head.arrival_s)
+            account.start = self._totals.at(account.request.arrival_s)
         self._unplaced = [account for account in waiting if account.start is None]
 
     def _count_refused(self, account: _Account, tick: Floats, start_s: float, length_s: float) -> None:
         if account.end is None and length_s > 0 and account.waited_in(self._num_ticks):
-            share = min((start_s + length_s - account.head.arrival_s) / length_s, 1.0)
+            share = min((start_s + length_s - account.request.arrival_s) / length_s, 1.0)
             account.refused += share * tick
             account.refused_s += share * length_s
 
@@ -329,7 +327,7 @@ class _Chunks:
 
     def top(self, account: _Account, group: int, end_s: float) -> tuple[tuple[int, float], ...]:
         """(number, seconds) of the other requests that took most of a group between an arrival and ``end_s``."""
-        arrival_s = account.head.arrival_s
+        arrival_s = account.request.arrival_s
         kept = self._after(arrival_s)
         during = (kept["end_s"] <= end_s) & (kept["number"] != account.number)
         chunks = kept[during & (kept["first"] <= group) & (group <= kept["last"])]

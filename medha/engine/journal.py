@@ -1,21 +1,22 @@
 """The journal: what was asked of a scheduler and what it decided, as JSON lines, and the replay of one.
 
 A scheduler decides the same whenever it is called the same. So its configuration, the coefficients of its predictor and
-the calls at its seam are all that is needed to come to the decisions of a live run again. :class:`Journal` stands in a
-scheduler's place and writes them down; :func:`replay` puts the calls to a new scheduler and compares every decision.
+the calls at its seam are all that is needed to come to the decisions of a live run again. :class:`Journal` is told of
+them and writes them down; :func:`replay` puts the calls to a new scheduler and compares every decision.
 
 The first line says what scheduler it is, each other line is one call with its result, batches as the flat integers of
 :meth:`medha.batch.Batch.to_ints`. JSON is as Python writes it: numbers come back bit by bit, and ``Infinity`` and
 ``NaN`` are numbers. Calls that raised are not recorded, nor are calls of ``schedule`` while the pipeline is full: they
-decide nothing.
+decide nothing. Older journals have lines ``admission_s``, which changed nothing; ``add`` judges admission now.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,7 +27,7 @@ from medha.cost.coefficients import Coefficients
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigError, EngineDeadError
 from medha.params import SLO
-from medha.sched.queue import RequestHead
+from medha.sched.decision import Admitted, Decision, SchedulerRequest
 from medha.sched.scheduler import Scheduler
 
 _FORMAT = "medha-journal"
@@ -34,10 +35,10 @@ _VERSION = 1
 
 
 class Journal:
-    """A scheduler that writes down what happens to it. Has everything that a :class:`Scheduler` has.
+    """Writes down what a scheduler is asked and what it decides (:class:`medha.engine.engine.Observer`).
 
     Args:
-        scheduler: whose configuration and predictor to take; the requests that it knows are not taken over.
+        scheduler: which has served no request; the first line says how to make one like it.
         file: text; a line is written at each call. Left open.
 
     Raises:
@@ -46,67 +47,49 @@ class Journal:
     """
 
     def __init__(self, scheduler: Scheduler, file: TextIO) -> None:
-        self._scheduler = scheduler.fresh()
         self._file = file
+        self._depth = scheduler.depth
+        self._num_in_flight = 0
         self._write(_head(scheduler))
 
-    def __getattr__(self, name: str) -> Any:
-        """Whatever else there is to see of the scheduler."""
-        return getattr(self._scheduler, name)
+    def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
+        """A request was queued."""
+        self._write({"call": "add", "head": asdict(request), "now_s": now_s, "deadline_s": admitted.deadline_s})
 
-    def fresh(self) -> Journal:
-        """See :meth:`Scheduler.fresh`; the same journal goes on.
-
-        What the predictor has learned is written down: an interrupt may have struck between a call and its line.
-        """
-        self._scheduler = self._scheduler.fresh()
-        predictor = self._scheduler.predictor
-        self._write({"call": "fresh", "learned": None if predictor is None else predictor.correction.learned})
-        return self
-
-    def admission_s(self, head: RequestHead, now_s: float) -> float | None:
-        """See :meth:`Scheduler.admission_s`."""
-        predicted_s = self._scheduler.admission_s(head, now_s)
-        self._write({"call": "admission_s", "head": asdict(head), "now_s": now_s, "predicted_s": predicted_s})
-        return predicted_s
-
-    def add(self, head: RequestHead) -> float:
-        """See :meth:`Scheduler.add`."""
-        deadline_s = self._scheduler.add(head)
-        self._write({"call": "add", "head": asdict(head), "deadline_s": deadline_s})
-        return deadline_s
-
-    def cancel(self, slot: int) -> tuple[int, ...]:
-        """See :meth:`Scheduler.cancel`."""
-        closed = self._scheduler.cancel(slot)
+    def cancelled(self, slot: int, closed: Sequence[int]) -> None:
+        """A request was cancelled."""
         self._write({"call": "cancel", "slot": slot, "closed": closed})
-        return closed
 
-    def schedule(self, now_s: float) -> Batch | None:
-        """See :meth:`Scheduler.schedule`."""
-        is_full = len(self._scheduler.in_flight) >= self._scheduler.depth
-        batch = self._scheduler.schedule(now_s)
-        if not is_full:
-            self._write({"call": "schedule", "now_s": now_s, "batch": _ints(batch)})
-        return batch
+    def scheduled(self, now_s: float, decision: Decision) -> None:
+        """A batch was decided, or that there is none; nothing was where the pipeline is full."""
+        if self._num_in_flight < self._depth:
+            ints = None if decision.batch is None else decision.batch.to_ints().tolist()
+            self._write({"call": "schedule", "now_s": now_s, "batch": ints})
+            self._num_in_flight += decision.batch is not None
 
-    def complete(
-        self, batch_id: int, now_s: float, results: Iterable[tuple[int, int, bool]], busy_s: float
-    ) -> tuple[int, ...]:
-        """See :meth:`Scheduler.complete`."""
-        results = list(results)
-        closed = self._scheduler.complete(batch_id, now_s, results, busy_s)
+    def completed(
+        self, batch: Batch, now_s: float, results: Sequence[tuple[int, int, bool]], busy_s: float, closed: Sequence[int]
+    ) -> None:
+        """A batch is done in every stage."""
+        self._num_in_flight -= 1
         self._write(
             {
                 "call": "complete",
-                "batch_id": batch_id,
+                "batch_id": batch.batch_id,
                 "now_s": now_s,
                 "results": results,
                 "busy_s": busy_s,
                 "closed": closed,
             }
         )
-        return closed
+
+    def restarted(self, learned: dict[str, tuple[float, int]] | None) -> None:
+        """A new scheduler took the place of the former one.
+
+        What its predictor has learned is written down: an interrupt may have struck between a call and its line.
+        """
+        self._num_in_flight = 0
+        self._write({"call": "fresh", "learned": learned})
 
     def _write(self, line: dict[str, Any]) -> None:
         try:
@@ -185,22 +168,20 @@ def replay(journal: Path | Iterable[str]) -> Replay:
         except OSError as error:
             raise ConfigError(f"journal {journal}: {error.strerror}") from error
     entries = _entries(journal)
-    first = next(entries, (1, {}))[1]
-    scheduler = _parsed(1, first, _scheduler)
-    num_calls = num_batches = next_batch_id = 0
+    replayer = _Replayer(_parsed(1, next(entries, (1, {}))[1], _scheduler))
+    num_calls = num_batches = 0
     for number, entry in entries:
-        call, recorded = _parsed(number, entry, _call)
+        call, recorded = _parsed(number, entry, replayer.call)
+        batch_id = entry.get("batch_id", replayer.next_batch_id)
         try:
-            scheduler, replayed = call(scheduler)
+            replayed = call()
         except Exception as error:  # the recorded call did not raise, so whatever this one does is a difference
             replayed = f"{type(error).__name__}: {error}"
         if replayed != recorded:
-            batch_id = entry.get("batch_id", next_batch_id)
             mismatch = Mismatch(number, entry["call"], batch_id, _shown(recorded), _shown(replayed))
             return Replay(num_calls, num_batches, mismatch)
         num_calls += 1
         num_batches += isinstance(replayed, Batch)
-        next_batch_id = 0 if entry["call"] == "fresh" else next_batch_id + isinstance(replayed, Batch)
     return Replay(num_calls, num_batches)
 
 
@@ -228,7 +209,7 @@ def _whole_lines(file: TextIO, cut: list[str]) -> Iterator[str]:
 
 
 _Decision = Batch | float | tuple[int, ...] | str | None
-_Call = Callable[[Scheduler], tuple[Scheduler, _Decision]]
+_Call = Callable[[], _Decision]
 
 
 def _head(scheduler: Scheduler) -> dict[str, Any]:
@@ -272,43 +253,58 @@ def _size(fields: dict[str, Any], name: str, most: int) -> int:
     return value
 
 
-def _call(entry: dict[str, Any]) -> tuple[_Call, _Decision]:
-    """A recorded call and what it came to."""
-    name = entry["call"]
-    if name == "fresh":
-        return lambda scheduler: (_fresh(scheduler, entry["learned"]), None), None
-    if name == "add":
-        head = _request(entry["head"])
-        return lambda scheduler: (scheduler, scheduler.add(head)), entry["deadline_s"]
-    if name == "cancel":
-        slot = entry["slot"]
-        return lambda scheduler: (scheduler, scheduler.cancel(slot)), tuple(entry["closed"])
-    now_s = entry["now_s"]
-    if name == "admission_s":
-        head = _request(entry["head"])
-        return lambda scheduler: (scheduler, scheduler.admission_s(head, now_s)), entry["predicted_s"]
-    if name == "schedule":
-        batch = None if entry["batch"] is None else Batch.from_ints(entry["batch"])
-        return lambda scheduler: (scheduler, scheduler.schedule(now_s)), batch
-    if name == "complete":
-        results = [(slot, count, finished) for slot, count, finished in entry["results"]]
-        batch_id, busy_s = entry["batch_id"], entry["busy_s"]
-        return (
-            lambda scheduler: (scheduler, scheduler.complete(batch_id, now_s, results, busy_s)),
-            tuple(entry["closed"]),
-        )
-    raise ValueError(f"call {name!r}; accepted: admission_s, add, cancel, schedule, complete, fresh")
+class _Replayer:
+    """Puts recorded calls to a scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._in_flight: dict[int, Batch] = {}
+        self.next_batch_id = 0
+
+    def call(self, entry: dict[str, Any]) -> tuple[_Call, _Decision]:
+        """A recorded call, to be made, and what it came to."""
+        name, now_s = entry["call"], entry.get("now_s")
+        if name == "fresh":
+            return partial(self._start_afresh, entry["learned"]), None
+        if name == "admission_s":  # of older journals
+            return lambda: None, None
+        if name == "add":
+            request = _request(entry["head"])
+            return lambda: self._scheduler.add(request, now_s).deadline_s, entry["deadline_s"]
+        if name == "cancel":
+            return partial(self._scheduler.cancel, entry["slot"]), tuple(entry["closed"])
+        if name == "schedule":
+            recorded = None if entry["batch"] is None else Batch.from_ints(entry["batch"])
+            return partial(self._schedule, entry["now_s"]), recorded
+        if name == "complete":
+            results = [(slot, count, finished) for slot, count, finished in entry["results"]]
+            args = entry["batch_id"], entry["now_s"], results, entry["busy_s"]
+            return partial(self._complete, *args), tuple(entry["closed"])
+        raise ValueError(f"call {name!r}; accepted: add, cancel, schedule, complete, fresh")
+
+    def _start_afresh(self, learned: dict[str, tuple[float, int]] | None) -> None:
+        if self._scheduler.predictor is not None and learned is not None:
+            self._scheduler.predictor.correction.restore(learned)
+        self._scheduler = self._scheduler.fresh()
+        self._in_flight.clear()
+        self.next_batch_id = 0
+
+    def _schedule(self, now_s: float) -> Batch | None:
+        batch = self._scheduler.schedule(now_s).batch
+        if batch is not None:
+            self._in_flight[batch.batch_id] = batch
+            self.next_batch_id = batch.batch_id + 1
+        return batch
+
+    def _complete(
+        self, batch_id: int, now_s: float, results: list[tuple[int, int, bool]], busy_s: float
+    ) -> tuple[int, ...]:
+        return self._scheduler.complete(self._in_flight.pop(batch_id), now_s, results, busy_s)
 
 
-def _request(fields: dict[str, Any]) -> RequestHead:
+def _request(fields: dict[str, Any]) -> SchedulerRequest:
     slo = fields["slo"]
-    return RequestHead(**{**fields, "slo": None if slo is None else SLO(**slo)})
-
-
-def _fresh(scheduler: Scheduler, learned: dict[str, tuple[float, int]] | None) -> Scheduler:
-    if scheduler.predictor is not None and learned is not None:
-        scheduler.predictor.correction.restore(learned)
-    return scheduler.fresh()
+    return SchedulerRequest(**{**fields, "slo": None if slo is None else SLO(**slo)})
 
 
 def _entries(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -322,10 +318,6 @@ def _parsed(number: int, value: Any, parse: Callable[[Any], Any]) -> Any:
         return parse(value)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RecursionError) as error:
         raise ConfigError(f"journal line {number} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _ints(batch: Batch | None) -> list[int] | None:
-    return None if batch is None else batch.to_ints().tolist()
 
 
 def _shown(decision: _Decision) -> str:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from medha.engine.arrivals import Arrival, Joiner, unserved
+from medha.engine.arrivals import Arrival, Joiner
 from medha.errors import ConfigError, MedhaError, RankFailedError, RequestError, ValidationError
 from medha.outputs import CompletionOutput, RequestOutput
 from medha.params import (
@@ -168,7 +168,7 @@ class OutputLines:
         for arrival in self._unwritten.values():
             output = ended.get(arrival.request_id) if arrival.error is None else None
             # the times of an unserved request do not show in its line
-            wholes.append(self._joiner.add(output or unserved(arrival, 0.0, error=dead)))
+            wholes.append(self._joiner.add(output or arrival.unserved(0.0, error=dead)))
         for file in self._files:  # the first in full, should the second not take it
             for whole in filter(None, wholes):
                 self._write(file, whole)

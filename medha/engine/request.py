@@ -1,17 +1,26 @@
-"""A request between its admission to the engine and its last output: its tokens, its text, and when it ends."""
+"""A request from its admission to its last output: its prompt, its tokens, its text, and when it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from operator import attrgetter
 
-from medha.engine.admission import ModelLimits, PreparedRequest
+import numpy as np
+import numpy.typing as npt
+
 from medha.errors import NonFiniteLogitsError
 from medha.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from medha.params import SLO
+from medha.params import SLO, SamplingParams
 from medha.text import Detokenizer, StopChecker, Tokenizer
 from medha.worker.sampling import Sampled
+
+PIECE_TOKENS = 16_384
+"""Token ids that are worked on at once as Python integers."""
+
+_PAUSE = 3.0
 
 # What of the completions' metrics is added up.
 _SUMS = ("num_output_tokens", "num_chunks", "num_preemptions", "num_swaps", "work_lost_s")
@@ -20,40 +29,99 @@ _SUMS = ("num_output_tokens", "num_chunks", "num_preemptions", "num_swaps", "wor
 _METRICS = attrgetter(*(field.name for field in fields(RequestMetrics)))
 
 
-def refused_output(request: PreparedRequest, arrival_s: float, now_s: float, error: Exception) -> RequestOutput:
-    """The output of a request that was not admitted."""
-    slo = request.slo or SLO()
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request is checked against.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_model_len: prompt plus output in tokens.
+        eos_token_ids: ids that end a sequence.
+        sampling_defaults: from ``generation_config.json``, by field of :class:`SamplingParams`.
+        seed: base of the seeds of requests that bring none.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: Mapping[str, float | int | None] = field(default_factory=dict)
+    seed: int = 0
+
+
+def unserved(
+    request_id: str,
+    arrival_s: float,
+    *,
+    slo: SLO | None,
+    error: Exception | None,
+    finished_s: float | None = None,
+    prompt: str | None = None,
+    prompt_token_ids: Sequence[int] = (),
+) -> RequestOutput:
+    """The output of a request that the engine never took; without an error it is aborted."""
+    slo = slo or SLO()
+    completion = CompletionOutput(0, text=None, token_ids=[], finish_reason="abort" if error is None else "error")
     metrics = RequestMetrics(
         arrival_s,
-        finished=now_s,
-        num_prompt_tokens=len(request.prompt_ids),
+        finished=finished_s,
+        num_prompt_tokens=len(prompt_token_ids),
         ttft_slo_s=slo.ttft_s,
         tpot_slo_s=slo.tpot_s,
     )
-    completion = CompletionOutput(0, text=None, token_ids=[], finish_reason="error")
-    return RequestOutput(
-        request.request_id, request.prompt, request.prompt_token_ids, [completion], True, metrics, error
-    )
+    return RequestOutput(request_id, prompt, list(prompt_token_ids), [completion], True, metrics, error)
 
 
-class LiveRequest:
-    """A queued or running request.
+class Request:
+    """A request that has been tokenised and checked; once it is queued it has completions.
+
+    Token ids are an int32 array: 10M of them are 40 MB. The runner reads this array, without a copy.
 
     Args:
-        request: what was asked for.
-        slots: handles in scheduler and runner, one a completion.
-        arrival_s: when it arrived, on the engine's clock.
-        limits: of the model.
-        tokenizer: for its text; None for none.
-        sink: takes its outputs.
+        request_id: the id that the user gave.
+        prompt: its text, that of messages as the chat template wrote it; None where ids were given.
+        prompt_ids: its tokens, a copy of our own.
+        params: every field has a value, and ``max_tokens`` fits the room after the prompt.
+        slo: its objectives, if any.
+        priority: class.
 
     Attributes:
-        completions: what it has produced, by index.
+        completions: what it has produced, by index; empty until :meth:`begin`.
     """
 
     def __init__(
         self,
-        request: PreparedRequest,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: npt.NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        slo: SLO | None = None,
+        priority: str = "normal",
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.slo = slo
+        self.priority = priority
+        self.completions: tuple[Completion, ...] = ()
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a completion."""
+        assert self.params.max_tokens is not None, "admission has capped it"
+        return self.params.max_tokens
+
+    @cached_property
+    def prompt_token_ids(self) -> list[int]:
+        """The tokens as the list that outputs hold; made piece by piece, so that whoever decodes is not stalled."""
+        ids: list[int] = []
+        for part in pieces(len(self.prompt_ids)):
+            ids += self.prompt_ids[part].tolist()
+        return ids
+
+    def begin(
+        self,
         slots: Sequence[int],
         arrival_s: float,
         *,
@@ -61,17 +129,32 @@ class LiveRequest:
         tokenizer: Tokenizer | None,
         sink: Callable[[RequestOutput], None],
     ) -> None:
-        self.request = request
-        self.arrival_s = arrival_s
+        """Enter the engine.
+
+        Args:
+            slots: handles in scheduler and runner, one a completion.
+            arrival_s: when it arrived, on the engine's clock.
+            limits: of the model.
+            tokenizer: for its text; None for none.
+            sink: takes its outputs.
+        """
         self._sink = sink
         self.completions = tuple(
-            Completion(self, index, slot, limits=limits, tokenizer=tokenizer) for index, slot in enumerate(slots)
+            Completion(self, index, slot, arrival_s, limits=limits, tokenizer=tokenizer)
+            for index, slot in enumerate(slots)
         )
 
-    @property
-    def request_id(self) -> str:
-        """The id that the user gave."""
-        return self.request.request_id
+    def refused(self, arrival_s: float, now_s: float, error: Exception) -> RequestOutput:
+        """Its output where the engine does not take it."""
+        return unserved(
+            self.request_id,
+            arrival_s,
+            slo=self.slo,
+            error=error,
+            finished_s=now_s,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+        )
 
     @property
     def first(self) -> Completion:
@@ -86,13 +169,13 @@ class LiveRequest:
 
     def emit(self) -> None:
         """Hand out the request as it is now; with ``output_kind`` ``delta``, what was not handed out before."""
-        request, is_delta = self.request, self.request.params.output_kind == "delta"
+        is_delta = self.params.output_kind == "delta"
         chosen = [c for c in self.completions if c.has_news] if is_delta else self.completions
         self._sink(
             RequestOutput(
-                request.request_id,
-                request.prompt,
-                request.prompt_token_ids,
+                self.request_id,
+                self.prompt,
+                self.prompt_token_ids,
                 [completion.output(is_delta=is_delta) for completion in chosen],
                 self.has_ended,
                 self._metrics(),
@@ -120,9 +203,10 @@ class Completion:
     """One of the completions of a request: what it has produced, and when it ends.
 
     Args:
-        live: the request.
+        request: whose it is.
         index: which one, from 0.
         slot: its handle in scheduler and runner.
+        arrival_s: when the request arrived, on the engine's clock.
         limits: of the model.
         tokenizer: for its text; None for none.
 
@@ -130,24 +214,33 @@ class Completion:
         end_ids: end-of-sequence and stop ids; one of them ends it.
         finish_reason: why it has ended; None while it runs.
         error: what went wrong, where that is why.
+        num_computed_tokens: tokens of it that are done in every stage, in host memory too.
     """
 
     def __init__(
-        self, live: LiveRequest, index: int, slot: int, *, limits: ModelLimits, tokenizer: Tokenizer | None
+        self,
+        request: Request,
+        index: int,
+        slot: int,
+        arrival_s: float,
+        *,
+        limits: ModelLimits,
+        tokenizer: Tokenizer | None,
     ) -> None:
-        params, slo = live.request.params, live.request.slo
-        self.live = live
+        params, slo = request.params, request.slo
+        self.request = request
         self.index = index
         self.slot = slot
         self._eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
         self.end_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
         self.metrics = RequestMetrics(
-            live.arrival_s,
-            num_prompt_tokens=len(live.request.prompt_ids),
+            arrival_s,
+            num_prompt_tokens=len(request.prompt_ids),
             ttft_slo_s=slo.ttft_s if slo else None,
             tpot_slo_s=slo.tpot_s if slo else None,
         )
         self.token_ids: list[int] = []
+        self.num_computed_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self._stop_reason: str | int | None = None
@@ -164,13 +257,13 @@ class Completion:
     @property
     def name(self) -> str:
         """What people call it: the request's id, with the index where there are several."""
-        is_one = self.live.request.params.n == 1
-        return self.live.request_id if is_one else f"{self.live.request_id}[{self.index}]"
+        is_one = self.request.params.n == 1
+        return self.request.request_id if is_one else f"{self.request.request_id}[{self.index}]"
 
     def __str__(self) -> str:
         return (
             f"{self.name!r:.80} in slot {self.slot}: {self.metrics.num_prompt_tokens} prompt tokens, "
-            f"{len(self.token_ids)} of {self.live.request.params.max_tokens} out, {self.metrics.num_chunks} chunks, "
+            f"{len(self.token_ids)} of {self.request.params.max_tokens} out, {self.metrics.num_chunks} chunks, "
             f"{self.metrics.num_preemptions} preemptions"
         )
 
@@ -196,7 +289,7 @@ class Completion:
             )
             self.finish("error", now_s, error=error)
             return True
-        params, token = self.live.request.params, sampled.token_id
+        params, token = self.request.params, sampled.token_id
         self.token_ids.append(token)
         self.metrics.num_output_tokens += 1
         if self.metrics.first_token is None:
@@ -209,7 +302,7 @@ class Completion:
         if ends or self._stops.matched is not None:
             self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
             self.finish("stop", now_s)
-        elif len(self.token_ids) >= self.live.request.max_tokens:
+        elif len(self.token_ids) >= self.request.max_tokens:
             self.finish("length", now_s)
         return self.finish_reason is not None
 
@@ -242,7 +335,7 @@ class Completion:
         """It as it is now, or what the last call did not return."""
         first, first_piece, _ = self._reported if is_delta else (0, 0, False)
         self._reported = self._state
-        has_logprobs = self.live.request.params.logprobs is not None
+        has_logprobs = self.request.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
             text=None if self._detokenizer is None else "".join(self._pieces[first_piece:]),
@@ -255,7 +348,7 @@ class Completion:
 
     def _add_text(self, piece: str) -> None:
         """Add text, up to a stop string; none is looked for in what came before ``min_tokens`` tokens were out."""
-        if len(self.token_ids) >= self.live.request.params.min_tokens:
+        if len(self.token_ids) >= self.request.params.min_tokens:
             piece, _ = self._stops.push(piece)
         self._pieces.append(piece)
 
@@ -268,3 +361,16 @@ class Completion:
         if self._tokenizer is None:
             return None
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def pieces(length: int) -> Iterator[slice]:
+    """Parts of many ids, with a pause after each that is :data:`_PAUSE` times as long as what was done with it.
+
+    Work on Python integers holds the interpreter lock. In a pause a thread that wants it gets it at once; otherwise
+    whoever decodes would wait for it at every operator.
+    """
+    for start in range(0, length, PIECE_TOKENS):
+        began_s = time.perf_counter()
+        yield slice(start, min(start + PIECE_TOKENS, length))
+        if length > PIECE_TOKENS:
+            time.sleep(_PAUSE * (time.perf_counter() - began_s))

@@ -15,8 +15,8 @@ import torch
 from medha import errors
 from medha.batch import Row
 from medha.params import SamplingParams
-from medha.worker.runner import StepResult
 from medha.worker.sampling import Sampled, SlotSampling
+from medha.worker.step import StepResult
 
 _ROW_INTS = 2  # token, finite
 _LOGPROB_INTS = 3  # token, bits of the float32 logprob, rank

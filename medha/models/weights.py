@@ -111,11 +111,9 @@ class Checkpoint:
             On the CPU, in the dtype of the file. It may be mapped from the file, so copy it before changing it.
 
         Raises:
-            WeightsError: no such tensor, a slice that does not fit, or the file changed or cannot be read.
+            WeightsError: no such tensor, or the file changed or cannot be read.
         """
         info = self.info(name)
-        if index is not None:
-            _check_index(info, index)
         handle = self._handle(info.file)
         try:
             tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
@@ -247,15 +245,6 @@ def _is_plain_name(file: Any) -> bool:
         and file.isprintable()
         and not any(mark in file for mark in ("/", "\\", ":", ".."))
     )
-
-
-def _check_index(info: TensorInfo, index: tuple[slice, ...]) -> None:
-    fits = len(index) <= len(info.shape) and all(
-        part.step in (None, 1) and 0 <= (part.start or 0) <= (size if part.stop is None else part.stop) <= size
-        for part, size in zip(index, info.shape, strict=False)
-    )
-    if not fits:
-        raise WeightsError(f"{info.file}: {index} of tensor {info.name!r}; accepted: slices within shape {info.shape}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ One thread watches processes and never waits; another exchanges through the job'
 and the first error. A collective that waits for a missing rank cannot be undone, not even by aborting its group. So a
 process whose main thread does not come to know of a failure in time is ended; whoever has something to save before that
 sets :attr:`Monitor.before_end`.
+
+The file has more than 400 lines because the threads and the main thread share one state, which the Monitor is.
 """
 
 from __future__ import annotations
@@ -144,9 +146,7 @@ class Monitor:
     def first_error(self, *, suspect: bool = False, wait_s: float = _SUSPECT_S + 4 * _BEAT_S) -> str | None:
         """The first error of the job, waiting a little for it; None when there is none. The main thread knows now.
 
-        Args:
-            suspect: a transfer has failed, and the cause is another rank: find it, with stricter limits.
-            wait_s: how long to wait.
+        With ``suspect`` a transfer has failed, and the cause is another rank: find it, with stricter limits.
         """
         if suspect:
             self._suspecting = self._suspecting or time.monotonic()

@@ -319,7 +319,8 @@ def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
     Raises:
         ConfigError: names the ranks that differ from rank 0, and in what; the same text on every rank.
     """
-    prints = {name: fingerprint(part) for name, part in {"version of medha": version("medha"), **parts}.items()}
+    parts = {"version of medha": version("medha"), **parts}
+    prints = {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
     job.store.set(f"prints/{job.launch.rank}", json.dumps(prints))
     wait_for_all(job, "compared", limit_s=_READ_LIMIT_S)
     theirs = [json.loads(job.store.get(f"prints/{rank}")) for rank in range(job.launch.world_size)]
@@ -327,11 +328,6 @@ def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
     if odd:
         names = [name for name in prints if any(theirs[rank].get(name) != theirs[0].get(name) for rank in odd)]
         raise ConfigError(f"ranks {odd} differ from rank 0 in: {', '.join(names)}; accepted: the same on every rank")
-
-
-def fingerprint(part: object) -> str:
-    """A short text that differs between values whose ``repr`` differs."""
-    return hashlib.sha256(repr(part).encode()).hexdigest()[:16]
 
 
 def least(ranks: Ranks, number: int) -> int:

@@ -20,7 +20,8 @@ from medha.attention.staging import record_event
 from medha.batch import Batch
 from medha.parallel.mesh import Ranks
 from medha.timeline import BatchRecord
-from medha.worker.runner import Runner, StepResult
+from medha.worker.runner import Runner
+from medha.worker.step import StepResult
 
 _REDUCE_CALLS = 5
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from medha.batch import Batch, Extent, Row
-from medha.engine.engine import BatchRunner
 from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
+from medha.worker.step import BatchRunner
 
 FIRST_SLOT = 1 << 20
 """Slots from here on are for hand-made batches, out of the way of an engine's."""

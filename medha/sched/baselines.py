@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
-from medha.sched.batch_builder import Draft, Packer, SizeFn
+from medha.sched.batch_builder import BatchBuilder, Packer, SizeFn
 from medha.sched.policy import SHORTEST_S, sort_rows
 from medha.sched.queue import Queue, State
 
@@ -31,40 +31,40 @@ def _all(first: int, count: int, most: int) -> int:
     return most
 
 
-def _start_waiting(queue: Queue, draft: Draft) -> None:
+def _start_waiting(queue: Queue, builder: BatchBuilder) -> None:
     """First chunks in order of arrival, until one is refused."""
-    while queue.waiting and max(draft.tokens_left) > 0:
-        if not draft.add_chunk(next(iter(queue.waiting.values())), _all):
+    while queue.waiting and max(builder.tokens_left) > 0:
+        if not builder.add_chunk(next(iter(queue.waiting.values())), _all):
             return
 
 
-def _start_whole(queue: Queue, draft: Draft, size: SizeFn) -> None:
+def _start_whole(queue: Queue, builder: BatchBuilder, size: SizeFn) -> None:
     """Whole prompts in order of arrival, until one is refused."""
     while queue.waiting:
-        if not draft.add_prompt(next(iter(queue.waiting.values())), size):
+        if not builder.add_prompt(next(iter(queue.waiting.values())), size):
             return
 
 
-def _continue_started(prefills: Iterable[State], draft: Draft) -> None:
+def _continue_started(prefills: Iterable[State], builder: BatchBuilder) -> None:
     """Next chunks of prefills that have begun; one that gets no memory waits, those behind it do not."""
     for state in prefills:
         if state.has_started:  # it may have given way to one before it
-            draft.add_chunk(state, _all)
+            builder.add_chunk(state, _all)
 
 
 class StaticPacker:
     """Static batching: up to ``max_num_seqs`` requests start in one batch with their whole prompts, and the next ones
     once all of these have ended. ``max_batch_tokens`` does not bound the prompts: they start together."""
 
-    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
         """See :meth:`medha.sched.batch_builder.Packer.fill`."""
         if not queue.running:
-            _start_whole(queue, draft, _all)
+            _start_whole(queue, builder, _all)
             return
-        draft.add_decodes()
+        builder.add_decodes()
         for state in list(queue.prefills()):  # cut at the end of a shard, or refused memory
             if state.has_started:
-                draft.add_prompt(state, _all)
+                builder.add_prompt(state, _all)
 
 
 class OrcaPacker:
@@ -74,30 +74,30 @@ class OrcaPacker:
     its length, and the decodes beside it take as long.
     """
 
-    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
         """See :meth:`medha.sched.batch_builder.Packer.fill`."""
 
         def if_it_fits(first: int, count: int, most: int) -> int:
             groups = range(first, first + count)
-            is_first = not any(draft.has_chunk[group] for group in groups)
-            return most if is_first or all(draft.tokens_left[group] >= most for group in groups) else 0
+            is_first = not any(builder.has_chunk[group] for group in groups)
+            return most if is_first or all(builder.tokens_left[group] >= most for group in groups) else 0
 
-        draft.add_decodes()
+        builder.add_decodes()
         for state in list(queue.prefills()):  # cut at the end of a shard, or refused memory
             if state.has_started:
-                draft.add_prompt(state, if_it_fits)
-        _start_whole(queue, draft, if_it_fits)
+                builder.add_prompt(state, if_it_fits)
+        _start_whole(queue, builder, if_it_fits)
 
 
 class SarathiPacker:
     """Chunked prefill, "stall free": decodes, then chunks of prefills that have begun, then new ones (Sarathi-Serve,
     arXiv:2403.02310). The batch's tokens are bounded by ``max_batch_tokens``, a chunk's by ``chunk_size``."""
 
-    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
         """See :meth:`medha.sched.batch_builder.Packer.fill`."""
-        draft.add_decodes()
-        _continue_started(list(queue.prefills()), draft)
-        _start_waiting(queue, draft)
+        builder.add_decodes()
+        _continue_started(list(queue.prefills()), builder)
+        _start_waiting(queue, builder)
 
 
 class VllmPacker:
@@ -105,16 +105,16 @@ class VllmPacker:
     ``max_batch_tokens``; then what waits, in order of arrival (vLLM V1). ``chunk_size`` bounds a chunk, as
     ``long_prefill_token_threshold`` does there. Unlike there nobody is preempted: claims keep the memory."""
 
-    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
         """See :meth:`medha.sched.batch_builder.Packer.fill`."""
-        due = {state.slot for state in draft.due_decodes()}
+        due = {state.slot for state in builder.due_decodes()}
         for state in list(queue.running.values()):
             if state.slot in due:
-                draft.add_decode(state)
+                builder.add_decode(state)
             elif state.has_started and state.prefilling and not state.ended:
-                draft.add_chunk(state, _all)
-        _start_waiting(queue, draft)
-        draft.put_decodes_first()
+                builder.add_chunk(state, _all)
+        _start_waiting(queue, builder)
+        builder.put_decodes_first()
 
 
 _ALIGNMENT = 64
@@ -146,15 +146,15 @@ class TokenBudgetPacker:
         self._target_s = config.quantum_s if config.t_target_s is None else config.t_target_s
         self._max_tokens = config.max_batch_tokens
 
-    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
         """See :meth:`medha.sched.batch_builder.Packer.fill`."""
-        draft.add_decodes()
-        budgets = [self.budget(self._max_tokens - left) for left in draft.tokens_left]
+        builder.add_decodes()
+        budgets = [self.budget(self._max_tokens - left) for left in builder.tokens_left]
         admits = True
         for state in _by_class_and_deadline(queue):
             if max(budgets) <= 0:
                 return
-            if (admits or state.has_started) and not _give_aligned(state, draft, budgets):
+            if (admits or state.has_started) and not _give_aligned(state, builder, budgets):
                 admits &= state.has_started  # nobody overtakes one that could not start
 
     def budget(self, num_decodes: int) -> int:
@@ -179,7 +179,7 @@ def _by_class_and_deadline(queue: Queue) -> list[State]:
     return queue.states_of_rows(sort_rows(by))
 
 
-def _give_aligned(state: State, draft: Draft, budgets: list[int]) -> int:
+def _give_aligned(state: State, builder: BatchBuilder, budgets: list[int]) -> int:
     """A chunk within the budgets of its groups, which are lessened; its tokens, 0 if it was refused."""
 
     def aligned(first: int, count: int, most: int) -> int:
@@ -188,9 +188,9 @@ def _give_aligned(state: State, draft: Draft, budgets: list[int]) -> int:
             return tokens
         return tokens // _ALIGNMENT * _ALIGNMENT or (tokens if tokens == most else 0)
 
-    q_len = draft.add_chunk(state, aligned)
+    q_len = builder.add_chunk(state, aligned)
     if q_len:
-        row = draft.rows[draft.chunked[state.slot]]
+        row = builder.rows[builder.chunked[state.slot]]
         for group in range(row.group, row.holder + 1):
             budgets[group] -= q_len
     return q_len

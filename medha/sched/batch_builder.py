@@ -8,7 +8,6 @@ memory is overcommitted (:mod:`medha.sched.preempt`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +15,7 @@ from medha.batch import Batch, Extent, Row
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Decodes, Predictor, Work
 from medha.sched.balancer import choose_group, pending_work, prefill_work
+from medha.sched.decision import PendingFrees, Preempted
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Loss, by_loss, fewest, loss, of_lower_class, oldest
 from medha.sched.queue import Queue, State
@@ -29,8 +29,8 @@ _Bound = Callable[[State, int, int], int]
 class Packer(Protocol):
     """Fills a batch."""
 
-    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
-        """Add rows to ``draft``."""
+    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
+        """Add rows to ``builder``."""
         ...
 
 
@@ -43,25 +43,7 @@ class LearningPacker(Packer, Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Leaving:
-    """What goes with the next batch, whenever there is one.
-
-    Attributes:
-        frees: slots whose blocks are freed.
-        swaps_out: host blocks that take what they held.
-    """
-
-    frees: list[int] = field(default_factory=list)
-    swaps_out: list[Extent] = field(default_factory=list)
-
-    def clear(self) -> None:
-        """It has gone."""
-        self.frees.clear()
-        self.swaps_out.clear()
-
-
-class Draft:
+class BatchBuilder:
     """A batch that is being filled.
 
     Args:
@@ -70,7 +52,7 @@ class Draft:
         memory: the KV pools.
         depth: batches in flight over which decodes are dealt.
         now_s: time.
-        leaving: what the batch takes away; that of requests that give way is added.
+        pending: what the batch frees and swaps out; that of preempted requests is added.
         predictor: whose factor corrects the predicted seconds of prefills; None for none.
 
     Attributes:
@@ -78,9 +60,8 @@ class Draft:
         tokens_left: tokens that each group may still get.
         has_chunk: whether a group has a prefill chunk.
         chunked: index of the row of each slot with a prefill chunk.
-        no_memory: slots of prefills that were refused for want of memory.
-        displaced: (slot, predicted seconds lost) of requests that gave way.
-        swapped: (slot, tokens) of those of them that were swapped out.
+        refused: slots of prefills that were refused for want of memory.
+        preempted: requests that gave up their memory.
         by_class: whether priority classes say who gives way.
     """
 
@@ -92,7 +73,7 @@ class Draft:
         *,
         depth: int,
         now_s: float,
-        leaving: Leaving,
+        pending: PendingFrees,
         predictor: Predictor | None = None,
     ) -> None:
         self.config = config
@@ -104,11 +85,10 @@ class Draft:
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups
         self.has_chunk = [False] * memory.num_groups
         self.chunked: dict[int, int] = {}
-        self.no_memory: list[int] = []
-        self.displaced: list[tuple[int, float]] = []
-        self.swapped: list[tuple[int, int]] = []
+        self.refused: list[int] = []
+        self.preempted: list[Preempted] = []
         self.by_class = False
-        self._leaving = leaving
+        self._pending = pending
         self._predictor = predictor
         self._queue = queue
         self._depth = depth
@@ -118,7 +98,7 @@ class Draft:
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
         if self.memory.num_groups == 1 and not self.memory.overcommit:
-            self._send_due()
+            self._append_due()
             return
         for state in self.due_decodes():
             self.add_decode(state)
@@ -127,7 +107,7 @@ class Draft:
         """Requests whose next token can be computed, dealt over the batches in flight, within the tokens left."""
         decoding: Collection[State] = self._queue.decoding.values()
         if self.memory.overcommit:  # whoever may always displace others first: no refused one may take its turn
-            decoding = sorted(decoding, key=lambda state: (state.head.arrival_s, state.slot))
+            decoding = sorted(decoding, key=lambda state: (state.request.arrival_s, state.slot))
         if self.memory.num_groups == 1:
             share = min(-(-len(decoding) // self._depth), self.tokens_left[0])
             return [state for state in decoding if state.can_decode][:share]
@@ -157,7 +137,7 @@ class Draft:
         row = Row(state.slot, position, 1, True, True, first, count)
         if self.memory.overcommit and not self._has_blocks(state, row):
             return False
-        self._send(state, row)
+        self._append_row(state, row)
         return True
 
     def add_chunk(self, state: State, size: SizeFn) -> int:
@@ -199,7 +179,7 @@ class Draft:
         """
         if not self._refused or state.has_started or len(self._queue.running) >= self.config.max_num_seqs:
             return False
-        if self.by_class and state.num_displaced:
+        if self.by_class and state.num_preempted:
             return False
         least = self._refused.get(self._first_blocks(state, tokens))
         return least is not None and self._claim_blocks(state) >= least
@@ -218,7 +198,7 @@ class Draft:
         else:
             room = self.memory.max_kv_per_group - state.num_scheduled_tokens
             victims = self._for_first_chunk(state, min(most, room), candidates)
-        self._displace(victims or [])
+        self._preempt(victims or [])
         return bool(victims)
 
     def put_decodes_first(self) -> None:
@@ -228,10 +208,10 @@ class Draft:
 
     def moved_s(self) -> float:
         """Predicted seconds in which the batch's blocks are swapped, of the group that moves most."""
-        if not (self._leaving.swaps_out or self.swaps_in):
+        if not (self._pending.swaps_out or self.swaps_in):
             return 0.0
         blocks = [0] * self.memory.num_groups
-        for extent in (*self._leaving.swaps_out, *self.swaps_in):
+        for extent in (*self._pending.swaps_out, *self.swaps_in):
             blocks[extent.group] += extent.count
         return max(blocks) * self.memory.swap_block_s
 
@@ -270,9 +250,9 @@ class Draft:
         if index is not None and self.rows[index].run != row.run:
             return 0  # it would be the first chunk of another shard
         if not self._has_blocks(state, row):
-            self.no_memory.append(state.slot)
+            self.refused.append(state.slot)
             return 0
-        self._send(state, row)
+        self._append_row(state, row)
         if index is not None:
             self._join(state, index)
         return q_len
@@ -287,9 +267,9 @@ class Draft:
     def _start(self, state: State, size: SizeFn, bound: _Bound) -> int:
         if len(self._queue.running) >= self.config.max_num_seqs:
             return 0
-        if self.by_class and state.num_displaced and self._queue.has_prefill_above(state.head.priority):
+        if self.by_class and state.num_preempted and self._queue.has_prefill_above(state.request.priority):
             return 0  # it would be in the way again
-        num_tokens = state.head.num_kv_tokens
+        num_tokens = state.request.num_kv_tokens
         whole = self.memory.first_groups(num_tokens)
         firsts = self._firsts(state)
         sizes: dict[int, int] = {}
@@ -304,11 +284,11 @@ class Draft:
             return self.memory.can_start(first, num_tokens, kv_len, set_aside=row.samples)
 
         width = self.memory.num_groups - whole[-1]
-        chosen = choose_group(self._pending(), width, open_firsts, has_memory)
+        chosen = choose_group(self._pending_work(), width, open_firsts, has_memory)
         if chosen is None:
             if open_firsts:
-                self.no_memory.append(state.slot)
-                self._note_refused(state, sizes[firsts[0]])
+                self.refused.append(state.slot)
+                self._note_refusal(state, sizes[firsts[0]])
             return 0
         self._queue.start(state)
         if state.num_scheduled_tokens:
@@ -317,15 +297,15 @@ class Draft:
             self.swaps_in += host
         else:
             self.memory.start(state.slot, chosen, num_tokens)
-        self._send(state, self._chunk_row(state, sizes[chosen], chosen, 1))
+        self._append_row(state, self._chunk_row(state, sizes[chosen], chosen, 1))
         return sizes[chosen]
 
     def _firsts(self, state: State) -> Sequence[int]:
         """The groups at which a request may begin; where it was swapped out, the one from which it was."""
         swapped_on = self.memory.swapped_on(state.slot)
-        return self.memory.first_groups(state.head.num_kv_tokens) if swapped_on is None else (swapped_on,)
+        return self.memory.first_groups(state.request.num_kv_tokens) if swapped_on is None else (swapped_on,)
 
-    def _note_refused(self, state: State, tokens: int) -> None:
+    def _note_refusal(self, state: State, tokens: int) -> None:
         """Keep what :meth:`was_refused` goes by."""
         if self.memory.num_groups == 1 and not self.memory.overcommit:
             blocks, claim = self._first_blocks(state, tokens), self._claim_blocks(state)
@@ -338,7 +318,7 @@ class Draft:
         return None if tokens == state.num_left else -(-kv_len // self.memory.block_size)
 
     def _claim_blocks(self, state: State) -> int:
-        return -(-state.head.num_kv_tokens // self.memory.block_size)
+        return -(-state.request.num_kv_tokens // self.memory.block_size)
 
     def _least_kv(self, state: State) -> int:
         """Tokens that must be free for a first chunk: with overcommit all that was lost, and a hundredth of the pool,
@@ -346,7 +326,7 @@ class Draft:
         if not self.memory.overcommit or not self._queue.running:
             return 0
         spare = max(self.memory.num_blocks // 100, 1) * self.memory.block_size
-        return spare + (min(state.num_prefill_tokens, self.memory.max_kv_per_group) if state.num_displaced else 0)
+        return spare + (min(state.num_prefill_tokens, self.memory.max_kv_per_group) if state.num_preempted else 0)
 
     def _has_blocks(self, state: State, row: Row) -> bool:
         """Whether a row finds its blocks; with overcommit others give way to a decode, or to the oldest request."""
@@ -356,12 +336,12 @@ class Draft:
             return False
         candidates = by_loss(self._queue, state, self._lost_s, by_class=self.by_class)
         victims = fewest(candidates, lambda gone: self.memory.can_take(row, gone=gone))
-        self._displace(victims or [])
+        self._preempt(victims or [])
         return victims is not None
 
     def _for_first_chunk(self, state: State, most: int, candidates: list[State]) -> list[State] | None:
         """Who has to give way for a request's first chunk of at most so many tokens, on the first group that can."""
-        num_tokens = state.head.num_kv_tokens
+        num_tokens = state.request.num_kv_tokens
         num_running = len(self._queue.running)
         kv_len = max(state.num_scheduled_tokens + most, self._least_kv(state))
 
@@ -377,19 +357,18 @@ class Draft:
                 return victims
         return None
 
-    def _displace(self, victims: Sequence[State]) -> None:
+    def _preempt(self, victims: Sequence[State]) -> None:
         """Take everything back from requests; they wait again, what they had in host memory where that is cheaper."""
         self._refused.clear()
         for state in victims:
-            lost, num_kept = self._loss(state), 0
-            self.displaced.append((state.slot, lost.seconds))
+            lost = self._loss(state)
+            num_kept = state.num_computed_tokens if lost.is_swap else 0
+            self.preempted.append(Preempted(state.slot, lost.seconds, num_kept))
             if lost.is_swap:
-                num_kept = state.num_computed_tokens
-                self.swapped.append((state.slot, num_kept))
-                self._leaving.swaps_out += self.memory.swap_out(state.slot)
+                self._pending.swaps_out += self.memory.swap_out(state.slot)
             if self.memory.release(state.slot):
-                self._leaving.frees.append(state.slot)
-            self._queue.displace(state, self.now_s, num_kept=num_kept)
+                self._pending.frees.append(state.slot)
+            self._queue.preempt(state, self.now_s, num_kept=num_kept)
 
     def _loss(self, state: State) -> Loss:
         factor = 1.0 if self._predictor is None else self._predictor.factor("prefill")
@@ -398,7 +377,7 @@ class Draft:
     def _lost_s(self, state: State) -> float:
         return self._loss(state).seconds
 
-    def _pending(self) -> Sequence[float]:
+    def _pending_work(self) -> Sequence[float]:
         """Prefill work of each group that is not yet scheduled."""
         if self.memory.num_groups == 1:
             return (0.0,)
@@ -421,7 +400,7 @@ class Draft:
         position = state.num_scheduled_tokens
         return Row(state.slot, position, q_len, False, q_len == state.num_left, first, count)
 
-    def _send_due(self) -> None:
+    def _append_due(self) -> None:
         """As :meth:`add_decode` of each of :meth:`due_decodes`: on the one group that there is, where none is refused.
 
         A decode is within the last block of its request unless that is full, so memory is asked for a block's first.
@@ -449,7 +428,7 @@ class Draft:
             self.tokens_left[0] -= len(rows)
             self._decodes = Decodes(len(rows), len(rows), sum(positions), max(positions))
 
-    def _send(self, state: State, row: Row) -> None:
+    def _append_row(self, state: State, row: Row) -> None:
         """Put a row into the batch, count it as scheduled and allocate the blocks it fills."""
         self._refused.clear()
         self.rows.append(row)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from medha.batch import Extent, Row
 from medha.sched.blocks import BlockPool
+from medha.sched.decision import KVLimits
 
 
 @dataclass(slots=True)
@@ -110,6 +111,12 @@ class KVMemory:
     def max_request_tokens(self) -> int:
         """Tokens of the longest request that fits."""
         return self.num_groups * self.max_kv_per_group
+
+    @property
+    def limits(self) -> KVLimits:
+        """What a request is checked against before it is queued."""
+        is_whole = self.max_kv_per_group == self.num_blocks * self.block_size
+        return KVLimits(self.max_request_tokens, self.max_kv_per_group, self.num_groups, is_whole)
 
     def claim(self, num_tokens: int) -> list[int]:
         """Blocks that ``num_tokens`` take on each group of a run."""

@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import SchedulerConfig
-from medha.cost.correction import Kind
 from medha.cost.predictor import Predictor, Tick
-from medha.sched.batch_builder import Draft
+from medha.sched.batch_builder import BatchBuilder
+from medha.sched.decision import Prediction
 from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
 from medha.sched.policy import SHORTEST_S, Ranking, load_policy, order
 from medha.sched.queue import Queue, State
@@ -43,24 +43,6 @@ _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
 # What is beyond a limit by this much is so however the sum is rounded.
 _SURELY = 1 + 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a batch was predicted to take, before it was sent.
-
-    Attributes:
-        kind: what it consists of, on the group that takes longest.
-        seconds: busy seconds of the slowest stage of that group; where blocks are swapped, of the moves if they take
-            longer, as the two overlap.
-        factor: the correction within ``seconds``.
-        budget_s: what the batch was to take at most.
-    """
-
-    kind: Kind
-    seconds: float
-    factor: float
-    budget_s: float
 
 
 @dataclass(slots=True)
@@ -122,37 +104,37 @@ class MedhaPacker:
     def __post_init__(self) -> None:
         self._ranking = load_policy(self.config.policy)
 
-    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
+    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
         """See :meth:`medha.sched.batch_builder.Packer.fill`."""
-        favoured = self._make_room(queue, draft) if self._ranking.by_class else []
-        draft.add_decodes()
-        self._groups = [self._group_time(queue, draft, group) for group in range(draft.memory.num_groups)]
+        favoured = self._make_room(queue, builder) if self._ranking.by_class else []
+        builder.add_decodes()
+        self._groups = [self._group_time(queue, builder, group) for group in range(builder.memory.num_groups)]
         if queue.num_prefills:
-            factor = self.predictor.factor("mixed" if draft.rows else "prefill")
+            factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
             rho = _Slack(self.config, queue, factor=factor, now_s=now_s + self._ahead_s)
             for state in favoured:
-                self._give(state, draft, rho, may_exceed=True)
-            self._serve_guarded(queue, draft, rho)
+                self._give(state, builder, rho, may_exceed=True)
+            self._serve_guarded(queue, builder, rho)
             for group in self._groups:
                 group.limit_s = group.budget_s
-            self._serve_in_order(queue, draft, rho)
-            self._fill_up(queue, draft, rho)
-        self._refused = draft.no_memory
-        self._note(draft)
+            self._serve_in_order(queue, builder, rho)
+            self._fill_up(queue, builder, rho)
+        self._refused = builder.refused
+        self._note(builder)
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, queue: Queue, draft: Draft) -> list[State]:
+    def _make_room(self, queue: Queue, builder: BatchBuilder) -> list[State]:
         """Requests for which others of lower classes have given way: of those refused memory in the batch before, and
         where all places are taken the first of the highest class."""
-        draft.by_class = True
+        builder.by_class = True
         states = [state for slot in self._refused[:_FIRST] if (state := queue.prefill(slot)) is not None]
         if len(queue.running) >= self.config.max_num_seqs:
             states += queue.first_of_highest_class()
-        return [state for state in states if draft.make_room(state)]
+        return [state for state in states if builder.make_room(state)]
 
-    def _serve_guarded(self, queue: Queue, draft: Draft, rho: _Slack) -> None:
+    def _serve_guarded(self, queue: Queue, builder: BatchBuilder, rho: _Slack) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
         share = self.config.late_share
         if not share:
@@ -160,7 +142,7 @@ class MedhaPacker:
         columns = queue.columns(rho.factor)
         queue.guarded[:] = is_guarded(
             columns,
-            draft.now_s,
+            builder.now_s,
             last_chunk_s=queue.last_chunk_s,
             was_guarded=queue.guarded,
             patience_s=self.config.patience_s,
@@ -179,46 +161,46 @@ class MedhaPacker:
         may_be_long = is_whole or np.count_nonzero(columns.num_prompt_tokens >= self.config.long_threshold) < 2
         rows = guarded_rows(columns, queue.guarded, slots=queue.slots, first=_FIRST)
         for state in queue.states_of_rows(rows):
-            if draft.is_held(state):
+            if builder.is_held(state):
                 continue
             if self._is_long(state) and not may_be_long:
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
-            if not self._give(state, draft, rho, may_exceed=False) and state.slot not in draft.no_memory:
+            if not self._give(state, builder, rho, may_exceed=False) and state.slot not in builder.refused:
                 break
         self._owed_s = [
             owed_after_s(limit, given_s=group.tick.seconds - group.decodes_s, any_left=True)
             for group, limit in zip(self._groups, limits, strict=True)
         ]
 
-    def _serve_in_order(self, queue: Queue, draft: Draft, rho: _Slack) -> None:
+    def _serve_in_order(self, queue: Queue, builder: BatchBuilder, rho: _Slack) -> None:
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
         tried: set[int] = set()
-        for _ in range(_ROUNDS if draft.rows else _MAX_ROUNDS):
-            may_enter = self._candidates(queue, draft, tried)
+        for _ in range(_ROUNDS if builder.rows else _MAX_ROUNDS):
+            may_enter = self._candidates(queue, builder, tried)
             rows = order(
                 self._ranking,
                 queue.columns(rho.factor),  # anew, as rows move when a prompt is scheduled whole
                 slots=queue.slots,
-                now_s=draft.now_s + self._ahead_s,
+                now_s=builder.now_s + self._ahead_s,
                 first=_FIRST,
                 among=may_enter,
                 last=queue.relegated,
             )
             states = queue.states_of_rows(rows)
-            if not states or self._serve(states, draft, rho, may_exceed=True) or len(states) < _FIRST:
+            if not states or self._serve(states, builder, rho, may_exceed=True) or len(states) < _FIRST:
                 return
             tried.update(state.slot for state in states)
 
-    def _fill_up(self, queue: Queue, draft: Draft, rho: _Slack) -> None:
+    def _fill_up(self, queue: Queue, builder: BatchBuilder, rho: _Slack) -> None:
         """What long prefills yielded and nobody took, and what the guarded may have on top of their share."""
         rho.has_short = False
-        states = [state for slot in list(draft.chunked) if (state := queue.running[slot]).prefilling]
+        states = [state for slot in list(builder.chunked) if (state := queue.running[slot]).prefilling]
         for state in sorted(states, key=self._is_long):
-            if not self._has_room(draft, may_exceed=False):
+            if not self._has_room(builder, may_exceed=False):
                 return
-            self._give(state, draft, rho, may_exceed=False)
+            self._give(state, builder, rho, may_exceed=False)
 
-    def _candidates(self, queue: Queue, draft: Draft, tried: set[int]) -> NDArray[np.bool_] | None:
+    def _candidates(self, queue: Queue, builder: BatchBuilder, tried: set[int]) -> NDArray[np.bool_] | None:
         """Which rows may enter the batch; None is all.
 
         No new ones where all places are taken, no long ones where each group has one, none a second time.
@@ -234,34 +216,34 @@ class MedhaPacker:
             may_enter[queue.rows_of(tried)] = False
         return may_enter
 
-    def _serve(self, states: Iterable[State], draft: Draft, rho: _Slack, *, may_exceed: bool) -> bool:
+    def _serve(self, states: Iterable[State], builder: BatchBuilder, rho: _Slack, *, may_exceed: bool) -> bool:
         """Give chunks to requests in turn; whether no group can take more."""
-        has_room = self._has_room(draft, may_exceed=may_exceed)
-        is_cramped = self._is_cramped(draft, may_exceed=may_exceed)
+        has_room = self._has_room(builder, may_exceed=may_exceed)
+        is_cramped = self._is_cramped(builder, may_exceed=may_exceed)
         for state in states:
             if not has_room:
                 return True
             if state.ended or not state.prefilling:
                 continue
-            if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in draft.chunked:
+            if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in builder.chunked:
                 continue
-            if self._give(state, draft, rho, may_exceed=may_exceed):
-                has_room = self._has_room(draft, may_exceed=may_exceed)
-                is_cramped = self._is_cramped(draft, may_exceed=may_exceed)
+            if self._give(state, builder, rho, may_exceed=may_exceed):
+                has_room = self._has_room(builder, may_exceed=may_exceed)
+                is_cramped = self._is_cramped(builder, may_exceed=may_exceed)
         return not has_room
 
     # -- one request -------------------------------------------------------------------------------------------------
 
-    def _give(self, state: State, draft: Draft, rho: _Slack, *, may_exceed: bool) -> bool:
+    def _give(self, state: State, builder: BatchBuilder, rho: _Slack, *, may_exceed: bool) -> bool:
         """Try to put a chunk of a request into the batch."""
         is_long = self._is_long(state)
-        if draft.is_held(state) or (is_long and self._is_shut_out(state)):
+        if builder.is_held(state) or (is_long and self._is_shut_out(state)):
             return False
-        if self._is_refused(state, draft):
-            draft.no_memory.append(state.slot)
+        if self._is_refused(state, builder):
+            builder.refused.append(state.slot)
             return False
         share = rho.yielded(state) if is_long else 0.0
-        has_chunk = state.slot in draft.chunked
+        has_chunk = state.slot in builder.chunked
 
         def may_enter(first: int, count: int) -> bool:
             groups = self._groups[first : first + count]
@@ -270,26 +252,26 @@ class MedhaPacker:
         def fitting(first: int, count: int, most: int) -> int:
             if not may_enter(first, count):
                 return 0
-            tokens = self._fitting(state, draft, first, count, most, share)
+            tokens = self._fitting(state, builder, first, count, most, share)
             return tokens if tokens == most or tokens >= self.config.min_chunk or has_chunk else 0
 
         def least(first: int, count: int, most: int) -> int:
-            is_taken = any(draft.has_chunk[first : first + count])
+            is_taken = any(builder.has_chunk[first : first + count])
             return 0 if is_taken or not may_enter(first, count) else min(self.config.min_chunk, most)
 
         position = state.num_scheduled_tokens
-        if draft.memory.num_groups > 1 and state.has_started and not has_chunk:
-            self._grow(state, draft)
-        num_refused, joined = len(draft.no_memory), draft.chunk_tokens(state.slot)
-        q_len = draft.add_chunk(state, fitting)
-        if not q_len and may_exceed and len(draft.no_memory) == num_refused and not all(draft.has_chunk):
-            q_len = draft.add_chunk(state, least)  # where it fits nowhere: on one that has no chunk yet
+        if builder.memory.num_groups > 1 and state.has_started and not has_chunk:
+            self._grow(state, builder)
+        num_refused, joined = len(builder.refused), builder.chunk_tokens(state.slot)
+        q_len = builder.add_chunk(state, fitting)
+        if not q_len and may_exceed and len(builder.refused) == num_refused and not all(builder.has_chunk):
+            q_len = builder.add_chunk(state, least)  # where it fits nowhere: on one that has no chunk yet
         if not q_len:
             return False
-        row = draft.rows[draft.chunked[state.slot]]
+        row = builder.rows[builder.chunked[state.slot]]
         for index in range(row.group, row.holder + 1):
             group = self._groups[index]
-            kv = draft.memory.kv_before(state.slot, position, index)
+            kv = builder.memory.kv_before(state.slot, position, index)
             if index < row.holder:
                 kv += joined  # which attends with what is added, though its keys are elsewhere
             group.tick.add(
@@ -305,19 +287,19 @@ class MedhaPacker:
         """Whether another long prefill is in the batch of each group."""
         return all(group.long_slot not in (None, state.slot) for group in self._groups)
 
-    def _is_refused(self, state: State, draft: Draft) -> bool:
+    def _is_refused(self, state: State, builder: BatchBuilder) -> bool:
         """Whether a request finds no memory as others before it in this batch; spares the test for each of many."""
-        if not draft.no_memory or len(self._groups) > 1 or state.has_started or self._is_long(state):
+        if not builder.refused or len(self._groups) > 1 or state.has_started or self._is_long(state):
             return False
         if state.num_scheduled_tokens:  # it was swapped out, and so none of many
             return False
-        group, most = self._groups[0], draft.most_tokens(state)
+        group, most = self._groups[0], builder.most_tokens(state)
         if most < state.num_left or not self._surely_fits(group, most):
-            tokens = self._fitting(state, draft, 0, 1, most, 0.0) if most > 0 else 0
+            tokens = self._fitting(state, builder, 0, 1, most, 0.0) if most > 0 else 0
             if tokens < most and tokens < self.config.min_chunk:
                 return False
             most = tokens
-        return most > 0 and draft.was_refused(state, most)
+        return most > 0 and builder.was_refused(state, most)
 
     def _surely_fits(self, group: _GroupTime, tokens: int) -> bool:
         """Whether a whole prompt of so many tokens fits a group, however the sum is rounded; shorter ones then do."""
@@ -329,12 +311,12 @@ class MedhaPacker:
             group.fitting, group.fitting_limit_s = tokens, group.limit_s
         return True
 
-    def _grow(self, state: State, draft: Draft) -> None:
+    def _grow(self, state: State, builder: BatchBuilder) -> None:
         """Let a request take its next group where the KV on its last alone would soon leave no efficient chunk.
 
         Its KV stays where it is, so it has to happen while an efficient chunk still fits behind it, merges included.
         """
-        memory, position = draft.memory, state.num_scheduled_tokens
+        memory, position = builder.memory, state.num_scheduled_tokens
         first, count = memory.place(state.slot, position)
         *others, last = range(first, first + count)
         least, margin = self.config.min_chunk, memory.block_size + 2 * self.config.min_chunk
@@ -346,15 +328,15 @@ class MedhaPacker:
         def kv_on(index: int) -> int:
             return memory.kv_before(state.slot, position, index)
 
-        if draft.has_chunk[last] or fits(last, kv_on(last) + margin) or not fits(last, 0):
+        if builder.has_chunk[last] or fits(last, kv_on(last) + margin) or not fits(last, 0):
             return
         if all(fits(index, kv_on(index)) for index in others):  # else it would not help
-            self.num_grown += memory.grow(state.slot, position, state.head.num_kv_tokens)
+            self.num_grown += memory.grow(state.slot, position, state.request.num_kv_tokens)
 
     def _is_long(self, state: State) -> bool:
         return state.num_prefill_tokens >= self.config.long_threshold
 
-    def _fitting(self, state: State, draft: Draft, first: int, count: int, most: int, share: float) -> int:
+    def _fitting(self, state: State, builder: BatchBuilder, first: int, count: int, most: int, share: float) -> int:
         """The most tokens that fit the time of each group; ``share`` of it is left to others."""
         tokens = most
         run = (first, first + count - 1) if count > 1 else None
@@ -362,9 +344,9 @@ class MedhaPacker:
             group = self._groups[index]
             kv = state.num_scheduled_tokens  # of one that has not started: it was swapped out
             if state.has_started:
-                kv = draft.memory.kv_before(state.slot, kv, index)
+                kv = builder.memory.kv_before(state.slot, kv, index)
             if index < first + count - 1:
-                kv += draft.chunk_tokens(state.slot)
+                kv += builder.chunk_tokens(state.slot)
             limit_s = group.decodes_s + (group.limit_s - group.decodes_s) * (1.0 - share)
             tokens = min(
                 tokens,
@@ -381,21 +363,21 @@ class MedhaPacker:
                 break
         return tokens
 
-    def _has_room(self, draft: Draft, *, may_exceed: bool) -> bool:
+    def _has_room(self, builder: BatchBuilder, *, may_exceed: bool) -> bool:
         """Whether some group can take a chunk more."""
-        for group, left, has_chunk in zip(self._groups, draft.tokens_left, draft.has_chunk, strict=True):
+        for group, left, has_chunk in zip(self._groups, builder.tokens_left, builder.has_chunk, strict=True):
             if left > 0 and ((may_exceed and not has_chunk) or group.tick.largest_chunk(0, group.limit_s, 1) > 0):
                 return True
         return False
 
-    def _is_cramped(self, draft: Draft, *, may_exceed: bool) -> bool:
+    def _is_cramped(self, builder: BatchBuilder, *, may_exceed: bool) -> bool:
         """Whether what is left takes no efficient chunk, so that only the end of a prompt, or of a chunk, can enter.
 
         Spares a try for each of many requests. Says False where it is not sure: with several groups, and where the
         tokens left, or the chunk size, are what makes chunks small.
         """
         least = self.config.min_chunk
-        if len(self._groups) > 1 or draft.tokens_left[0] < least or (may_exceed and not draft.has_chunk[0]):
+        if len(self._groups) > 1 or builder.tokens_left[0] < least or (may_exceed and not builder.has_chunk[0]):
             return False
         if self.config.chunk_size is not None and self.config.chunk_size < least:
             return False
@@ -404,12 +386,12 @@ class MedhaPacker:
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def _group_time(self, queue: Queue, draft: Draft, group: int) -> _GroupTime:
-        tick = self.predictor.tick(*draft.works(group))
-        budget_s = self._budget_s(queue, draft, group)
+    def _group_time(self, queue: Queue, builder: BatchBuilder, group: int) -> _GroupTime:
+        tick = self.predictor.tick(*builder.works(group))
+        budget_s = self._budget_s(queue, builder, group)
         return _GroupTime(tick, budget_s, budget_s, tick.seconds)
 
-    def _budget_s(self, queue: Queue, draft: Draft, group: int) -> float:
+    def _budget_s(self, queue: Queue, builder: BatchBuilder, group: int) -> float:
         """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the preemption quantum.
 
         A decode returns with every batch in flight, so it may take a depth-th of the TPOT; with a decode lag it is in
@@ -420,28 +402,28 @@ class MedhaPacker:
         period = 1 if self.config.decode_lag else self.depth
         tightest = self.config.quantum_s * period
         for state in queue.decoding.values():
-            slo = state.head.slo
+            slo = state.request.slo
             if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
-                first, count = draft.memory.run(state.slot)
+                first, count = builder.memory.run(state.slot)
                 if first <= group < first + count:
                     tightest = slo.tpot_s
         return tightest / period
 
-    def _note(self, draft: Draft) -> None:
+    def _note(self, builder: BatchBuilder) -> None:
         """Keep the prediction of the batch."""
-        if not draft.rows:
+        if not builder.rows:
             self.prediction = None
             return
         for index, group in enumerate(self._groups):
             if group.is_joined:  # as one chunk it costs a little more or less than as two
-                group.tick = self.predictor.tick(*draft.works(index))
+                group.tick = self.predictor.tick(*builder.works(index))
         self.num_over_budget += any(
             has_chunk and group.tick.seconds > group.budget_s
-            for has_chunk, group in zip(draft.has_chunk, self._groups, strict=True)
+            for has_chunk, group in zip(builder.has_chunk, self._groups, strict=True)
         )
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
         tick = slowest.tick
-        seconds = max(tick.seconds, draft.moved_s())
+        seconds = max(tick.seconds, builder.moved_s())
         self.prediction = Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)
 
 
@@ -460,5 +442,5 @@ class _Slack:
         if not self.has_short:
             return 0.0
         total_s, left_s = self._queue.work_s(state, self.factor)
-        slack_s = state.head.arrival_s + state.deadline_s - self._now_s - left_s
+        slack_s = state.request.arrival_s + state.deadline_s - self._now_s - left_s
         return min(self._rho_max, max(0.0, slack_s / max(total_s, SHORTEST_S)))

@@ -70,13 +70,13 @@ def recompute_s(queue: Queue, state: State) -> float:
 
 def oldest(states: Iterable[State]) -> State | None:
     """The request that came first."""
-    return min(states, key=lambda state: (state.head.arrival_s, state.slot), default=None)
+    return min(states, key=lambda state: (state.request.arrival_s, state.slot), default=None)
 
 
 def of_lower_class(queue: Queue, state: State, lost_s: LossFn) -> list[State]:
     """Who can give way to a request by class: the lowest class first, then whoever loses least."""
-    below = [s for s in _idle(queue) if s.head.priority > state.head.priority]
-    return sorted(below, key=lambda s: (-s.head.priority, lost_s(s), s.slot))
+    below = [s for s in _idle(queue) if s.request.priority > state.request.priority]
+    return sorted(below, key=lambda s: (-s.request.priority, lost_s(s), s.slot))
 
 
 def by_loss(queue: Queue, state: State, lost_s: LossFn, *, by_class: bool) -> list[State]:
@@ -89,8 +89,8 @@ def by_loss(queue: Queue, state: State, lost_s: LossFn, *, by_class: bool) -> li
     if not by_class:
         return sorted(others, key=lambda s: (not s.prefilling, lost_s(s), s.slot))
     if state is not first:
-        others = [s for s in others if s.head.priority >= state.head.priority]
-    return sorted(others, key=lambda s: (-s.head.priority, not s.prefilling, lost_s(s), s.slot))
+        others = [s for s in others if s.request.priority >= state.request.priority]
+    return sorted(others, key=lambda s: (-s.request.priority, not s.prefilling, lost_s(s), s.slot))
 
 
 def fewest(candidates: list[State], fits: Fits) -> list[State] | None:

@@ -15,37 +15,9 @@ from numpy.typing import NDArray
 
 from medha.batch import Row
 from medha.cost.prefill_time import PrefillTimes
-from medha.params import SLO
 from medha.sched.balancer import prefill_work
+from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import Columns, Floats, Ints
-
-
-@dataclass(frozen=True, slots=True)
-class RequestHead:
-    """What the scheduler knows of a request at arrival.
-
-    Attributes:
-        slot: integer handle; unique among requests not yet closed.
-        num_prompt_tokens: at least 1.
-        max_new_tokens: at least 1; with the prompt it makes the claim on KV memory.
-        arrival_s: when it arrived, in seconds of the engine's clock.
-        slo: its objectives, if any.
-        priority: class, 0 (realtime) to 3 (low).
-        is_relegated: it has no deadline, whatever its objectives, and comes after all others of its class.
-    """
-
-    slot: int
-    num_prompt_tokens: int
-    max_new_tokens: int
-    arrival_s: float
-    slo: SLO | None = None
-    priority: int = 2
-    is_relegated: bool = False
-
-    @property
-    def num_kv_tokens(self) -> int:
-        """Its claim on KV memory in tokens; the last sampled token is never written."""
-        return self.num_prompt_tokens + self.max_new_tokens - 1
 
 
 @dataclass(slots=True)
@@ -64,10 +36,10 @@ class State:
         deadline_s: seconds from arrival to when its first token is due; inf is none.
         has_started: it is bound to a group and may hold memory.
         ended: it finished or was cancelled; it is closed once nothing of it is in flight.
-        num_displaced: how often it gave its memory up, to be computed again or swapped in.
+        num_preempted: how often it gave its memory up, to be computed again or swapped in.
     """
 
-    head: RequestHead
+    request: SchedulerRequest
     num_known_tokens: int
     num_prefill_tokens: int
     deadline_s: float = math.inf
@@ -76,11 +48,11 @@ class State:
     num_in_flight: int = 0
     has_started: bool = False
     ended: bool = False
-    num_displaced: int = 0
+    num_preempted: int = 0
     slot: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slot = self.head.slot
+        self.slot = self.request.slot
 
     @property
     def prefilling(self) -> bool:
@@ -94,7 +66,7 @@ class State:
 
     def foresee(self) -> None:
         """Count the token that a row just sent will give, unless it is the last one there can be."""
-        if self.num_known_tokens < self.head.num_kv_tokens:
+        if self.num_known_tokens < self.request.num_kv_tokens:
             self.num_known_tokens += 1
 
     @property
@@ -238,16 +210,16 @@ class Queue:
 
     # -- a request's life --------------------------------------------------------------------------------------------
 
-    def add(self, head: RequestHead, factor: float) -> State:
+    def add(self, request: SchedulerRequest, factor: float) -> State:
         """A request arrives; ``factor`` corrects the predicted seconds of its derived deadline."""
-        total_s = self.prefill_s(head.num_prompt_tokens)
-        length = head.num_prompt_tokens
-        state = State(head, length, length, self._deadline_s(head, total_s * factor))
-        self.waiting[head.slot] = state
-        self._append(state, total_s, head.arrival_s)
+        total_s = self.prefill_s(request.num_prompt_tokens)
+        length = request.num_prompt_tokens
+        state = State(request, length, length, self._deadline_s(request, total_s * factor))
+        self.waiting[request.slot] = state
+        self._append(state, total_s, request.arrival_s)
         return state
 
-    def displace(self, state: State, now_s: float, *, num_kept: int = 0) -> None:
+    def preempt(self, state: State, now_s: float, *, num_kept: int = 0) -> None:
         """A started request with nothing in flight loses what was computed of it and waits again, first in line.
 
         Args:
@@ -262,7 +234,7 @@ class Queue:
         state.num_prefill_tokens = state.num_known_tokens
         state.num_scheduled_tokens = state.num_computed_tokens = num_kept
         state.has_started = False
-        state.num_displaced += 1
+        state.num_preempted += 1
         self.waiting = {state.slot: state, **self.waiting}
         self._append(state, self.prefill_s(state.num_prefill_tokens), now_s)
 
@@ -333,11 +305,11 @@ class Queue:
             return prefill_work(num_done, num_tokens)
         return self._times.one_remaining_s(num_done, num_tokens)
 
-    def _deadline_s(self, head: RequestHead, total_s: float) -> float:
-        if head.is_relegated:
+    def _deadline_s(self, request: SchedulerRequest, total_s: float) -> float:
+        if request.is_relegated:
             return math.inf
-        if head.slo is not None and head.slo.ttft_s is not None:
-            return head.slo.ttft_s
+        if request.slo is not None and request.slo.ttft_s is not None:
+            return request.slo.ttft_s
         return math.inf if self._times is None else max(self._floor_s, self._factor * total_s)
 
     def _append(self, state: State, total_s: float, last_chunk_s: float) -> None:
@@ -345,13 +317,13 @@ class Queue:
         row = self.num_prefills
         if row == len(self._guarded):
             self._grow()
-        head, num_kept = state.head, state.num_computed_tokens
+        request, num_kept = state.request, state.num_computed_tokens
         left_s = self._left_s(num_kept, state.num_prefill_tokens) if num_kept else total_s
-        self._floats[:, row] = head.arrival_s, state.deadline_s, total_s, left_s, last_chunk_s
-        self._ints[:, row] = state.num_prefill_tokens, num_kept, head.priority, state.slot
+        self._floats[:, row] = request.arrival_s, state.deadline_s, total_s, left_s, last_chunk_s
+        self._ints[:, row] = state.num_prefill_tokens, num_kept, request.priority, state.slot
         self._guarded[row] = self._started[row] = False
-        self._relegated[row] = head.is_relegated
-        self._num_relegated += head.is_relegated
+        self._relegated[row] = request.is_relegated
+        self._num_relegated += request.is_relegated
         self._states.append(state)
         self._row_of[state.slot] = row
         self.num_prefills += 1
@@ -368,7 +340,7 @@ class Queue:
         """Take a request's row out; the last row takes its place."""
         row = self._row_of.pop(slot)
         last = self.num_prefills - 1
-        self._num_relegated -= self._states[row].head.is_relegated
+        self._num_relegated -= self._states[row].request.is_relegated
         moved = self._states.pop()
         if row != last:
             self._relegated[row] = self._relegated[last]

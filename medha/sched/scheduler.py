@@ -1,10 +1,10 @@
 """The scheduler: what runs next, behind four calls.
 
 The seam is :meth:`Scheduler.add`, :meth:`~Scheduler.cancel`, :meth:`~Scheduler.schedule`, :meth:`~Scheduler.complete`,
-and nothing else changes it. The scheduler knows slots and lengths, never token ids; time is handed in; it decides the
-same whenever it is called the same. Here is what all schedulers share: the life of a request and of a batch. Whose turn
-it is, and how much, is a packer's affair: the paper's (:mod:`medha.sched.packer`) or a classical one
-(:mod:`medha.sched.baselines`).
+and nothing else changes it; what crosses it is in :mod:`medha.sched.decision`. The scheduler knows slots and lengths,
+never token ids; time is handed in; it decides the same whenever it is called the same. This file holds what all
+schedulers share: the life of a request and of a batch. A packer decides whose turn it is and how many tokens it gets:
+the paper's (:mod:`medha.sched.packer`) or a classical one (:mod:`medha.sched.baselines`).
 
 Memory: :mod:`medha.sched.memory`. Groups: with KV parallelism a batch spans all groups; a request is bound to a run of
 them at its first chunk (:mod:`medha.sched.balancer`).
@@ -14,18 +14,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
+from medha.errors import DeadlineError
 from medha.sched.baselines import classical_packer
-from medha.sched.batch_builder import Draft, LearningPacker, Leaving, Packer
+from medha.sched.batch_builder import BatchBuilder, LearningPacker, Packer
+from medha.sched.decision import Admitted, Decision, PendingFrees, Prediction, SchedulerRequest
 from medha.sched.memory import KVMemory
-from medha.sched.packer import MedhaPacker, Prediction
-from medha.sched.queue import Queue, RequestHead
-
-__all__ = ["RequestHead", "Scheduler"]
+from medha.sched.packer import MedhaPacker
+from medha.sched.queue import Queue
 
 
 class Scheduler:
@@ -86,10 +87,7 @@ class Scheduler:
             decode_lag=bool(config.decode_lag),
         )
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
-        self._leaving = Leaving()
-        self._no_memory: tuple[int, ...] = ()
-        self._displaced: tuple[tuple[int, float], ...] = ()
-        self._swapped: tuple[tuple[int, int], ...] = ()
+        self._pending = PendingFrees()
         self._next_batch_id = 0
 
     def fresh(self) -> Scheduler:
@@ -119,86 +117,58 @@ class Scheduler:
         """Batches scheduled and not yet complete, oldest first."""
         return tuple(batch for batch, _ in self._in_flight)
 
-    @property
-    def last_prediction(self) -> Prediction | None:
-        """What was predicted of the batch scheduled last, where the packer predicts."""
-        return self._in_flight[-1][1] if self._in_flight else None
-
     def prediction_of(self, batch: Batch) -> Prediction | None:
         """What was predicted of a batch in flight, where the packer predicts."""
         return next(prediction for sent, prediction in self._in_flight if sent is batch)
 
-    @property
-    def no_memory(self) -> tuple[int, ...]:
-        """Slots of prefills that the last call of :meth:`schedule` refused for want of KV memory."""
-        return self._no_memory
-
-    @property
-    def displaced(self) -> tuple[tuple[int, float], ...]:
-        """(slot, predicted seconds of work lost) of requests that gave way in the last call of :meth:`schedule`."""
-        return self._displaced
-
-    @property
-    def swapped(self) -> tuple[tuple[int, int], ...]:
-        """(slot, tokens moved out) of those of :attr:`displaced` that are swapped; the others are computed again."""
-        return self._swapped
-
-    def slack_s(self, slot: int, now_s: float) -> float:
-        """Seconds for which a request can still wait and have its first token in time; inf without a deadline.
+    def add(self, request: SchedulerRequest, now_s: float | None = None) -> Admitted:
+        """Queue a request.
 
         Args:
-            slot: of a request that is not closed.
-            now_s: time.
+            request: its slot is free and its reservation fits the pools.
+            now_s: time at which the option ``admission`` judges it; None queues it as it is.
+
+        Raises:
+            DeadlineError: it cannot meet its TTFT objective, and ``admission`` is ``refuse``.
+            ValueError: its slot is in use, a length is below 1, or its reservation exceeds the pools.
         """
+        if request.slot in self._queue:
+            raise ValueError(f"slot {request.slot} is in use")
+        if request.num_prompt_tokens < 1 or request.max_new_tokens < 1:
+            raise ValueError(f"{request}: lengths must be at least 1")
+        if request.num_kv_tokens > self.memory.max_request_tokens:
+            most = self.memory.max_request_tokens
+            raise ValueError(f"{request}: needs {request.num_kv_tokens} KV tokens, at most {most} fit")
+        predicted_s = None if now_s is None else self._late_ttft_s(request, now_s)
+        if predicted_s is not None:
+            if self.config.admission == "refuse":
+                raise _refused(request, predicted_s)
+            request = replace(request, is_relegated=True)
+        factor = 1.0 if self.predictor is None else self.predictor.factor("prefill")
+        deadline_s = self._queue.add(request, factor).deadline_s
+        return Admitted(deadline_s, self._slack_s(request.slot, request.arrival_s), request.is_relegated)
+
+    def _late_ttft_s(self, request: SchedulerRequest, now_s: float) -> float | None:
+        """Predicted TTFT of a request that ``config.admission`` turns away; None where it may be in time.
+
+        The TTFT is what the request would have if it ran next: the wait so far, the batches in flight, its prefill
+        alone.
+        """
+        objective_s = None if request.slo is None else request.slo.ttft_s
+        if objective_s is None or self.config.admission == "all" or self.predictor is None:
+            return None
+        in_flight_s = sum(prediction.seconds for _, prediction in self._in_flight if prediction is not None)
+        alone_s = self._queue.prefill_s(request.num_prompt_tokens) * self.predictor.factor("prefill")
+        predicted_s = max(now_s - request.arrival_s, 0.0) + in_flight_s + alone_s
+        return predicted_s if predicted_s > objective_s else None
+
+    def _slack_s(self, slot: int, now_s: float) -> float:
+        """Seconds for which a request can still wait and have its first token in time; inf without a deadline."""
         state = self._queue.waiting.get(slot) or self._queue.running[slot]
         left_s = 0.0
         if self.predictor is not None and state.prefilling and not state.ended:
             _, left_s = self._queue.work_s(state, self.predictor.factor("prefill"))
-        return float(state.head.arrival_s + state.deadline_s - now_s - left_s)
-
-    def num_computed_tokens(self, slot: int) -> int:
-        """Tokens of a request that are done in every stage, in host memory too; 0 for a slot not in use."""
-        state = self._queue.running.get(slot) or self._queue.waiting.get(slot)
-        return 0 if state is None else state.num_computed_tokens
-
-    def admission_s(self, head: RequestHead, now_s: float) -> float | None:
-        """Predicted TTFT of a request that cannot meet its objective; whether it is then added is the caller's affair.
-
-        It is what the request would have if it ran next: the wait so far, the batches in flight, its prefill alone.
-
-        Args:
-            head: not added yet.
-            now_s: time.
-
-        Returns:
-            Seconds; None where it may be in time, has no TTFT objective, or ``config.admission`` is ``all``.
-        """
-        objective_s = None if head.slo is None else head.slo.ttft_s
-        if objective_s is None or self.config.admission == "all" or self.predictor is None:
-            return None
-        in_flight_s = sum(prediction.seconds for _, prediction in self._in_flight if prediction is not None)
-        alone_s = self._queue.prefill_s(head.num_prompt_tokens) * self.predictor.factor("prefill")
-        predicted_s = max(now_s - head.arrival_s, 0.0) + in_flight_s + alone_s
-        return predicted_s if predicted_s > objective_s else None
-
-    def add(self, head: RequestHead) -> float:
-        """Queue a request.
-
-        Returns:
-            Seconds from its arrival to its deadline, given or derived; inf for none.
-
-        Raises:
-            ValueError: its slot is in use, a length is below 1, or its claim exceeds the pools.
-        """
-        if head.slot in self._queue:
-            raise ValueError(f"slot {head.slot} is in use")
-        if head.num_prompt_tokens < 1 or head.max_new_tokens < 1:
-            raise ValueError(f"{head}: lengths must be at least 1")
-        if head.num_kv_tokens > self.memory.max_request_tokens:
-            most = self.memory.max_request_tokens
-            raise ValueError(f"{head}: needs {head.num_kv_tokens} KV tokens, at most {most} fit")
-        factor = 1.0 if self.predictor is None else self.predictor.factor("prefill")
-        return self._queue.add(head, factor).deadline_s
+        return float(state.request.arrival_s + state.deadline_s - now_s - left_s)
 
     def cancel(self, slot: int) -> tuple[int, ...]:
         """Stop scheduling a request at once; no-op for a slot that is not in use.
@@ -214,56 +184,59 @@ class Scheduler:
         if not state.has_started:
             self._queue.drop(slot)
             if self.memory.forget_swapped(slot):  # also what has not gone out yet: its host blocks are others' now
-                self._leaving.swaps_out = [extent for extent in self._leaving.swaps_out if extent.slot != slot]
+                self._pending.swaps_out = [extent for extent in self._pending.swaps_out if extent.slot != slot]
             return (slot,)
         return self._close_ended((slot,))
 
-    def schedule(self, now_s: float) -> Batch | None:
-        """The next batch, or None when nothing can enter.
+    def schedule(self, now_s: float) -> Decision:
+        """Decide the next batch; the decision has none where nothing can enter.
 
-        At most ``depth`` batches are in flight: beyond that the answer is None.
+        At most ``depth`` batches are in flight: beyond that nothing is decided.
 
         Raises:
             PolicyError: a user's policy failed.
         """
-        self._no_memory = self._displaced = self._swapped = ()
         if len(self._in_flight) >= self.depth:
-            return None
-        draft = Draft(
+            return Decision()
+        builder = BatchBuilder(
             self.config,
             self._queue,
             self.memory,
             depth=self._period,
             now_s=now_s,
-            leaving=self._leaving,
+            pending=self._pending,
             predictor=self.predictor,
         )
-        self.packer.fill(self._queue, draft, now_s)
-        self._no_memory, self._displaced = tuple(draft.no_memory), tuple(draft.displaced)
-        self._swapped = tuple(draft.swapped)
-        if not draft.rows:
-            return None
+        self.packer.fill(self._queue, builder, now_s)
+        preempted, refused = tuple(builder.preempted), tuple(builder.refused)
+        if not builder.rows:
+            return Decision(preempted=preempted, refused=refused)
         batch = Batch(
             self._next_batch_id,
-            tuple(draft.rows),
-            tuple(draft.extents),
-            tuple(self._leaving.frees),
-            tuple(self._leaving.swaps_out),
-            tuple(draft.swaps_in),
+            tuple(builder.rows),
+            tuple(builder.extents),
+            tuple(self._pending.frees),
+            tuple(self._pending.swaps_out),
+            tuple(builder.swaps_in),
         )
         self.memory.give_back()
         self._next_batch_id += 1
-        self._leaving.clear()
-        self._in_flight.append((batch, getattr(self.packer, "prediction", None)))
-        return batch
+        self._pending.clear()
+        prediction = getattr(self.packer, "prediction", None)
+        self._in_flight.append((batch, prediction))
+        slack_s = tuple([self._slack_s(slot, now_s) for slot in builder.chunked])
+        return Decision(batch, prediction, preempted, refused, slack_s)
 
     def complete(
-        self, batch_id: int, now_s: float, results: Iterable[tuple[int, int, bool]], busy_s: float
+        self, batch: Batch, now_s: float, results: Iterable[tuple[int, int, bool]], busy_s: float
     ) -> tuple[int, ...]:
-        """Record that a batch is done in every stage. Batches complete in the order in which they were scheduled.
+        """Record that a batch is done in every stage.
+
+        The batches of a KV-parallel group complete in the order in which they were scheduled; those of groups that
+        have nothing in common in any order.
 
         Args:
-            batch_id: the oldest batch in flight.
+            batch: the oldest in flight of its groups.
             now_s: time.
             results: (slot, number of new tokens, finished) of the rows that sampled.
             busy_s: seconds the slowest group computed, waits excluded.
@@ -272,12 +245,9 @@ class Scheduler:
             Slots closed by this call: their blocks are free and the slot numbers may be used again.
 
         Raises:
-            ValueError: another batch is the oldest in flight.
+            ValueError: the batch is not in flight, or an older one shares a group with it.
         """
-        if not self._in_flight or self._in_flight[0][0].batch_id != batch_id:
-            oldest = self._in_flight[0][0].batch_id if self._in_flight else None
-            raise ValueError(f"batch {batch_id} completed, but the oldest in flight is {oldest}")
-        batch, prediction = self._in_flight.popleft()
+        prediction = self._take_in_flight(batch)
         if prediction is not None and self.predictor is not None and not batch.moves:  # moves say nothing of compute
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
         if self._learner is not None:
@@ -291,6 +261,19 @@ class Scheduler:
         ending = self._queue.ending
         return self._close_ended(row.slot for row in batch.rows if row.slot in ending) if ending else ()
 
+    def _take_in_flight(self, batch: Batch) -> Prediction | None:
+        """Take a batch out of those in flight; returns its prediction."""
+        if self._in_flight and self._in_flight[0][0].batch_id == batch.batch_id:
+            return self._in_flight.popleft()[1]
+        groups = batch.groups
+        for index, (older, prediction) in enumerate(self._in_flight):
+            if older.batch_id == batch.batch_id:
+                del self._in_flight[index]
+                return prediction
+            if groups & older.groups:
+                raise ValueError(f"batch {batch.batch_id} completed, but the oldest of its groups is {older.batch_id}")
+        raise ValueError(f"batch {batch.batch_id} completed, but it is not in flight")
+
     @property
     def is_steady(self) -> bool:
         """Whether the batches in flight go round until a request ends or another arrives: each, when it is complete, is
@@ -300,7 +283,7 @@ class Scheduler:
         overcommitted memory, and packers that learn from each batch.
         """
         queue, depth = self._queue, self.depth
-        if queue.num_prefills or self._leaving.frees or not self._in_flight or not self._may_go_round:
+        if queue.num_prefills or self._pending.frees or not self._in_flight or not self._may_go_round:
             return False
         num_running = len(queue.running)
         if len(queue.decoding) != num_running or sum(len(batch.rows) for batch, _ in self._in_flight) != num_running:
@@ -350,9 +333,21 @@ class Scheduler:
                 continue
             self._queue.drop(slot)
             if self.memory.release(slot):
-                self._leaving.frees.append(slot)
+                self._pending.frees.append(slot)
             closed.append(slot)
         return tuple(closed)
+
+
+def _refused(request: SchedulerRequest, predicted_s: float) -> DeadlineError:
+    objective_s = None if request.slo is None else request.slo.ttft_s
+    return DeadlineError(
+        f"slo.ttft_s={objective_s}: its first token is predicted {predicted_s:.3f} s after its arrival even if it "
+        "runs next; accepted: a later one, or admission='all' or 'relegate'",
+        predicted_s=predicted_s,
+        objective_s=objective_s,
+        param="slo.ttft_s",
+        value=objective_s,
+    )
 
 
 def _packer(config: SchedulerConfig, predictor: Predictor | None, depth: int) -> Packer:

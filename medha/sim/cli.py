@@ -1,249 +1,296 @@
-"""``medha simulate``: the engine's scheduler on hardware that is not there. Exit codes are in :mod:`medha.cli.command`.
+"""``medha simulate`` and ``medha plan``: the engine's scheduler on hardware that is not there.
 
-What goes to stdout and into files depends on the arguments alone; what was measured with a clock goes to stderr.
+Exit codes are in :mod:`medha.cli.command`; ``plan`` ends with 1 where no layout meets everything. What goes to stdout
+and into files depends on the arguments alone; what was measured with a clock goes to stderr.
 """
 
 from __future__ import annotations
 
-import resource
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from medha.cli.command import FAILED_REQUESTS, start_logging
-from medha.config import SCHEDULERS, CacheConfig, SchedulerConfig
+from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, SIMULATED, but, pick, takes
+from medha.config import SCHEDULERS, SchedulerConfig
 from medha.errors import ConfigError, exit_code
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from medha.sim.plan import Rate
     from medha.sim.study import Run, Study
+    from medha.workload.trace import Trace
 
-_DEFAULT = SchedulerConfig()
+NONE_MEETS = 1
+"""Exit code of ``medha plan`` where no layout meets everything."""
+BARE = {"tp": 8, "policy": ["lars,fcfs"], "qps": "0.3", "num_requests": 60}
+"""What ``medha simulate`` without arguments runs: a convoy, and LARS that dissolves it."""
+BARE_TEXT = "medha simulate --tp 8 --policy lars,fcfs --request-rate 0.3 --num-prompts 60"
+_SAMPLE = 100_000
+"""Requests drawn to find the longest of a workload."""
+_LENGTHS = "sharegpt4-8k, medha-swe, medha-mix, medha-mix-2m, tetris-short, tetris-medium, tetris-long, fixed:P,D or "
+_LENGTHS += "uniform:A-B,C-D"
+
+# What an engine needs, and a simulation does not or takes in its own way.
+_OTHERS = (
+    *("scheduler", "policy", "admission", "decode_lag", "profile"),
+    *("tp_forward", "dist_timeout", "kv_memory", "swap_space", "block_size"),
+)
+
+OutputJson = Annotated[
+    Path | None, typer.Option("--output-json", "--json", help="Write the report here; - is stdout.", show_default=False)
+]
+Hardware = Annotated[
+    str, typer.Option(help="a100-80g, h100-80g, h200-141g, b200-180g, cpu (a thread), or the JSON file of a spec.")
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", help="llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, a config.json or its folder."
+    ),
+]
 
 
-def _panel(name: str, *declarations: str, help: str, shows: bool | str = True, **options: Any) -> Any:
-    return typer.Option(*declarations, help=help, rich_help_panel=name, show_default=shows, **options)
+def _workload(*declarations: str, help: str, shows: bool | str = True, **options: Any) -> Any:
+    return typer.Option(*declarations, help=help, rich_help_panel="Workload", show_default=shows, **options)
 
 
+@takes(
+    *(but(group, *_OTHERS) for group in (PARALLEL, SCHEDULING, SERVING, MEMORY)), pick("max_model_len"), but(SIMULATED)
+)
 def simulate(
     context: typer.Context,
     scheduler: Annotated[
         list[str] | None,
-        _panel("Systems", help=f"Of {', '.join(SCHEDULERS)}; several: repeated or comma separated.", shows="medha"),
+        typer.Option(help=f"Of {', '.join(SCHEDULERS)}; several: repeated or comma separated.", show_default="medha"),
     ] = None,
     policy: Annotated[
         list[str] | None,
-        _panel(
-            "Systems",
+        typer.Option(
             help="Of the medha scheduler: lars, ilrs, lrs, edf, srpt, sjf, fcfs, priority[:NAME] or "
             "package.module:name; several likewise.",
-            shows="lars",
+            show_default="lars",
         ),
     ] = None,
-    hardware: Annotated[
-        str, _panel("Systems", help="a100-80g, h100-80g, h200-141g, b200-180g, or the JSON file of a spec.")
-    ] = "h100-80g",
-    model: Annotated[
-        str,
-        _panel(
-            "Systems",
-            "--model",
-            "-m",
-            help="llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, a config.json or its folder.",
-        ),
-    ] = "llama-3-8b",
-    tp: Annotated[int, _panel("Systems", "--tp", help="Tensor-parallel ranks.")] = 1,
-    spp: Annotated[int, _panel("Systems", "--spp", help="Stream-pipeline stages.")] = 1,
-    kvp: Annotated[int, _panel("Systems", "--kvp", help="KV-parallel groups.")] = 1,
+    hardware: Hardware = "h100-80g",
+    model: Model = "llama-3-8b",
     workload: Annotated[
-        str | None,
-        _panel(
-            "Workload",
-            help="Lengths: sharegpt4-8k, medha-swe, medha-mix, medha-mix-2m, tetris-short, tetris-medium, tetris-long, "
-            "fixed:P,D or uniform:A-B,C-D.",
-            shows="medha-mix",
-        ),
+        str | None, _workload("--workload", "--lengths", help=f"Lengths: {_LENGTHS}.", shows="medha-mix")
     ] = None,
     trace: Annotated[
         Path | None,
-        _panel("Workload", help="File of any format that medha trace reads, in place of --workload.", shows=False),
+        _workload(
+            "--dataset-path",
+            "--trace",
+            help="File of any format that medha trace reads, in place of --workload.",
+            shows=False,
+        ),
     ] = None,
-    arrivals: Annotated[str, _panel("Workload", help="poisson, gamma, uniform or at-once.")] = "poisson",
-    burstiness: Annotated[float, _panel("Workload", help="Of gamma arrivals: 1 is Poisson, less is burstier.")] = 1.0,
+    arrivals: Annotated[str, _workload(help="poisson, gamma, uniform or at-once.")] = "poisson",
+    burstiness: Annotated[float, _workload(help="Of gamma arrivals: 1 is Poisson, less is burstier.")] = 1.0,
     qps: Annotated[
         str | None,
-        _panel("Workload", help="Requests a second; several rates comma separated. Scales a trace.", shows=False),
+        _workload(
+            "--request-rate",
+            "--qps",
+            help="Requests a second; several rates comma separated. Scales a trace.",
+            shows=False,
+        ),
     ] = None,
-    duration: Annotated[float | None, _panel("Workload", help="Seconds of arrivals.", shows=False)] = None,
+    duration: Annotated[float | None, _workload(help="Seconds of arrivals.", shows=False)] = None,
     num_requests: Annotated[
-        int | None, _panel("Workload", help="So many of them.", shows="200, or all of a trace", min=1)
+        int | None,
+        _workload("--num-prompts", "--num-requests", help="So many of them.", shows="200, or all of a trace", min=1),
     ] = None,
-    seed: Annotated[int, _panel("Workload", help="Of arrivals and lengths.", min=0)] = 0,
+    seed: Annotated[int, _workload(help="Of arrivals and lengths.", min=0)] = 0,
     slo_ttft_s: Annotated[
-        float | None, _panel("Workload", help="TTFT objective of requests without their own.", shows="derived")
+        float | None, _workload(help="TTFT objective of requests without their own.", shows="derived")
     ] = None,
     slo_tpot_s: Annotated[
-        float | None, _panel("Workload", help="TPOT objective of requests without their own.", shows="none")
+        float | None, _workload(help="TPOT objective of requests without their own.", shows="none")
     ] = None,
-    max_model_len: Annotated[
-        int | None, _panel("Memory and batching", help="Most tokens, prompt and output.", shows="those of the longest")
+    stop_s: Annotated[
+        float | None, typer.Option(help="Virtual seconds at which to stop.", show_default="the end")
     ] = None,
-    gpu_memory_utilization: Annotated[
-        float, _panel("Memory and batching", help="Share of the memory to use.")
-    ] = CacheConfig().gpu_memory_utilization,
-    num_kv_blocks: Annotated[
-        int | None, _panel("Memory and batching", help="KV blocks of a group.", shows="as many as fit", min=1)
-    ] = None,
-    max_kv_per_group: Annotated[
-        int | None, _panel("Memory and batching", help="KV tokens of a request on one group.", shows=False)
-    ] = _DEFAULT.max_kv_per_group,
-    overcommit: Annotated[
-        bool, _panel("Memory and batching", "--overcommit", help="Give KV memory away twice; who lacks it gives way.")
-    ] = _DEFAULT.overcommit,
-    num_swap_blocks: Annotated[
-        int, _panel("Memory and batching", help="KV blocks of host memory of a group, for who gives way.", min=0)
-    ] = _DEFAULT.num_swap_blocks,
-    swap_block_s: Annotated[
-        float, _panel("Memory and batching", help="Seconds in which one moves there or back.", min=0)
-    ] = _DEFAULT.swap_block_s,
-    max_num_seqs: Annotated[int, _panel("Memory and batching", help="Most requests at once.")] = _DEFAULT.max_num_seqs,
-    max_batch_tokens: Annotated[
-        int, _panel("Memory and batching", help="Most tokens of a step.")
-    ] = _DEFAULT.max_batch_tokens,
-    chunk_size: Annotated[
-        int | None, _panel("Memory and batching", help="Most tokens of a prompt in a step.", shows=False)
-    ] = _DEFAULT.chunk_size,
-    t_target_s: Annotated[
-        float | None, _panel("Scheduling", help="Seconds a step may take; else from the decodes' TPOT.", shows=False)
-    ] = _DEFAULT.t_target_s,
-    quantum_s: Annotated[
-        float, _panel("Scheduling", help="The same where no decode has a TPOT objective.")
-    ] = _DEFAULT.quantum_s,
-    rho_max: Annotated[
-        float, _panel("Scheduling", help="Most that a long prefill yields of a step; 0 is no space sharing.")
-    ] = _DEFAULT.rho_max,
-    long_threshold: Annotated[
-        int, _panel("Scheduling", help="Prompt tokens from which a prefill is long.")
-    ] = _DEFAULT.long_threshold,
-    late_share: Annotated[
-        float, _panel("Scheduling", help="Share of a step for prefills that are late or passed over.")
-    ] = _DEFAULT.late_share,
-    patience_s: Annotated[
-        float, _panel("Scheduling", help="Seconds after which a prefill counts as passed over.")
-    ] = _DEFAULT.patience_s,
-    stream: Annotated[
-        bool,
-        _panel(
-            "Scheduling",
-            "--stream/--no-stream",
-            help="Whether a prompt's next chunk enters the pipeline before the one before has left it.",
-        ),
-    ] = _DEFAULT.stream,
-    stop_s: Annotated[float | None, _panel("Run", help="Virtual seconds at which to stop.", shows="the end")] = None,
     no_skip: Annotated[
-        bool, _panel("Run", "--no-skip", help="Step over nothing; slower, with the same outcome.")
+        bool, typer.Option("--no-skip", help="Step over nothing; slower, with the same outcome.")
     ] = False,
-    output_json: Annotated[Path | None, _panel("Output", "--json", help="Write the report here.", shows=False)] = None,
-    plot: Annotated[Path | None, _panel("Output", help="Folder for plots; needs matplotlib.", shows=False)] = None,
+    output_json: OutputJson = None,
+    plot: Annotated[Path | None, typer.Option(help="Folder for plots; needs matplotlib.", show_default=False)] = None,
     timeline: Annotated[
-        Path | None, _panel("Output", help="Chrome trace of a single run (.json or .json.gz).", shows=False)
+        Path | None, typer.Option(help="Chrome trace of a single run (.json or .json.gz).", show_default=False)
     ] = None,
+    **_: Any,
 ) -> int:
     """Run the scheduler on predicted hardware: whole days of arrivals in minutes, without a GPU.
 
-    Several schedulers, policies or rates in one call are compared on the same arrivals and lengths.
+    Several schedulers, policies or rates in one call are compared on the same arrivals and lengths. Without arguments
+    a small comparison runs.
     """
-    from medha.cli.report import check_writable
-    from medha.cli.table import report_console
-    from medha.sim.options import about, study_of
+    from medha.cli.report import STDOUT, check_writable, write_report
+    from medha.cli.table import print_report
+    from medha.sim.study import NOTES, about, config_of, remarks, shown, study_of
 
     start_logging("warning")
+    is_bare = not any(str(context.get_parameter_source(name)).endswith("COMMANDLINE") for name in context.params)
+    given = {**context.params, **(BARE if is_bare else {})}
     if plot is not None:
         from medha.sim.plots import check_plots
 
         check_plots(plot)
     for path in (output_json, timeline):
         check_writable(path)
-    study = study_of(context.params)
+    study = study_of(given)
     study.check()
     if timeline is not None and len(study.systems) > 1:
         raise ConfigError(
             f"timeline={timeline} with {len(study.systems)} runs; accepted: one scheduler, policy and rate"
         )
-    console = report_console()
-    for line in about(study, context.params):
-        console.print(line)
     runs = _run_with_progress(study)
-    return _finish(console, context.params, study, runs)
+    reports, interrupted = [run.report for run in runs], runs[-1].interrupted
+    report = {
+        "format": "medha-simulation",
+        "version": 1,
+        "complete": not interrupted and all(one["complete"] for one in reports),
+        "config": config_of(study, given),
+        "runs": reports,
+    }
+    write_report(output_json, report)
+    if timeline is not None:
+        from medha.sim.plots import write_trace
 
-
-def _finish(console: Console, given: Mapping[str, Any], study: Study, runs: list[Run]) -> int:
-    """Write what came of it, then print it; returns the exit code."""
-    from medha.cli.report import write_report
-    from medha.sim.options import config_of
-    from medha.sim.tables import print_reports
-
-    reports = [run.report for run in runs]
-    interrupted = runs[-1].interrupted
-    write_report(
-        given["output_json"],
-        {
-            "format": "medha-simulation",
-            "version": 1,
-            "complete": not interrupted and all(one.is_complete for one in reports),
-            "config": config_of(study, given),
-            "runs": [one.to_json() for one in reports],
-        },
-    )
+        write_trace(timeline, runs[0].outcome, runs[0].segments)
     plots: list[Path] = []
-    if given["timeline"] is not None:
-        from medha.sim.perfetto import write_trace
-
-        write_trace(given["timeline"], runs[0].outcome, runs[0].segments)
-    if given["plot"] is not None:
+    if plot is not None:
         from medha.sim.plots import draw
 
-        plots = draw(runs, given["plot"], given["long_threshold"])
-    print_reports(console, reports)
-    for path in plots:
-        console.print(str(path), soft_wrap=True)
+        plots = draw(runs, plot, given["long_threshold"])
+    if output_json != STDOUT:
+        title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(study, given)])
+        print_report({"title": title, **shown(reports), "notes": [*remarks(reports), *NOTES, *map(str, plots)]})
     _print_wall(runs)
     if interrupted:
         return exit_code(KeyboardInterrupt())
-    return FAILED_REQUESTS if any(one.serving["failed"] for one in reports) else 0
+    return FAILED_REQUESTS if any(one["failed"] for one in reports) else 0
 
 
 def _run_with_progress(study: Study) -> list[Run]:
     """Run all with a bar on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from medha.cli.report import progress
 
-    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=study.num_requests)
-        return list(study.runs(lambda count: bar.update(task, completed=count)))
+    with progress("simulating requests", study.num_requests) as done:
+        return list(study.runs(done))
 
 
 def _print_wall(runs: list[Run]) -> None:
     """How fast this machine was, on stderr."""
+    from medha.cli.report import peak_memory_bytes
+
     wall_s = max(sum(run.wall_s for run in runs), 1e-9)
-    requests = sum(run.report.num_arrived for run in runs)
-    batches = sum(run.report.num_batches for run in runs)
-    skipped = sum(run.report.num_skipped for run in runs)
-    virtual_s = sum(run.outcome.duration_s for run in runs)
+    requests, batches = (sum(run.report[name] for run in runs) for name in ("num_prompts", "num_batches"))
+    skipped, virtual_s = (sum(getattr(run.outcome, name) for run in runs) for name in ("num_skipped", "duration_s"))
     print(
         f"simulated {virtual_s:,.0f} s in {wall_s:,.1f} s: {requests / wall_s:,.0f} requests/s, "
         f"{batches / wall_s:,.0f} batches/s ({skipped / max(batches, 1):.0%} of {batches:,} stepped over), "
-        f"peak memory {_peak_bytes() / 2**20:,.0f} MiB",
+        f"peak memory {peak_memory_bytes() / 2**20:,.0f} MiB",
         file=sys.stderr,
     )
 
 
-def _peak_bytes() -> int:
-    """Resident memory of this process at its largest."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+# ---------------------------------------------------------------------------------------------------------------------
+# medha plan
+
+
+@takes(
+    pick("gpu_memory_utilization", "max_batch_tokens"), but(pick("max_model_len"), max_model_len=(None, "as --context"))
+)
+def plan(
+    context: Annotated[int, typer.Option(help="Prompt tokens of the request that is planned for.")],
+    tpot_s: Annotated[float, typer.Option("--tpot-s", help="Objective of its time between tokens, seconds.")],
+    gpus: Annotated[int, typer.Option("--gpus", help="Accelerators in all.")],
+    ttft_s: Annotated[
+        float | None,
+        typer.Option(
+            "--ttft-s",
+            help="Objective of its time to the first token, seconds.",
+            show_default="5 times that of the fastest layout",
+        ),
+    ] = None,
+    model: Model = "llama-3-8b",
+    hardware: Hardware = "h100-80g",
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            "--workload",
+            "--lengths",
+            help=f"Find the capacity for requests of these lengths, or of a trace file: {_LENGTHS}.",
+            show_default=False,
+        ),
+    ] = None,
+    qps: Annotated[
+        float | None,
+        typer.Option(
+            "--request-rate", "--qps", help="Requests a second of the workload to reach, in all.", show_default=False
+        ),
+    ] = None,
+    duration: Annotated[float, typer.Option(help="Seconds of the workload's arrivals to simulate.")] = 60.0,
+    top: Annotated[int, typer.Option(min=1, help="Layouts to print.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Of the workload's arrivals and lengths.")] = 0,
+    output_json: OutputJson = None,
+    **given: Any,
+) -> int:
+    """Find the layout of a model on so many accelerators that meets TTFT and TPOT objectives, without a GPU.
+
+    Every product of replicas, tp (inside a node), spp and kvp that uses all of them is simulated.
+    """
+    from medha.cli.report import STDOUT, check_writable, progress, write_report
+    from medha.cli.table import print_report
+    from medha.cost.hardware import load_spec
+    from medha.sim.known_models import find_model
+    from medha.sim.plan import NO_OBJECTIVE_S, Goal, Planner, report_of, shown
+
+    check_writable(output_json)
+    if qps is not None and workload is None:
+        raise ConfigError(f"qps={qps:g} without a workload; accepted: --workload too")
+    shape, max_model_len = find_model(model), given["max_model_len"]
+    if max_model_len is not None and context > max_model_len:
+        raise ConfigError(f"context={context}; accepted: at most max_model_len={max_model_len}")
+    claimed = shape.max_position_embeddings
+    if max_model_len is None and context > claimed:
+        what = f"{model} claims {claimed:,} positions; its RoPE is taken as scaled to {context:,}"
+        print(f"medha: {what}", file=sys.stderr)
+    rate, longest = (None, 1) if workload is None else _rate_of(workload, duration, seed)
+    planner = Planner(
+        load_spec(hardware),
+        shape,
+        Goal(gpus, context, NO_OBJECTIVE_S if ttft_s is None else ttft_s, tpot_s, duration, qps),
+        scheduler=SchedulerConfig(max_batch_tokens=given["max_batch_tokens"]),
+        utilization=given["gpu_memory_utilization"],
+        workload=rate,
+        longest=longest,
+    )
+    if ttft_s is None:
+        planner = planner.with_derived_ttft()
+    with progress("simulating layouts", len(planner.layouts())) as done:
+        candidates = planner.plan(done)
+    options = {"model": model, "hardware": hardware, "workload": workload, "seed": seed}
+    write_report(output_json, report_of(planner, options, candidates))
+    if output_json != STDOUT:
+        print_report(shown(planner, options, candidates, top=top))
+    return NONE_MEETS if candidates[0].reasons else 0
+
+
+def _rate_of(name: str, duration_s: float, seed: int) -> tuple[Rate, int]:
+    """The requests at a rate, of a trace file or drawn; and the tokens of the longest."""
+    from medha.workload.io import read_trace
+    from medha.workload.synth import synthesize
+
+    if Path(name).is_file():
+        trace = read_trace(Path(name)).trace.from_zero()
+        return lambda qps: trace.scaled(qps).window(duration_s), trace.longest
+
+    def drawn(qps: float) -> Trace:
+        return synthesize(name, qps=qps, duration_s=duration_s, seed=seed)
+
+    return drawn, synthesize(name, "at-once", num_requests=_SAMPLE, seed=seed).longest

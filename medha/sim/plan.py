@@ -10,7 +10,7 @@ both objectives, found by bisection over short simulations of one replica, to wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,8 +19,9 @@ import numpy as np
 from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
 from medha.cost.hardware import HardwareSpec
 from medha.errors import ConfigError
+from medha.sim.outcome import Outcome
 from medha.sim.replica import Replica
-from medha.sim.simulator import Outcome, Simulation
+from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
 Rate = Callable[[float], Trace]
@@ -37,6 +38,8 @@ _CHUNKS_BESIDE = 64
 _GIVE_UP = 2.0
 """A request alone is not simulated beyond so many times its objectives."""
 _MOST_GPUS = 4096
+_NAMED = 4
+"""Layouts of a group that are named."""
 _STEP = 1.05
 """Capacity is known to this factor."""
 _FEWEST = 10
@@ -360,18 +363,70 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
-def grouped(candidates: list[Candidate]) -> list[tuple[str, list[Candidate]]]:
+# ---------------------------------------------------------------------------------------------------------------------
+# Reports
+
+
+def report_of(planner: Planner, options: Mapping[str, Any], candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """Every layout, as plain values; a reason's excess is None where the layout cannot run."""
+    layouts = []
+    for candidate in candidates:
+        tree = asdict(candidate)
+        for reason in tree["reasons"]:
+            reason["excess"] = reason["excess"] if math.isfinite(reason["excess"]) else None
+        layouts.append({"name": str(candidate.layout), "meets": not candidate.reasons, **tree})
+    spec = planner.spec
+    return {
+        "format": "medha-plan",
+        "version": 1,
+        "options": {**options, **asdict(planner.goal), "gpu_memory_utilization": planner.utilization},
+        "max_batch_tokens": planner.scheduler.max_batch_tokens,
+        "hardware_spec": {"name": spec.name, "machine": spec.machine, "provenance": spec.provenance},
+        "layouts": layouts,
+    }
+
+
+def shown(planner: Planner, options: Mapping[str, Any], candidates: Sequence[Candidate], *, top: int) -> dict[str, Any]:
+    """What is printed of it: the best or the nearest layouts, and why groups of others are out."""
+    goal, spec = planner.goal, planner.spec
+    derived = " (5 times that of the fastest layout)" if goal.ttft_is_derived else ""
+    good = [candidate for candidate in candidates if not candidate.reasons]
+    near = [candidate for candidate in candidates if candidate.ttft_s is not None]
+    notes = [] if good else ["no layout meets everything"]
+    for kind, group in grouped(candidates):
+        names = ", ".join(str(candidate.layout) for candidate in group[:_NAMED])
+        more = f" and {len(group) - _NAMED} more" if len(group) > _NAMED else ""
+        notes.append(f"{kind}: {names}{more}; the first of them: {group[0].reasons[0].text}")
+    if planner.workload is not None:
+        notes.append(
+            f"capacity: the highest rate at which {ATTAINMENT:.0%} of the requests of {options['workload']} meet both "
+            f"objectives, in simulations of one replica over {goal.duration_s:g} s of arrivals"
+        )
+    table = f"{len(good)} meet everything, the best first" if good else "the nearest"
+    return {
+        "title": f"{options['model']} on {goal.num_gpus} x {spec.name} ({spec.provenance}), {len(candidates)} layouts: "
+        f"a prompt of {goal.context:,} tokens, TTFT {goal.ttft_s:g} s{derived}, TPOT {goal.tpot_s * 1e3:g} ms",
+        table: [_row(candidate) for candidate in (good or near)[:top]],
+        "notes": notes,
+    }
+
+
+def _row(one: Candidate) -> dict[str, Any]:
+    row = {
+        "layout": str(one.layout),
+        "TTFT_s": one.ttft_s,
+        "TPOT_s": one.tpot_s,
+        "beside a chunk_s": one.tpot_beside_s,
+        "KV tokens": one.num_kv_tokens,
+        "free beside share": one.headroom,
+    }
+    return row if one.capacity_qps is None else {**row, "capacity requests/s": one.capacity_qps}
+
+
+def grouped(candidates: Sequence[Candidate]) -> list[tuple[str, list[Candidate]]]:
     """Layouts that are out, by the kind of their first reason, the nearest group first."""
     groups: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         if candidate.reasons:
             groups.setdefault(candidate.reasons[0].kind, []).append(candidate)
     return list(groups.items())
-
-
-def to_json(candidate: Candidate) -> dict[str, Any]:
-    """As plain values; a reason's excess is None where the layout cannot run."""
-    tree = asdict(candidate)
-    for reason in tree["reasons"]:
-        reason["excess"] = reason["excess"] if math.isfinite(reason["excess"]) else None
-    return {"name": str(candidate.layout), "meets": not candidate.reasons, **tree}

@@ -1,8 +1,9 @@
-"""The plots of ``medha simulate``, one PNG each: where a convoy is a slope, and what a higher rate costs."""
+"""The plots of ``medha simulate``, one PNG each, and the Chrome trace of a run (opens in ui.perfetto.dev)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.errors import ConfigError
+from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
-from medha.sim.report import Times
 from medha.sim.study import WINDOW, Run
+from medha.timeline import counter_event, microseconds, name_event, slice_event, write_events
+from medha.workload.metrics import Times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +30,8 @@ _LINES = ("-", "--", ":", "-.")
 _MAX_PANELS = 9
 _MAX_RATES = 3
 _MAX_STAGE_PANELS = 4
+
+logger = logging.getLogger("medha")
 
 
 def check_plots(folder: Path) -> None:
@@ -79,13 +84,13 @@ def _figure(width: float, height: float) -> Figure:
 
 def _styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """A colour a system, a line a rate, and the label of each run."""
-    names = list(dict.fromkeys(run.report.system.name for run in runs))
-    rates = list(dict.fromkeys(run.report.system.qps for run in runs))
+    names = list(dict.fromkeys(run.system.name for run in runs))
+    rates = list(dict.fromkeys(run.system.qps for run in runs))
     return [
         {
-            "color": _COLORS[names.index(run.report.system.name) % len(_COLORS)],
-            "linestyle": _LINES[rates.index(run.report.system.qps) % len(_LINES)],
-            "label": run.report.system.label if len(rates) > 1 else run.report.system.name,
+            "color": _COLORS[names.index(run.system.name) % len(_COLORS)],
+            "linestyle": _LINES[rates.index(run.system.qps) % len(_LINES)],
+            "label": run.system.label if len(rates) > 1 else run.system.name,
         }
         for run in runs
     ]
@@ -115,7 +120,7 @@ def _cdf(runs: Sequence[Run]) -> Figure:
     figure = _figure(7.5, 4.5)
     axes = figure.subplots()
     for run, style in zip(runs, _styles(runs), strict=True):
-        times = Times.of(run.outcome)
+        times = run.outcome.times
         ttft_s = np.sort(times.ttft_s[~np.isnan(times.ttft_s)])
         axes.step(ttft_s, np.arange(1, len(ttft_s) + 1) / max(len(times), 1), where="post", **style)
     _finish(axes, xscale="log", xlabel="TTFT (s)", ylabel="share of requests", ylim=(0, 1.01))
@@ -125,20 +130,20 @@ def _cdf(runs: Sequence[Run]) -> Figure:
 
 def _over_time(runs: Sequence[Run], long_threshold: int) -> Figure:
     shown = runs[:_MAX_PANELS]
-    columns = min(len({run.report.system.qps for run in shown}), 3)
+    columns = min(len({run.system.qps for run in shown}), 3)
     columns = columns if columns > 1 else min(len(shown), 3)  # the rates of a system beside each other
     rows = -(-len(shown) // columns)
     figure = _figure(max(4.2 * columns, 6), 2.9 * rows + 0.6)
     grid = figure.subplots(rows, columns, sharex="col", sharey=True, squeeze=False).ravel()
     for axes, run in zip(grid, shown, strict=False):
-        times = Times.of(run.outcome)
+        times = run.outcome.times
         is_long = times.prompt_tokens >= long_threshold
         size = 14 if len(times) < 2000 else 4
         _dots(axes, times, ~is_long, color=_SHORT, s=size, label=f"prompt below {long_threshold:,} tokens")
         label = f"prompt of {long_threshold:,} tokens or more"
         _dots(axes, times, is_long, color=_LONG, s=2 * size, marker="s", label=label)
         _finish(axes, yscale="log")
-        axes.set_title(run.report.system.label, fontsize="medium")
+        axes.set_title(run.system.label, fontsize="medium")
     for axes in grid[len(shown) :]:
         axes.set_visible(False)
     figure.supxlabel("arrival (s)", fontsize="medium")
@@ -155,14 +160,14 @@ def _requests(runs: Sequence[Run]) -> Figure:
     """A column a rate."""
     from matplotlib.ticker import MaxNLocator
 
-    rates = list(dict.fromkeys(run.report.system.qps for run in runs))[:_MAX_RATES]
-    names = list(dict.fromkeys(run.report.system.name for run in runs))
+    rates = list(dict.fromkeys(run.system.qps for run in runs))[:_MAX_RATES]
+    names = list(dict.fromkeys(run.system.name for run in runs))
     figure = _figure(max(5.0 * len(rates), 8), 5.2)
     grid = figure.subplots(2, len(rates), sharex="col", sharey="row", squeeze=False)
     for column, rate in enumerate(rates):
         for run in runs:
-            if run.report.system.qps == rate:
-                series, index = run.report.series, names.index(run.report.system.name)
+            if run.system.qps == rate:
+                series, index = run.report["series"], names.index(run.system.name)
                 style = {"color": _COLORS[index % len(_COLORS)], "label": names[index], "linewidth": 1.3}
                 grid[0, column].step(series["time_s"], series["active"], where="post", **style)
                 grid[1, column].step(series["time_s"], series["waiting"], where="post", **style)
@@ -178,7 +183,7 @@ def _requests(runs: Sequence[Run]) -> Figure:
 
 def _by_rate(runs: Sequence[Run]) -> Figure:
     """P50 and P99 of TTFT and TPOT: over the rate where there are several, else by system."""
-    rates = {run.report.serving["request_rate"] for run in runs}
+    rates = {run.report["request_rate"] for run in runs}
     figure = _figure(10, 4.2)
     panels = figure.subplots(1, 2)
     for axes, name, unit_ms in ((panels[0], "ttft", 1e3), (panels[1], "tpot", 1.0)):
@@ -192,16 +197,16 @@ def _by_rate(runs: Sequence[Run]) -> Figure:
             _finish(axes, ylabel=f"{name.upper()} ({unit})", yscale="log" if name == "ttft" else "linear")
             axes.grid(visible=False, axis="x")
             axes.set_axisbelow(True)
-    _legend(figure, panels[0], len({run.report.system.name for run in runs}) if len(rates) > 1 else 2)
+    _legend(figure, panels[0], len({run.system.name for run in runs}) if len(rates) > 1 else 2)
     return figure
 
 
 def _lines_over_rate(axes: Axes, runs: Sequence[Run], name: str, unit_ms: float) -> None:
-    names = list(dict.fromkeys(run.report.system.name for run in runs))
+    names = list(dict.fromkeys(run.system.name for run in runs))
     for (index, system), (figure, line, marker) in product(
         enumerate(names), (("median", "-", "o"), ("p99", "--", "^"))
     ):
-        own = [run.report.serving for run in runs if run.report.system.name == system]
+        own = [run.report for run in runs if run.system.name == system]
         found = [(one["request_rate"], one[f"{figure}_{name}_ms"]) for one in own]
         points = sorted((rate, ms / unit_ms) for rate, ms in found if rate is not None and ms is not None)
         axes.plot(
@@ -217,12 +222,12 @@ def _lines_over_rate(axes: Axes, runs: Sequence[Run], name: str, unit_ms: float)
 
 def _bars(axes: Axes, runs: Sequence[Run], name: str, unit_ms: float) -> None:
     for offset, figure, color in ((-0.2, "median", _COLORS[5]), (0.2, "p99", _COLORS[0])):
-        heights = [(run.report.serving[f"{figure}_{name}_ms"] or 0.0) / unit_ms for run in runs]
+        heights = [(run.report[f"{figure}_{name}_ms"] or 0.0) / unit_ms for run in runs]
         bars = axes.bar(
             np.arange(len(runs)) + offset, heights, 0.38, color=color, label="P50" if figure == "median" else "P99"
         )
         axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=2)
-    axes.set_xticks(range(len(runs)), [run.report.system.name for run in runs])
+    axes.set_xticks(range(len(runs)), [run.system.name for run in runs])
     axes.margins(y=0.12)
 
 
@@ -231,11 +236,11 @@ def _stages(runs: Sequence[Run]) -> Figure:
     from matplotlib.patches import Patch
 
     shown = runs[:_MAX_STAGE_PANELS]
-    num_lanes = len(shown[0].report.stages)
+    num_lanes = len(shown[0].report["stages"])
     figure = _figure(11, 1.2 + len(shown) * (0.7 + 0.38 * num_lanes))
     panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
     for axes, run in zip(panels, shown, strict=True):
-        lanes = {(stage.group, stage.stage): lane for lane, stage in enumerate(run.report.stages)}
+        lanes = {(stage["group"], stage["stage"]): lane for lane, stage in enumerate(run.report["stages"])}
         for kind, color in enumerate(_KINDS.values()):
             some = [s for s in _window(run) if _kind(s.num_tokens, s.num_decodes) == kind]
             axes.barh(
@@ -251,7 +256,7 @@ def _stages(runs: Sequence[Run]) -> Figure:
             list(lanes.values()), [_lane(*place, num_groups=1 + max(g for g, _ in lanes)) for place in lanes]
         )
         axes.invert_yaxis()
-        axes.set_title(run.report.system.label, fontsize="medium")
+        axes.set_title(run.system.label, fontsize="medium")
         axes.margins(x=0.005)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
@@ -266,7 +271,7 @@ def _window(run: Run) -> list[Segment]:
     trace = run.outcome.trace
     start_s = trace.arrival_s[trace.prompt_tokens.argmax()]
     first = next((i for i, segment in enumerate(run.segments) if segment.start_s >= start_s), len(run.segments))
-    return run.segments[first : first + WINDOW * len(run.report.stages)]
+    return run.segments[first : first + WINDOW * len(run.report["stages"])]
 
 
 def _kind(num_tokens: int, num_decodes: int) -> int:
@@ -276,3 +281,90 @@ def _kind(num_tokens: int, num_decodes: int) -> int:
 
 def _lane(group: int, stage: int, *, num_groups: int) -> str:
     return f"group {group}, stage {stage}" if num_groups > 1 else f"stage {stage}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chrome trace
+
+MAX_SEGMENTS = 200_000
+"""Batches on a stage that a trace holds; those that come later are left out, with a warning."""
+_MAX_POINTS = 20_000
+
+
+def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> None:
+    """Write the trace of a run in microseconds of virtual time; gzip when the name ends in ``.gz``.
+
+    Process 0 is the stages, a lane each, with arrows along which a batch goes on. Process 1 is the requests, a lane
+    each: waiting, prefill, decode, and how many wait, are active, and what share of the KV blocks is in use.
+
+    Args:
+        path: a new file, or one that is replaced.
+        outcome: what became of the requests.
+        segments: every batch on every stage, in the order in which the pipeline told them.
+    """
+    if len(segments) > MAX_SEGMENTS:
+        logger.warning("%s has the first %s batches on a stage of %s", path, f"{MAX_SEGMENTS:,}", f"{len(segments):,}")
+        segments = segments[:MAX_SEGMENTS]
+    events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "requests")]
+    events += _stage_events(segments)
+    events += _request_events(outcome)
+    events += _counter_events(outcome)
+    write_events(path, events)
+
+
+def _stage_events(segments: Sequence[Segment]) -> Iterator[dict[str, Any]]:
+    num_stages = 1 + max((segment.stage for segment in segments), default=0)
+    num_groups = 1 + max((segment.group for segment in segments), default=0)
+    for group in range(num_groups):
+        for stage in range(num_stages):
+            name = f"group {group}, stage {stage}" if num_groups > 1 else f"stage {stage}"
+            yield name_event("thread_name", 0, group * num_stages + stage, name)
+    came: dict[int, Segment] = {}
+    for segment in segments:
+        lane = segment.group * num_stages + segment.stage
+        args = {"batch": segment.batch_id, "decodes": segment.num_decodes, "tokens": segment.num_tokens}
+        yield slice_event(f"batch {segment.batch_id}", 0, lane, segment.start_s, segment.end_s, args)
+        before = came.get(segment.group)
+        if before is not None and (before.batch_id, before.stage + 1) == (segment.batch_id, segment.stage):
+            yield from _arrow(before, segment, lane)
+        came[segment.group] = segment
+
+
+def _arrow(before: Segment, after: Segment, lane: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """From just before the end of a slice, as it belongs to the slice that is open, to the start of another."""
+    common = {"name": "hidden states", "cat": "flow", "pid": 0, "args": {"batch": after.batch_id}}
+    common["id"] = f"{after.group}-{after.stage}-{after.batch_id}"
+    leaves_s = max(before.start_s, before.end_s - 1e-6)
+    return (
+        {**common, "ph": "s", "tid": lane - 1, "ts": microseconds(leaves_s)},
+        {**common, "ph": "f", "bp": "e", "tid": lane, "ts": microseconds(after.start_s)},
+    )
+
+
+def _request_events(outcome: Outcome) -> Iterator[dict[str, Any]]:
+    times, end_s = outcome.times, outcome.duration_s
+    end_s += float(times.arrival_s[0]) if len(times) else 0.0
+    columns = (times.arrival_s, times.first_scheduled_s, times.first_token_s, times.finish_s)
+    moments = np.stack(columns, axis=1).tolist()
+    for lane, (row, refused) in enumerate(zip(moments, times.is_refused.tolist(), strict=True)):
+        yield name_event("thread_name", 1, lane, str(outcome.trace.request_ids[lane]))
+        if refused:
+            continue
+        args = {"prompt tokens": int(times.prompt_tokens[lane]), "output tokens": int(times.num_tokens[lane])}
+        for name, start_s, to_s in zip(("waiting", "prefill", "decode"), row, row[1:], strict=False):
+            if start_s == start_s:  # it came so far
+                yield slice_event(name, 1, lane, start_s, to_s if to_s == to_s else end_s, args)
+
+
+def _counter_events(outcome: Outcome) -> Iterator[dict[str, Any]]:
+    times = outcome.times
+    for name, (at_s, counts) in (("waiting", times.waiting()), ("active", times.active())):
+        for time_s, count in zip(*_thinned(at_s, counts), strict=True):
+            yield counter_event(f"{name} requests", time_s, {name: count})
+    for time_s, _, _, share in outcome.series.rows:
+        yield counter_event("KV blocks in use (%)", time_s, {"used": 100 * share})
+
+
+def _thinned(at_s: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[list[float], list[int]]:
+    every = -(-len(at_s) // _MAX_POINTS) or 1
+    return at_s[::every].tolist(), counts[::every].tolist()

@@ -9,149 +9,19 @@ of it.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass, replace
 
 from medha.batch import Batch
 from medha.cost.predictor import MIN_SECONDS
 from medha.errors import ConfigError
 from medha.params import SLO
-from medha.sched.packer import Prediction
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import Decision, Prediction, SchedulerRequest
+from medha.sched.scheduler import Scheduler
+from medha.sim.outcome import Gaps, Outcome, Requests, Series
 from medha.sim.pipeline import Passage, Pipeline
 from medha.workload.trace import NORMAL, Row, Trace
-
-_MAX_SAMPLES = 4096
-_GAP_BINS_PER_DECADE = 100
-_FIRST_GAP_BIN = -6 * _GAP_BINS_PER_DECADE
-_GAP_EDGES = [10.0 ** ((size + 0.5) / _GAP_BINS_PER_DECADE) for size in range(_FIRST_GAP_BIN, 6 * _GAP_BINS_PER_DECADE)]
-
-
-@dataclass(slots=True)
-class Requests:
-    """What became of each request of a trace, by its row; seconds of the virtual clock, NaN for what did not happen.
-
-    Attributes:
-        first_scheduled_s, first_token_s, finish_s: times.
-        deadline_s: seconds from arrival to when the first token was due, given or derived; inf for none.
-        max_gap_s: longest wait between two of its tokens.
-        num_tokens: produced.
-        num_preemptions: how often it gave up its KV memory.
-        is_refused: it never fits.
-    """
-
-    first_scheduled_s: NDArray[np.float64]
-    first_token_s: NDArray[np.float64]
-    finish_s: NDArray[np.float64]
-    deadline_s: NDArray[np.float64]
-    max_gap_s: NDArray[np.float64]
-    num_tokens: NDArray[np.int64]
-    num_preemptions: NDArray[np.int64]
-    is_refused: NDArray[np.bool_]
-
-    @classmethod
-    def empty(cls, count: int) -> Requests:
-        """None has happened."""
-        never = (np.full(count, np.nan) for _ in range(4))
-        first_scheduled_s, first_token_s, finish_s, deadline_s = never
-        num_tokens, num_preemptions = np.zeros((2, count), np.int64)
-        gap_s, is_refused = np.zeros(count), np.zeros(count, np.bool_)
-        return cls(
-            first_scheduled_s, first_token_s, finish_s, deadline_s, gap_s, num_tokens, num_preemptions, is_refused
-        )
-
-
-@dataclass(slots=True)
-class Series:
-    """Samples over time, thinned out where they are many: every other goes, and fewer come.
-
-    Attributes:
-        rows: (seconds, requests running, requests waiting, share of KV blocks in use).
-    """
-
-    rows: list[tuple[float, int, int, float]] = field(default_factory=list)
-    _every: int = 1
-    _skipped: int = 0
-
-    def add(self, now_s: float, num_running: int, num_waiting: int, share: float) -> None:
-        """Take a sample, or not."""
-        self._skipped += 1
-        if self._skipped < self._every:
-            return
-        self._skipped = 0
-        self.rows.append((now_s, num_running, num_waiting, share))
-        if len(self.rows) >= _MAX_SAMPLES:
-            self.rows = self.rows[::2]
-            self._every *= 2
-
-
-@dataclass(slots=True)
-class Gaps:
-    """Waits between tokens of a request, over all tokens: counts by size, a hundred sizes a decade."""
-
-    counts: dict[int, int] = field(default_factory=dict)
-    total_s: float = 0.0
-    count: int = 0
-
-    def add(self, gap_s: float, count: int = 1) -> None:
-        """Count some gaps of one size."""
-        size = bisect_right(_GAP_EDGES, gap_s) + _FIRST_GAP_BIN
-        self.counts[size] = self.counts.get(size, 0) + count
-        self.total_s += gap_s * count
-        self.count += count
-
-    def quantile_s(self, share: float) -> float:
-        """Seconds within about 1 % of which a share of the gaps lie; NaN without gaps."""
-        left = share * self.count
-        for size in sorted(self.counts):
-            left -= self.counts[size]
-            if left <= 0:
-                return float(10.0 ** (size / _GAP_BINS_PER_DECADE))
-        return math.nan
-
-    def std_s(self) -> float:
-        """Standard deviation in seconds, within about 1 %; 0 without gaps."""
-        mean_s = self.total_s / max(self.count, 1)
-        sizes = sorted(self.counts.items())  # in one order, so that the sum has the same bits
-        squares = sum(count * (10.0 ** (size / _GAP_BINS_PER_DECADE) - mean_s) ** 2 for size, count in sizes)
-        return math.sqrt(squares / max(self.count, 1))
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a simulation came to.
-
-    Attributes:
-        trace: what was asked.
-        requests: by row of the trace.
-        duration_s: from the first arrival to the last token, or to where it was stopped.
-        series: over time.
-        gaps: between tokens.
-        stage_busy_s: by group and stage.
-        stage_bubble_s: by group and stage, seconds without work while another stage of the group had some.
-        num_batches, num_skipped: batches in all, and those of them that were stepped over in one go.
-        work_lost_s: predicted seconds of what was computed again, or moved to host memory and back.
-        is_stopped: it did not run to the end.
-        num_swaps: how many of the preemptions moved what was computed to host memory.
-    """
-
-    trace: Trace
-    requests: Requests
-    duration_s: float
-    series: Series
-    gaps: Gaps
-    stage_busy_s: list[list[float]]
-    stage_bubble_s: list[list[float]]
-    num_batches: int
-    num_skipped: int
-    work_lost_s: float
-    is_stopped: bool
-    num_swaps: int = 0
 
 
 @dataclass(slots=True)
@@ -208,7 +78,7 @@ class Simulation:
         driver_waits: whether rank 0 decides the next batch only when its own stage is done with this one, as an engine
             does that computes on the CPU.
         skips: whether stretches of steady decoding are stepped over in one go; the outcome is the same.
-        on_progress: told now and then of requests closed so far.
+        on_progress: told now and then how many more requests are closed.
 
     Raises:
         ConfigError: scheduler and pipeline have not the same groups.
@@ -242,7 +112,7 @@ class Simulation:
         self._on_progress = on_progress or (lambda count: None)
         self._arrivals = trace.rows()
         self._next: tuple[int, Row] | None = None
-        self._num_taken = self._num_closed = self._num_batches = self._num_skipped = 0
+        self._num_taken = self._num_batches = self._num_skipped = 0
         self._work_lost_s = 0.0
         self._num_swaps = 0
         self._live: dict[int, _Live] = {}
@@ -292,17 +162,17 @@ class Simulation:
         slot = self._free_slots.pop() if self._free_slots else len(self._live)
         slo = SLO(row.ttft_slo_s, row.tpot_slo_s) if row.ttft_slo_s or row.tpot_slo_s else None
         priority = NORMAL if row.priority is None else row.priority
-        head = RequestHead(slot, row.prompt_tokens, row.output_tokens, row.arrival_s or 0.0, slo, priority)
+        head = SchedulerRequest(slot, row.prompt_tokens, row.output_tokens, row.arrival_s or 0.0, slo, priority)
         if head.num_kv_tokens > self.scheduler.memory.max_request_tokens:
             self.requests.is_refused[index] = True
             self._free_slots.append(slot)
-            self._num_closed += 1
+            self._on_progress(1)
             return
-        self.requests.deadline_s[index] = self.scheduler.add(head)
+        self.requests.deadline_s[index] = self.scheduler.add(head).deadline_s
         self._live[slot] = _Live(index, row.output_tokens)
 
     def _fill(self) -> None:
-        while (batch := self._schedule()) is not None:
+        while (batch := self._schedule().batch) is not None:
             passage = self.pipeline.send(batch, self.scheduler.memory, self.now_s)
             self._num_batches += 1
             for row in batch.rows:
@@ -314,13 +184,13 @@ class Simulation:
             if self._driver_waits:
                 self.now_s = max(self.now_s, passage.first_end_s)
 
-    def _schedule(self) -> Batch | None:
-        batch = self.scheduler.schedule(self.now_s)
-        for slot, lost_s in self.scheduler.displaced:
-            self.requests.num_preemptions[self._live[slot].row] += 1
-            self._work_lost_s += lost_s
-        self._num_swaps += len(self.scheduler.swapped)
-        return batch
+    def _schedule(self) -> Decision:
+        decision = self.scheduler.schedule(self.now_s)
+        for preempted in decision.preempted:
+            self.requests.num_preemptions[self._live[preempted.slot].row] += 1
+            self._work_lost_s += preempted.lost_s
+            self._num_swaps += preempted.swapped_tokens > 0
+        return decision
 
     def _go_round(self) -> None:
         """Step over batches that can be foreseen: decodes alone, until a request is about to end or one arrives."""
@@ -432,13 +302,12 @@ class Simulation:
             results.append((row.slot, 1, not live.num_left))
         for gap_s, count in gaps.items():
             self.gaps.add(gap_s, count)
-        closed = self.scheduler.complete(batch.batch_id, self.now_s, results, passage.busy_s)
+        closed = self.scheduler.complete(batch, self.now_s, results, passage.busy_s)
         for slot in closed:
             self._note(self._live.pop(slot))
             self._free_slots.append(slot)
         if closed:
-            self._num_closed += len(closed)
-            self._on_progress(self._num_closed)
+            self._on_progress(len(closed))
         memory = self.scheduler.memory
         share = memory.num_used / (memory.num_blocks * memory.num_groups)
         self.series.add(self.now_s, self.scheduler.num_running, self.scheduler.num_waiting, share)

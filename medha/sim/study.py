@@ -1,20 +1,36 @@
-"""Runs systems on traces, one after the other, and keeps what reports and plots need of each."""
+"""What ``medha simulate`` runs: systems on traces, one after the other, from parameters that are checked before."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from medha.config import CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
+from medha.cost.hardware import HardwareSpec, load_spec
 from medha.errors import ConfigError
+from medha.sim.known_models import find_model
+from medha.sim.outcome import DRAIN, Outcome, System, alone_seconds, report
 from medha.sim.pipeline import Pipeline, Segment
-from medha.sim.report import Report, System, alone_seconds, report
-from medha.sim.simulator import Outcome, Simulation
+from medha.sim.replica import Replica
+from medha.sim.simulator import Simulation
+from medha.workload.io import Reading, read_trace
+from medha.workload.synth import arrival_times, generators, synthesize
 from medha.workload.trace import Trace
 
+NUM_REQUESTS = 200
+"""Of a workload where neither a number nor a duration is given."""
 WINDOW = 60
 """Batches on each stage that a plot of the stages shows."""
+LIVE_ONLY = ("scheduler", "policy", "admission", "decode_lag")
+"""Fields of a scheduler's configuration that a simulation does not take from its options as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +38,16 @@ class Run:
     """One system and one trace.
 
     Attributes:
-        report: figures.
+        system: what ran.
+        report: figures, see :func:`medha.sim.outcome.report`.
         outcome: of the requests.
         segments: batches on the stages: all of them, or some from when the longest prompt arrived.
         wall_s: seconds that the simulation took on this machine; no part of the report.
         interrupted: it was broken off.
     """
 
-    report: Report
+    system: System
+    report: dict[str, Any]
     outcome: Outcome
     segments: list[Segment]
     wall_s: float
@@ -50,17 +68,6 @@ class _Window:
             self.segments.append(segment)
         if len(self.segments) >= self.most and self.pipeline is not None:
             self.pipeline.on_segment = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """Counts on from the runs before."""
-
-    on_progress: Callable[[int], None]
-    before: int
-
-    def tell(self, count: int) -> None:
-        self.on_progress(self.before + count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +111,8 @@ class Study:
         """Run one after the other; an interrupt ends the present one, and with it all.
 
         Args:
-            on_progress: told of requests closed, over all runs so far.
+            on_progress: told now and then how many more requests are closed.
         """
-        before = 0
         alone = {qps: alone_seconds(self.systems[0].replica, trace.prompt_tokens) for qps, trace in self.traces.items()}
         for system in self.systems:
             trace = self.traces[system.qps]
@@ -119,7 +125,7 @@ class Study:
                 trace,
                 stop_s=self.stop_s,
                 skips=self.skips,
-                on_progress=_Progress(on_progress, before).tell,
+                on_progress=on_progress,
             )
             start_s, interrupted = time.perf_counter(), False
             try:
@@ -128,10 +134,9 @@ class Study:
                 outcome, interrupted = simulation.outcome(), True
             wall_s = time.perf_counter() - start_s
             figures = report(system, outcome, alone[system.qps], interrupted=interrupted)
-            yield Run(figures, outcome, window.segments, wall_s, interrupted)
+            yield Run(system, figures, outcome, window.segments, wall_s, interrupted)
             if interrupted:
                 return
-            before += len(trace)
 
     def _window(self, system: System, trace: Trace) -> _Window:
         if self.keeps == "all":
@@ -139,3 +144,261 @@ class Study:
         parallel = system.replica.parallel
         start_s = float(trace.arrival_s[trace.prompt_tokens.argmax()])
         return _Window(start_s=start_s, most=WINDOW * parallel.spp * parallel.kvp)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From parameters
+
+
+def study_of(given: Mapping[str, Any]) -> Study:
+    """The runs that the parameters ask for: every system at every rate.
+
+    Raises:
+        ConfigError: a parameter is not accepted.
+    """
+    _check_above_0("stop_s", given["stop_s"])
+    spec, model = load_spec(given["hardware"]), find_model(given["model"])
+    parallel = ParallelConfig(tp=given["tp"], spp=given["spp"], kvp=given["kvp"])
+    configs = _schedulers(given)
+    traces = _traces(given)
+    replica = Replica(
+        spec,
+        model,
+        parallel,
+        max_model_len=_longest(traces, given["max_model_len"]),
+        utilization=given["gpu_memory_utilization"],
+        num_blocks=given["num_kv_blocks"],
+    )
+    systems = [
+        System(name, replace(replica, scheduler=config), rate) for name, config in configs.items() for rate in traces
+    ]
+    keeps: Literal["none", "window", "all"] = "none" if given["plot"] is None else "window"
+    return Study(
+        systems,
+        traces,
+        stop_s=given["stop_s"],
+        skips=not given["no_skip"],
+        keeps=keeps if given["timeline"] is None else "all",
+    )
+
+
+def about(study: Study, given: Mapping[str, Any]) -> list[str]:
+    """What is run, in two lines, and what a batch of each scheduler may hold, in one."""
+    replica = study.systems[0].replica
+    spec, layout = replica.spec, replica.parallel
+    tokens = replica.kv_blocks() * replica.block_size
+    trace = next(iter(study.traces.values()))
+    has_tpot = trace.tpot_slo_s is not None and any(value == value for value in trace.tpot_slo_s.tolist())
+    what = given["trace"] or f"{given['workload'] or 'medha-mix'} ({given['arrivals']}, seed {given['seed']})"
+    return [
+        f"{given['model']} on {replica.num_gpus} x {spec.name} ({spec.provenance}): tp {layout.tp}, "
+        f"spp {layout.spp}, kvp {layout.kvp}, {tokens:,} KV tokens a group",
+        f"{what}: {len(trace):,} requests over {trace.duration_s:,.4g} s, {int(trace.prompt_tokens.sum()):,} prompt "
+        f"and {int(trace.output_tokens.sum()):,} output tokens" + " at the first rate" * (len(study.traces) > 1),
+        *dict.fromkeys(system.replica.scheduler.budget_text(has_tpot=has_tpot) for system in study.systems),
+    ]
+
+
+def config_of(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for, as plain values, for a report."""
+    replica = study.systems[0].replica
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    for name in ("scheduler", "policy", "qps", "output_json", "plot", "timeline", "no_skip"):
+        plain.pop(name)  # each run has its own, or it is not about the outcome
+    return {
+        "medha": version("medha"),
+        **plain,
+        "workload": (given["workload"] or "medha-mix") if given["trace"] is None else None,
+        "max_model_len": replica.max_model_len,
+        "num_gpus": replica.num_gpus,
+        "hardware_spec": spec_fields(replica.spec),
+        "num_kv_blocks": replica.kv_blocks(),
+        "block_size": replica.block_size,
+    }
+
+
+def spec_fields(spec: HardwareSpec) -> dict[str, str]:
+    """What a report says of a hardware spec."""
+    return {"name": spec.name, "machine": spec.machine, "provenance": spec.provenance}
+
+
+def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
+    """By name; each policy of the medha scheduler is one, and the others have none."""
+    schedulers = _listed(given["scheduler"]) or ["medha"]
+    policies = _listed(given["policy"])
+    if policies and "medha" not in schedulers:
+        raise ConfigError(f"policy={','.join(policies)!r} is for the medha scheduler; accepted: --scheduler medha too")
+    budgets = {one.name: given[one.name] for one in fields(SchedulerConfig) if one.name not in LIVE_ONLY}
+    budgets["max_kv_per_group"] = whole_blocks(budgets["max_kv_per_group"], CacheConfig().block_size)
+    configs = {}
+    for scheduler in schedulers:
+        if scheduler == "medha":
+            for policy in policies or ["lars"]:
+                configs[policy] = SchedulerConfig(scheduler, policy, **budgets)
+        else:
+            configs[scheduler] = SchedulerConfig(scheduler, **budgets)
+    return configs
+
+
+def _listed(values: list[str] | None) -> list[str]:
+    """The parts of comma separated values, each once."""
+    parts = [part.strip() for value in values or [] for part in value.split(",")]
+    return list(dict.fromkeys(part for part in parts if part))
+
+
+def _traces(given: Mapping[str, Any]) -> dict[float | None, Trace]:
+    """The requests of each rate; None is that of a trace, or all at once."""
+    rates, path = _rates(given["qps"]), given["trace"]
+    if path is not None and given["workload"] is not None:
+        raise ConfigError(f"workload={given['workload']!r} and trace={str(path)!r}; accepted: one of the two")
+    reading = None if path is None else read_trace(path)
+    return {
+        rate: _with_objectives(_synthetic(given, rate) if reading is None else _of_file(reading, given, rate), given)
+        for rate in rates
+    }
+
+
+def _rates(text: str | None) -> list[float | None]:
+    if text is None:
+        return [None]
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = [math.nan]
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ConfigError(f"qps={text!r}; accepted: finite numbers above 0, comma separated")
+    return list(dict.fromkeys(rates))
+
+
+def _synthetic(given: Mapping[str, Any], rate: float | None) -> Trace:
+    number, duration_s = given["num_requests"], given["duration"]
+    _check_rate(given, rate)
+    return synthesize(
+        given["workload"] or "medha-mix",
+        given["arrivals"],
+        qps=rate,
+        burstiness=given["burstiness"],
+        num_requests=NUM_REQUESTS if number is None and duration_s is None else number,
+        duration_s=duration_s,
+        seed=given["seed"],
+    )
+
+
+def _of_file(reading: Reading, given: Mapping[str, Any], rate: float | None) -> Trace:
+    """The requests of a file at some rate, those that are asked for."""
+    trace = reading.trace
+    if reading.has_arrivals:
+        trace = trace if rate is None else trace.scaled(rate)
+    else:
+        _check_rate(given, rate)
+        process, rng, burstiness = given["arrivals"], generators(given["seed"])[0], given["burstiness"]
+        trace = trace.with_arrivals(
+            arrival_times(process, rng, qps=rate, burstiness=burstiness, num_requests=len(trace))
+        )
+    if given["duration"] is not None:
+        trace = trace.window(given["duration"])
+    if given["num_requests"] is not None:
+        trace = trace.head(given["num_requests"])
+    if not len(trace):
+        raise ConfigError(f"no request of {given['trace']} arrives within duration={given['duration']} s")
+    return trace
+
+
+def _check_rate(given: Mapping[str, Any], rate: float | None) -> None:
+    if rate is None and given["arrivals"] != "at-once":
+        raise ConfigError(
+            f"arrivals={given['arrivals']!r} without a rate; accepted: --request-rate, or --arrivals at-once"
+        )
+
+
+def _with_objectives(trace: Trace, given: Mapping[str, Any]) -> Trace:
+    """With the objectives of the command for the requests that bring none."""
+    for name in ("slo_ttft_s", "slo_tpot_s"):
+        _check_above_0(name, given[name])
+    ttft_s = _filled(trace.ttft_slo_s, given["slo_ttft_s"], len(trace))
+    return replace(trace, ttft_slo_s=ttft_s, tpot_slo_s=_filled(trace.tpot_slo_s, given["slo_tpot_s"], len(trace)))
+
+
+def _filled(column: NDArray[np.float64] | None, value: float | None, count: int) -> NDArray[np.float64] | None:
+    if value is None:
+        return column
+    own = np.full(count, np.nan) if column is None else column
+    return np.where(np.isnan(own), value, own)
+
+
+def _longest(traces: dict[float | None, Trace], most: int | None) -> int:
+    """Tokens of the longest request; the limit, where one is given."""
+    longest = max(trace.longest for trace in traces.values())
+    if most is not None and longest > most:
+        raise ConfigError(f"a request has {longest:,} tokens and max_model_len={most}; accepted: at least as many")
+    return longest if most is None else most
+
+
+def _check_above_0(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ConfigError(f"{name}={value!r}; accepted: a finite number above 0")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is printed of reports
+
+NOTES = (
+    "TTFT: arrival to first token, queueing included. TPOT: (last - first token) / (tokens - 1). Slowdown: TTFT over "
+    "its predicted value for that prompt on the idle replica.",
+    "In time: finished, TTFT by the deadline (given, or derived by the scheduler) and TPOT by its objective; a "
+    "share of the requests that arrived. Goodput: those a second.",
+    "Bubble: share of the time in which a stage had no work and another stage had some; busy and bubble are means "
+    "over stages. Preempted: gave its memory up, with the seconds that are computed again.",
+    "Over-saturated: the queue (arrived, no first token) grows through the second half of the arrivals by more than "
+    "the square root of their number, which is chance, and what is in it at the last arrival takes more than "
+    f"{DRAIN:.0%} of the time of arrivals to drain.",
+)
+_LATENCY = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "p50_slowdown", "p99_slowdown")
+
+
+def shown(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of reports that are printed, as tables of a row a run or a bucket."""
+    latency, load, lengths = [], [], []
+    for one in reports:
+        who = {"system": one["label"]}
+        rest = {"in time share": one["slo_attainment"], "over-saturated": one["saturation"]["is_over"]}
+        latency.append({**who, **{name: one[name] for name in _LATENCY}, **rest})
+        busy, bubble = (float(np.mean([stage[name] for stage in one["stages"]])) for name in ("occupancy", "bubble"))
+        load.append(
+            {
+                **who,
+                "goodput": one["request_goodput"],
+                "output tokens/s": one["output_throughput"],
+                "waiting": one["waiting"],
+                "active": one["active"],
+                "KV use": {f"{name} share": share for name, share in one["kv_cache_usage"].items()},
+                "busy share": busy,
+                "bubble share": max(bubble, 0.0),
+            }
+        )
+        for bucket in one["ttft_by_length"]:
+            figures = {name: bucket[name] for name in bucket if name.startswith("p")}
+            share = {"in time share": bucket["slo_attainment"]}
+            lengths.append({**who, "prompt": bucket["bucket"], "requests": bucket["num_requests"], **figures, **share})
+    return {"latency": latency, "load": load, "by prompt tokens": lengths}
+
+
+def remarks(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is unusual about runs, a line each."""
+    lines = []
+    for one in reports:
+        said, over = [], one["saturation"]
+        if not one["complete"]:
+            said.append(f"stopped at {one['duration']:,.6g} s with {one['unfinished']:,} unfinished")
+        if one["failed"]:
+            said.append(f"{one['failed']:,} refused, as they never fit the KV memory")
+        if one["num_preemptions"]:
+            moved = f" or swapped ({one['num_swaps']:,} times)" if one["num_swaps"] else ""
+            said.append(f"{one['num_preemptions']:,} preempted, {one['work_lost_s']:,.3g} s computed again{moved}")
+        if over["is_over"]:
+            drain_s = over["drain_s"]
+            drain = "does not drain" if drain_s is None else f"drains in {drain_s:,.3g} s after the last arrival"
+            said.append(f"over-saturated: the queue grows by {over['growth']:,.3g} and {drain}")
+        if said:
+            lines.append(f"{one['label']}: {'; '.join(said)}.")
+    return lines

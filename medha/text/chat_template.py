@@ -14,7 +14,6 @@ from medha.child import render
 from medha.child.process import Child, ChildError
 from medha.errors import ChatTemplateError, ValidationError
 
-_MAX_TEMPLATE_CHARS = 262_144
 _MAX_DEPTH = 64
 _GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
 
@@ -44,10 +43,6 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template fails, or takes too much time or memory.
         """
-        if len(self.source) > _MAX_TEMPLATE_CHARS:
-            raise ChatTemplateError(
-                f"chat template of {self._name} has {len(self.source)} characters, more than {_MAX_TEMPLATE_CHARS}"
-            )
         # Blocks that mark text for training become plain ones with the same whitespace rules.
         source = _GENERATION.sub(lambda m: f"{m[1]} {'endif' if m[2] else 'if true'} {m[3]}", self.source)
         try:

@@ -20,7 +20,6 @@ from medha.attention.interface import LayerShape
 from medha.cli.command import FAILED_REQUESTS, first_interrupt, ignore_signals
 from medha.cli.report import deliver, stamp
 from medha.cli.table import counted
-from medha.engine.build import TORCH_DTYPES, own_device, pick_backend, pick_device
 from medha.errors import RankFailedError
 from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
@@ -31,6 +30,7 @@ from medha.verify.collectives import collective_rows
 from medha.verify.kernels import attention_rows, merge_rows
 from medha.verify.rows import FAIL, NOT_RUN, PASS, Crew, Row, Setting, attempted, failed, machine_rows, timed
 from medha.verify.serving import Show, needle_rows, parity_rows, random_llama
+from medha.worker.shard import TORCH_DTYPES, own_device, pick_backend, pick_device
 
 Add = Callable[[Sequence[Row]], None]
 

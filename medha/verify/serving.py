@@ -17,8 +17,9 @@ import torch
 from medha.batch import Batch
 from medha.cli.report import peak_memory_bytes
 from medha.config import CacheConfig, EngineConfig, ParallelConfig
+from medha.engine.admission import Prompt
 from medha.engine.build import Role, build_role
-from medha.engine.engine import Engine, PendingResult, Prompt
+from medha.engine.engine import Engine
 from medha.errors import ParallelConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.needle import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, make_haystack
@@ -27,6 +28,7 @@ from medha.outputs import RequestOutput
 from medha.parallel.mesh import check_layout
 from medha.params import SamplingParams
 from medha.verify.rows import FAIL, PASS, Row, Setting, exact, held, not_run
+from medha.worker.step import PendingStep
 
 Show = Callable[[str], None]
 """Told what is going on, often."""
@@ -251,7 +253,7 @@ def _watched_growth(engine: Engine) -> dict[str, int]:
     num_groups: dict[int, int] = {}
     submit = engine.runner.submit
 
-    def watching(batch: Batch) -> PendingResult:
+    def watching(batch: Batch) -> PendingStep:
         for row in batch.rows:
             growth["decode" if row.is_decode else "prefill"] += row.num_groups > num_groups.get(
                 row.slot, row.num_groups

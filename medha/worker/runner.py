@@ -24,6 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -40,77 +41,9 @@ from medha.params import SamplingParams
 from medha.timeline import Recorder
 from medha.worker.graphs import DecodeGraphs, Decodes, GraphMaker
 from medha.worker.kv_cache import BlockTables, KVCache, WritePlan
-from medha.worker.sampling import Drawing, Sampled, SlotSampling, draw, sample
+from medha.worker.sampling import Drawing, SlotSampling, draw, sample
+from medha.worker.step import PendingStep, StepResult, last_tokens_of, sampling_rows
 from medha.worker.swap import HostCache, Moves
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a batch produced.
-
-    Attributes:
-        rows: the rows that sampled, in batch order.
-        sampled: their tokens.
-        busy_s: seconds of compute, waits excluded.
-        host_wait_s: seconds that the host was held up by this compute; None where that is not known, as with several
-            ranks.
-    """
-
-    rows: tuple[Row, ...]
-    sampled: list[Sampled]
-    busy_s: float
-    host_wait_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A batch that has been handed in and whose result is already here; a pipeline's is waited for."""
-
-    done: StepResult
-
-    def result(self) -> StepResult:
-        """The result of the batch."""
-        return self.done
-
-
-class Started:
-    """A batch that the device may still be computing.
-
-    Args:
-        runner: of the rank that has the whole model.
-        rows: those that sample.
-        drawing: their tokens.
-        marks: before and after the compute, where a device runs behind the host.
-        host_s: seconds that the host took for it; all of the compute where the device does not run behind.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        rows: tuple[Row, ...],
-        drawing: Drawing | None,
-        marks: tuple[torch.cuda.Event | None, torch.cuda.Event | None],
-        host_s: float,
-    ) -> None:
-        self._runner = runner
-        self._rows = rows
-        self._drawing = drawing
-        self._marks = marks
-        self._host_s = host_s
-
-    def result(self) -> StepResult:
-        """The result of the batch; waits for the device. To be called once."""
-        start, end = self._marks
-        busy_s = host_wait_s = self._host_s
-        if start is not None and end is not None:
-            asked_s = time.perf_counter()
-            end.synchronize()
-            host_wait_s = time.perf_counter() - asked_s
-            busy_s = start.elapsed_time(end) / 1e3  # milliseconds
-        sampled = [] if self._drawing is None else self._drawing.read()
-        result = StepResult(self._rows, sampled, busy_s, host_wait_s)
-        self._runner.take_tokens(result)
-        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +197,7 @@ class Runner:
             sampling.output_ids = list(self._drawn.get(slot, ()))
         return sampling
 
-    def submit(self, batch: Batch) -> Pending | Started:
+    def submit(self, batch: Batch) -> PendingStep:
         """Run a batch as sent, on the one rank that there is; its result is there when this returns, or may be waited
         for where there is a decode lag."""
         if self._last_tokens is not None:
@@ -272,7 +205,7 @@ class Runner:
         result = self.run(batch, self.input_ids(batch))
         assert result is not None, "a rank with the whole model samples"
         self.take_tokens(result)
-        return Pending(result)
+        return PendingStep(lambda: result)
 
     @torch.inference_mode()
     def run(self, batch: Batch, input_ids: torch.Tensor | None) -> StepResult | None:
@@ -308,7 +241,7 @@ class Runner:
         return StepResult(rows, sampled, busy_s, busy_s)
 
     @torch.inference_mode()
-    def _start(self, batch: Batch, last_tokens: torch.Tensor) -> Started:
+    def _start(self, batch: Batch, last_tokens: torch.Tensor) -> PendingStep:
         """Start a batch whose decodes read the tokens of the batch before from the device."""
         entered = self.recorder.begin()
         before = record_event(self.device, timing=True)
@@ -320,8 +253,36 @@ class Runner:
         if rows:
             drawing = draw(forward.rows, *self._draws(rows))
             last_tokens[forward.slots] = drawing.tokens
-        record = self.recorder.end(batch)
-        return Started(self, rows, drawing, (before, record_event(self.device, timing=True)), record.end_s - entered)
+        host_s = self.recorder.end(batch).end_s - entered
+        return PendingStep(
+            partial(self._finish, rows, drawing, (before, record_event(self.device, timing=True)), host_s)
+        )
+
+    def _finish(
+        self,
+        rows: tuple[Row, ...],
+        drawing: Drawing | None,
+        events: tuple[torch.cuda.Event | None, torch.cuda.Event | None],
+        host_s: float,
+    ) -> StepResult:
+        """Wait for the device to compute a batch of :meth:`_start`, and take its tokens.
+
+        Args:
+            rows: those that sample.
+            drawing: their tokens.
+            events: before and after the compute, where a device runs behind the host.
+            host_s: seconds that the host took for it; all of the compute where the device does not run behind.
+        """
+        start, end = events
+        busy_s = host_wait_s = host_s
+        if start is not None and end is not None:
+            asked_s = time.perf_counter()
+            end.synchronize()
+            host_wait_s = time.perf_counter() - asked_s
+            busy_s = start.elapsed_time(end) / 1e3  # milliseconds
+        result = StepResult(rows, [] if drawing is None else drawing.read(), busy_s, host_wait_s)
+        self.take_tokens(result)
+        return result
 
     def _apply(self, batch: Batch) -> Moves | None:
         """Change the block tables, and begin to move what the batch swaps, if anything."""
@@ -522,17 +483,6 @@ class Runner:
         are_first = sources == list(range(len(sources)))
         found = None if are_first else np.array(sources, np.int64)
         return _Targets(np.array(singles, np.int64), tuple(spans), found)
-
-
-def sampling_rows(batch: Batch, group: int) -> tuple[Row, ...]:
-    """The rows of a batch after which a group draws a token, in order: those whose run begins there."""
-    return tuple(row for row in batch.rows if row.samples and row.group == group)
-
-
-def last_tokens_of(batch: Batch, group: int) -> list[int]:
-    """Index in the batch of the last token of each row after which a group draws a token."""
-    ends = np.cumsum([row.q_len for row in batch.rows]).tolist()
-    return [end - 1 for end, row in zip(ends, batch.rows, strict=True) if row.samples and row.group == group]
 
 
 def _with_room(last_tokens: torch.Tensor, slot: int) -> torch.Tensor:

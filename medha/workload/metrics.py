@@ -1,22 +1,29 @@
-"""What ``medha bench serve`` makes of the requests of a load: the fields of ``vllm bench serve``, and medha's.
+"""What was served, live or simulated: one table of times by request, and the fields of ``vllm bench serve`` from it.
 
-Percentiles are by linear interpolation over the requests that have completed (ITL: over all gaps of these); a figure
-over nothing is None. ``max_concurrent_requests`` and ``max_output_tokens_per_s`` are exact over time, and over calendar
-seconds from the start, respectively.
+Percentiles are numpy's, by linear interpolation (:func:`percentile`). TTFT, TPOT, E2EL and ITL are over the requests
+that have completed (ITL: over all gaps of these); a figure over nothing is None. ``max_concurrent_requests`` is exact
+over time and of those that were served, ``max_output_tokens_per_s`` over calendar seconds from the start.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from medha.errors import ConfigError
 from medha.params import SLO
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Counted = tuple[Floats, NDArray[np.int64]]
+"""Times, and a number of requests from each of them on."""
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 """vLLM's names of what percentiles are taken of."""
@@ -84,168 +91,91 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
     return tuple(sorted({float(part) for part in parts}))
 
 
-def percentile_name(percent: float) -> str:
-    """``p99``, ``p99.9``."""
-    return f"p{percent:g}"
-
-
-def latency_fields(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    """``mean_ttft_ms`` and the others of one metric."""
-    values = np.asarray(seconds, dtype=np.float64) * 1e3
-    figures: dict[str, Callable[..., Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
-    found = {f"{what}_{name}_ms": float(figure(values)) if len(values) else None for what, figure in figures.items()}
-    for percent in percentiles:
-        value = float(np.percentile(values, percent)) if len(values) else None
-        found[f"{percentile_name(percent)}_{name}_ms"] = value
-    return found
-
-
-def seconds_of(name: str, outcomes: Iterable[Outcome]) -> list[float]:
-    """The values of one metric over requests; those that do not exist are left out."""
-    if name == "itl":
-        return [gap for one in outcomes for gap in one.itl_s]
-    return [value for one in outcomes if (value := getattr(one, f"{name}_s")) is not None]
-
-
-def serving_figures(
-    served: Served, *, goodput: Goodput, metrics: Sequence[str], percentiles: Sequence[float]
-) -> dict[str, Any]:
-    """The fields of the result.
+def percentile(values: ArrayLike, percent: float) -> float | None:
+    """A percentile by numpy's linear interpolation, the convention of all figures, live and simulated.
 
     Args:
-        served: the load.
-        goodput: objectives; a request's own go before them.
-        metrics: names of METRICS.
-        percentiles: of them.
+        values: of any number of requests; NaN and inf are those that wait for ever.
+        percent: 0 to 100.
+
+    Returns:
+        The value; None where there are none, or where it is for ever.
     """
-    completed = [one for one in served.outcomes if one.is_completed]
-    input_tokens, output_tokens = sum(one.input_len for one in completed), sum(one.output_len for one in completed)
-    duration_s = served.duration_s
-    aimed = [one for one in served.outcomes if _has_objective(one, goodput)]
-    num_good = sum(meets(one, goodput) for one in aimed)
-    fields: dict[str, Any] = {
-        "duration": duration_s,
-        "completed": len(completed),
-        "failed": len(served.outcomes) - len(completed),
-        "total_input_tokens": input_tokens,
-        "total_output_tokens": output_tokens,
-        "request_throughput": _over(len(completed), duration_s),
-        "request_goodput": _over(num_good, duration_s) if aimed else None,
-        "slo_attainment": num_good / len(aimed) if aimed else None,
-        "output_throughput": _over(output_tokens, duration_s),
-        "total_token_throughput": _over(input_tokens + output_tokens, duration_s),
-        "max_output_tokens_per_s": most_tokens_a_second(served.outcomes),
-        "max_concurrent_requests": most_at_once(served.outcomes),
-    }
-    for name in metrics:
-        fields |= latency_fields(name, seconds_of(name, completed), percentiles)
-    return fields | probe_fields(served.probes) | {"ttft_by_length": by_length(served.outcomes, goodput, percentiles)}
+    known = np.sort(np.where(np.isnan(given := np.asarray(values, dtype=np.float64)), np.inf, given))
+    if not len(known) or np.isinf(known[math.ceil((len(known) - 1) * percent / 100)]):
+        return None
+    return float(np.percentile(np.minimum(known, known[np.isfinite(known)][-1]), percent))
 
 
-def probe_fields(probes: Sequence[Outcome]) -> dict[str, float | int | None]:
-    """What the load did to small requests that have nothing to do with it."""
-    e2els = [one.e2el_s * 1e3 for one in probes if one.is_completed]
-    return {
-        "probe_completed": len(e2els),
-        "probe_failed": len(probes) - len(e2els),
-        "probe_median_e2el_ms": float(np.median(e2els)) if e2els else None,
-        "probe_p99_e2el_ms": float(np.percentile(e2els, 99)) if e2els else None,
-        "probe_max_e2el_ms": max(e2els, default=None),
-    }
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What became of requests, a column each, in order of arrival; seconds of one clock, NaN for what did not happen.
+
+    Attributes:
+        arrival_s, first_scheduled_s, first_token_s, finish_s: when.
+        prompt_tokens, num_tokens: of the prompt, and produced.
+        is_in_time: finished, and met every objective.
+        is_refused: it was not served.
+        has_objective: some objective was set.
+    """
+
+    arrival_s: Floats
+    first_scheduled_s: Floats
+    first_token_s: Floats
+    finish_s: Floats
+    prompt_tokens: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    is_in_time: Flags
+    is_refused: Flags
+    has_objective: Flags
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def ttft_s(self) -> Floats:
+        """From arrival to the first token."""
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> Floats:
+        """Mean time between tokens of each request, NaN for one that did not finish or of one token."""
+        count = np.where(self.num_tokens > 1, self.num_tokens - 1.0, np.nan)
+        return (self.finish_s - self.first_token_s) / count
+
+    @property
+    def e2el_s(self) -> Floats:
+        """From arrival to the last token."""
+        return self.finish_s - self.arrival_s
+
+    @property
+    def has_finished(self) -> Flags:
+        """Whether the last token is there."""
+        return ~np.isnan(self.finish_s)
+
+    def waiting(self) -> Counted:
+        """Requests that wait for their first chunk."""
+        return _counted(self.arrival_s, self.first_scheduled_s, ~self.is_refused)
+
+    def active(self) -> Counted:
+        """Requests between first chunk and last token."""
+        return _counted(self.first_scheduled_s, self.finish_s, ~np.isnan(self.first_scheduled_s))
+
+    def queue(self) -> Counted:
+        """Requests without a first token."""
+        return _counted(self.arrival_s, self.first_token_s, ~self.is_refused)
 
 
-def by_length(outcomes: Sequence[Outcome], goodput: Goodput, percentiles: Sequence[float]) -> list[dict[str, Any]]:
-    """Figures of each bucket of prompt lengths that has requests; ``256-1K`` is from 256 on, below 1,024."""
-    buckets: dict[tuple[int, int], list[Outcome]] = {}
-    for one in sorted(outcomes, key=lambda one: one.input_len):
-        low = max((end for end in BUCKET_ENDS if end <= one.input_len), default=1)
-        high = next((end for end in BUCKET_ENDS if end > one.input_len), 0)
-        buckets.setdefault((low, high), []).append(one)
-    lines = []
-    for (low, high), inside in buckets.items():
-        completed = [one for one in inside if one.is_completed]
-        aimed = [one for one in inside if _has_objective(one, goodput)]
-        lines.append(
-            {
-                "bucket": f"{_short(low)}-{_short(high)}" if high else f"{_short(low)}-",
-                "num_requests": len(inside),
-                "completed": len(completed),
-                "slo_attainment": sum(meets(one, goodput) for one in aimed) / len(aimed) if aimed else None,
-                **latency_fields("ttft", seconds_of("ttft", completed), percentiles),
-            }
-        )
-    return lines
-
-
-def detailed(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """vLLM's arrays, one value a request; times in seconds."""
-    return {
-        "input_lens": [one.input_len for one in outcomes],
-        "output_lens": [one.output_len for one in outcomes],
-        "start_times": [one.start_s for one in outcomes],
-        "ttfts": [one.ttft_s for one in outcomes],
-        "itls": [one.itl_s for one in outcomes],
-        "latencies": [one.e2el_s for one in outcomes],
-        "queue_times": [one.queue_s for one in outcomes],
-        "generated_texts": [one.text for one in outcomes],
-        "errors": [one.error for one in outcomes],
-    }
-
-
-def meets(outcome: Outcome, goodput: Goodput) -> bool:
-    """Whether a request has completed and met its objectives; its own were merged with these when it was sent."""
-    pairs = (
-        (outcome.ttft_s, outcome.slo.ttft_s),
-        (outcome.tpot_s, outcome.slo.tpot_s),
-        (outcome.e2el_s, goodput.e2el_s),
-    )
-    return outcome.is_completed and all(value is None or limit is None or value <= limit for value, limit in pairs)
-
-
-def most_at_once(outcomes: Iterable[Outcome]) -> int:
-    """Most requests that had arrived and not ended."""
-    events = sorted(event for one in outcomes for event in ((one.start_s, 1), (one.end_s, -1)))
-    running = most = 0
-    for _, change in events:  # an end goes before an arrival of the same time
-        running += change
-        most = max(most, running)
-    return most
-
-
-def most_tokens_a_second(outcomes: Iterable[Outcome]) -> float:
-    """Most output tokens within one second of the load's clock, counted from its start."""
-    times = [time for one in outcomes if one.ttft_s is not None for time in _token_times(one)]
-    return float(np.bincount(np.asarray(times, dtype=np.int64)).max()) if times else 0.0
-
-
-def _token_times(outcome: Outcome) -> list[float]:
-    first_s = outcome.start_s + (outcome.ttft_s or 0.0)
-    return list(accumulate([first_s, *outcome.itl_s]))
-
-
-def _has_objective(outcome: Outcome, goodput: Goodput) -> bool:
-    return any(limit is not None for limit in (outcome.slo.ttft_s, outcome.slo.tpot_s, goodput.e2el_s))
-
-
-def _over(amount: float, seconds: float) -> float | None:
-    return amount / seconds if seconds > 0 else None
-
-
-def _short(tokens: int) -> str:
-    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
-        if tokens >= size:
-            return f"{tokens // size}{unit}"
-    return str(tokens)
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"\d{1,12}(?:\.\d{1,12})?", text, re.ASCII) is not None
-
-
-def cell(fields: Mapping[str, Any], name: str) -> str:
-    """A field in milliseconds for a table."""
-    value = fields[name]
-    return "-" if value is None else f"{value:,.1f}"
+def _counted(from_s: Floats, to_s: Floats, counts: Flags) -> Counted:
+    """Times at which the number of requests between two events changes, and that number from each of them on."""
+    begins_s, ends_s = from_s[counts], to_s[counts]
+    ends_s = ends_s[~np.isnan(ends_s)]
+    at_s = np.concatenate([begins_s, ends_s])
+    steps = np.concatenate([np.ones(len(begins_s), np.int64), -np.ones(len(ends_s), np.int64)])
+    order = np.argsort(at_s, kind="stable")  # who begins at the time at which another ends comes first
+    at_s, numbers = at_s[order], np.cumsum(steps[order])
+    is_last = np.append(at_s[1:] != at_s[:-1], True)[: len(at_s)]
+    return at_s[is_last], numbers[is_last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,3 +237,207 @@ class Served:
     outcomes: tuple[Outcome, ...]
     probes: tuple[Outcome, ...]
     duration_s: float
+
+    def times(self, goodput: Goodput) -> Times:
+        """The load as a table, in order of arrival."""
+        rows = sorted(self.outcomes, key=lambda one: one.start_s)
+        columns = [
+            (
+                one.start_s,
+                one.start_s + (math.nan if one.queue_s is None else one.queue_s),
+                one.start_s + (math.nan if one.ttft_s is None else one.ttft_s),
+                one.end_s if one.is_completed else math.nan,
+            )
+            for one in rows
+        ]
+        arrival_s, first_scheduled_s, first_token_s, finish_s = np.array(columns, np.float64).reshape(-1, 4).T
+        return Times(
+            arrival_s,
+            first_scheduled_s,
+            first_token_s,
+            finish_s,
+            np.array([one.input_len for one in rows], np.int64),
+            np.array([one.output_len for one in rows], np.int64),
+            np.array([meets(one, goodput) for one in rows], np.bool_),
+            np.array([not one.is_completed for one in rows], np.bool_),
+            np.array([_has_objective(one, goodput) for one in rows], np.bool_),
+        )
+
+
+def latency_fields(name: str, seconds: ArrayLike, percentiles: Sequence[float]) -> dict[str, float | None]:
+    """``mean_ttft_ms`` and the others of one metric; NaN are left out, and what is for ever (inf) is None."""
+    given = np.asarray(seconds, dtype=np.float64) * 1e3
+    values = given[~np.isnan(given)]
+    known = values if np.isfinite(values).all() else values[:0]
+    return {
+        f"mean_{name}_ms": float(known.mean()) if len(known) else None,
+        f"median_{name}_ms": percentile(values, 50),
+        f"std_{name}_ms": float(known.std()) if len(known) else None,
+        **{f"p{percent:g}_{name}_ms": percentile(values, percent) for percent in percentiles},
+    }
+
+
+def seconds_of(name: str, outcomes: Iterable[Outcome]) -> list[float]:
+    """The values of one metric over requests; those that do not exist are left out."""
+    if name == "itl":
+        return [gap for one in outcomes for gap in one.itl_s]
+    return [value for one in outcomes if (value := getattr(one, f"{name}_s")) is not None]
+
+
+def serving_fields(
+    times: Times,
+    duration_s: float,
+    itl: Mapping[str, float | None],
+    *,
+    metrics: Sequence[str] = METRICS,
+    percentiles: Sequence[float] = (99.0,),
+) -> dict[str, Any]:
+    """The fields of vLLM's serving benchmark, and how many met their objectives.
+
+    Args:
+        times: of the requests that arrived.
+        duration_s: of the run.
+        itl: fields of the gaps between tokens.
+        metrics: names of METRICS.
+        percentiles: of them.
+    """
+    done = times.has_finished
+    num_input, num_output = int(times.prompt_tokens[done].sum()), int(times.num_tokens[done].sum())
+    good, aimed = int((times.is_in_time & times.has_objective).sum()), int(times.has_objective.sum())
+    together = _counted(times.arrival_s, times.finish_s, ~times.is_refused)[1]
+    fields: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": int(done.sum()),
+        "failed": int(times.is_refused.sum()),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": _over(int(done.sum()), duration_s),
+        "request_goodput": _over(good, duration_s) if aimed else None,
+        "slo_attainment": good / aimed if aimed else None,
+        "output_throughput": _over(num_output, duration_s),
+        "total_token_throughput": _over(num_input + num_output, duration_s),
+        "max_concurrent_requests": int(together.max(initial=0)),
+    }
+    for name in metrics:
+        fields |= itl if name == "itl" else latency_fields(name, getattr(times, f"{name}_s")[done], percentiles)
+    return fields
+
+
+def by_length(times: Times, percentiles: Sequence[float]) -> list[dict[str, Any]]:
+    """Figures of each bucket of prompt lengths that has requests; ``256-1K`` is from 256 on, below 1,024.
+
+    TTFT is over all that were not refused: one without a first token waits for ever, and such a figure is None.
+    """
+    lines = []
+    for low, high in zip((1, *BUCKET_ENDS), (*BUCKET_ENDS, None), strict=True):
+        here = (times.prompt_tokens >= low) & (True if high is None else times.prompt_tokens < high)
+        if not here.any():
+            continue
+        aimed, ttft_s = here & times.has_objective, times.ttft_s[here & ~times.is_refused]
+        lines.append(
+            {
+                "bucket": f"{_short(low)}-{_short(high)}" if high else f"{_short(low)}-",
+                "num_requests": int(here.sum()),
+                "completed": int((here & times.has_finished).sum()),
+                "slo_attainment": float(times.is_in_time[aimed].mean()) if aimed.any() else None,
+                **latency_fields("ttft", np.where(np.isnan(ttft_s), np.inf, ttft_s), percentiles),
+            }
+        )
+    return lines
+
+
+def serving_figures(
+    served: Served, *, goodput: Goodput, metrics: Sequence[str], percentiles: Sequence[float]
+) -> dict[str, Any]:
+    """The fields of a load on a live engine.
+
+    Args:
+        served: the load.
+        goodput: objectives; a request's own go before them.
+        metrics: names of METRICS.
+        percentiles: of them.
+    """
+    completed = [one for one in served.outcomes if one.is_completed]
+    times = served.times(goodput)
+    itl = latency_fields("itl", seconds_of("itl", completed), percentiles)
+    found = serving_fields(times, served.duration_s, itl, metrics=metrics, percentiles=percentiles)
+    found["max_output_tokens_per_s"] = most_tokens_a_second(served.outcomes)
+    return found | probe_fields(served.probes) | {"ttft_by_length": by_length(times, percentiles)}
+
+
+def probe_fields(probes: Sequence[Outcome]) -> dict[str, float | int | None]:
+    """What the load did to small requests that have nothing to do with it."""
+    e2els = [one.e2el_s * 1e3 for one in probes if one.is_completed]
+    return {
+        "probe_completed": len(e2els),
+        "probe_failed": len(probes) - len(e2els),
+        "probe_median_e2el_ms": percentile(e2els, 50),
+        "probe_p99_e2el_ms": percentile(e2els, 99),
+        "probe_max_e2el_ms": max(e2els, default=None),
+    }
+
+
+def detailed(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
+    """vLLM's arrays, one value a request; times in seconds."""
+    return {
+        "input_lens": [one.input_len for one in outcomes],
+        "output_lens": [one.output_len for one in outcomes],
+        "start_times": [one.start_s for one in outcomes],
+        "ttfts": [one.ttft_s for one in outcomes],
+        "itls": [one.itl_s for one in outcomes],
+        "latencies": [one.e2el_s for one in outcomes],
+        "queue_times": [one.queue_s for one in outcomes],
+        "generated_texts": [one.text for one in outcomes],
+        "errors": [one.error for one in outcomes],
+    }
+
+
+def meets(outcome: Outcome, goodput: Goodput) -> bool:
+    """Whether a request has completed and met its objectives; its own were merged with these when it was sent."""
+    pairs = (
+        (outcome.ttft_s, outcome.slo.ttft_s),
+        (outcome.tpot_s, outcome.slo.tpot_s),
+        (outcome.e2el_s, goodput.e2el_s),
+    )
+    return outcome.is_completed and all(value is None or limit is None or value <= limit for value, limit in pairs)
+
+
+def most_tokens_a_second(outcomes: Iterable[Outcome]) -> float:
+    """Most output tokens within one second of the load's clock, counted from its start."""
+    times = [time for one in outcomes if one.ttft_s is not None for time in _token_times(one)]
+    return float(np.bincount(np.asarray(times, dtype=np.int64)).max()) if times else 0.0
+
+
+def _token_times(outcome: Outcome) -> list[float]:
+    first_s = outcome.start_s + (outcome.ttft_s or 0.0)
+    return list(accumulate([first_s, *outcome.itl_s]))
+
+
+def _has_objective(outcome: Outcome, goodput: Goodput) -> bool:
+    return any(limit is not None for limit in (outcome.slo.ttft_s, outcome.slo.tpot_s, goodput.e2el_s))
+
+
+def _over(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
+
+
+def _short(tokens: int) -> str:
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens >= size:
+            return f"{tokens // size}{unit}"
+    return str(tokens)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"\d{1,12}(?:\.\d{1,12})?", text, re.ASCII) is not None
+
+
+def percentile_name(percent: float) -> str:
+    """``p99``, ``p99.9``."""
+    return f"p{percent:g}"
+
+
+def cell(fields: Mapping[str, Any], name: str) -> str:
+    """A field in milliseconds for a table."""
+    value = fields[name]
+    return "-" if value is None else f"{value:,.1f}"

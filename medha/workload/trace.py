@@ -175,6 +175,11 @@ class Trace:
         """Requests a second, 1 / the mean gap between arrivals; None where all arrive at once."""
         return (len(self) - 1) / self.duration_s if self.duration_s > 0 else None
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output; of at least one."""
+        return int((self.prompt_tokens + self.output_tokens).max())
+
     def head(self, num_requests: int) -> Trace:
         """The first requests, all if there are no more.
 

@@ -22,8 +22,8 @@ from medha.attention.interface import LayerShape, Segment
 from medha.attention.staging import Staging
 from medha.attention.torch_backend import TorchBackend
 from medha.errors import ConfigError
-from medha.worker import choose
-from medha.worker.choose import choose_backend
+from medha.worker import shard
+from medha.worker.shard import choose_backend
 from tests.attention import fake_flashinfer
 from tests.attention.reference import assert_segments_close
 from tests.attention.test_torch_backend import Model, Shape, build, models, shapes
@@ -273,8 +273,8 @@ CUDA = torch.device("cuda", 0)
 
 def choose_on(monkeypatch: pytest.MonkeyPatch, name: str, shape: LayerShape, *, installed: bool = True) -> Any:
     """The choice as a CUDA machine would make it."""
-    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(choose, "_flashinfer", lambda device, block_size: make_backend(block_size=block_size))
+    monkeypatch.setattr(shard.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(shard, "_flashinfer", lambda device, block_size: make_backend(block_size=block_size))
     return choose_backend(name, shape, CUDA, block_size=128)
 
 

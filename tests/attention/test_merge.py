@@ -95,27 +95,10 @@ def test_order_and_nesting_do_not_matter(seed: int, order: list[int], dtype: tor
     check([merge_partials([parts[i] for i in order[:2]]), merge_partials([parts[i] for i in order[2:]])], whole)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_inputs_give_equal_bits(dtype: torch.dtype) -> None:
-    parts, _ = shards(5, 40, seed=3, dtype=dtype)
-    first = merge_partials(parts)
-    for _ in range(5):
-        again = merge_partials([(out.clone(), lse.clone()) for out, lse in parts])
-        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
-
-
 @pytest.mark.parametrize("offset", [-1e4, -200.0, 200.0, 1e4])
 def test_large_log_sum_exps_neither_overflow_nor_vanish(offset: float) -> None:
     parts, whole = shards(4, 30, seed=4)
     check([(out, lse + offset) for out, lse in parts], (whole[0], whole[1] + offset))
-
-
-def test_inputs_are_left_alone() -> None:
-    parts, _ = shards(3, 20, seed=6)
-    before = [(out.clone(), lse.clone()) for out, lse in parts]
-    merge_partials(parts)
-    for got, want in zip(parts, before, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

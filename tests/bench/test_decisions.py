@@ -78,7 +78,7 @@ def test_a_pool_that_decodes_fill_is_measured_too() -> None:
     """Fewer than asked for decode, the others are refused memory."""
     load = _Load("lars", replace(SMALL, num_decoding=100, num_blocks=400))
     load.begin(60)
-    assert len(load.scheduler.no_memory) > 0
+    assert load.scheduler.schedule(load._now_s).refused
     report = bench_decisions(replace(SMALL, num_decoding=100, num_blocks=400, num_decisions=10))
     (result,) = report["results"]
     assert result["waiting"] >= 60 and 10 < result["decoding"] < 90

@@ -18,10 +18,10 @@ from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import Floats, chunk_slope_s, first_chunk_s, gemm_s, linear_layer_s, stage_coefficients
-from medha.engine.build import Part
 from medha.errors import ConfigError
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
+from medha.worker.shard import ModelShard
 from tools.fit_spec import _fit, _rows, derived_specs, prefill_s, run
 
 NAMES = ("a100-80g", "b200-180g", "h100-80g", "h200-141g")
@@ -358,7 +358,7 @@ TIED = replace(LLAMA_8B, tie_word_embeddings=True, qk_norm=True, o_bias=True, qk
 def test_weights_are_those_that_the_engine_loads(model: ModelConfig, degrees: tuple[int, int]) -> None:
     parallel = ParallelConfig(*degrees)
     for stage in range(parallel.spp):
-        part = Part.at(model, parallel, parallel.rank_of(stage=stage, tp_rank=0))
+        part = ModelShard.at(model, parallel, parallel.rank_of(stage=stage, tp_rank=0))
         assert weights_bytes(model, parallel, stage) == 2 * part.num_parameters()
         assert kv_bytes_per_token(model, parallel, stage) == 4 * len(part.layers) * part.num_kv_heads * model.head_dim
 

@@ -22,6 +22,7 @@ from medha.bench.harness import write_config
 from medha.cli.command import run_app
 from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
 from medha.cost.coefficients import Coefficients, ProfileKey
+from medha.cost.correction import KINDS
 from medha.cost.hardware import load_spec, spec_of_device
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import stage_coefficients
@@ -33,7 +34,7 @@ from medha.profile.calibrate import Effort, Measured, Measuring, families, fit, 
 from medha.profile.measure import measure
 from medha.profile.meter import StageTime
 from medha.profile.steps import Step, chunk, decodes
-from medha.sched.packer import Prediction
+from medha.sched.decision import Prediction
 from medha.timeline import Timeline
 from tests.bench.shapes import TINY
 
@@ -138,7 +139,8 @@ def test_predicted_and_real_step_times_are_on_show(model: Path, profile: Path, t
     engine = build_engine(config(model, profile=str(profile)), timeline=timeline)
     seen: list[tuple[Batch, Prediction | None, float]] = []
     engine.on_step = lambda batch, prediction, busy_s: seen.append((batch, prediction, busy_s))
-    assert sum(figures.count for figures in engine.prediction_errors.values()) == 0
+    predictor = engine.scheduler.predictor
+    assert predictor is not None and predictor.correction.errors.figures().count == 0
     engine.add_request("a", [1, 2, 3] * 40, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     while engine.has_unfinished:
         engine.step()
@@ -148,12 +150,8 @@ def test_predicted_and_real_step_times_are_on_show(model: Path, profile: Path, t
         assert prediction is not None
         assert prediction.kind == ("decode" if batch.num_decodes else "prefill")
         assert prediction.seconds > 0 and busy_s > 0
-    errors = engine.prediction_errors
-    assert {kind: figures.count for kind, figures in errors.items()} == {
-        "decode": 3,
-        "mixed": 0,
-        "prefill": len(seen) - 3,
-    }
+    errors = {kind: predictor.correction.errors.figures(kind).count for kind in KINDS}
+    assert errors == {"decode": 3, "mixed": 0, "prefill": len(seen) - 3}
     timeline.write(tmp_path / "a.json")
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
     counters = [event for event in events if event["ph"] == "C" and event["name"].startswith("step")]

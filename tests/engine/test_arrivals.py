@@ -18,14 +18,14 @@ from medha.batch import Batch
 from medha.config import EngineConfig
 from medha.engine.arrivals import LONG_PROMPT, Arrival, Joiner, drive
 from medha.engine.build import build_engine
-from medha.engine.engine import Engine, PendingResult
+from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
 from medha.errors import ContextLengthError, EngineDeadError, RankFailedError, ValidationError
 from medha.models.needle import write_needle
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer
-from medha.worker.runner import StepResult
+from medha.worker.step import PendingStep, StepResult
 from tests.text.samples import PANIC, panicking
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
@@ -257,7 +257,7 @@ def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch:
     """The lines are written once, whichever thread comes first, and the stuck one is held if it moves after all."""
     submit, stuck, unstuck = engine.runner.submit, threading.Event(), threading.Event()
 
-    def get_stuck(batch: Batch) -> PendingResult:
+    def get_stuck(batch: Batch) -> PendingStep:
         if batch.batch_id >= 4:
             stuck.set()
             assert unstuck.wait(20.0)

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-import medha.engine.build
+import medha.worker.sizing
 from medha import LLM, SamplingParams
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import LayerShape
 from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig
-from medha.engine.build import _wants_graphs, _with_decode_lag, build_engine, own_device, pick_backend, pick_device
+from medha.engine.build import _with_decode_lag, build_engine
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.models.needle import write_needle
 from medha.parallel.launch import Launch
+from medha.worker.shard import own_device, pick_backend, pick_device, wants_graphs
 from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
 from tests.serving import ANSWER, GREEDY, question, write_byte_model
 
@@ -83,9 +84,9 @@ def test_default_pool_holds_every_request_that_may_run(good: Path) -> None:
 
 def test_default_pool_takes_half_of_the_memory_at_most(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block_bytes = KV_BYTES_PER_TOKEN * 32
-    monkeypatch.setattr(medha.engine.build, "_available_memory", lambda: 2 * (10 * block_bytes) + 1)
+    monkeypatch.setattr(medha.worker.sizing, "_available_memory", lambda: 2 * (10 * block_bytes) + 1)
     assert pool(build(good, block_size=32)) == (10, 32)
-    monkeypatch.setattr(medha.engine.build, "_available_memory", lambda: block_bytes)
+    monkeypatch.setattr(medha.worker.sizing, "_available_memory", lambda: block_bytes)
     with pytest.raises(ConfigError, match=rf"^half of the free memory leaves {block_bytes // 2} bytes for the KV pool"):
         build(good, block_size=32)
 
@@ -96,7 +97,7 @@ def test_pool_that_the_system_cannot_give(good: Path) -> None:
 
 
 def test_available_memory_is_plausible() -> None:
-    assert 2**24 < medha.engine.build._available_memory() < 2**50
+    assert 2**24 < medha.worker.sizing._available_memory() < 2**50
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,11 +239,11 @@ def test_graphs_are_for_cuda_and_flashinfer() -> None:
     flashinfer = FlashInferBackend(None, block_size=256, num_sms=132, has_fa3=True)
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     config = EngineConfig.from_flat("m")
-    assert _wants_graphs(config, flashinfer, cuda)
-    assert _wants_graphs(EngineConfig.from_flat("m", kvp=2, spp=2, tp=2), flashinfer, cuda)
-    assert not _wants_graphs(config, TorchBackend(), cuda)
-    assert not _wants_graphs(config, flashinfer, cpu)
-    assert not _wants_graphs(EngineConfig.from_flat("m", cuda_graphs=False), flashinfer, cuda)
+    assert wants_graphs(config, flashinfer, cuda)
+    assert wants_graphs(EngineConfig.from_flat("m", kvp=2, spp=2, tp=2), flashinfer, cuda)
+    assert not wants_graphs(config, TorchBackend(), cuda)
+    assert not wants_graphs(config, flashinfer, cpu)
+    assert not wants_graphs(EngineConfig.from_flat("m", cuda_graphs=False), flashinfer, cuda)
 
 
 def test_num_threads(good: Path) -> None:

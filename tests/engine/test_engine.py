@@ -19,6 +19,7 @@ from medha.engine.engine import Engine
 from medha.errors import DeadlineError, EngineDeadError, NonFiniteLogitsError, ValidationError
 from medha.outputs import Logprob, RequestOutput
 from medha.params import SLO, SamplingParams
+from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
 from medha.worker.sampling import uniform
 from tests.checkpoints import reference_greedy, reference_logits
@@ -909,7 +910,7 @@ def test_a_scheduler_that_runs_nothing_is_an_error_and_not_a_hang(
 ) -> None:
     engine = bytes_model.engine()
     engine.add_request("one", PROMPTS[0], PARAMS)
-    monkeypatch.setattr(engine.scheduler, "schedule", lambda now_s: None)
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda now_s: Decision())
     with pytest.raises(EngineDeadError, match="the scheduler runs none of the unfinished requests:\n1 unfinished"):
         engine.step()
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Work
-from medha.engine.explain import Ledger
+from medha.engine.explain import Explainer
 from medha.outputs import Explanation
 from medha.params import SLO
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import Drive, Job, Seconds, jobs, make_predictor
 
 PREDICTOR = make_predictor(kvp=3)
@@ -40,41 +41,35 @@ class Tick:
 
 
 class Watched(Drive):
-    """A drive that feeds a ledger, and reckons by itself."""
+    """A drive that feeds an explainer, and reckons by itself."""
 
-    def __init__(self, scheduler: Scheduler, load: Sequence[Job], seconds: Seconds, *, slack: float = 1.0) -> None:
-        super().__init__(scheduler, load, seconds, busy=lambda real_s: real_s * slack)
-        self.ledger = Ledger(scheduler)
+    def __init__(
+        self, scheduler: Scheduler, load: Sequence[Job], seconds: Seconds | None, *, slack: float = 1.0
+    ) -> None:
+        self.explainer = Explainer(scheduler.memory.num_groups, scheduler.predictor)
+        super().__init__(scheduler, load, seconds, busy=lambda real_s: real_s * slack, observers=[self.explainer])
         self.ticks: list[Tick] = []
         self.explained: dict[int, Explanation] = {}
         self.group: dict[int, int] = {}
         self.refused: dict[int, frozenset[int]] = {}
         self.scheduled_s: dict[int, float] = {}
 
-    def on_add(self, slot: int, deadline_s: float) -> None:
-        self.ledger.added(self.live[slot].head, deadline_s, f"job {self.live[slot].job}")
-
-    def on_cancel(self, slot: int) -> None:
-        self.ledger.cancelled(slot)
-
     def on_schedule(self, batch: Batch | None) -> None:
         if batch is None:
             return
-        self.ledger.scheduled(batch, self.now_s)
         chunks = {row.slot for row in batch.rows if not row.is_decode}
-        no_memory = set(self.scheduler.no_memory) - chunks
-        self.refused[batch.batch_id] = frozenset(self.live[slot].job for slot in no_memory)
+        refused = set(self.decision.refused) - chunks
+        self.refused[batch.batch_id] = frozenset(self.live[slot].job for slot in refused)
         self.scheduled_s[batch.batch_id] = self.now_s
 
     def on_complete(self, batch: Batch, busy_s: float) -> None:
-        self.ledger.completed(batch, self.now_s, busy_s)
         self.ticks.append(self.tick(batch, busy_s))
         for row in batch.rows:
             job = self.live[row.slot].job
             if not row.is_decode:
                 self.group.setdefault(job, row.group)
             if self.first_token_s.get(job) == self.now_s and not row.is_decode:
-                self.explained[job] = self.ledger.of(row.slot)
+                self.explained[job] = self.explainer.of(row.slot)
 
     def tick(self, batch: Batch, busy_s: float) -> Tick:
         scheduled_s = self.scheduled_s[batch.batch_id]
@@ -255,7 +250,7 @@ def test_slack_is_sampled_where_it_bends() -> None:
     config = SchedulerConfig("medha", "fcfs", t_target_s=0.5, depth=1)
     predictor = make_predictor()
     sched = Scheduler(config, num_blocks=100, block_size=16, predictor=predictor)
-    drive = Watched(sched, load, lambda batch: sched.last_prediction.seconds)  # type: ignore[union-attr]
+    drive = Watched(sched, load, None)
     drive.run()
     (at_s, first_s), *_, (end_s, last_s) = drive.explained[0].slack_s
     assert (at_s, end_s) == (0.0, drive.first_token_s[0])
@@ -280,25 +275,24 @@ def test_samples_stay_few() -> None:
 def test_a_request_without_a_first_token_is_explained_so_far_and_a_cancelled_one_to_its_end() -> None:
     config = SchedulerConfig("sarathi", chunk_size=8, max_batch_tokens=8, depth=1)
     sched = Scheduler(config, num_blocks=100, block_size=4)
-    ledger = Ledger(sched)
+    explainer = Explainer(1, None)
     for slot in (0, 1):
-        ledger.added(head := RequestHead(slot, 16, 1, 0.0), sched.add(head))
-    assert ledger.of(1).total_s == 0.0
+        explainer.added(request := SchedulerRequest(slot, 16, 1, 0.0), 0.0, sched.add(request), f"slot {slot}")
+    assert explainer.of(1).total_s == 0.0
     for now_s in (0.0, 1.0):
-        batch = sched.schedule(now_s)
+        batch = (decision := sched.schedule(now_s)).batch
         assert batch is not None
-        ledger.scheduled(batch, now_s)
-        sched.complete(batch.batch_id, now_s + 1.0, [(0, 1, True)] if now_s else [], 1.0)
-        ledger.completed(batch, now_s + 1.0, 1.0)
+        explainer.scheduled(now_s, decision)
+        sched.complete(batch, now_s + 1.0, [(0, 1, True)] if now_s else [], 1.0)
+        explainer.completed(batch, now_s + 1.0, (), 1.0)
         if now_s == 0.0:
-            sched.cancel(1)
-            ledger.cancelled(1)
-    explained = ledger.of(1)
+            explainer.cancelled(1, sched.cancel(1))
+    explained = explainer.of(1)
     assert not explained.has_first_token
     assert (explained.total_s, explained.others_s, explained.others) == (1.0, 1.0, (("slot 0", 1.0),))
     assert explained.text().startswith("slot 1: no first token after 1.000 s\n")
     with pytest.raises(KeyError):
-        ledger.of(2)
+        explainer.of(2)
 
 
 def test_old_chunks_are_summed_though_no_longer_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +307,7 @@ def test_names_are_kept_no_longer_than_chunks(monkeypatch: pytest.MonkeyPatch) -
     """One slot after the other's requests: what is long gone is forgotten, and who has just run is named."""
     monkeypatch.setattr("medha.engine.explain._CHUNKS_KEPT", 8)
     drive = play([Job(3.0 * i, 16, 1) for i in range(40)] + [Job(118.0, 8, 1)], tokens=8)
-    assert len(drive.ledger._names) <= 2 * (8 + 2)
+    assert len(drive.explainer._names) <= 2 * (8 + 2)
     assert drive.explained[40].others == (("job 39", 1.0),)
 
 
@@ -321,17 +315,17 @@ def test_time_before_it_was_known_is_idle_where_nothing_ran() -> None:
     """An arrival that the scheduler hears of later: what ran meanwhile counts as that."""
     config = SchedulerConfig("sarathi", depth=1)
     sched = Scheduler(config, num_blocks=100, block_size=16)
-    ledger = Ledger(sched)
+    explainer = Explainer(1, None)
 
     def serve(slot: int, arrival_s: float, start_s: float, end_s: float) -> Explanation:
-        head = RequestHead(slot, 8, 1, arrival_s)
-        ledger.added(head, sched.add(head))
-        batch = sched.schedule(start_s)
+        request = SchedulerRequest(slot, 8, 1, arrival_s)
+        explainer.added(request, start_s, sched.add(request), f"slot {slot}")
+        batch = (decision := sched.schedule(start_s)).batch
         assert batch is not None
-        ledger.scheduled(batch, start_s)
-        sched.complete(batch.batch_id, end_s, [(slot, 1, True)], end_s - start_s)
-        ledger.completed(batch, end_s, end_s - start_s)
-        return ledger.of(slot)
+        explainer.scheduled(start_s, decision)
+        sched.complete(batch, end_s, [(slot, 1, True)], end_s - start_s)
+        explainer.completed(batch, end_s, (), end_s - start_s)
+        return explainer.of(slot)
 
     first = serve(0, 1.0, 3.0, 4.0)
     assert (first.total_s, first.idle_s, first.own_s) == (3.0, 2.0, 1.0)

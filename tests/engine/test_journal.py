@@ -44,7 +44,9 @@ def live_engine(decoder: Decoder, file: io.StringIO, **options: Any) -> Engine:
         **{"max_batch_tokens": 64, "quantum_s": 0.02, "long_threshold": 300, "min_chunk": 16, **options}
     )
     scheduler = Scheduler(config, num_blocks=100, block_size=16, predictor=make_predictor(max_tokens=64))
-    return Engine(made.runner, Journal(scheduler, file), made.limits)  # type: ignore[arg-type]
+    engine = Engine(made.runner, scheduler, made.limits)
+    engine.record(file)
+    return engine
 
 
 def add(engine: Engine, number: int, num_prompt: int, *, priority: str = "normal", ttft_s: float | None = None) -> None:
@@ -212,8 +214,8 @@ def test_a_policy_that_is_a_function_cannot_be_recorded_by_name_it_can() -> None
     with pytest.raises(ConfigError, match=r"^policy=<function some_policy.* cannot be recorded; accepted: a name"):
         Journal(Scheduler(SchedulerConfig(policy=some_policy), **sizes), io.StringIO())
     file = io.StringIO()
-    sched = Journal(Scheduler(SchedulerConfig(policy=f"{__name__}:some_policy"), **sizes), file)
-    Drive(sched, [Job(0.0, 50, 2)], lambda batch: 0.1).run()  # type: ignore[arg-type]
+    sched = Scheduler(SchedulerConfig(policy=f"{__name__}:some_policy"), **sizes)
+    Drive(sched, [Job(0.0, 50, 2)], lambda batch: 0.1, observers=[Journal(sched, file)]).run()
     assert replay(file.getvalue().splitlines()).mismatch is None
 
 
@@ -245,9 +247,9 @@ def test_any_run_of_any_scheduler_replays(data: st.DataObject) -> None:
     predictor = make_predictor(kvp=num_groups)
     sched = Scheduler(config, num_blocks=2 * share, block_size=16, num_groups=num_groups, predictor=predictor)
     file = io.StringIO()
-    journal: Any = Journal(sched, file)
     factor = data.draw(st.sampled_from([0.1, 1.0, 10.0, float("nan"), float("inf")]))
-    Drive(journal, load, lambda batch: 1e-2 + 1e-3 * batch.num_tokens, busy=lambda real_s: real_s * factor).run()
+    seconds, observers = (lambda batch: 1e-2 + 1e-3 * batch.num_tokens), [Journal(sched, file)]
+    Drive(sched, load, seconds, busy=lambda real_s: real_s * factor, observers=observers).run()
     assert replay(file.getvalue().splitlines()).mismatch is None
 
 

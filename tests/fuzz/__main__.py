@@ -1,15 +1,10 @@
-"""The long run, and the search for defects that are put in.
-
-python -m tests.fuzz run --runs 1000 --ranks 2-8
-python -m tests.fuzz mutations [NAME ...]
-"""
+"""The long run: ``python -m tests.fuzz --runs 1000 --ranks 2-8``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +14,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from tests.fuzz.cases import Case, draw
 from tests.fuzz.drive import check_case
-from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.reference import Failure
 from tests.parallel.workers import WorkerPool
 
@@ -74,21 +68,6 @@ def run(seeds: Sequence[tuple[int, int]], log: Path) -> int:
     return num_failed
 
 
-def find(name: str, workers: WorkerPool, *, first: int, limit_s: float) -> str:
-    """Look for a defect with fresh seeds; returns what was found, and after how long."""
-    _, ranks = MUTATIONS[name]
-    begin_s, seed = time.monotonic(), first
-    while (seconds := time.monotonic() - begin_s) < limit_s:
-        failure = failure_of(draw(seed, ranks), workers if ranks > 1 else None, mutation=name)
-        seed += 1
-        if failure is not None:
-            seconds = time.monotonic() - begin_s
-            return (
-                f"found by seed {seed - 1} on {ranks} ranks, run {seed - first}, after {seconds:.1f} s: {failure.kind}"
-            )
-    return f"NOT found in {seed - first} runs on {ranks} ranks, {seconds:.0f} s"
-
-
 def _range(text: str) -> range:
     """``N`` or ``N-M`` ranks."""
     first, _, last = text.partition("-")
@@ -98,29 +77,17 @@ def _range(text: str) -> range:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    long = commands.add_parser("run", help="run seeds")
-    long.add_argument("--runs", type=int, default=100)
-    long.add_argument(
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument(
         "--ranks", type=_range, default=range(1, 2), help="a number, or two as in 2-8: one after the other"
     )
-    long.add_argument("--first", type=int, default=0, help="the first seed")
-    long.add_argument("--log", type=Path, default=Path("runs/fuzz/log.jsonl"))
-    search = commands.add_parser("mutations", help="put defects in and look for them")
-    search.add_argument("names", nargs="*", default=list(MUTATIONS))
-    search.add_argument("--first", type=int, help="the first seed; a random one by default")
-    search.add_argument("--limit-s", type=float, default=600.0)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--log", type=Path, default=Path("runs/fuzz/log.jsonl"))
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     disable_progress_bar()
-    if given.command == "run":
-        seeds = [(seed, given.ranks[seed % len(given.ranks)]) for seed in range(given.first, given.first + given.runs)]
-        raise SystemExit(run(seeds, given.log) > 0)
-    first = random.SystemRandom().randrange(2**32) if given.first is None else given.first
-    workers = WorkerPool()
-    for name in given.names:
-        print(f"{name:24}{find(name, workers, first=first, limit_s=given.limit_s)}", flush=True)
-    workers.close()
+    seeds = [(seed, given.ranks[seed % len(given.ranks)]) for seed in range(given.first, given.first + given.runs)]
+    raise SystemExit(run(seeds, given.log) > 0)
 
 
 if __name__ == "__main__":

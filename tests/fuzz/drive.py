@@ -19,7 +19,7 @@ from medha.batch import Batch
 from medha.engine.engine import Engine
 from medha.engine.journal import replay
 from medha.errors import ValidationError
-from medha.worker.runner import StepResult
+from medha.worker.step import StepResult
 from medha.worker.swap import HostCache
 from tests.checkpoints import random_prompt
 from tests.fuzz.cases import Ask, Case

@@ -14,15 +14,15 @@ import torch
 
 import medha.models.decoder as decoder
 import medha.parallel.kvp as kvp
-from medha.batch import Batch, Row
+from medha.batch import Row
 from medha.engine.engine import Engine
 from medha.models.layers import LinearFn, TensorShard
-from medha.sched.batch_builder import Draft
+from medha.sched.batch_builder import BatchBuilder
+from medha.sched.decision import Decision
 from medha.sched.memory import KVMemory
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
 from medha.text import StopChecker
-from medha.worker.kv_cache import BlockTables
 from medha.worker.runner import Runner
 from medha.worker.swap import HostCache, Moves, Run
 
@@ -31,7 +31,7 @@ Patch = pytest.MonkeyPatch
 
 def block_not_freed(patch: Patch) -> None:
     """A request that gives way keeps its last block."""
-    displace, release = Draft._displace, KVMemory.release
+    preempt, release = BatchBuilder._preempt, KVMemory.release
 
     def kept(self: KVMemory, slot: int) -> bool:
         pool = self.pools[self._accounts[slot].first]
@@ -40,12 +40,12 @@ def block_not_freed(patch: Patch) -> None:
             pool.allocate(-1, 1, claim=1)
         return was
 
-    def keeping(self: Draft, victims: Sequence[State]) -> None:
+    def keeping(self: BatchBuilder, victims: Sequence[State]) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(KVMemory, "release", kept)
-            displace(self, victims)
+            preempt(self, victims)
 
-    patch.setattr(Draft, "_displace", keeping)
+    patch.setattr(BatchBuilder, "_preempt", keeping)
 
 
 def merge_without_lse(patch: Patch) -> None:
@@ -56,22 +56,6 @@ def merge_without_lse(patch: Patch) -> None:
         return outs.mean(dim=0), parts[0][1]
 
     patch.setattr(kvp, "merge_partials", mean)
-
-
-def shard_off_by_a_block(patch: Patch) -> None:
-    """A shard that is not the first is read from its second block on."""
-    shard = BlockTables.shard
-
-    def later(self: BlockTables, slot: int) -> tuple[int, int]:
-        start, end = shard(self, slot)
-        return min(start + self.block_size * (start > 0), end), end
-
-    patch.setattr(BlockTables, "shard", later)
-
-
-def output_ids_not_moved(patch: Patch) -> None:
-    """Whoever samples for a request next is not told what has been drawn elsewhere."""
-    patch.setattr(Runner, "sampling_so_far", Runner.sampling, raising=False)
 
 
 def draw_index_reset(patch: Patch) -> None:
@@ -140,11 +124,11 @@ def stop_string_lost(patch: Patch) -> None:
     """Who gives way forgets its stop strings."""
     schedule = Engine._schedule
 
-    def forgetting(self: Engine, now: float) -> Batch | None:
-        batch = schedule(self, now)
-        for slot, _ in self.scheduler.displaced:
-            self._by_slot[slot]._stops = StopChecker(())
-        return batch
+    def forgetting(self: Engine, now: float) -> Decision:
+        decision = schedule(self, now)
+        for preempted in decision.preempted:
+            self._by_slot[preempted.slot]._stops = StopChecker(())
+        return decision
 
     patch.setattr(Engine, "_schedule", forgetting)
 
@@ -152,8 +136,6 @@ def stop_string_lost(patch: Patch) -> None:
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "block-not-freed": (block_not_freed, 1),
     "merge-without-lse": (merge_without_lse, 2),
-    "shard-off-by-a-block": (shard_off_by_a_block, 2),
-    "output-ids-not-moved": (output_ids_not_moved, 3),
     "draw-index-reset": (draw_index_reset, 1),
     "stale-page": (stale_page, 1),
     "slot-reused-in-flight": (slot_reused_in_flight, 1),

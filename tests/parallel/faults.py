@@ -144,7 +144,8 @@ def _rank(
 def _install(fault: Fault, folder: Path) -> None:
     """Put the fault into medha."""
     from medha.batch import Batch
-    from medha.engine import build, distributed
+    from medha.engine import distributed
+    from medha.worker import shard
     from medha.worker.runner import Runner
 
     passed = itertools.count()
@@ -162,7 +163,7 @@ def _install(fault: Fault, folder: Path) -> None:
         else:
             raise ValueError("boom")
 
-    run, load, leave = Runner.run, build._load_model, distributed.leave
+    run, load, leave = Runner.run, shard._load_model, distributed.leave
 
     def run_or_fail(self: Runner, batch: Batch, *rest: Any, **named: Any) -> Any:
         points = {"decode" if any(row.is_decode for row in batch.rows) else "prefill"}
@@ -180,7 +181,7 @@ def _install(fault: Fault, folder: Path) -> None:
         return leave(*rest, **named)
 
     if fault.point == "start":
-        build._load_model = load_or_fail
+        shard._load_model = load_or_fail
     elif fault.point == "shutdown":
         distributed.leave = leave_or_fail
     else:

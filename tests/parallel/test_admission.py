@@ -10,13 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from medha.config import SchedulerConfig
-from medha.engine.admission import ModelLimits, prepare_request
 from medha.engine.wire import encode_sampling
 from medha.params import SamplingParams
-from medha.sched.scheduler import Scheduler
 from tests.checkpoints import make_checkpoint
 from tests.engines import load_decoder, make_engine
 from tests.parallel.workers import WorkerPool
@@ -101,57 +97,6 @@ def test_ten_million_tokens_beside_a_decode(workers: WorkerPool, tmp_path: Path,
     assert max(batches) <= ROW_INTS
     assert max(messages) <= CHUNK + ROW_INTS + OPEN_INTS
     assert max(messages[8:]) <= CHUNK + ROW_INTS
-
-
-# -- where the tokens go ------------------------------------------------------------------------------------
-
-
-def prepared(prompt: Any, **params: Any) -> Any:
-    return prepare_request(
-        "r",
-        prompt,
-        SamplingParams(max_tokens=1, **params),
-        slo=None,
-        limits=ModelLimits(256, 1 << 20),
-        tokenizer=None,
-        scheduler=Scheduler(SchedulerConfig("sarathi"), num_blocks=1 << 12, block_size=256),
-    )
-
-
-@pytest.mark.parametrize(
-    "make",
-    [list, tuple, np.array, torch.tensor, lambda ids: np.array(ids, np.uint8), lambda ids: torch.tensor(ids).int()],
-)
-def test_ids_become_an_array_of_our_own(make: Any) -> None:
-    ids = [5, 0, 255, 5]
-    given = make(ids)
-    request = prepared(given)
-    assert request.prompt_ids.dtype == np.int32
-    assert request.prompt_token_ids == ids
-    assert type(request.prompt_token_ids) is list and type(request.prompt_token_ids[0]) is int
-    assert request.prompt_token_ids is request.prompt_token_ids
-    if not isinstance(given, tuple):
-        given[0] = 9
-        assert (
-            request.prompt_ids.tolist() == request.prompt_token_ids == ids
-        )  # what runs does not change with what the caller keeps
-
-
-@pytest.mark.parametrize(
-    ("ids", "index", "shown"),
-    [
-        ([300, True], 0, "300"),
-        ([1, True, 300], 1, "True"),
-        ([1, 2**70], 1, str(2**70)),
-        (np.array([1, 2, 256, -1]), 2, "256"),
-        (np.array([1, 2**63], np.uint64), 1, str(2**63)),
-        (torch.tensor([1, -7]), 1, "-7"),
-        (torch.tensor([1.5], dtype=torch.bfloat16), 0, "1.5"),
-    ],
-)
-def test_the_first_wrong_id_is_named(ids: Any, index: int, shown: str) -> None:
-    with pytest.raises(ValueError, match=rf"^prompt_token_ids\[{index}\]={shown}; accepted: integers from 0 to 255$"):
-        prepared({"prompt_token_ids": ids})
 
 
 def test_the_runner_keeps_the_array_it_is_given(tmp_path: Path) -> None:

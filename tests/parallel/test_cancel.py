@@ -29,7 +29,7 @@ def run(engine: Engine, prompts: list[list[int]], abort_at: int | None) -> tuple
     step = num_in_flight = 0
     while engine.has_unfinished:
         if step == abort_at:
-            slots = [slot for slot, one in engine._by_slot.items() if one.live.request_id == str(VICTIM)]
+            slots = [slot for slot, one in engine._by_slot.items() if one.request.request_id == str(VICTIM)]
             rows = [row for batch in engine.scheduler.in_flight for row in batch.rows if row.slot in slots]
             num_in_flight = sum(not row.is_decode for row in rows)
             engine.abort(str(VICTIM))

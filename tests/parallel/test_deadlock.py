@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,11 +26,11 @@ import medha.engine.distributed
 import medha.parallel.control
 import medha.parallel.kvp
 import medha.worker.runner
-from medha.attention.interface import Segment
-from medha.batch import Batch, Row
+from medha.batch import Batch
 from medha.config import ParallelConfig, RopeConfig, SchedulerConfig
 from medha.engine.distributed import Caller, DrivingRunner, Follower, ReportLine
-from medha.engine.engine import Engine, ModelLimits
+from medha.engine.engine import Engine
+from medha.engine.request import ModelLimits
 from medha.errors import PlanDivergenceError
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlReceiver, ControlSender, Message
@@ -72,10 +71,11 @@ class Layout:
         return f"kvp{self.kvp}-spp{self.spp}-tp{self.tp}"
 
 
-STAGES = (Layout(1, 2, 1), Layout(1, 3, 1), Layout(1, 4, 1), Layout(1, 2, 2), Layout(1, 3, 2))
-TENSOR = (Layout(1, 1, 2), Layout(1, 1, 4))
+STAGES = (Layout(1, 2, 1), Layout(1, 3, 1), Layout(1, 2, 2))
+TENSOR = (Layout(1, 1, 2),)
 GROUPS = (Layout(2, 1, 1), Layout(3, 1, 1), Layout(2, 2, 1), Layout(2, 1, 2))
 LAYOUTS = (*STAGES, *TENSOR, *GROUPS)
+MORE_LAYOUTS = (Layout(1, 4, 1), Layout(1, 3, 2), Layout(1, 1, 4))
 
 
 @dataclass(frozen=True)
@@ -304,6 +304,8 @@ def on_one_rank(workload: Workload) -> dict[str, RequestOutput]:
 class QuietMonitor:
     """A failure monitor that has nothing to tell."""
 
+    has_failure = False
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
@@ -405,7 +407,7 @@ def test_no_deadlock_without_buffers(layout: Layout) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE_LAYOUTS], ids=str)
 def test_no_deadlock_without_buffers_in_many_interleavings(layout: Layout) -> None:
     run_model(layout, max_examples=400)
 
@@ -500,7 +502,7 @@ AMPLE = Buffers(stage=64, reports=64, messages=64, posted=4, frame_ints=1 << 17)
 
 
 @pytest.mark.parametrize("layout", [*STAGES, *GROUPS], ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_late_receives_and_synchronous_sends_are_a_deadlock(layout: Layout, seed: int) -> None:
     """Rank 0 waits for a rank of the pipe or of a merge, which waits for rank 0 to receive the report before."""
     workload = dataclasses.replace(BUSY, depth=layout.spp + 1)
@@ -516,7 +518,7 @@ def test_late_receives_and_synchronous_sends_are_a_deadlock(layout: Layout, seed
     )
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 1, 2), Layout(1, 1, 4), Layout(1, 2, 2), *GROUPS], ids=str)
+@pytest.mark.parametrize("layout", [Layout(1, 1, 2), Layout(1, 2, 2), *GROUPS], ids=str)
 def test_computing_before_the_message_is_a_deadlock(layout: Layout) -> None:
     where = "tp of stage 0 of group 0" if layout.tp > 1 else "run 0-1 of stage 0, tp 0"
     with pytest.MonkeyPatch.context() as patch:
@@ -565,24 +567,6 @@ def forget_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Follower, "_run", forgetful)
 
 
-def drop_a_shard(patch: pytest.MonkeyPatch) -> None:
-    """Mutation: the last shard of a run is not merged."""
-    merge = toy_merge
-    patch.setattr(sys.modules[__name__], "toy_merge", lambda parts: merge(parts[:-1]))
-
-
-def shift_the_shards(patch: pytest.MonkeyPatch) -> None:
-    """Mutation: a group reads its full shard from one token too far on."""
-    segment = Runner._segment
-
-    def shifted(self: Runner, row: Row, start: int) -> Segment:
-        whole = segment(self, row, start)
-        (first, count), *rest = whole.ranges
-        return whole if whole.causal else dataclasses.replace(whole, ranges=((first + 1, count - 1), *rest))
-
-    patch.setattr(Runner, "_segment", shifted)
-
-
 def reuse_buffers_early(patch: pytest.MonkeyPatch) -> None:
     """Mutation: a send's buffer is filled again before the send is done."""
 
@@ -599,9 +583,6 @@ def reuse_buffers_early(patch: pytest.MonkeyPatch) -> None:
         (forget_tokens, Layout(1, 1, 2), AssertionError),
         (forget_tokens, Layout(1, 2, 2), AssertionError),
         (forget_tokens, Layout(2, 1, 1), AssertionError),
-        (drop_a_shard, Layout(2, 1, 1), AssertionError),
-        (drop_a_shard, Layout(3, 1, 1), AssertionError),
-        (shift_the_shards, Layout(2, 2, 1), AssertionError),
         (reuse_buffers_early, Layout(1, 2, 1), PlanDivergenceError),
         (reuse_buffers_early, Layout(2, 2, 1), PlanDivergenceError),
     ],
@@ -693,12 +674,12 @@ def run_gloo(workers: WorkerPool, folder: Path, layout: Layout, count: int) -> N
         check(outputs, truth, load)
 
 
-@pytest.mark.parametrize("layout", [*STAGES[:2], TENSOR[0], STAGES[3], *GROUPS], ids=str)
+@pytest.mark.parametrize("layout", [*STAGES[1:], *GROUPS[1:]], ids=str)
 def test_generated_workloads_end_on_gloo(workers: WorkerPool, tmp_path: Path, layout: Layout) -> None:
     run_gloo(workers, tmp_path, layout, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE_LAYOUTS], ids=str)
 def test_many_generated_workloads_end_on_gloo(workers: WorkerPool, tmp_path: Path, layout: Layout) -> None:
     run_gloo(workers, tmp_path, layout, 40)

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,6 @@ def check_ends(job: Job, fault: Fault, capsys: pytest.CaptureFixture[str], *, li
 
 FAULTS = [
     Fault(1, "start", "kill"),
-    Fault(1, "prefill", "kill", after=8),
     Fault(1, "decode", "kill", after=8),
     Fault(1, "shutdown", "kill"),
     Fault(1, "start", "throw"),
@@ -72,6 +72,7 @@ FAULTS = [
     Fault(0, "prefill", "throw", after=8),
 ]
 MORE_FAULTS = [
+    Fault(1, "prefill", "kill", after=8),
     Fault(0, "start", "kill"),
     Fault(0, "start", "throw"),
     Fault(0, "shutdown", "kill"),
@@ -81,22 +82,25 @@ MORE_FAULTS = [
     Fault(1, "decode", "throw", after=8),
     Fault(1, "shutdown", "throw"),
 ]
-_EVERY_FAULT = [*FAULTS, *(pytest.param(fault, marks=pytest.mark.slow) for fault in MORE_FAULTS)]
 
 
-@pytest.mark.parametrize("fault", _EVERY_FAULT, ids=lambda f: f"{f.rank}-{f.point}-{f.action}")
+def name_of(value: Fault | tuple[str, ...]) -> str:
+    return f"{value.rank}-{value.point}-{value.action}" if isinstance(value, Fault) else "".join(value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout"),
+    [
+        *((fault, ("--spp", "2")) for fault in FAULTS),
+        *(
+            pytest.param(fault, layout, marks=pytest.mark.slow)
+            for layout in (("--spp", "2"), ("--tp", "2"), ("--spp", "3"), ("--tp", "2", "--spp", "2"))
+            for fault in (MORE_FAULTS if layout == ("--spp", "2") else FAULTS)
+        ),
+    ],
+    ids=name_of,
+)
 def test_failed_rank_ends_all(
-    model: Path, tmp_path: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str], fault: Fault
-) -> None:
-    """D4, D6: killed or throwing, at any point of the work."""
-    jobs.append(job := start(tmp_path, 2, command, arguments(tmp_path, model), fault=fault))
-    check_failure(job, fault, tmp_path, capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [("--tp", "2"), ("--spp", "3"), ("--tp", "2", "--spp", "2")], ids=" ".join)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.rank}-{f.point}-{f.action}")
-def test_failed_rank_ends_all_of_every_layout(
     model: Path,
     tmp_path: Path,
     jobs: list[Job],
@@ -104,7 +108,8 @@ def test_failed_rank_ends_all_of_every_layout(
     fault: Fault,
     layout: tuple[str, ...],
 ) -> None:
-    world_size = {2: int(layout[1]), 4: 4}[len(layout)]
+    """D4, D6: killed or throwing, at any point of the work."""
+    world_size = prod(map(int, layout[1::2]))
     jobs.append(job := start(tmp_path, world_size, command, arguments(tmp_path, model, *layout), fault=fault))
     check_failure(job, fault, tmp_path, capsys)
 
@@ -296,7 +301,6 @@ def test_refusal_is_the_same_everywhere(model: Path, tmp_path: Path, jobs: list[
     ("fault", "spp"),
     [
         (Fault(1, "shared", "kill"), 1),  # the first batch that the new group has a part in
-        (Fault(1, "shared", "kill", after=8), 1),  # in the middle of the shared prefill
         (Fault(1, "shared", "kill", after=40), 1),  # while the shared request decodes
         pytest.param(Fault(2, "shared", "kill"), 2, marks=pytest.mark.slow),
         pytest.param(Fault(3, "shared", "kill"), 2, marks=pytest.mark.slow),
@@ -410,18 +414,6 @@ def test_garbage_on_the_stores_port(model: Path, tmp_path: Path, jobs: list[Job]
     assert "open on every interface" in line and "gloo listens on lo" in line
 
 
-def jumping(rank: int, arguments: list[str]) -> None:
-    """As ``command``, with a wall clock that jumps by a day each time it is read."""
-    real, jumps = time.time, [0.0, 86400.0, -86400.0]
-
-    def jump() -> float:
-        jumps.append(jumps.pop(0))
-        return real() + jumps[0]
-
-    time.time = jump
-    command(rank, arguments)
-
-
 def limited(rank: int, arguments: list[str]) -> None:
     """As ``command``, with 64 file descriptors and a home that cannot be written."""
     import resource
@@ -431,9 +423,8 @@ def limited(rank: int, arguments: list[str]) -> None:
     command(rank, arguments)
 
 
-@pytest.mark.parametrize("target", [pytest.param(jumping, marks=pytest.mark.slow), limited])
-def test_odd_surroundings_change_nothing(model: Path, tmp_path: Path, jobs: list[Job], target: Any) -> None:
-    """D16 and D20: jumps of the wall clock; few descriptors and no home."""
-    jobs.append(job := start(tmp_path, 2, target, arguments(tmp_path, model)))
+def test_few_descriptors_and_no_home_change_nothing(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    """D20."""
+    jobs.append(job := start(tmp_path, 2, limited, arguments(tmp_path, model)))
     assert job.wait(30.0) == [0, 0], job.stderr(0) + job.stderr(1)
     assert written(tmp_path)["long"]["finish_reason"] == "length"

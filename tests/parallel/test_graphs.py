@@ -23,6 +23,7 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
     """On each rank: tokens, and how many batches ran from a graph."""
     import medha.engine.build as build
     from medha import LLM
+    from medha.worker import shard
     from tests.worker.test_graphs import Repeating, make_backend
 
     makers: list[Repeating] = []
@@ -33,8 +34,8 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         if options.get("cuda_graphs"):
-            patch.setattr(build, "_wants_graphs", lambda *_: True)
-            patch.setattr(build, "CudaGraphs", make)
+            patch.setattr(shard, "wants_graphs", lambda *_: True)
+            patch.setattr(shard, "CudaGraphs", make)
             patch.setattr(build, "choose_backend", lambda *_, block_size, **__: (make_backend(block_size), ""))
         with LLM(folder, **options) as llm:
             outputs = llm.generate(

@@ -157,7 +157,12 @@ def test_an_end_that_is_heard_of_saves_nothing(ranks: Ranks) -> None:
     assert (calls, ranks.ended) == ([], {})
 
 
-def test_saving_that_fails_or_hangs_delays_the_end_a_little(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_that_fails_or_hangs_delays_the_end_a_little(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_GRACE_S", 0.5)
+    monkeypatch.setattr(health, "_SAVE_S", 0.5)
+
     def fail(message: str) -> None:
         raise OSError("disk full")
 
@@ -232,7 +237,7 @@ def test_a_rank_that_says_nothing_and_runs_has_not_failed(ranks: Ranks, sleeper:
     stand_in(ranks, 1, sleeper.pid)
     ranks.server.set("status/1", '[0.1, false, "batch 7"]')
     monitor = ranks.monitor(0, 2, local_ranks=range(2))
-    time.sleep(6.0)
+    time.sleep(4.5)
     assert not monitor.has_failure
 
 

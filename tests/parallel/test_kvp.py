@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -264,12 +263,10 @@ ROW = Row(3, 100, 2, False, False, 0, 3)
     "other",
     [
         Batch(7, (ROW._replace(position=101),)),
-        Batch(7, (ROW._replace(slot=4),)),
-        Batch(7, (ROW._replace(samples=True),)),
         Batch(7, (ROW._replace(q_len=1), ROW._replace(slot=4, q_len=1))),
         Batch(8, (ROW,)),
     ],
-    ids=["position", "slot", "samples", "rows", "batch"],
+    ids=["position", "rows", "batch"],
 )
 def test_other_rows_on_one_rank_are_a_divergence(workers: WorkerPool, other: Batch) -> None:
     """Every rank of the run refuses, and the two of the same mind name the third."""
@@ -407,16 +404,15 @@ def run_layout(workers: WorkerPool, served: Served, layout: tuple[int, int, int]
     return answers[0][0], [merges for _, merges in answers]
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(3, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
 def test_logprobs_are_those_of_one_rank(workers: WorkerPool, served: Served, layout: tuple[int, int, int]) -> None:
     logprobs, merges = run_layout(workers, served, layout, "no_mutation")
     check_close(logprobs, served.expected)
     assert check_merges(merges, layout[0]) > 20
 
 
-@pytest.mark.parametrize("mutation", ["base_2_lse", "dropped_shard", "shifted_shard"])
-def test_mutation_turns_the_comparison_with_one_rank_red(workers: WorkerPool, served: Served, mutation: str) -> None:
-    logprobs, merges = run_layout(workers, served, (2, 1, 1), mutation)
+def test_a_shifted_shard_turns_the_comparison_with_one_rank_red(workers: WorkerPool, served: Served) -> None:
+    logprobs, merges = run_layout(workers, served, (2, 1, 1), "shifted_shard")
     check_merges(merges, 2)
     with pytest.raises(AssertionError):
         check_close(logprobs, served.expected)
@@ -428,66 +424,3 @@ def test_order_of_arrival_turns_the_comparison_of_bits_red(workers: WorkerPool, 
     check_close(logprobs, served.expected)
     with pytest.raises(AssertionError, match="the groups have different bits"):
         check_merges(merges, 3)
-
-
-# -- groups without work ------------------------------------------------------------------------------------
-
-_OPERATIONS = (
-    "isend",
-    "irecv",
-    "send",
-    "recv",
-    "broadcast",
-    "all_reduce",
-    "all_gather_into_tensor",
-    "all_gather_single",
-)
-
-
-def count_calls(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> Counter[str]:
-    """On each rank: calls of torch.distributed while prompts are served, but for the receives of control messages."""
-    from medha import LLM
-
-    calls: Counter[str] = Counter()
-    with pytest.MonkeyPatch.context() as patch:
-        llm = LLM(folder, **options)
-        for name in _OPERATIONS:
-            if hasattr(dist, name):
-                patch.setattr(dist, name, _counted(getattr(dist, name), calls, name, of=llm))
-        if llm.is_driver:
-            for i, prompt in enumerate(prompts):
-                llm.engine.add_request(str(i), prompt, PARAMS)
-            while llm.engine.has_unfinished:
-                llm.engine.step()
-            llm.close()
-        else:
-            llm.follow()
-    return calls
-
-
-def _counted(call: Callable[..., Any], calls: Counter[str], name: str, *, of: Any) -> Callable[..., Any]:
-    role = of._role
-    ranks = role.follower.ranks if role.follower is not None else role.engine.runner._ranks
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("group") is not ranks.control_group:
-            calls[name] += 1
-        return call(*args, **kwargs)
-
-    return counted
-
-
-@pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1)], ids=str)
-def test_groups_without_work_send_and_receive_nothing(
-    workers: WorkerPool, served: Served, layout: tuple[int, int, int]
-) -> None:
-    num_groups, spp, tp = layout
-    per_group = spp * tp
-    options = OPTIONS | {"kvp": num_groups, "spp": spp, "tp": tp}
-    run = (count_calls, num_groups * per_group, str(served.folder), options)
-    one_short = workers.run(*run, [served.prompts[5]])
-    assert one_short[per_group:] == [Counter()] * ((num_groups - 1) * per_group)
-    assert per_group == 1 or all(one_short[:per_group])
-    shared = workers.run(*run, [served.prompts[0]])
-    assert all(calls for calls in shared[: 2 * per_group])  # it lies on two groups
-    assert not any(shared[2 * per_group :])

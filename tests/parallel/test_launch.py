@@ -1,13 +1,9 @@
-"""What is refused before a job begins: variables, layout, ranks that differ, an address of no use; torchrun itself."""
+"""What is refused before a job begins: variables, layout, ranks that differ, an address of no use."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,15 +12,13 @@ from unittest.mock import patch
 
 import pytest
 
+from medha import LLM
+from medha.cli.command import run_app
 from medha.errors import ConfigError
+from medha.generate.__main__ import app
 from medha.parallel.launch import read_launch
 from tests.parallel.faults import Job, start
-from tests.parallel.test_faults import arguments, written
 from tests.parallel.workers import WorkerPool, free_port, launch_environment
-
-MARK = "MEDHA_TEST_JOB"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-
 
 # -- the environment (D2) --------------------------------------------------------------------------------------------
 
@@ -59,17 +53,13 @@ def test_no_launcher_is_a_single_process() -> None:
     assert (launch.rank, launch.world_size, launch.host, launch.port) == (1, 2, "127.0.0.1", 29500)
 
 
-def test_command_line_with_a_part_of_the_environment(model: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "medha.generate", "--model", str(model), "--prompt", "a"],
-        env={**os.environ, "WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 2
-    assert run.stderr.count("error:") == 1 and "but not RANK, MASTER_ADDR, MASTER_PORT" in run.stderr
-    assert "Traceback" not in run.stderr
+def test_command_line_with_a_part_of_the_environment(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_app(app, "medha", [str(model), "--prompt", "a"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1 and "but not RANK, MASTER_ADDR, MASTER_PORT" in said
 
 
 # -- the layout (D1) -------------------------------------------------------------------------------------------------
@@ -78,21 +68,22 @@ def test_command_line_with_a_part_of_the_environment(model: Path) -> None:
 def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     """What building the LLM raises on this rank, and how soon; loading a weight would be an error of its own."""
     from medha import LLM
-    from medha.engine import build
+    from medha.worker import shard
 
     def load(*args: Any, **named: Any) -> None:
         raise AssertionError("weights are read")
 
-    before, build._load_model = build._load_model, load
+    before, shard._load_model = shard._load_model, load
     begin = time.monotonic()
     try:
-        LLM(folder, num_kv_blocks=8, **options)
+        with patch("medha.parallel.health.Monitor.linger", return_value=True):  # for rank 0's end, which never comes
+            LLM(folder, num_kv_blocks=8, **options)
     except Exception as error:
         found = type(error).__name__, str(error), time.monotonic() - begin
     else:
         raise AssertionError("accepted")
     finally:
-        build._load_model = before
+        shard._load_model = before
     deadline = time.monotonic() + 5.0
     while any(thread.name in ("medha-watch", "medha-talk") for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "a job that never began is still watched"
@@ -100,44 +91,41 @@ def refusal(folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     return found
 
 
+PRODUCT = "tp=4 x spp=1 x kvp=1 is 4 ranks, and 2 were started; accepted: degrees whose product is 2"
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"tp": 4}, "tp=4 x spp=1 x kvp=1 is 4 ranks, and 2 were started; accepted: degrees whose product is 2"),
-        ({}, "tp=1 x spp=1 x kvp=1 is 1 ranks, and 2 were started"),
+        ({"tp": 4}, "ParallelConfigError", PRODUCT),
+        ({"tp": 2, "hf_overrides": {"intermediate_size": 97}}, "ParallelConfigError", "tp=2 does not divide"),
         (
-            {"kvp": 2, "spp": 2},
-            "tp=1 x spp=2 x kvp=2 is 4 ranks, and 2 were started; accepted: degrees whose product is 2",
+            {"spp": 2, "hf_overrides": {"num_hidden_layers": 1}},
+            "ParallelConfigError",
+            "spp=2 stages for 1 layers; accepted: 1 to 1",
         ),
-        ({"tp": 2, "hf_overrides": {"intermediate_size": 97}}, "tp=2 does not divide"),
-        ({"spp": 2, "hf_overrides": {"num_hidden_layers": 1}}, "spp=2 stages for 1 layers; accepted: 1 to 1"),
+        (
+            {"kvp": 2, "max_kv_per_group": 9 * 256},
+            "ConfigError",
+            "max_kv_per_group=2304; accepted: at most the pool's 2048 tokens",
+        ),
     ],
 )
 def test_layout_that_cannot_work(
-    workers: WorkerPool, model: Path, options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+    workers: WorkerPool, model: Path, options: dict[str, Any], error: str, message: str
 ) -> None:
     answers = workers.run(refusal, 2, str(model), options)
     assert len({(name, text) for name, text, _ in answers}) == 1
-    assert answers[0][0] == "ParallelConfigError"
+    assert answers[0][0] == error
     assert message in answers[0][1]
-    took_s = max(took for _, _, took in answers)
-    with capsys.disabled():
-        print(f"\n  refused on every rank after {took_s:.1f} s: {answers[0][1]}")
-    assert took_s < 20.0
+    assert max(took for _, _, took in answers) < 20.0
 
 
-def test_share_of_a_group_that_cannot_be(workers: WorkerPool, model: Path) -> None:
-    answers = workers.run(refusal, 2, str(model), {"kvp": 2, "max_kv_per_group": 9 * 256})
-    assert {(name, text) for name, text, _ in answers} == {
-        ("ConfigError", "max_kv_per_group=2304; accepted: at most the pool's 2048 tokens")
-    }
-
-
-def test_no_torchrun_prints_the_command(model: Path) -> None:
-    program = f"from medha import LLM\nLLM({str(model)!r}, tp=2)"
-    env = {name: value for name, value in os.environ.items() if name not in WHOLE}
-    run = subprocess.run([sys.executable, "-c", program, "mine"], env=env, capture_output=True, text=True, timeout=60)
-    assert "start it as: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2" in run.stderr
+def test_no_torchrun_prints_the_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in WHOLE:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="start it as: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2"):
+        LLM(str(model), tp=2)
 
 
 # -- ranks that differ (D3) ------------------------------------------------------------------------------------------
@@ -229,84 +217,3 @@ def test_address_of_no_use(
         print(f"\n  {case}: after {took} s: {message[:150]}")
     assert f"{address}:{port}" in message
     assert float(took) < 10.0
-
-
-# -- under torchrun itself -------------------------------------------------------------------------------------------
-
-
-def torchrun(folder: Path, model: Path, *extra: str) -> subprocess.Popen[str]:
-    """Two ranks of ``medha.generate`` under torchrun."""
-    port = ("--master-port", str(free_port()))
-    command = [*TORCHRUN, *port, "-m", "medha.generate", *arguments(folder, model, *extra)]
-    env = {name: value for name, value in os.environ.items() if name not in WHOLE} | {MARK: str(folder)}
-    with (folder / "stderr").open("w") as stderr:
-        return subprocess.Popen(command, env=env, stderr=stderr, stdout=subprocess.DEVNULL, text=True)
-
-
-def wait_for(folder: Path, text: str, process: subprocess.Popen[str]) -> None:
-    """Wait until the job's stderr, or its output file, has a text."""
-    deadline = time.monotonic() + 60.0
-    files = (folder / "stderr", folder / "out.jsonl")
-    while not any(text in file.read_text() for file in files if file.is_file()):
-        assert process.poll() is None and time.monotonic() < deadline, (folder / "stderr").read_text()
-        time.sleep(0.05)
-
-
-def members(folder: Path) -> dict[int, dict[str, str]]:
-    """Processes of a folder's job that have not ended, with their environments; each is in a session of its own."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            pairs = (pair.partition("=") for pair in (process / "environ").read_text().split("\0"))
-            env = {name: value for name, _, value in pairs}
-        except (OSError, UnicodeDecodeError):
-            continue
-        if env.get(MARK) == str(folder):  # a zombie's environment is empty
-            found[int(process.name)] = env
-    return found
-
-
-def test_torchrun_prints_a_configuration_error_once(model: Path, tmp_path: Path) -> None:
-    process = torchrun(tmp_path, model, "--tp", "4")
-    assert process.wait(90) != 0
-    said = (tmp_path / "stderr").read_text()
-    assert said.count("error: ParallelConfigError") == 1, said  # the launcher repeats it at the end of its own report
-    assert not members(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("who", ["rank 1", "agent", "interrupt"])
-def test_torchrun_job_that_ends_early(
-    model: Path, tmp_path: Path, who: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """D4, D14 and Ctrl-C: a rank or the agent is killed, or the terminal interrupts all; nothing is left behind."""
-    process = torchrun(tmp_path, model)
-    rows = [{"id": "short", "prompt": "a", "max_tokens": 1}]
-    rows.append({"id": "long", "prompt": "b" * 200, "max_tokens": 3500, "ignore_eos": True})
-    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    wait_for(tmp_path, '"short"', process)
-    begin = time.monotonic()
-    by_rank = {env["RANK"]: pid for pid, env in members(tmp_path).items() if "RANK" in env}
-    if who == "rank 1":
-        os.kill(by_rank["1"], signal.SIGKILL)
-    elif who == "agent":
-        process.kill()
-    else:
-        process.send_signal(signal.SIGINT)
-    while members(tmp_path) and time.monotonic() - begin < 40:
-        process.poll()
-        time.sleep(0.05)
-    took_s = time.monotonic() - begin
-    said = (tmp_path / "stderr").read_text()
-    with capsys.disabled():
-        print(f"\n  {who}: all processes ended after {took_s:.1f} s")
-    assert not members(tmp_path), said
-    assert process.wait(5) != 0
-    assert took_s < 10.0
-    assert written(tmp_path)["short"]["finish_reason"] == "length"
-    if who == "rank 1":
-        assert "RankFailedError: rank 1 (stage 1) has died" in said
-    elif who == "agent":
-        assert "died" in said
-    else:
-        assert written(tmp_path)["long"]["finish_reason"] == "abort"

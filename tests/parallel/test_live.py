@@ -39,14 +39,6 @@ def serve(folder: str, journal: str, options: dict[str, Any], prompts: list[list
     return finished
 
 
-def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> list[RequestOutput]:
-    """On each rank: what generate returns."""
-    from medha import LLM
-
-    with LLM(folder, **options) as llm:
-        return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], SamplingParams(max_tokens=3))
-
-
 def _drive(engine: Any, prompts: list[list[int]]) -> list[RequestOutput]:
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, output_kind="final_only")
     finished: list[RequestOutput] = []
@@ -85,15 +77,3 @@ def test_a_run_of_two_ranks_is_explained_and_replays(
     recorded = replay(journal)
     assert (recorded.mismatch, recorded.num_batches > len(LENGTHS)) == (None, True)
     assert '"call":"cancel"' in journal.read_text()
-
-
-def test_rank_0_alone_gets_outputs(workers: WorkerPool, tmp_path: Path) -> None:
-    """The others, which only take part, get nothing, so that no prompt and no output has to travel to them."""
-    make_checkpoint(tmp_path, "llama")
-    prompts = [random_prompt(length, seed=3) for length in LENGTHS]
-    first, second = workers.run(generate, 2, str(tmp_path), OPTIONS | {"spp": 2}, prompts)
-    assert second == []
-    assert [output.prompt_token_ids for output in first] == prompts
-    for output in first:
-        explained = output.metrics.explanation
-        assert sum(explained.parts_s.values()) == pytest.approx(output.metrics.ttft, abs=1e-6)

@@ -28,11 +28,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return make_byte_model(tmp_path_factory.mktemp("bytes"))
 
 
-def serve(model: Model, params: SamplingParams, **options: int) -> tuple[dict[str, RequestOutput], int, float]:
+def serve(model: Model, params: SamplingParams, **options: int) -> dict[str, RequestOutput]:
     engine = model.engine(**(SMALL | options))
     for i, length in enumerate(LENGTHS):
         engine.add_request(str(i), random_ids(length, seed=4), params)
-    return finish(engine), engine.num_preemptions, engine.work_lost_s
+    return finish(engine)
 
 
 def chosen(output: RequestOutput) -> list[float]:
@@ -45,18 +45,17 @@ def chosen(output: RequestOutput) -> list[float]:
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_outputs_are_those_of_a_run_in_which_nobody_gives_way(model: Model, params: SamplingParams, depth: int) -> None:
-    undisturbed, none, _ = serve(model, params, num_blocks=64)
-    disturbed, num_preemptions, work_lost_s = serve(model, params, overcommit=True, depth=depth)
-    assert none == 0 and num_preemptions >= 3 and work_lost_s > 0
+    undisturbed = serve(model, params, num_blocks=64)
+    disturbed = serve(model, params, overcommit=True, depth=depth)
+    assert sum(output.metrics.num_preemptions for output in undisturbed.values()) == 0
+    assert sum(output.metrics.num_preemptions for output in disturbed.values()) >= 3
+    assert sum(output.metrics.work_lost_s for output in disturbed.values()) > 0
     for name, output in disturbed.items():
         expected = undisturbed[name].outputs[0]
         assert output.outputs[0].token_ids == expected.token_ids
         assert output.outputs[0].text == expected.text
         if expected.logprobs is not None:
             assert chosen(output) == pytest.approx(chosen(undisturbed[name]), abs=1e-4)
-    counted = sum(output.metrics.num_preemptions for output in disturbed.values())
-    lost_s = sum(output.metrics.work_lost_s for output in disturbed.values())
-    assert (counted, lost_s) == (num_preemptions, pytest.approx(work_lost_s))
 
 
 def test_a_request_that_gave_way_can_be_aborted(model: Model) -> None:
@@ -91,7 +90,7 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
         if llm.is_driver:
             llm.engine.on_step = lambda batch, prediction, busy_s: num_tokens.append(batch.num_tokens)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PARAMS["penalties"])
-        counts = (llm.engine.num_preemptions, llm.engine.num_swaps) if llm.is_driver else (0, 0)
+        counts = [sum(getattr(output.metrics, name) for output in outputs) for name in ("num_preemptions", "num_swaps")]
     return [list(output.outputs[0].token_ids) for output in outputs], *counts, sum(num_tokens)
 
 

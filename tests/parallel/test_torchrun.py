@@ -17,14 +17,15 @@ import pytest
 
 from medha.cli.command import run_app
 from medha.config import EngineConfig
-from medha.engine.dryrun import choose_layout
 from medha.errors import ParallelConfigError
 from medha.generate.__main__ import app
 from medha.models.needle import write_needle
 from medha.parallel.launch import Launch
 from medha.verify.demo import layout_for
+from medha.worker.sizing import choose_layout
 from tests.parallel.faults import Job, command
 from tests.parallel.faults import start as forked
+from tests.parallel.test_faults import arguments, written
 from tests.parallel.workers import free_port
 from tests.serving import write_byte_model
 
@@ -114,20 +115,55 @@ def test_a_programs_own_error_is_no_failed_engine(tmp_path: Path) -> None:
     assert re.findall(r"rank +: 0 .*\n +exitcode +: (\d+)", err) == ["1"], err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["rank 1", "agent", "interrupt"])
+def test_a_job_that_ends_early(model: Path, tmp_path: Path, who: str) -> None:
+    """D4, D14 and Ctrl-C: a rank or the agent is killed, or the terminal interrupts all; nothing is left behind."""
+    options = arguments(tmp_path, model)
+    rows = [{"id": "short", "prompt": "a", "max_tokens": 1}]
+    rows.append({"id": "long", "prompt": "b" * 200, "max_tokens": 3500, "ignore_eos": True})
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    process = start("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "medha.generate", *options)
+    output = tmp_path / "out.jsonl"
+    wait_for(lambda: output.exists() and '"short"' in output.read_text())
+    (rank_1,) = (pid for pid, environment in running(str(tmp_path)).items() if b"\0RANK=1\0" in environment)
+    begin = time.monotonic()
+    if who == "rank 1":
+        os.kill(rank_1, signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGKILL if who == "agent" else signal.SIGINT)
+    code, _, said = finish(process)  # when nobody writes any more
+    wait_for(lambda: not running(str(tmp_path)), 1.0)
+    assert time.monotonic() - begin < 10.0
+    assert code != 0
+    assert written(tmp_path)["short"]["finish_reason"] == "length"
+    if who == "rank 1":
+        assert "RankFailedError: rank 1 (stage 1) has died" in said
+    elif who == "agent":
+        assert "died" in said
+    else:
+        assert written(tmp_path)["long"]["finish_reason"] == "abort"
+
+
 def own_ranks(*arguments: str | Path) -> subprocess.Popen[str]:
     """The command without a launcher."""
     command = [sys.executable, "-m", "medha.generate", "--max-model-len", "4096", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
-def ranks_of(model: Path) -> list[int]:
-    """What a command has started for a model, and still runs."""
-    found = []
+def running(*texts: str) -> dict[int, bytes]:
+    """Processes with all of these texts in their command line, and their environments."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            if all(text in path.read_bytes() for text in (b"medha.engine.follow", str(model).encode())):
-                found.append(int(path.parent.name))
+            if all(text.encode() in path.read_bytes() for text in texts):
+                found[int(path.parent.name)] = (path.parent / "environ").read_bytes()
     return found
+
+
+def ranks_of(model: Path) -> list[int]:
+    """What a command has started for a model, and still runs."""
+    return [*running("medha.engine.follow", str(model))]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:

@@ -26,8 +26,8 @@ from medha.engine.wire import (
 )
 from medha.errors import MedhaError, RequestError
 from medha.params import SamplingParams
-from medha.worker.runner import StepResult
 from medha.worker.sampling import Sampled, SlotSampling
+from medha.worker.step import StepResult
 
 IDS = st.integers(0, 2**31 - 1)
 FLOATS = st.floats(allow_nan=False)

@@ -10,7 +10,7 @@ import pytest
 from medha.batch import Batch
 from medha.profile.steps import FIRST_SLOT, Part, Step, StepRunner, chunk, decodes, step_of
 from medha.worker.kv_cache import BlockTables
-from medha.worker.runner import Pending, StepResult
+from medha.worker.step import PendingStep, StepResult
 
 BLOCK = 16
 
@@ -35,7 +35,7 @@ class Replicas:
 
     def reset(self) -> None: ...
 
-    def submit(self, batch: Batch) -> Pending:
+    def submit(self, batch: Batch) -> PendingStep:
         self.batches.append(batch)
         for group, tables in enumerate(self.tables):
             part = batch.part_of(group)
@@ -46,7 +46,7 @@ class Replicas:
             assert row.slot in self.opened
             assert not row.is_decode or row.slot in self.sampled  # it has a token to go on from
             self.sampled |= {row.slot} if row.samples else set()
-        return Pending(StepResult((), [], 0.25))
+        return PendingStep(lambda: StepResult((), [], 0.25))
 
 
 def hand_made(runner: Replicas, num_blocks: int = 8) -> StepRunner:

@@ -44,9 +44,9 @@ from examples.reproduce.result import Options
 from examples.reproduce.served import Served
 from examples.reproduce.timing import MODELS
 from medha.cost.hardware import load_spec
-from medha.sched.queue import RequestHead
+from medha.sched.decision import SchedulerRequest
+from medha.sim.outcome import Gaps
 from medha.sim.replica import Replica
-from medha.sim.simulator import Gaps
 from medha.workload.trace import Trace
 
 NEVER = math.nan
@@ -180,19 +180,19 @@ def prefills_per_batch(system: Engine) -> list[int]:
         scheduler.add(head(slot, prompt))
     counts = []
     for step in range(20):
-        batch = scheduler.schedule(0.02 * step)
+        batch = scheduler.schedule(0.02 * step).batch
         if batch is None:
             oldest = scheduler.in_flight[0]
             results = [(row.slot, 1, False) for row in oldest.rows if row.samples]
-            scheduler.complete(oldest.batch_id, 0.02 * step, results, 0.02)
+            scheduler.complete(oldest, 0.02 * step, results, 0.02)
         else:
             counts.append(len(batch.rows) - batch.num_decodes)
     return counts
 
 
-def head(slot: int, prompt_tokens: int) -> RequestHead:
+def head(slot: int, prompt_tokens: int) -> SchedulerRequest:
     """A request at time 0."""
-    return RequestHead(slot, prompt_tokens, 100, 0.0)
+    return SchedulerRequest(slot, prompt_tokens, 100, 0.0)
 
 
 def test_classical_systems_are_pipelined_micro_batches() -> None:

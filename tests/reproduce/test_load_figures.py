@@ -16,7 +16,7 @@ from examples.reproduce.load import LOONGSERVE, MEDHA, Load, Run, System, fixed_
 from examples.reproduce.report import draw, run_figure
 from examples.reproduce.result import Options
 from examples.reproduce.served import Served
-from medha.sim.simulator import Gaps
+from medha.sim.outcome import Gaps
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 MODULES = (capacity, decode_load, knee, layouts, pools, schedulers)

@@ -12,7 +12,8 @@ from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
 from medha.params import SLO
 from medha.sched.balancer import pending_work, prefill_work
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import BlockTables
 from tests.sched.banker import Claimant, blocks_by_group, is_safe
 
@@ -101,7 +102,7 @@ class Live:
     """What the simulation knows of one request that is not closed."""
 
     request: int
-    head: RequestHead
+    asked: SchedulerRequest
     num_new: int
     group: int | None = None  # the first of its run; None before its first chunk
     num_scheduled: int = 0
@@ -111,11 +112,11 @@ class Live:
 
     @property
     def can_prefill(self) -> bool:
-        return not self.ended and self.num_scheduled < self.head.num_prompt_tokens
+        return not self.ended and self.num_scheduled < self.asked.num_prompt_tokens
 
     @property
     def can_decode(self) -> bool:
-        num_prompt = self.head.num_prompt_tokens
+        num_prompt = self.asked.num_prompt_tokens
         return not self.ended and num_prompt <= self.num_scheduled < num_prompt + self.num_tokens
 
     @property
@@ -178,9 +179,9 @@ class Simulation:
 
     def add(self, index: int, request: Request) -> None:
         slot = next(s for s in range(len(self.load.requests)) if s not in self.waiting and s not in self.running)
-        head = RequestHead(slot, request.num_prompt, request.max_new, float(request.arrival), SLO(ttft_s=1.0))
-        self.sched.add(head)
-        self.waiting[slot] = Live(index, head, request.num_new)
+        asked = SchedulerRequest(slot, request.num_prompt, request.max_new, float(request.arrival), SLO(ttft_s=1.0))
+        self.sched.add(asked)
+        self.waiting[slot] = Live(index, asked, request.num_new)
 
     def cancel(self, index: int) -> None:
         slot = next((s for s, live in (self.waiting | self.running).items() if live.request == index), 1000)
@@ -201,7 +202,7 @@ class Simulation:
         self.check_counts()
 
     def schedule(self, now: float) -> Batch | None:
-        batch = self.sched.schedule(now)
+        batch = self.sched.schedule(now).batch
         if len(self.in_flight) == self.load.config.depth:
             assert batch is None
             return None
@@ -233,14 +234,14 @@ class Simulation:
                     self.finished.add(live.request)
             elif row.samples and self.load.reports_cancelled:
                 results.append((row.slot, 1, False))
-        closed = self.sched.complete(batch.batch_id, now, results, 0.001)
+        closed = self.sched.complete(batch, now, results, 0.001)
         gone = [r.slot for r in batch.rows if self.running[r.slot].ended and self.running[r.slot].num_in_flight == 0]
         assert sorted(closed) == sorted(gone)
         for slot in closed:
             self.close(slot)
         for row in batch.rows:
             if row.slot not in closed:
-                assert self.sched.num_computed_tokens(row.slot) == row.kv_len
+                assert self.sched._queue.running[row.slot].num_computed_tokens == row.kv_len
         self.log.append(f"complete {batch.batch_id}: {closed}")
         self.check_counts()
 
@@ -306,7 +307,7 @@ class Simulation:
     def first_chunks(self, slot: int, left: list[int]) -> dict[int, Row]:
         """The first chunks that a request may get, by the group where its run would begin."""
         live = self.waiting[slot]
-        width = -(-live.head.num_kv_tokens // self.load.max_kv_per_group)
+        width = -(-live.asked.num_kv_tokens // self.load.max_kv_per_group)
         rows = {}
         for first in range(self.load.num_groups - width + 1):
             live.group = first
@@ -321,7 +322,7 @@ class Simulation:
 
     def load_of_run(self, slot: int, first: int) -> tuple[float, float]:
         """The most pending prefill work of a group on the run of a request, and the sum over the run."""
-        width = -(-self.waiting[slot].head.num_kv_tokens // self.load.max_kv_per_group)
+        width = -(-self.waiting[slot].asked.num_kv_tokens // self.load.max_kv_per_group)
         work = pending_work(self.load.num_groups, self.pending())[first : first + width]
         return max(work), sum(work)
 
@@ -329,12 +330,12 @@ class Simulation:
         for live in self.running.values():
             if live.can_prefill:
                 assert live.group is not None
-                width = -(-live.head.num_kv_tokens // self.load.max_kv_per_group)
-                yield live.group, width, prefill_work(live.num_scheduled, live.head.num_prompt_tokens)
+                width = -(-live.asked.num_kv_tokens // self.load.max_kv_per_group)
+                yield live.group, width, prefill_work(live.num_scheduled, live.asked.num_prompt_tokens)
 
     def chunk_size(self, live: Live, row: Row, left: list[int]) -> int:
         budget = min(left[row.group : row.holder + 1])
-        return min(live.head.num_prompt_tokens - live.num_scheduled, self.load.config.chunk_size or budget, budget)
+        return min(live.asked.num_prompt_tokens - live.num_scheduled, self.load.config.chunk_size or budget, budget)
 
     def room(self, position: int) -> int:
         return self.load.max_kv_per_group - position % self.load.max_kv_per_group
@@ -346,10 +347,10 @@ class Simulation:
         """The next row of a request."""
         assert live.group is not None
         start = live.num_scheduled
-        samples = live.is_decoding or start + q_len == live.head.num_prompt_tokens
-        last = min(start, live.head.num_kv_tokens - 1)  # of one that has nothing more to write
+        samples = live.is_decoding or start + q_len == live.asked.num_prompt_tokens
+        last = min(start, live.asked.num_kv_tokens - 1)  # of one that has nothing more to write
         num_groups = last // self.load.max_kv_per_group + 1
-        return Row(live.head.slot, start, q_len, live.is_decoding, samples, live.group, num_groups)
+        return Row(live.asked.slot, start, q_len, live.is_decoding, samples, live.group, num_groups)
 
     def send(self, row: Row, left: list[int]) -> None:
         live = self.running[row.slot]
@@ -367,9 +368,9 @@ class Simulation:
         for other, live in lives.items():
             assert live.group is not None
             num_tokens = row.kv_len if other == slot else live.num_scheduled
-            claim = self.load.blocks(live.group, live.head.num_kv_tokens)
+            claim = self.load.blocks(live.group, live.asked.num_kv_tokens)
             held = self.load.blocks(live.group, num_tokens)
-            result.append(Claimant(claim, held, num_tokens >= live.head.num_prompt_tokens))
+            result.append(Claimant(claim, held, num_tokens >= live.asked.num_prompt_tokens))
         return result
 
     # -- blocks ------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ import pytest
 
 from medha.config import ADMISSIONS, SCHEDULERS, SchedulerConfig
 from medha.engine.journal import Journal, replay
-from medha.errors import ConfigError
+from medha.errors import ConfigError, DeadlineError
 from medha.params import SLO
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import make_predictor
 
 
@@ -21,42 +22,53 @@ def make_scheduler(admission: str = "refuse", **options: Any) -> Scheduler:
     return Scheduler(config, num_blocks=2000, block_size=16, predictor=make_predictor())
 
 
-def head(slot: int = 0, num_prompt: int = 1000, *, arrival_s: float = 0.0, ttft_s: float | None = None) -> RequestHead:
-    return RequestHead(slot, num_prompt, 4, arrival_s, SLO(ttft_s))
+def request(
+    slot: int = 0, num_prompt: int = 1000, *, arrival_s: float = 0.0, ttft_s: float | None = None
+) -> SchedulerRequest:
+    return SchedulerRequest(slot, num_prompt, 4, arrival_s, SLO(ttft_s))
 
 
 def alone_s(scheduler: Scheduler, num_prompt: int = 1000) -> float:
     """Of a prompt alone: its derived deadline is a multiple of it."""
     config = replace(scheduler.config, deadline_floor_s=1e-9, deadline_factor=1.0)
-    return Scheduler(config, num_blocks=2000, block_size=16, predictor=scheduler.predictor).add(
-        RequestHead(0, num_prompt, 4, 0.0)
-    )
+    scheduler = Scheduler(config, num_blocks=2000, block_size=16, predictor=scheduler.predictor)
+    return scheduler.add(SchedulerRequest(0, num_prompt, 4, 0.0)).deadline_s
+
+
+def late_s(scheduler: Scheduler, asked: SchedulerRequest, now_s: float) -> float | None:
+    """The predicted TTFT for which a request is refused; None if it is taken, and then it is cancelled again."""
+    try:
+        scheduler.add(asked, now_s)
+    except DeadlineError as error:
+        return error.predicted_s
+    scheduler.cancel(asked.slot)
+    return None
 
 
 def test_an_objective_shorter_than_the_prefill_alone_cannot_be_met() -> None:
     scheduler = make_scheduler()
     needed_s = alone_s(scheduler)
     assert needed_s > 0.1
-    assert scheduler.admission_s(head(ttft_s=needed_s * 1.001), 0.0) is None
-    assert scheduler.admission_s(head(ttft_s=needed_s * 0.999), 0.0) == pytest.approx(needed_s)
-    assert scheduler.admission_s(head(), 0.0) is None
-    assert scheduler.admission_s(RequestHead(0, 1000, 4, 0.0), 0.0) is None
-    assert scheduler.admission_s(RequestHead(0, 1000, 4, 0.0, SLO(tpot_s=1e-6)), 0.0) is None
+    assert late_s(scheduler, request(ttft_s=needed_s * 1.001), 0.0) is None
+    assert late_s(scheduler, request(ttft_s=needed_s * 0.999), 0.0) == pytest.approx(needed_s)
+    assert late_s(scheduler, request(), 0.0) is None
+    assert late_s(scheduler, SchedulerRequest(0, 1000, 4, 0.0), 0.0) is None
+    assert late_s(scheduler, SchedulerRequest(0, 1000, 4, 0.0, SLO(tpot_s=1e-6)), 0.0) is None
 
 
 def test_the_wait_so_far_and_what_is_in_flight_count() -> None:
     scheduler = make_scheduler()
     needed_s = alone_s(scheduler)
-    late = head(arrival_s=2.0, ttft_s=needed_s + 1.0)
-    assert scheduler.admission_s(late, 2.9) is None
-    assert scheduler.admission_s(late, 3.5) == pytest.approx(needed_s + 1.5)
-    scheduler.add(head(1, 3000))
-    assert scheduler.admission_s(late, 2.9) is None  # it would run next: those who wait do not count
-    assert scheduler.schedule(2.9) is not None
-    assert scheduler.last_prediction is not None
-    in_flight_s = scheduler.last_prediction.seconds
+    late = request(arrival_s=2.0, ttft_s=needed_s + 1.0)
+    assert late_s(scheduler, late, 2.9) is None
+    assert late_s(scheduler, late, 3.5) == pytest.approx(needed_s + 1.5)
+    scheduler.add(request(1, 3000))
+    assert late_s(scheduler, late, 2.9) is None  # it would run next: those who wait do not count
+    prediction = scheduler.schedule(2.9).prediction
+    assert prediction is not None
+    in_flight_s = prediction.seconds
     assert in_flight_s > 0.1
-    assert scheduler.admission_s(late, 2.9) == pytest.approx(0.9 + in_flight_s + needed_s)
+    assert late_s(scheduler, late, 2.9) == pytest.approx(0.9 + in_flight_s + needed_s)
 
 
 def test_the_correction_counts() -> None:
@@ -65,12 +77,12 @@ def test_the_correction_counts() -> None:
     assert scheduler.predictor is not None
     for _ in range(50):
         scheduler.predictor.observe("prefill", 1.0, 3.0, factor=1.0)
-    assert scheduler.admission_s(head(ttft_s=2.0 * needed_s), 0.0) == pytest.approx(3.0 * needed_s, rel=0.01)
+    assert late_s(scheduler, request(ttft_s=2.0 * needed_s), 0.0) == pytest.approx(3.0 * needed_s, rel=0.01)
 
 
 def test_by_default_everybody_is_admitted() -> None:
     assert SchedulerConfig().admission == "all"
-    assert make_scheduler("all").admission_s(head(ttft_s=1e-9), 100.0) is None
+    assert late_s(make_scheduler("all"), request(ttft_s=1e-9), 100.0) is None
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -89,41 +101,43 @@ def order_of_first_chunks(scheduler: Scheduler, *, until_s: float = 1e9) -> list
     """Slots as they get their first chunks, a batch at a time, each taking what was predicted."""
     seen: dict[int, None] = {}
     now_s = 0.0
-    while now_s < until_s and (batch := scheduler.schedule(now_s)) is not None:
+    while now_s < until_s and (decision := scheduler.schedule(now_s)).batch is not None:
+        batch, prediction = decision.batch, decision.prediction
         seen.update(dict.fromkeys(row.slot for row in batch.rows if not row.is_decode))
-        assert scheduler.last_prediction is not None
-        now_s += scheduler.last_prediction.seconds
+        assert prediction is not None
+        now_s += prediction.seconds
         results = [(row.slot, 1, True) for row in batch.rows if row.samples]
-        scheduler.complete(batch.batch_id, now_s, results, scheduler.last_prediction.seconds)
+        scheduler.complete(batch, now_s, results, prediction.seconds)
     return list(seen)
 
 
 @pytest.mark.parametrize("policy", ["lars", "ilrs", "lrs", "edf", "fcfs", "sjf", "srpt", "priority"])
 def test_a_relegated_request_comes_after_all_who_can_be_in_time(policy: str) -> None:
     scheduler = make_scheduler("relegate", policy=policy, long_threshold=10_000, late_share=0)
-    assert scheduler.add(replace(head(0, 4000, ttft_s=0.01), is_relegated=True)) == float("inf")
+    assert scheduler.add(request(0, 4000, ttft_s=0.01), 0.0).is_relegated
     for slot in range(1, 6):
-        assert scheduler.add(head(slot, 4000, ttft_s=90.0 + slot)) == 90.0 + slot
+        assert scheduler.add(request(slot, 4000, ttft_s=90.0 + slot), 0.0).deadline_s == 90.0 + slot
     assert order_of_first_chunks(scheduler) == [1, 2, 3, 4, 5, 0]
 
 
 def test_the_guard_still_serves_a_relegated_request() -> None:
     """Under an overload that would never let it run."""
     scheduler = make_scheduler("relegate", patience_s=2.0, late_share=0.2)
-    scheduler.add(replace(head(0, 500, ttft_s=0.01), is_relegated=True))
+    scheduler.add(request(0, 500, ttft_s=0.01), 0.0)
     for slot in range(1, 40):
-        scheduler.add(head(slot, 1500, ttft_s=1000.0))
+        scheduler.add(request(slot, 1500, ttft_s=1000.0))
     assert 0 in order_of_first_chunks(scheduler, until_s=10.0)
 
 
 def test_the_decision_is_in_the_journal() -> None:
     file = io.StringIO()
-    journal = Journal(make_scheduler("relegate"), file)
-    assert journal.admission_s(head(0, ttft_s=1e-3), 0.5) is not None
-    assert journal.add(replace(head(0, ttft_s=1e-3), is_relegated=True)) == float("inf")
-    assert journal.admission_s(head(1, ttft_s=50.0), 0.5) is None
+    scheduler = make_scheduler("relegate")
+    journal = Journal(scheduler, file)
+    for slot, ttft_s in enumerate((1e-3, 50.0)):
+        asked = request(slot, ttft_s=ttft_s)
+        journal.added(asked, 0.5, scheduler.add(asked, 0.5), str(slot))
     lines = file.getvalue().splitlines()
     assert replay(lines).mismatch is None
-    mismatch = replay([line.replace('"now_s":0.5', '"now_s":0.75') for line in lines]).mismatch
+    mismatch = replay([line.replace('"now_s":0.5', '"now_s":75.0') for line in lines]).mismatch
     assert mismatch is not None
-    assert (mismatch.line, mismatch.call) == (2, "admission_s")
+    assert (mismatch.line, mismatch.call) == (3, "add")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from medha.config import SchedulerConfig
 from medha.sched.balancer import choose_group, imbalance, pending_work, prefill_work
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
 
 WORK = st.floats(0.0, 1e6)
 
@@ -92,10 +93,10 @@ def groups_of_first_chunks(sched: Scheduler, slots: set[int]) -> dict[int, int]:
     """Run until every slot has started; where each did."""
     groups: dict[int, int] = {}
     while not slots <= set(groups):
-        batch = sched.schedule(0.0)
+        batch = sched.schedule(0.0).batch
         assert batch is not None
         groups |= {row.slot: row.group for row in batch.rows if row.position == 0}
-        sched.complete(batch.batch_id, 0.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.0)
+        sched.complete(batch, 0.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.0)
     return groups
 
 
@@ -103,7 +104,7 @@ def test_a_request_is_bound_at_its_first_chunk_not_at_its_arrival() -> None:
     """Of two long and two short ones the short go where nothing is pending; when the long are done that has changed."""
     sched = scheduler(2)
     for slot, length in enumerate((5000, 100, 100, 5000)):
-        sched.add(RequestHead(slot, length, 1, 0.0))
+        sched.add(SchedulerRequest(slot, length, 1, 0.0))
     groups = groups_of_first_chunks(sched, {0, 1, 2, 3})
     assert groups == {0: 0, 1: 1, 2: 1, 3: 1}
 
@@ -111,12 +112,12 @@ def test_a_request_is_bound_at_its_first_chunk_not_at_its_arrival() -> None:
 def test_a_group_without_memory_is_passed_over() -> None:
     sched = scheduler(2, num_blocks=8)
     for slot, length in enumerate((100, 120, 20)):
-        sched.add(RequestHead(slot, length, 2, 0.0))
-    batch = sched.schedule(0.0)
+        sched.add(SchedulerRequest(slot, length, 2, 0.0))
+    batch = sched.schedule(0.0).batch
     assert batch is not None
     assert {row.slot: row.group for row in batch.rows} == {0: 0, 1: 1}  # one block is left on group 0, and none on 1
-    sched.complete(batch.batch_id, 0.0, [(0, 1, False), (1, 1, True)], 0.0)
-    batch = sched.schedule(0.0)
+    sched.complete(batch, 0.0, [(0, 1, False), (1, 1, True)], 0.0)
+    batch = sched.schedule(0.0).batch
     assert batch is not None
     assert {row.slot: row.group for row in batch.rows} == {0: 0, 2: 1}
 
@@ -145,8 +146,8 @@ def balanced(lengths: list[int], num_groups: int, rate: float) -> list[float]:
     while waiting or sched.num_waiting or sched.num_running:
         while waiting and waiting[0][1][0] <= clock:
             slot, (arrival, length) = waiting.pop(0)
-            sched.add(RequestHead(slot, length, 1, arrival))
-        batch = sched.schedule(clock)
+            sched.add(SchedulerRequest(slot, length, 1, arrival))
+        batch = sched.schedule(clock).batch
         if batch is None:
             clock = waiting[0][1][0]
             continue
@@ -155,7 +156,7 @@ def balanced(lengths: list[int], num_groups: int, rate: float) -> list[float]:
             busy[row.group] += prefill_work(row.position, row.kv_len)
         work = [a + b for a, b in zip(work, busy, strict=True)]
         clock += max(busy)
-        sched.complete(batch.batch_id, clock, [(row.slot, 1, True) for row in batch.rows if row.samples], max(busy))
+        sched.complete(batch, clock, [(row.slot, 1, True) for row in batch.rows if row.samples], max(busy))
     return work
 
 

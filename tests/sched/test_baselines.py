@@ -12,7 +12,8 @@ from medha.batch import Batch
 from medha.config import SCHEDULERS, SchedulerConfig
 from medha.params import SLO
 from medha.sched.baselines import TokenBudgetPacker
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
 from tests.sched.test_scheduler import Play
 from tests.sched.virtual import Drive, Job, jobs, make_predictor
 
@@ -82,13 +83,13 @@ def occupancy(scheduler: str, steps: list[int], *, places: int) -> tuple[int, in
     config = SchedulerConfig(scheduler, max_num_seqs=places)
     sched = Scheduler(config, num_blocks=256, block_size=16)
     for slot, num_steps in enumerate(steps):
-        sched.add(RequestHead(slot, 1, num_steps, 0.0))
+        sched.add(SchedulerRequest(slot, 1, num_steps, 0.0))
     num_batches = num_rows = 0
-    while (batch := sched.schedule(0.0)) is not None:
+    while (batch := sched.schedule(0.0).batch) is not None:
         num_batches += 1
         num_rows += len(batch.rows)
         results = [(row.slot, 1, row.kv_len == steps[row.slot]) for row in batch.rows]
-        sched.complete(batch.batch_id, 0.0, results, 0.0)
+        sched.complete(batch, 0.0, results, 0.0)
     return num_batches, num_rows
 
 
@@ -259,7 +260,7 @@ def test_token_budget_finishes_any_length_under_any_bound(num_prompt: int, token
 def run_steps(packer: TokenBudgetPacker, busy_s: float, *, num_tokens: int, count: int) -> None:
     play = Classical("orca", num_blocks=1000)
     play.add((0, num_tokens, 1))
-    batch = play.sched.schedule(0.0)
+    batch = play.sched.schedule(0.0).batch
     assert isinstance(batch, Batch)
     for _ in range(count):
         packer.completed(batch, busy_s)
@@ -295,8 +296,8 @@ def test_token_budget_goes_by_class_then_deadline() -> None:
     sched = Scheduler(config, num_blocks=100, block_size=16)
     given = [(0, 2, 9.0), (1, 2, 1.0), (2, 0, 30.0), (3, 2, None), (4, 3, 0.1)]
     for slot, priority, ttft_s in given:
-        sched.add(RequestHead(slot, 30, 1, 0.0, SLO(ttft_s) if ttft_s else None, priority))
-    batch = sched.schedule(0.0)
+        sched.add(SchedulerRequest(slot, 30, 1, 0.0, SLO(ttft_s) if ttft_s else None, priority))
+    batch = sched.schedule(0.0).batch
     assert batch is not None
     assert [row.slot for row in batch.rows] == [2, 1, 0, 3, 4]
 

@@ -12,8 +12,9 @@ import pytest
 from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.params import SLO
+from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import BUILT_IN
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import Drive, Job, make_predictor
 
 DEFAULT = SchedulerConfig()
@@ -27,12 +28,7 @@ def make_scheduler(config: SchedulerConfig = DEFAULT, *, num_blocks: int = 1 << 
 
 def play(scheduler: Scheduler, jobs: Sequence[Job]) -> Drive:
     """To the end; every batch takes as long as predicted."""
-
-    def seconds(batch: Batch) -> float:
-        assert scheduler.last_prediction is not None
-        return scheduler.last_prediction.seconds
-
-    drive = Drive(scheduler, jobs, seconds)
+    drive = Drive(scheduler, jobs, None)
     drive.run()
     return drive
 
@@ -93,14 +89,14 @@ class FullPool(Drive):
         super().__init__(scheduler, jobs, lambda batch: STEP_S, busy=lambda real_s: 0.0)  # which teaches nothing
         self.held: list[int] = []
         self.claimed: list[int] = []
-        self.num_displaced = 0
+        self.num_preempted = 0
 
     def on_schedule(self, batch: Batch | None) -> None:
-        self.num_displaced += len(self.scheduler.displaced)
+        self.num_preempted += len(self.decision.preempted)
         if batch is not None and self.scheduler.num_waiting:
             self.held.append(self.scheduler.memory.num_used)
-            heads = [self.live[row.slot].head for row in batch.rows]
-            self.claimed.append(sum(-(-head.num_kv_tokens // BLOCK_SIZE) for head in heads))
+            requests = [self.live[row.slot].request for row in batch.rows]
+            self.claimed.append(sum(-(-request.num_kv_tokens // BLOCK_SIZE) for request in requests))
 
 
 @pytest.mark.parametrize("overcommit", [False, True])
@@ -118,10 +114,10 @@ def test_a_full_pool_for_an_hour_corrupts_and_stalls_nothing(overcommit: bool) -
     assert len(drive.held) > 0.9 * HOUR_S / STEP_S  # somebody waits for memory nearly all the time
     if overcommit:
         assert np.mean(drive.held) > 0.8 * NUM_BLOCKS and max(drive.held) == NUM_BLOCKS
-        assert drive.num_displaced > 20
+        assert drive.num_preempted > 20
     else:
         assert np.mean(drive.claimed) > 0.9 * NUM_BLOCKS
-        assert drive.num_displaced == 0
+        assert drive.num_preempted == 0
     ends_s = np.sort(list(drive.finish_s.values()))
     assert np.diff(ends_s, prepend=0.0).max() < 300 * STEP_S  # the longest output, and some
 
@@ -133,21 +129,22 @@ def test_blocks_of_a_cancelled_request_are_nobodys_until_its_last_chunk_is_out_o
     """Three stages, four batches in flight: three of them hold a chunk of the request that is cancelled."""
     config = SchedulerConfig("sarathi", depth=4, chunk_size=16, max_batch_tokens=16)
     scheduler = Scheduler(config, num_blocks=4, block_size=BLOCK_SIZE)
-    scheduler.add(RequestHead(0, 64, 1, 0.0))
-    batches = [scheduler.schedule(0.0) for _ in range(3)]
+    scheduler.add(SchedulerRequest(0, 64, 1, 0.0))
+    batches = [scheduler.schedule(0.0).batch for _ in range(3)]
     assert all(batch is not None for batch in batches)
     held = {extent.first for batch in batches if batch for extent in batch.extents}
     assert len(held) == 3
     assert scheduler.cancel(0) == ()
-    scheduler.add(RequestHead(1, 64, 1, 0.0))
-    for batch_id in range(3):
-        new = scheduler.schedule(0.0)  # the fourth block is free; no other is handed out
+    scheduler.add(SchedulerRequest(1, 64, 1, 0.0))
+    for batch_id, batch in enumerate(batches):
+        new = scheduler.schedule(0.0).batch  # the fourth block is free; no other is handed out
         for extent in new.extents if new else ():
             assert not held & set(range(extent.first, extent.first + extent.count))
             assert new is not None and 0 not in new.frees
-        closed = scheduler.complete(batch_id, 0.0, [], 0.0)
+        assert batch is not None
+        closed = scheduler.complete(batch, 0.0, [], 0.0)
         assert closed == ((0,) if batch_id == 2 else ())
-    after = scheduler.schedule(0.0)
+    after = scheduler.schedule(0.0).batch
     assert after is not None and after.frees == (0,)
     assert scheduler.cancel(0) == ()  # it is gone
 
@@ -162,17 +159,20 @@ def test_requests_whose_deadline_has_passed_are_served(policy: str) -> None:
     late = [SLO(ttft_s=1e-9), SLO(ttft_s=0.5, tpot_s=1e-9), None]
     with np.errstate(divide="raise", invalid="raise"):
         for slot, slo in enumerate([*late, SLO(ttft_s=1e9)]):
-            scheduler.add(RequestHead(slot, 1 + 50 * slot, 1, -1e8 if slot < 3 else 0.0, slo))
+            scheduler.add(SchedulerRequest(slot, 1 + 50 * slot, 1, -1e8 if slot < 3 else 0.0, slo))
         served = set()
-        while (batch := scheduler.schedule(1.0)) is not None:
+        while (batch := scheduler.schedule(1.0).batch) is not None:
             served |= {row.slot for row in batch.rows if row.samples}
-            scheduler.complete(batch.batch_id, 1.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.1)
+            scheduler.complete(batch, 1.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.1)
     assert served == {0, 1, 2, 3}
 
 
 def test_slack_of_a_request_that_is_late_is_below_0() -> None:
     scheduler = make_scheduler()
-    assert scheduler.add(RequestHead(0, 100, 1, -10.0, SLO(ttft_s=0.5))) == 0.5
-    assert -10.5 < scheduler.slack_s(0, 0.0) < -9.5
-    assert scheduler.add(RequestHead(1, 100, 1, 0.0, is_relegated=True)) == math.inf
-    assert scheduler.slack_s(1, 1e9) == math.inf
+    late = scheduler.add(SchedulerRequest(0, 100, 1, -10.0, SLO(ttft_s=0.5)))
+    assert late.deadline_s == 0.5 and 0.0 < late.slack_s < 0.5
+    relegated = scheduler.add(SchedulerRequest(1, 100, 1, 0.0, is_relegated=True))
+    assert (relegated.deadline_s, relegated.slack_s, relegated.is_relegated) == (math.inf, math.inf, True)
+    decision = scheduler.schedule(0.0)
+    assert decision.batch is not None and [row.slot for row in decision.batch.rows] == [0, 1]
+    assert -10.0 < decision.slack_s[0] < -9.4 and decision.slack_s[1] == math.inf

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from medha.batch import Extent, Row
 from medha.config import SchedulerConfig
+from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.scheduler import Scheduler
 from tests.sched.banker import Claimant, blocks_by_group, is_safe
 from tests.sched.simulation import Load, Simulation, loads
 
@@ -282,15 +283,15 @@ def test_two_requests_that_need_most_of_the_pool_each_both_finish(num_groups: in
     sched = Scheduler(config, num_blocks=num_blocks, block_size=block_size, num_groups=num_groups)
     ends = dict.fromkeys((0, 1), num_groups * share)
     for slot in ends:
-        sched.add(RequestHead(slot, ends[slot] - 2, 3, 0.0))
+        sched.add(SchedulerRequest(slot, ends[slot] - 2, 3, 0.0))
     together = 0
     closed: list[int] = []
     while sched.num_waiting or sched.num_running:
-        while (batch := sched.schedule(0.0)) is not None:
+        while (batch := sched.schedule(0.0).batch) is not None:
             together += len({row.slot for row in batch.rows}) == 2
         batch = sched.in_flight[0]
         results = [(row.slot, 1, row.kv_len == ends[row.slot]) for row in batch.rows if row.samples]
-        closed += sched.complete(batch.batch_id, 0.0, results, 0.0)
+        closed += sched.complete(batch, 0.0, results, 0.0)
     assert closed == [0, 1]
     assert together >= 2
     assert sched.memory.num_used == 0

@@ -17,11 +17,12 @@ from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor, Tick, Work
 from medha.cost.prefill_time import efficient_kv
 from medha.params import SLO
-from medha.sched.batch_builder import Draft
-from medha.sched.packer import MedhaPacker, Prediction
+from medha.sched.batch_builder import BatchBuilder
+from medha.sched.decision import Prediction, SchedulerRequest
+from medha.sched.packer import MedhaPacker
 from medha.sched.policy import BUILT_IN
 from medha.sched.queue import Queue
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import Drive, Job, jobs, make_predictor
 
 POLICIES = (*BUILT_IN, "priority", "priority:edf")
@@ -45,10 +46,10 @@ class Checked(Drive):
         self.starts: dict[int, dict[int, int]] = {}  # by slot and group: where its shard begins
 
     def on_schedule(self, batch: Batch | None) -> None:
-        self.num_refused += bool(self.scheduler.no_memory)
+        self.num_refused += bool(self.decision.refused)
         if batch is None:
             return
-        prediction = self.scheduler.last_prediction
+        prediction = self.decision.prediction
         assert prediction is not None and 0 < prediction.seconds < math.inf
         for row in batch.rows:
             if row.position == 0:
@@ -151,7 +152,7 @@ def noisy(scheduler: Scheduler, seed: int, low: float = 0.7, high: float = 1.4) 
     draws = random.Random(seed)
 
     def seconds(batch: Batch) -> float:
-        prediction = scheduler.last_prediction
+        prediction = scheduler.packer.prediction  # type: ignore[attr-defined]
         assert prediction is not None
         return prediction.seconds / prediction.factor * draws.uniform(low, high)
 
@@ -264,7 +265,7 @@ def no_progress(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         MedhaPacker,
         "_serve",
-        lambda self, states, draft, rho, may_exceed: serve(self, states, draft, rho, may_exceed=False),
+        lambda self, states, builder, rho, may_exceed: serve(self, states, builder, rho, may_exceed=False),
     )
 
 
@@ -322,12 +323,12 @@ class Compared:
     def prediction(self) -> Prediction | None:
         return self.drive.packer.prediction
 
-    def fill(self, queue: Queue, draft: Draft, now_s: float) -> None:
-        ahead_s = (self.drive.packer.depth + 1) * self.drive.packer._budget_s(queue, draft, 0)
+    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
+        ahead_s = (self.drive.packer.depth + 1) * self.drive.packer._budget_s(queue, builder, 0)
         expected = self.drive.in_order(queue, now_s + ahead_s)
         running = set(queue.running)
-        self.drive.packer.fill(queue, draft, now_s)
-        self.drive.compare(expected, running, queue, draft)
+        self.drive.packer.fill(queue, builder, now_s)
+        self.drive.compare(expected, running, queue, builder)
 
 
 class Ordered(Checked):
@@ -356,15 +357,15 @@ class Ordered(Checked):
         )
         return [slot for *_, slot in sorted(rows)]
 
-    def compare(self, expected: list[int], running: set[int], queue: Queue, draft: Draft) -> None:
-        if draft.displaced:
+    def compare(self, expected: list[int], running: set[int], queue: Queue, builder: BatchBuilder) -> None:
+        if builder.preempted:
             return  # made room for one, which comes first
-        served = list(draft.chunked)
-        assert served == [slot for slot in expected if slot in draft.chunked]
+        served = list(builder.chunked)
+        assert served == [slot for slot in expected if slot in builder.chunked]
         self.num_compared += len(served) > 1
         is_full = len(queue.running) >= self.config.max_num_seqs
         for slot in expected[: expected.index(served[0])] if served else ():
-            assert slot in draft.no_memory or (is_full and slot not in running)  # passed over for a reason
+            assert slot in builder.refused or (is_full and slot not in running)  # passed over for a reason
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -397,7 +398,7 @@ def test_the_order_of_many_equals_brute_force(policy: str) -> None:
 
 
 def add(scheduler: Scheduler, slot: int, num_prompt: int, max_new: int = 1, **options: Any) -> None:
-    scheduler.add(RequestHead(slot, num_prompt, max_new, options.pop("arrival_s", 0.0), **options))
+    scheduler.add(SchedulerRequest(slot, num_prompt, max_new, options.pop("arrival_s", 0.0), **options))
 
 
 def new_scheduler(
@@ -418,7 +419,7 @@ def finish(scheduler: Scheduler, batch: Batch | None, *, now_s: float = 0.0, end
     """The batch is done as predicted; nothing is learned."""
     assert batch is not None
     results = [(row.slot, 1, row.slot in ended) for row in batch.rows if row.samples]
-    scheduler.complete(batch.batch_id, now_s, results, math.nan)
+    scheduler.complete(batch, now_s, results, math.nan)
 
 
 def test_chunks_fall_as_kv_grows() -> None:
@@ -426,7 +427,7 @@ def test_chunks_fall_as_kv_grows() -> None:
     scheduler = new_scheduler(t_target_s=0.5)
     add(scheduler, 0, 60_000)
     sizes = []
-    while (batch := scheduler.schedule(0.0)) is not None:
+    while (batch := scheduler.schedule(0.0).batch) is not None:
         sizes += [q_len for _, q_len in chunks_of(batch)]
         finish(scheduler, batch, ended=[0])
     *whole, _ = sizes  # the last ends the prompt
@@ -441,38 +442,38 @@ def test_a_refused_request_never_blocks_those_behind_it() -> None:
     scheduler = new_scheduler(long_threshold=1000, t_target_s=0.3, rho_max=0.5)
     for slot, num_prompt in enumerate((1000, 1000, 20)):
         add(scheduler, slot, num_prompt)
-    assert [slot for slot, _ in chunks_of(scheduler.schedule(0.0))] == [0, 2]
+    assert [slot for slot, _ in chunks_of(scheduler.schedule(0.0).batch)] == [0, 2]
 
     scheduler = new_scheduler(num_blocks=20)
     add(scheduler, 0, 16, 250)
-    finish(scheduler, scheduler.schedule(0.0))
+    finish(scheduler, scheduler.schedule(0.0).batch)
     add(scheduler, 1, 160)
     add(scheduler, 2, 16)
-    assert chunks_of(scheduler.schedule(0.0)) == [(2, 16)]
-    assert scheduler.no_memory == (1,)
+    decision = scheduler.schedule(0.0)
+    assert (chunks_of(decision.batch), decision.refused) == ([(2, 16)], (1,))
 
     scheduler = new_scheduler(max_num_seqs=2, policy="srpt", chunk_size=64)
     add(scheduler, 0, 500)
     add(scheduler, 1, 400)
-    finish(scheduler, scheduler.schedule(0.0))
+    finish(scheduler, scheduler.schedule(0.0).batch)
     add(scheduler, 2, 10)
-    assert chunks_of(scheduler.schedule(0.0)) == [(1, 64), (0, 64)]
+    assert chunks_of(scheduler.schedule(0.0).batch) == [(1, 64), (0, 64)]
 
     scheduler = new_scheduler(t_target_s=0.25, chunk_granularity=16, chunk_size=176)
     for slot, num_prompt in enumerate((176, 600, 20)):
         add(scheduler, slot, num_prompt)
-    assert chunks_of(scheduler.schedule(0.0)) == [(0, 176), (2, 20)]
+    assert chunks_of(scheduler.schedule(0.0).batch) == [(0, 176), (2, 20)]
 
 
 def test_a_place_within_its_budget_is_taken_before_one_beyond() -> None:
     """Group 0 has less to read, but a decode whose TPOT leaves no time for a chunk; group 1 reads a long one."""
     scheduler = new_scheduler(num_groups=2, max_kv_per_group=32_000, policy="srpt")
     add(scheduler, 0, 16, 50, slo=SLO(tpot_s=0.02))
-    finish(scheduler, scheduler.schedule(0.0))
+    finish(scheduler, scheduler.schedule(0.0).batch)
     add(scheduler, 1, 5000)
-    finish(scheduler, scheduler.schedule(0.0))
+    finish(scheduler, scheduler.schedule(0.0).batch)
     add(scheduler, 2, 100)
-    batch = scheduler.schedule(0.0)
+    batch = scheduler.schedule(0.0).batch
     assert batch is not None
     assert [(row.slot, row.group) for row in batch.rows] == [(0, 0), (2, 1), (1, 1)]
     assert scheduler.packer.num_over_budget == 0  # type: ignore[attr-defined]
@@ -483,7 +484,7 @@ def test_a_chunk_that_is_made_longer_stays_within_the_chunk_size() -> None:
     scheduler = new_scheduler(chunk_size=64, long_threshold=500, rho_max=0.9)
     add(scheduler, 0, 1000)
     add(scheduler, 1, 20)
-    assert chunks_of(scheduler.schedule(0.0)) == [(0, 64), (1, 20)]
+    assert chunks_of(scheduler.schedule(0.0).batch) == [(0, 64), (1, 20)]
 
 
 # -- the known defects of the one comparable implementation -----------------------------------------------
@@ -492,8 +493,7 @@ def test_a_chunk_that_is_made_longer_stays_within_the_chunk_size() -> None:
 def test_defect_predicted_seconds_truncated_to_integers() -> None:
     scheduler = new_scheduler(t_target_s=0.3)
     add(scheduler, 0, 5000)
-    scheduler.schedule(0.0)
-    prediction = scheduler.last_prediction
+    prediction = scheduler.schedule(0.0).prediction
     assert prediction is not None
     assert 0.27 < prediction.seconds <= 0.3
 
@@ -502,7 +502,7 @@ def test_defect_a_search_ceiling_below_the_largest_chunk() -> None:
     for num_prompt in (2047, 2048, 5000):
         scheduler = new_scheduler(t_target_s=100.0)
         add(scheduler, 0, num_prompt)
-        assert chunks_of(scheduler.schedule(0.0)) == [(0, min(num_prompt, 2048))]
+        assert chunks_of(scheduler.schedule(0.0).batch) == [(0, min(num_prompt, 2048))]
 
 
 def test_defect_decode_only_time_not_counted() -> None:
@@ -510,17 +510,17 @@ def test_defect_decode_only_time_not_counted() -> None:
     scheduler = new_scheduler(t_target_s=0.3)
     for slot in range(8):
         add(scheduler, slot, 4000, 9)
-    while chunks_of(batch := scheduler.schedule(0.0)):
-        finish(scheduler, batch)
-    prediction = scheduler.last_prediction
+    while chunks_of((decision := scheduler.schedule(0.0)).batch):
+        finish(scheduler, decision.batch)
+    prediction = decision.prediction
     assert prediction is not None
     assert (prediction.kind, prediction.seconds > 0.01) == ("decode", True)
-    finish(scheduler, batch)
+    finish(scheduler, decision.batch)
     add(scheduler, 9, 5000)
-    ((_, beside),) = chunks_of(scheduler.schedule(0.0))
+    ((_, beside),) = chunks_of(scheduler.schedule(0.0).batch)
     alone = new_scheduler(t_target_s=0.3)
     add(alone, 9, 5000)
-    ((_, whole),) = chunks_of(alone.schedule(0.0))
+    ((_, whole),) = chunks_of(alone.schedule(0.0).batch)
     assert 0 < beside < whole
 
 
@@ -530,7 +530,7 @@ def test_defect_order_kept_in_a_heap_while_keys_change_at_different_rates() -> N
         scheduler = new_scheduler(policy="lars", t_target_s=0.1)
         add(scheduler, 0, 5000, slo=SLO(500.0))
         add(scheduler, 1, 500, slo=SLO(70.0))
-        assert chunks_of(scheduler.schedule(now_s))[0][0] == first
+        assert chunks_of(scheduler.schedule(now_s).batch)[0][0] == first
 
 
 def test_defect_a_heap_would_keep_the_first_order() -> None:
@@ -539,10 +539,10 @@ def test_defect_a_heap_would_keep_the_first_order() -> None:
     add(scheduler, 2, 50, slo=SLO(1.0))
     add(scheduler, 0, 5000, slo=SLO(500.0))
     add(scheduler, 1, 500, slo=SLO(70.0))
-    batch = scheduler.schedule(0.0)
+    batch = scheduler.schedule(0.0).batch
     assert [slot for slot, _ in chunks_of(batch)] == [2]
     finish(scheduler, batch, ended=[2])
-    assert chunks_of(scheduler.schedule(60.0))[0][0] == 1
+    assert chunks_of(scheduler.schedule(60.0).batch)[0][0] == 1
 
 
 def test_defect_a_refused_request_blocking_the_batch() -> None:
@@ -560,7 +560,7 @@ def test_defect_load_counters_added_and_subtracted_unequally(world: dict[str, An
         add(scheduler, slot, 2000, arrival_s=drive.now_s)
     groups: dict[int, int] = {}
     for _ in range(9):
-        batch = scheduler.schedule(drive.now_s)
+        batch = scheduler.schedule(drive.now_s).batch
         groups |= {row.slot: row.group for row in (batch.rows if batch else ())}
         if len(scheduler.in_flight) == scheduler.depth:
             finish(scheduler, scheduler.in_flight[0])
@@ -585,14 +585,10 @@ def test_defect_remaining_time_0_near_the_end(world: dict[str, Any]) -> None:
 
 def test_defect_a_cache_key_that_omits_what_the_result_depends_on() -> None:
     """The work of a length is that of one scheduler: another budget, granularity, model or layout has its own."""
-    heads = [RequestHead(0, 5000, 1, 0.0)]
+    request = SchedulerRequest(0, 5000, 1, 0.0)
 
     def deadline_s(**options: Any) -> float:
-        return new_scheduler(deadline_floor_s=1e-3, **options).add(heads[0])
-
-    def work_s(scheduler: Scheduler) -> float:
-        scheduler.add(heads[0])
-        return -scheduler.slack_s(0, 0.0)
+        return new_scheduler(deadline_floor_s=1e-3, **options).add(request).deadline_s
 
     found = [deadline_s(), deadline_s(t_target_s=0.05), deadline_s(min_chunk=2000), deadline_s(max_batch_tokens=32)]
     found.append(deadline_s(num_groups=2, max_kv_per_group=16_000))
@@ -601,13 +597,15 @@ def test_defect_a_cache_key_that_omits_what_the_result_depends_on() -> None:
     learned = new_scheduler(deadline_floor_s=1e-3)
     assert learned.predictor is not None
     learned.predictor.observe("prefill", 1.0, 2.0)
-    assert learned.add(heads[0]) == pytest.approx(2 * found[0])  # nor does it keep the factor of another moment
+    assert learned.add(request).deadline_s == pytest.approx(
+        2 * found[0]
+    )  # nor does it keep the factor of another moment
 
 
 def test_defect_eager_reservation_of_all_kv() -> None:
     scheduler = new_scheduler(t_target_s=0.25)
     add(scheduler, 0, 20_000, 1000)
-    batch = scheduler.schedule(0.0)
+    batch = scheduler.schedule(0.0).batch
     ((_, q_len),) = chunks_of(batch)
     assert scheduler.memory.num_used == -(-q_len // BLOCK)
     assert scheduler.memory.num_used < 21_000 // BLOCK // 20
@@ -626,14 +624,14 @@ def test_a_request_takes_its_next_group_where_no_efficient_chunk_fits_behind_its
     assert isinstance(packer, MedhaPacker)
     shards: dict[int, int] = {}
     sizes: list[int] = []
-    scheduler.add(RequestHead(0, 19 * fits // 10, 1, 0.0))
-    while (batch := scheduler.schedule(0.0)) is not None:
-        (row,) = batch.rows
+    scheduler.add(SchedulerRequest(0, 19 * fits // 10, 1, 0.0))
+    while (decision := scheduler.schedule(0.0)).batch is not None:
+        (row,) = decision.batch.rows
         shards.setdefault(row.holder, row.position)
         sizes.append(row.q_len)
-        prediction = scheduler.last_prediction
-        assert prediction is not None
-        scheduler.complete(batch.batch_id, 0.0, [(0, 1, True)] if row.samples else [], prediction.seconds)
+        assert decision.prediction is not None
+        results = [(0, 1, True)] if row.samples else []
+        scheduler.complete(decision.batch, 0.0, results, decision.prediction.seconds)
     assert packer.num_grown == 1
     assert shards[1] % BLOCK == 0 and fits * 0.9 < shards[1] < fits
     assert shards[1] < config.max_kv_per_group

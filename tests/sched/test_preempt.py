@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from medha.batch import Batch
 from medha.config import SCHEDULERS, SchedulerConfig
 from medha.sched import preempt as displace
+from medha.sched.decision import SchedulerRequest
 from medha.sched.preempt import by_loss, fewest, of_lower_class, recompute_s
 from medha.sched.queue import Queue, State
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import Drive, Job, jobs, make_predictor
 
 BLOCK = 16
@@ -32,11 +33,11 @@ class Watched(Drive):
 
     def on_schedule(self, batch: Batch | None) -> None:
         by_class = str(self.scheduler.config.policy).startswith("priority")
-        self.num_swapped += len(self.scheduler.swapped)
-        started = [live for live in self.live.values() if live.num_scheduled or live.num_displaced]
-        first = min(started, key=lambda live: (live.head.arrival_s, live.head.slot), default=None)
-        for slot, _ in self.scheduler.displaced:
-            live = self.live[slot]
+        self.num_swapped += sum(p.swapped_tokens > 0 for p in self.decision.preempted)
+        started = [live for live in self.live.values() if live.num_scheduled or live.num_preempted]
+        first = min(started, key=lambda live: (live.request.arrival_s, live.request.slot), default=None)
+        for preempted in self.decision.preempted:
+            live = self.live[preempted.slot]
             self.gave_way.append(live.job)
             self.num_decodes += live.num_tokens > 0
             assert self.config.overcommit or by_class
@@ -81,7 +82,7 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
     queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
     scheduled = {0: 90, 1: 10, 2: 70, 3: 30, 4: 50, 5: 20}
     for slot, num_tokens in scheduled.items():
-        state = queue.add(RequestHead(slot, 10 if slot == 1 else 100, 5, float(slot), priority=slot % 3), 1.0)
+        state = queue.add(SchedulerRequest(slot, 10 if slot == 1 else 100, 5, float(slot), priority=slot % 3), 1.0)
         queue.start(state)
         state.num_scheduled_tokens = num_tokens
     queue.running[5].num_in_flight = 1
@@ -99,7 +100,7 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
 
 def test_as_few_as_will_do_give_way() -> None:
     queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
-    states = [queue.add(RequestHead(slot, 10, 1, 0.0), 1.0) for slot in range(4)]
+    states = [queue.add(SchedulerRequest(slot, 10, 1, 0.0), 1.0) for slot in range(4)]
     assert fewest(states, lambda gone: 2 in gone) == [states[2]]
     assert fewest(states, lambda gone: len(gone) >= 2) == states[:2]
     assert fewest(states, lambda gone: False) is None
@@ -114,7 +115,7 @@ def test_what_is_lost_is_predicted_from_what_was_computed() -> None:
 
     class Lost(Watched):
         def on_schedule(self, batch: Batch | None) -> None:
-            lost.extend(lost_s / predictor.factor("prefill") for _, lost_s in self.scheduler.displaced)
+            lost.extend(p.lost_s / predictor.factor("prefill") for p in self.decision.preempted)
 
     Lost(scheduler, [Job(0.0, 16, 100), Job(0.01, 16, 100)], lambda batch: 0.1).run()
     times = scheduler._queue._times

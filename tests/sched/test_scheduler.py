@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
 from medha.config import SchedulerConfig
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
 from tests.sched.simulation import Load, Simulation, loads
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -27,13 +30,13 @@ class Play:
     def add(self, *requests: tuple[int, int, int]) -> None:
         """Queue requests given as (slot, prompt tokens, new tokens)."""
         for slot, num_prompt, num_new in requests:
-            self.sched.add(RequestHead(slot, num_prompt, num_new, arrival_s=0.0))
+            self.sched.add(SchedulerRequest(slot, num_prompt, num_new, arrival_s=0.0))
             self.ends[slot] = num_prompt + num_new - 1
 
     def fill(self) -> str:
         """Schedule until nothing can enter."""
         lines = []
-        while (batch := self.sched.schedule(0.0)) is not None:
+        while (batch := self.sched.schedule(0.0).batch) is not None:
             lines.append(f"{batch}\n")
         return "".join(lines)
 
@@ -43,7 +46,7 @@ class Play:
         results = [
             (r.slot, 1, r.kv_len == self.ends[r.slot]) for r in batch.rows if r.samples and r.slot not in self.cancelled
         ]
-        closed = self.sched.complete(batch.batch_id, 0.0, results, 0.0)
+        closed = self.sched.complete(batch, 0.0, results, 0.0)
         return f"batch {batch.batch_id} complete" + "".join(f", slot {slot} closed" for slot in closed) + "\n"
 
     def run(self) -> str:
@@ -377,17 +380,37 @@ batch 1 complete, slot 1 closed, slot 2 closed
 
 def test_complete_out_of_order_is_refused() -> None:
     play = Play(depth=2, chunk=4)
-    with pytest.raises(ValueError, match=r"^batch 0 completed, but the oldest in flight is None$"):
-        play.sched.complete(0, 0.0, [], 0.0)
     play.add((0, 8, 1))
     play.fill()
-    for wrong in (1, 2, -1):
-        with pytest.raises(ValueError, match=rf"^batch {wrong} completed, but the oldest in flight is 0$"):
+    first, second = play.sched.in_flight
+    for wrong in (second, replace(first, batch_id=7)):
+        with pytest.raises(ValueError, match=rf"^batch {wrong.batch_id} completed, but the oldest of its groups is 0$"):
             play.sched.complete(wrong, 0.0, [], 0.0)
-    assert play.sched.complete(0, 0.0, [], 0.0) == ()
-    with pytest.raises(ValueError, match=r"^batch 0 completed, but the oldest in flight is 1$"):
-        play.sched.complete(0, 0.0, [], 0.0)
+    assert play.sched.complete(first, 0.0, [], 0.0) == ()
+    with pytest.raises(ValueError, match=r"^batch 0 completed, but the oldest of its groups is 1$"):
+        play.sched.complete(first, 0.0, [], 0.0)
     assert play.complete() == "batch 1 complete, slot 0 closed\n"
+    with pytest.raises(ValueError, match=r"^batch 1 completed, but it is not in flight$"):
+        play.sched.complete(second, 0.0, [], 0.0)
+
+
+def test_batches_of_groups_that_have_nothing_in_common_complete_in_any_order() -> None:
+    config = SchedulerConfig("sarathi", max_batch_tokens=8, depth=3, stream=False)
+    sched = Scheduler(config, num_blocks=16, block_size=4, num_groups=2)
+    batches = []
+    for slot in range(3):  # each on the group with the least to do; the chunks in flight hold back the rest
+        sched.add(SchedulerRequest(slot, 16, 1, 0.0))
+        batches.append(sched.schedule(0.0).batch)
+    first, second, third = batches
+    assert first and second and third
+    assert (first.groups, second.groups, third.groups) == ({0}, {1}, {0})
+    with pytest.raises(ValueError, match=r"^batch 2 completed, but the oldest of its groups is 0$"):
+        sched.complete(third, 0.0, [], 0.0)
+    for batch in (second, first, third):
+        assert sched.complete(batch, 0.0, [], 0.0) == ()
+    assert sched.in_flight == ()
+    last = sched.schedule(0.0).batch
+    assert last is not None and {row.position for row in last.rows} == {8}
 
 
 def test_add_with_a_slot_in_use_is_refused() -> None:
@@ -400,7 +423,7 @@ def test_add_with_a_slot_in_use_is_refused() -> None:
     play.sched.cancel(0)  # still in flight
     with pytest.raises(ValueError, match=r"^slot 0 is in use$"):
         play.add((0, 1, 1))
-    play.sched.complete(0, 0.0, [], 0.0)
+    play.sched.complete(play.sched.in_flight[0], 0.0, [], 0.0)
     play.add((0, 1, 1))
 
 
@@ -430,23 +453,10 @@ def test_cancel_unknown_or_twice_does_nothing() -> None:
     assert play.sched.cancel(1) == ()
     assert play.sched.cancel(0) == ()  # in flight
     assert play.sched.cancel(0) == ()
-    assert play.sched.complete(0, 0.0, [], 0.0) == (0,)
+    assert play.sched.complete(play.sched.in_flight[0], 0.0, [], 0.0) == (0,)
     assert play.sched.cancel(0) == ()
     assert (play.sched.num_running, play.sched.num_waiting, play.sched.memory.num_used) == (0, 0, 0)
     assert play.fill() == ""
-
-
-def test_num_computed_tokens_moves_when_a_batch_is_complete() -> None:
-    play = Play(depth=2)
-    play.add((0, 12, 2))
-    seen = [play.sched.num_computed_tokens(0)]
-    play.fill()
-    while play.sched.in_flight:
-        seen.append(play.sched.num_computed_tokens(0))
-        play.complete()
-        play.fill()
-    assert seen == [0, 0, 8, 12]
-    assert play.sched.num_computed_tokens(0) == 0  # closed
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,11 +14,13 @@ from medha.batch import Batch
 from medha.config import SCHEDULERS, ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Work
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
 from medha.sim.known_models import find_model
+from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica
-from medha.sim.simulator import Outcome, Simulation
+from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 from tests.sched.virtual import Drive, Job, jobs, make_predictor
 
@@ -89,17 +91,17 @@ def test_two_prompts_take_turns_and_fill_both_stages(scheduler: str) -> None:
 def test_a_chunk_is_held_until_the_one_before_is_complete() -> None:
     config = SchedulerConfig("sarathi", chunk_size=4, max_batch_tokens=8, depth=3, stream=False)
     scheduler = Scheduler(config, num_blocks=16, block_size=4)
-    scheduler.add(RequestHead(0, 10, 1, 0.0))
-    first = scheduler.schedule(0.0)
+    scheduler.add(SchedulerRequest(0, 10, 1, 0.0))
+    first = scheduler.schedule(0.0).batch
     assert first is not None and [row[:3] for row in first.rows] == [(0, 0, 4)]
-    assert scheduler.schedule(0.0) is None
-    scheduler.add(RequestHead(1, 6, 1, 0.0))
-    second = scheduler.schedule(0.0)
+    assert scheduler.schedule(0.0).batch is None
+    scheduler.add(SchedulerRequest(1, 6, 1, 0.0))
+    second = scheduler.schedule(0.0).batch
     assert second is not None and [row[:3] for row in second.rows] == [(1, 0, 4)]
-    scheduler.complete(first.batch_id, 1.0, [], 1.0)
-    third = scheduler.schedule(1.0)
+    scheduler.complete(first, 1.0, [], 1.0)
+    third = scheduler.schedule(1.0).batch
     assert third is not None and [row[:3] for row in third.rows] == [(0, 4, 4)]
-    assert scheduler.schedule(1.0) is None
+    assert scheduler.schedule(1.0).batch is None
 
 
 class Watched(Drive):

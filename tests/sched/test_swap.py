@@ -10,10 +10,10 @@ import pytest
 
 from medha.batch import Batch
 from medha.engine.journal import Journal, replay
-from medha.sched.batch_builder import Draft
+from medha.sched.batch_builder import BatchBuilder
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import loss
-from medha.sched.queue import Queue, RequestHead, State
+from medha.sched.queue import Queue, SchedulerRequest, State
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline, parts_of
 from tests.sched.test_preempt import BLOCK, Watched, make
@@ -73,7 +73,7 @@ def test_the_cheaper_way_is_taken(swap_block_s: float, is_swap: bool) -> None:
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_both_ways_are_compared_as_corrected(factor: float) -> None:
     queue = make(8)._queue
-    state = queue.add(RequestHead(0, 40, 5, 0.0), 1.0)
+    state = queue.add(SchedulerRequest(0, 40, 5, 0.0), 1.0)
     state.num_scheduled_tokens = state.num_computed_tokens = 40
     again_s = queue.prefill_s(40) * factor
 
@@ -88,7 +88,7 @@ def test_both_ways_are_compared_as_corrected(factor: float) -> None:
 
 def test_without_predictions_whoever_can_is_swapped() -> None:
     queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
-    state = queue.add(RequestHead(0, 40, 5, 0.0), 1.0)
+    state = queue.add(SchedulerRequest(0, 40, 5, 0.0), 1.0)
     state.num_scheduled_tokens = 40
     assert loss(queue, holding(3, swap_block_s=99.0, num_swap_blocks=3), state).is_swap
     assert not loss(queue, holding(3, num_swap_blocks=2), state).is_swap
@@ -131,24 +131,25 @@ def test_a_class_swaps_the_lower_ones_and_they_come_back_without_being_in_the_wa
 def running(scheduler: Scheduler, *lengths: int) -> list[State]:
     """Requests whose prompts are computed, one batch each, and whose first tokens are known."""
     for slot, length in enumerate(lengths):
-        scheduler.add(RequestHead(slot, length, 20, float(slot)))
-        batch = scheduler.schedule(0.0)
+        scheduler.add(SchedulerRequest(slot, length, 20, float(slot)))
+        batch = scheduler.schedule(0.0).batch
         assert batch is not None
-        scheduler.complete(batch.batch_id, 0.0, [(row.slot, 1, False) for row in batch.rows], 0.1)
+        scheduler.complete(batch, 0.0, [(row.slot, 1, False) for row in batch.rows], 0.1)
     return [scheduler._queue.running[slot] for slot in range(len(lengths))]
 
 
-def displaced(scheduler: Scheduler, *states: State) -> None:
-    """Let requests give way in a batch that is never made."""
-    draft = Draft(scheduler.config, scheduler._queue, scheduler.memory, depth=1, now_s=1.0, leaving=scheduler._leaving)
-    draft._displace(states)
-    assert [slot for slot, _ in draft.swapped] == [state.slot for state in states]
+def preempt(scheduler: Scheduler, *states: State) -> None:
+    """Preempt requests for a batch that is never made."""
+    queue, memory = scheduler._queue, scheduler.memory
+    builder = BatchBuilder(scheduler.config, queue, memory, depth=1, now_s=1.0, pending=scheduler._pending)
+    builder._preempt(states)
+    assert [p.slot for p in builder.preempted if p.swapped_tokens] == [state.slot for state in states]
 
 
 def test_what_is_left_of_a_swapped_request_is_a_prefill_that_begins_behind_it() -> None:
     scheduler = make(20, overcommit=True, num_swap_blocks=20)
     first, second = running(scheduler, 40, 20)
-    displaced(scheduler, first)
+    preempt(scheduler, first)
     queue = scheduler._queue
     assert (first.num_scheduled_tokens, first.num_computed_tokens, first.num_prefill_tokens) == (41, 41, 42)
     assert first.prefilling and not first.can_decode and not first.has_started
@@ -158,8 +159,7 @@ def test_what_is_left_of_a_swapped_request_is_a_prefill_that_begins_behind_it() 
     assert columns.num_computed_tokens[row] == 41 and columns.num_prompt_tokens[row] == 42
     assert columns.work_left_s[row] == times.one_remaining_s(41, 42) < columns.work_total_s[row]
     assert columns.work_total_s[row] == times.one_total_s(42)
-    assert scheduler.num_computed_tokens(first.slot) == 41
-    batch = scheduler.schedule(2.0)
+    batch = scheduler.schedule(2.0).batch
     assert batch is not None and {row.slot for row in batch.rows} == {first.slot, second.slot}
     found = next(row for row in batch.rows if row.slot == first.slot)
     assert (found.position, found.q_len, found.is_decode, found.samples) == (41, 1, False, True)
@@ -171,13 +171,13 @@ def test_what_is_left_of_a_swapped_request_is_a_prefill_that_begins_behind_it() 
 def test_who_ends_in_host_memory_gives_it_back() -> None:
     scheduler = make(20, overcommit=True, num_swap_blocks=8)
     first, second, third = running(scheduler, 40, 20, 50)
-    displaced(scheduler, first, second)
+    preempt(scheduler, first, second)
     host = scheduler.memory.host_pools[0]
     assert host.num_used == 5
     assert scheduler.cancel(first.slot) == (first.slot,)
     assert host.num_used == 2
-    displaced(scheduler, third)  # to the very blocks
-    batch = scheduler.schedule(2.0)
+    preempt(scheduler, third)  # to the very blocks
+    batch = scheduler.schedule(2.0).batch
     assert batch is not None
     counts = Counter({state.slot: 0 for state in (second, third)})
     for extent in batch.swaps_out:
@@ -189,8 +189,8 @@ def test_who_ends_in_host_memory_gives_it_back() -> None:
 def test_host_blocks_are_given_back_behind_the_batch_that_reads_them() -> None:
     scheduler = make(20, overcommit=True, num_swap_blocks=8)
     first, second = running(scheduler, 40, 20)
-    displaced(scheduler, first)
-    _, host = scheduler.memory.swap_in(first.slot, first.head.num_kv_tokens)
+    preempt(scheduler, first)
+    _, host = scheduler.memory.swap_in(first.slot, first.request.num_kv_tokens)
     assert not scheduler.memory.forget_swapped(first.slot)
     out = scheduler.memory.swap_out(second.slot)
     blocks = [{block for e in extents for block in range(e.first, e.first + e.count)} for extents in (host, out)]
@@ -208,11 +208,11 @@ def test_a_step_takes_as_long_as_the_longer_of_compute_and_moves() -> None:
             if batch is None or not batch.moves:
                 return
             scheduler, predictor = self.scheduler, self.scheduler.predictor
-            assert predictor is not None and scheduler.last_prediction is not None
+            assert predictor is not None and self.decision.prediction is not None
             computed_s = predictor.tick(*parts_of(batch, scheduler.memory, 0)).seconds
             moved_s = batch.num_moved_blocks(0) * scheduler.config.swap_block_s
             longer_s = max(computed_s, moved_s)
-            assert scheduler.last_prediction.seconds == pytest.approx(longer_s)
+            assert self.decision.prediction.seconds == pytest.approx(longer_s)
             assert Pipeline([predictor]).send(batch, scheduler.memory, 0.0).busy_s == pytest.approx(longer_s)
             found.add(moved_s > computed_s)
 
@@ -236,7 +236,7 @@ def test_batches_that_move_teach_the_predictor_nothing() -> None:
 def test_a_journal_with_swaps_replays() -> None:
     file = io.StringIO()
     scheduler = make(8, overcommit=True, num_swap_blocks=8, swap_block_s=1e-4)
-    drive = Kept(Journal(scheduler, file), DECODES, lambda batch: 0.1)  # type: ignore[arg-type]
+    drive = Kept(scheduler, DECODES, lambda batch: 0.1, observers=[Journal(scheduler, file)])
     drive.run()
     assert drive.num_swapped
     lines = file.getvalue().splitlines()
@@ -248,7 +248,8 @@ def test_a_journal_with_swaps_replays() -> None:
 
 def test_a_journal_of_before_there_was_swapping_replays() -> None:
     file = io.StringIO()
-    Kept(Journal(make(8, overcommit=True), file), DECODES, lambda batch: 0.1).run()  # type: ignore[arg-type]
+    scheduler = make(8, overcommit=True)
+    Kept(scheduler, DECODES, lambda batch: 0.1, observers=[Journal(scheduler, file)]).run()
     head, *calls = file.getvalue().splitlines()
     old = head.replace(',"num_swap_blocks":0,"swap_block_s":0.0', "")
     assert old != head and replay([old, *calls]).mismatch is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from hypothesis import strategies as st
 
@@ -14,8 +14,10 @@ from medha.config import ModelConfig, ParallelConfig, RopeConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
+from medha.engine.engine import Observer
 from medha.params import SLO
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import Decision, Preempted, SchedulerRequest
+from medha.sched.scheduler import Scheduler
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -84,17 +86,17 @@ class Live:
     """A request that is not closed."""
 
     job: int
-    head: RequestHead
+    request: SchedulerRequest
     num_tokens: int = 0
     num_scheduled: int = 0
     num_in_flight: int = 0
-    num_displaced: int = 0
+    num_preempted: int = 0
     on_host: bool = False
     num_prefill: int = 0
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.num_prefill = self.head.num_prompt_tokens
+        self.num_prefill = self.request.num_prompt_tokens
 
 
 class Drive:
@@ -103,22 +105,25 @@ class Drive:
     Args:
         scheduler: any.
         jobs: in any order.
-        seconds: how long a batch takes.
+        seconds: how long a batch takes; None is as long as predicted.
         busy: what the stage reports of a batch that took so long; by default the truth.
+        observers: are told of every call.
 
     Attributes:
         first_token_s, finish_s: by job.
         log: batches, and what closed, as text.
         batches: number of batches.
+        decision: the last one.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         jobs: Sequence[Job],
-        seconds: Seconds,
+        seconds: Seconds | None,
         *,
         busy: Callable[[float], float] = lambda real_s: real_s,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.scheduler = scheduler
         self.jobs = jobs
@@ -128,7 +133,8 @@ class Drive:
         self.finish_s: dict[int, float] = {}
         self.log: list[str] = []
         self.num_batches = 0
-        self._seconds, self._busy = seconds, busy
+        self.decision = Decision()
+        self._seconds, self._busy, self._observers = seconds or self._predicted, busy, observers
         self._events = sorted(self._all_events())
         self._in_flight: deque[tuple[Batch, float, float]] = deque()  # batch, its end, its seconds
         self._owner: dict[tuple[int, int], int] = {}  # slot that holds each (group, block)
@@ -139,17 +145,11 @@ class Drive:
 
     # What a test looks at, in a subclass.
 
-    def on_add(self, slot: int, deadline_s: float) -> None:
-        """A request was queued."""
-
     def on_schedule(self, batch: Batch | None) -> None:
         """A batch was scheduled, or nothing could be."""
 
     def on_complete(self, batch: Batch, busy_s: float) -> None:
         """A batch is done."""
-
-    def on_cancel(self, slot: int) -> None:
-        """A request was cancelled."""
 
     def run(self) -> list[str]:
         """Play to the end. Every job finishes or is cancelled, nothing is left, and nothing goes on for ever."""
@@ -184,22 +184,28 @@ class Drive:
 
     def _add(self, index: int) -> None:
         job, slot = self.jobs[index], next(self.slots())
-        head = RequestHead(slot, job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority)
-        deadline_s = self.scheduler.add(head)
-        self.live[slot] = Live(index, head)
-        self.on_add(slot, deadline_s)
+        request = SchedulerRequest(slot, job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority)
+        admitted = self.scheduler.add(request)
+        self.live[slot] = Live(index, request)
+        for observer in self._observers:
+            observer.added(request, None, admitted, f"job {index}")
 
     def _cancel(self, index: int) -> None:
         for slot, live in list(self.live.items()):
             if live.job == index and not live.ended:
                 live.ended = True
-                self.on_cancel(slot)
-                self._close(self.scheduler.cancel(slot))
+                closed = self.scheduler.cancel(slot)
+                for observer in self._observers:
+                    observer.cancelled(slot, closed)
+                self._close(closed)
 
     def _schedule(self) -> None:
         while True:
-            batch = self.scheduler.schedule(self.now_s)
-            self._displace(self.scheduler.displaced)
+            self.decision = self.scheduler.schedule(self.now_s)
+            batch = self.decision.batch
+            for observer in self._observers:
+                observer.scheduled(self.now_s, self.decision)
+            self._preempt(self.decision.preempted)
             self.on_schedule(batch)
             if batch is None:
                 is_idle = not self.scheduler.in_flight
@@ -212,20 +218,23 @@ class Drive:
             start_s = max(self.now_s, self._in_flight[-1][1]) if self._in_flight else self.now_s
             self._in_flight.append((batch, start_s + seconds, seconds))
 
-    def _displace(self, displaced: Sequence[tuple[int, float]]) -> None:
-        kept = dict(self.scheduler.swapped)
-        for slot, lost_s in displaced:
+    def _predicted(self, batch: Batch) -> float:
+        assert self.decision.prediction is not None
+        return self.decision.prediction.seconds
+
+    def _preempt(self, preempted: Sequence[Preempted]) -> None:
+        for slot, lost_s, swapped_tokens in map(astuple, preempted):
             live = self.live[slot]
             assert not live.num_in_flight and not live.ended and not live.on_host and live.num_scheduled
-            if slot in kept:
-                assert kept[slot] == live.num_scheduled and lost_s >= 0
+            if swapped_tokens:
+                assert swapped_tokens == live.num_scheduled and lost_s >= 0
                 live.on_host = True
                 self._to_swap.add(slot)
             else:
                 assert lost_s > 0
                 live.num_scheduled = 0
-            live.num_prefill = live.head.num_prompt_tokens + live.num_tokens
-            live.num_displaced += 1
+            live.num_prefill = live.request.num_prompt_tokens + live.num_tokens
+            live.num_preempted += 1
             self._to_free.append(slot)
 
     def _complete(self) -> None:
@@ -237,7 +246,9 @@ class Drive:
             if row.samples and not live.ended:
                 results.append((row.slot, 1, self._sampled(live)))
         busy_s = self._busy(seconds)
-        closed = self.scheduler.complete(batch.batch_id, self.now_s, results, busy_s)
+        closed = self.scheduler.complete(batch, self.now_s, results, busy_s)
+        for observer in self._observers:
+            observer.completed(batch, self.now_s, results, busy_s, closed)
         self.on_complete(batch, busy_s)
         self._close(closed)
 
@@ -316,7 +327,7 @@ class Drive:
         assert not live.ended and not live.on_host
         assert row.position == live.num_scheduled
         assert row.is_decode == (row.position >= live.num_prefill)
-        known = live.head.num_prompt_tokens + live.num_tokens
+        known = live.request.num_prompt_tokens + live.num_tokens
         assert row.kv_len <= (known if row.is_decode else live.num_prefill)
         assert row.samples == (row.kv_len >= live.num_prefill)
         live.num_scheduled = row.kv_len

@@ -21,9 +21,10 @@ import medha
 from medha.__main__ import app
 from medha.cli.command import run_app
 from medha.cost.hardware import SPECS
+from medha.sim.cli import BARE_TEXT
 from medha.sim.known_models import KNOWN_MODELS
-from medha.sim.options import NUM_REQUESTS
 from medha.sim.simulator import Simulation
+from medha.sim.study import NUM_REQUESTS
 from medha.workload.io import write_trace
 from medha.workload.synth import ARRIVALS, named_lengths, synthesize
 
@@ -64,15 +65,15 @@ def reports(path: Path) -> dict[str, Any]:
 
 
 def test_a_run_prints_and_writes_its_figures(simulate: Simulate, tmp_path: Path) -> None:
-    done = simulate(*SMALL, "--json", tmp_path / "out.json")
+    done = simulate(*SMALL, "--output-json", tmp_path / "out.json")
     assert done.code == 0
     assert done.out.startswith("llama-3-8b on 1 x h100-80g (derived): tp 1, spp 1, kvp 1, ")
-    assert "Slowdown: TTFT over" in done.out and "Over-saturated: the queue" in done.out
+    assert "Slowdown: TTFT over" in " ".join(done.out.split()) and "Over-saturated: the queue" in done.out
     assert "requests/s" in done.err and "batches/s" in done.err and "peak memory" in done.err
     found = reports(tmp_path / "out.json")
     assert (found["format"], found["version"], found["complete"]) == ("medha-simulation", 1, True)
     assert found["config"]["workload"] == "uniform:100-900,1-20"
-    assert found["config"]["spec"]["provenance"] == "derived"
+    assert found["config"]["hardware_spec"]["provenance"] == "derived"
     (run,) = found["runs"]
     assert (run["scheduler"], run["policy"], run["completed"], run["failed"]) == ("medha", "lars", 20, 0)
     assert run["request_rate"] == 5.0
@@ -80,11 +81,25 @@ def test_a_run_prints_and_writes_its_figures(simulate: Simulate, tmp_path: Path)
         assert {f"{figure}_{name}_ms" for figure in ("mean", "median", "std", "p99")} <= set(run)
 
 
+def test_bare_it_compares_two_policies_in_seconds(simulate: Simulate) -> None:
+    done = simulate()
+    assert done.code == 0
+    assert done.out.startswith(f"{BARE_TEXT}\nllama-3-8b on 8 x h100-80g")
+    assert "lars, 0.3 requests/s" in done.out and "fcfs, 0.3 requests/s" in done.out
+    again = simulate(*BARE_TEXT.removeprefix("medha simulate ").split())
+    assert done.out == f"{BARE_TEXT}\n{again.out}"
+
+
+def test_the_report_goes_to_stdout(simulate: Simulate) -> None:
+    done = simulate(*SMALL, "--json", "-")
+    assert json.loads(done.out)["runs"][0]["completed"] == 20
+
+
 def test_the_same_seed_gives_the_same_bytes(simulate: Simulate, tmp_path: Path) -> None:
     outputs = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         trace = tmp_path / f"{name}.gz"
-        done = simulate(*SMALL, "--seed", seed, "--json", tmp_path / name, "--timeline", trace)
+        done = simulate(*SMALL, "--seed", seed, "--output-json", tmp_path / name, "--timeline", trace)
         outputs.append((done.out, (tmp_path / name).read_bytes(), trace.read_bytes()))
     assert outputs[0] == outputs[1]
     assert outputs[0][1] != outputs[2][1]
@@ -94,18 +109,18 @@ def test_stepping_over_nothing_gives_the_same_report(simulate: Simulate, tmp_pat
     written = []
     for name, more in (("a", ()), ("b", ("--no-skip",))):
         assert simulate(
-            "--workload", "fixed:300,200", "--num-requests", 9, "--qps", 1, "--json", tmp_path / name, *more
+            "--workload", "fixed:300,200", "--num-requests", 9, "--qps", 1, "--output-json", tmp_path / name, *more
         )
         written.append(reports(tmp_path / name))
     assert written[0]["runs"][0]["num_batches"] == written[1]["runs"][0]["num_batches"]
-    for name in ("mean_ttft_ms", "p99_tpot_ms", "duration", "series", "by_prompt_tokens"):
+    for name in ("mean_ttft_ms", "p99_tpot_ms", "duration", "series", "ttft_by_length"):
         assert written[0]["runs"][0][name] == written[1]["runs"][0][name], name
 
 
 def test_several_systems_and_rates_are_compared(simulate: Simulate, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     systems = ("--scheduler", "medha,sarathi", "--scheduler", "orca", "--policy", "edf,fcfs")
-    done = simulate(*SMALL, *systems, "--qps", "2,8", "--json", out)
+    done = simulate(*SMALL, *systems, "--qps", "2,8", "--output-json", out)
     assert done.code == 0
     runs = reports(out)["runs"]
     assert [run["label"] for run in runs] == [
@@ -118,19 +133,19 @@ def test_several_systems_and_rates_are_compared(simulate: Simulate, tmp_path: Pa
 def test_a_trace_brings_its_own_requests_and_objectives(simulate: Simulate, tmp_path: Path) -> None:
     plain, own, out = tmp_path / "plain.csv", tmp_path / "own.jsonl", tmp_path / "out.json"
     plain.write_text(TRACE)
-    assert simulate("--trace", plain, "--json", out).code == 0
+    assert simulate("--trace", plain, "--output-json", out).code == 0
     (run,) = reports(out)["runs"]
     assert (run["completed"], run["total_input_tokens"], run["request_rate"]) == (3, 5300, 2.0)
     assert run["slo_attainment"] == 1.0
-    assert simulate("--trace", plain, "--slo-ttft-s", "1e-6", "--json", out).code == 0
+    assert simulate("--trace", plain, "--slo-ttft-s", "1e-6", "--output-json", out).code == 0
     assert reports(out)["runs"][0]["slo_attainment"] == 0.0
     slo_s = np.array([5.0, math.nan, math.nan, 5.0])
     write_trace(own, replace(synthesize("fixed:100,9", "uniform", qps=1, num_requests=4), ttft_slo_s=slo_s), "medha")
-    assert simulate("--trace", own, "--slo-ttft-s", "1e-6", "--json", out).code == 0
+    assert simulate("--trace", own, "--slo-ttft-s", "1e-6", "--output-json", out).code == 0
     assert reports(out)["runs"][0]["slo_attainment"] == 0.5
-    assert simulate("--trace", own, "--slo-tpot-s", "1e-6", "--json", out).code == 0
+    assert simulate("--trace", own, "--slo-tpot-s", "1e-6", "--output-json", out).code == 0
     assert reports(out)["runs"][0]["slo_attainment"] == 0.0
-    assert simulate("--trace", own, "--num-requests", 2, "--qps", 7, "--json", out).code == 0
+    assert simulate("--trace", own, "--num-requests", 2, "--qps", 7, "--output-json", out).code == 0
     assert (reports(out)["runs"][0]["completed"], reports(out)["runs"][0]["request_rate"]) == (2, 7.0)
 
 
@@ -149,14 +164,27 @@ def test_lengths_alone_need_a_rate(simulate: Simulate, tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n5,6\n7,8\n")
     done = simulate("--trace", path)
-    assert (done.code, "without a rate; accepted: --qps, or --arrivals at-once" in done.err) == (2, True)
+    assert (done.code, "without a rate; accepted: --request-rate, or --arrivals at-once" in done.err) == (2, True)
     assert simulate("--trace", path, "--qps", 3).code == 0
     assert simulate("--trace", path, "--arrivals", "at-once").code == 0
 
 
 def test_layout_and_pools(simulate: Simulate, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arguments = ("--tp", 2, "--spp", 2, "--kvp", 2, "--hardware", "a100-80g", "--model", "llama-3-70b", "--json", out)
+    arguments = (
+        "--tp",
+        2,
+        "--spp",
+        2,
+        "--kvp",
+        2,
+        "--hardware",
+        "a100-80g",
+        "--model",
+        "llama-3-70b",
+        "--output-json",
+        out,
+    )
     done = simulate(*SMALL, *arguments)
     assert done.code == 0
     assert done.out.startswith("llama-3-70b on 8 x a100-80g (measured): tp 2, spp 2, kvp 2, ")
@@ -168,7 +196,7 @@ def test_layout_and_pools(simulate: Simulate, tmp_path: Path) -> None:
 
 def test_memory_given_away_twice(simulate: Simulate, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arguments = ("--workload", "fixed:700,300", "--arrivals", "at-once", "--num-requests", 6, "--json", out)
+    arguments = ("--workload", "fixed:700,300", "--arrivals", "at-once", "--num-requests", 6, "--output-json", out)
     assert simulate(*arguments, "--num-kv-blocks", 9, "--overcommit").code == 0
     (run,) = reports(out)["runs"]
     assert run["num_preemptions"] > 0 and run["work_lost_s"] > 0 and run["completed"] == 6
@@ -192,7 +220,7 @@ def test_requests_that_never_fit_are_failures(simulate: Simulate, tmp_path: Path
 
 def test_stopping_at_a_virtual_time(simulate: Simulate, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    done = simulate(*SMALL, "--qps", 5, "--stop-s", 2, "--json", out)
+    done = simulate(*SMALL, "--qps", 5, "--stop-s", 2, "--output-json", out)
     assert done.code == 0
     found = reports(out)
     assert (found["complete"], found["runs"][0]["complete"]) == (False, False)
@@ -209,7 +237,7 @@ def test_an_interrupt_keeps_what_was_found(simulate: Simulate, tmp_path: Path, m
         complete(simulation)
 
     monkeypatch.setattr(Simulation, "_complete", interrupted)
-    done = simulate(*SMALL, "--policy", "lars,edf", "--no-skip", "--json", out)
+    done = simulate(*SMALL, "--policy", "lars,edf", "--no-skip", "--output-json", out)
     assert done.code == 130
     found = reports(out)
     assert (found["complete"], len(found["runs"])) == (False, 1)
@@ -257,7 +285,7 @@ def test_plots_without_matplotlib(simulate: Simulate, tmp_path: Path, monkeypatc
         (("--qps", "0"), "qps='0'; accepted: finite numbers above 0, comma separated"),
         (("--qps", "1,-2"), "qps='1,-2'; accepted: finite numbers above 0"),
         (("--qps", "inf"), "qps='inf'; accepted: finite numbers above 0"),
-        ((), "arrivals='poisson' without a rate; accepted: --qps, or --arrivals at-once"),
+        (("--seed", 1), "arrivals='poisson' without a rate; accepted: --request-rate, or --arrivals at-once"),
         (("--qps", 1, "--hardware", "h100"), "spec 'h100' is not known; accepted: a100-80g, "),
         (("--qps", 1, "--model", "llama-9"), "model 'llama-9' is not known; accepted: llama-3-8b, "),
         (
@@ -283,7 +311,7 @@ def test_plots_without_matplotlib(simulate: Simulate, tmp_path: Path, monkeypatc
         (("--qps", 1, "--slo-ttft-s", 0), "slo_ttft_s=0.0; accepted: a finite number above 0"),
         (("--qps", 1, "--stop-s", -1), "stop_s=-1.0; accepted: a finite number above 0"),
         (("--qps", "1,2", "--timeline", "t.json"), "timeline=t.json with 2 runs; accepted: one scheduler"),
-        (("--qps", 1, "--json", "no/such/folder/x.json"), "report file no/such/folder/x.json cannot be written"),
+        (("--qps", 1, "--output-json", "no/such/folder/x.json"), "report file no/such/folder/x.json cannot be written"),
     ],
 )
 def test_what_is_wrong_is_named(simulate: Simulate, arguments: tuple[object, ...], message: str) -> None:

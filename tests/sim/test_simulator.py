@@ -26,9 +26,10 @@ from medha.errors import ConfigError
 from medha.sched.memory import KVMemory
 from medha.sched.scheduler import Scheduler
 from medha.sim.known_models import find_model
+from medha.sim.outcome import Outcome, Requests
 from medha.sim.pipeline import Passage, Pipeline, Segment
 from medha.sim.replica import Replica
-from medha.sim.simulator import Outcome, Requests, Simulation
+from medha.sim.simulator import Simulation
 from medha.workload.synth import arrival_times, generators, synthesize
 from medha.workload.trace import Trace
 from tests.sched.costs import KEY

@@ -15,9 +15,10 @@ from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.errors import ConfigError, NonFiniteLogitsError
 from medha.params import SamplingParams
-from medha.sched.scheduler import RequestHead, Scheduler
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
 from tests.checkpoints import make_checkpoint, random_prompt
-from tests.engines import make_engine, run_to_end
+from tests.engines import Preemptions, make_engine, run_to_end
 from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
 
 Rows = list[tuple[int, int]]
@@ -62,44 +63,45 @@ def rows(batch: Batch | None) -> Rows:
 def test_a_decode_is_scheduled_while_the_one_before_is_in_flight_and_never_beyond_the_last() -> None:
     scheduler = make_scheduler()
     assert scheduler.depth == 2
-    scheduler.add(RequestHead(0, 5, 3, 0.0))
-    first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
-    assert (rows(first), rows(second), scheduler.schedule(0.0)) == ([(0, 0)], [(0, 5)], None)
-    assert scheduler.complete(0, 1.0, [(0, 1, False)], 1.0) == ()
-    third = scheduler.schedule(1.0)
+    scheduler.add(SchedulerRequest(0, 5, 3, 0.0))
+    first, second = scheduler.schedule(0.0).batch, scheduler.schedule(0.0).batch
+    assert (rows(first), rows(second), scheduler.schedule(0.0).batch) == ([(0, 0)], [(0, 5)], None)
+    assert first and second
+    assert scheduler.complete(first, 1.0, [(0, 1, False)], 1.0) == ()
+    third = scheduler.schedule(1.0).batch
     assert rows(third) == [(0, 6)]  # the third token; its own row would be the fourth
-    scheduler.complete(1, 2.0, [(0, 1, False)], 1.0)
-    assert scheduler.schedule(2.0) is None
-    assert scheduler.complete(2, 3.0, [(0, 1, True)], 1.0) == (0,)
+    scheduler.complete(second, 2.0, [(0, 1, False)], 1.0)
+    assert scheduler.schedule(2.0).batch is None
+    assert third and scheduler.complete(third, 3.0, [(0, 1, True)], 1.0) == (0,)
     assert scheduler.memory.num_used == 0
 
 
 def test_the_row_after_an_early_end_is_in_flight_until_its_batch_is_complete() -> None:
     scheduler = make_scheduler()
-    scheduler.add(RequestHead(0, 5, 10, 0.0))
-    scheduler.schedule(0.0)
-    scheduler.schedule(0.0)
-    assert scheduler.complete(0, 1.0, [(0, 1, True)], 1.0) == ()  # it has ended, with a row in flight
-    assert scheduler.schedule(1.0) is None
-    assert scheduler.complete(1, 2.0, [], 1.0) == (0,)
+    scheduler.add(SchedulerRequest(0, 5, 10, 0.0))
+    first, second = scheduler.schedule(0.0).batch, scheduler.schedule(0.0).batch
+    assert first and second
+    assert scheduler.complete(first, 1.0, [(0, 1, True)], 1.0) == ()  # it has ended, with a row in flight
+    assert scheduler.schedule(1.0).batch is None
+    assert scheduler.complete(second, 2.0, [], 1.0) == (0,)
     assert scheduler.memory.num_used == 0
 
 
 def test_every_batch_has_every_decode() -> None:
     scheduler = make_scheduler()
     for slot in range(3):
-        scheduler.add(RequestHead(slot, 2, 9, 0.0))
+        scheduler.add(SchedulerRequest(slot, 2, 9, 0.0))
     scheduler.schedule(0.0)
     for batch_id in range(6):
-        assert rows(scheduler.schedule(0.0)) == [(slot, 2 + batch_id) for slot in range(3)]
-        scheduler.complete(batch_id, 0.0, [(slot, 1, False) for slot in range(3)], 1.0)
+        assert rows(scheduler.schedule(0.0).batch) == [(slot, 2 + batch_id) for slot in range(3)]
+        scheduler.complete(scheduler.in_flight[0], 0.0, [(slot, 1, False) for slot in range(3)], 1.0)
 
 
 def test_one_token_is_never_decoded() -> None:
     scheduler = make_scheduler()
-    scheduler.add(RequestHead(0, 2, 1, 0.0))
+    scheduler.add(SchedulerRequest(0, 2, 1, 0.0))
     scheduler.schedule(0.0)
-    assert scheduler.schedule(0.0) is None
+    assert scheduler.schedule(0.0).batch is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,8 +206,9 @@ def test_what_gave_way_to_overcommitted_memory_goes_on_with_the_same_tokens(case
     engine = lagging(case, overcommit=True, num_blocks=33, block_size=4, chunk_size=200, max_batch_tokens=256)
     # 16 blocks each: one of them gets the last block with its first decode, and the other's with its fifth.
     prompts = [case.prompts[2]] * 2
+    counts = Preemptions.of(engine)
     assert run_to_end(engine, prompts, NUM_TOKENS) == [case.expected[2]] * 2
-    assert engine.num_preemptions > 0
+    assert counts.num_preemptions > 0
 
 
 def test_slots_beyond_the_first_tokens_kept(case: Case) -> None:  # noqa: F811

@@ -1,10 +1,12 @@
-"""Figures of requests made up: the fields of ``vllm bench serve``, objectives, buckets of prompt lengths."""
+"""What was served, by hand: vLLM's fields, objectives, buckets, the one percentile."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from medha.params import SLO
@@ -16,10 +18,9 @@ from medha.workload.metrics import (
     by_length,
     latency_fields,
     meets,
-    most_at_once,
-    most_tokens_a_second,
     parse_metrics,
     parse_percentiles,
+    percentile,
     serving_figures,
 )
 
@@ -69,18 +70,24 @@ def test_objectives() -> None:
 
 def test_nothing_has_no_figures() -> None:
     assert set(latency_fields("ttft", [], (99.0,)).values()) == {None}
-    assert (most_at_once([]), most_tokens_a_second([])) == (0, 0.0)
     empty = serving_figures(Served((), (), 0.0), goodput=Goodput(), metrics=(), percentiles=())
-    assert empty["request_throughput"] is None and empty["ttft_by_length"] == []
+    assert (empty["request_throughput"], empty["max_concurrent_requests"], empty["max_output_tokens_per_s"]) == (
+        0.0,
+        0,
+        0.0,
+    )
+    assert empty["ttft_by_length"] == []
 
 
 def test_an_end_makes_room_for_an_arrival_of_the_same_time() -> None:
-    assert most_at_once([outcome("a", 0.0, 1.0, ()), outcome("b", 1.0, 1.0, ())]) == 1
+    served = Served((outcome("a", 0.0, 1.0, ()), outcome("b", 1.0, 1.0, ())), (), 2.0)
+    assert serving_figures(served, goodput=Goodput(), metrics=(), percentiles=())["max_concurrent_requests"] == 1
 
 
 def test_buckets_hold_all_requests() -> None:
     lens = (1, 255, 256, 1023, 1024, 5000, 2_000_000)
-    found = by_length([replace(OUTCOMES[0], input_len=length) for length in lens], Goodput(), (99.0,))
+    served = Served(tuple(replace(OUTCOMES[0], input_len=length) for length in lens), (), 4.0)
+    found = by_length(served.times(Goodput()), (99.0,))
     assert [(line["bucket"], line["num_requests"]) for line in found] == [
         ("1-256", 2),
         ("256-1K", 2),
@@ -88,6 +95,27 @@ def test_buckets_hold_all_requests() -> None:
         ("4K-16K", 1),
         ("1M-", 1),
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [
+        ([], 50, None),
+        ([3.0, 1.0, 2.0], 50, 2.0),
+        ([4.0, 1.0, 2.0, 3.0], 25, 1.75),
+        ([1.0, 3.0, math.nan], 50, 3.0),
+        ([1.0, math.nan], 50, None),
+        ([1.0, 2.0, math.inf], 99, None),
+        ([5.0], 99, 5.0),
+    ],
+)
+def test_percentiles_count_what_never_came(values: list[float], percent: float, expected: float | None) -> None:
+    assert percentile(np.array(values), percent) == expected
+
+
+def test_a_figure_that_is_for_ever_is_none() -> None:
+    found = latency_fields("ttft", [1.0, 2.0, math.inf], (99.0,))
+    assert found == {"mean_ttft_ms": None, "median_ttft_ms": 2000.0, "std_ttft_ms": None, "p99_ttft_ms": None}
 
 
 def test_parsing() -> None:

@@ -34,7 +34,7 @@ from examples.reproduce.served import Served
 from medha.config import ModelConfig
 from medha.cost.hardware import HardwareSpec
 from medha.errors import ConfigError
-from medha.sim.simulator import Gaps
+from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
 
 

@@ -26,7 +26,7 @@ from examples.reproduce.baselines.loongserve_pool import (
     Run,
     assign,
 )
-from medha.sim.simulator import Gaps
+from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
 
 _STEPS_BETWEEN = 10

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from examples.reproduce.baselines import disaggregation, loongserve_figures
+from examples.reproduce.baselines import loongserve_figures
 from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
 from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, plain_ticks, token_axis
 from examples.reproduce.result import FigureResult, FigureSpec, Options
@@ -34,7 +34,7 @@ def ring_s(ranks: int, tokens: int) -> float:
 
 
 def run(options: Options) -> FigureResult:
-    """All three; ``quick`` plays fewer requests for LoongServe."""
+    """Both; ``quick`` plays fewer requests for LoongServe."""
     loongserve = loongserve_figures.own_figures(num_requests=100 if options.quick else 400, seed=options.seed)
     numbers = {
         "loongserve": {
@@ -45,7 +45,6 @@ def run(options: Options) -> FigureResult:
             "token_qps": {name: _finite(loongserve.token_qps(name)) for name in loongserve.points},
             "attained_qps": {name: _finite(loongserve.attained_qps(name)) for name in loongserve.points},
         },
-        "distserve": {"ours": disaggregation.own_figures(), "published": dict(disaggregation.PUBLISHED)},
         "context_parallel": {
             "tokens": list(TETRIS_TOKENS),
             "published_s": {str(ranks): list(row) for ranks, row in TETRIS_S.items()},
@@ -61,21 +60,13 @@ def _finite(value: float) -> float | None:
 
 def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     """A panel each: share of requests in time, goodput, ratio of prefill seconds."""
-    left, middle, right = figure.subplots(1, 3)
+    left, right = figure.subplots(1, 2)
     for index, (name, row) in enumerate(numbers["loongserve"]["attained"].items()):
         style = {"color": COLORS[index], "marker": MARKERS[index], "label": name}
         left.plot(numbers["loongserve"]["rates_qps"], [100 * share for share in row], **style)
     left.axhline(100 * loongserve_figures.ATTAINED, color=PAPER, linestyle=":")
     left.set(xlabel="load, QPS", ylim=(0, 105))
     finish(left, title="LoongServe's mixed load, 7B on 8 A100s", ylabel="requests within its limits, %")
-
-    both = numbers["distserve"]
-    names = [name for name in both["published"] if name != "ratio"]
-    for shift, (whose, color) in enumerate((("published", PAPER), ("ours", COLORS[0]))):
-        at = [i + 0.4 * (shift - 0.5) for i in range(len(names))]
-        middle.bar(at, [both[whose][name] for name in names], 0.4, color=color, label=whose)
-    middle.set_xticks(range(len(names)), names, fontsize=8)
-    finish(middle, title="DistServe's figure 1, 13B on A100s", ylabel="requests in time, a second and GPU")
 
     table = numbers["context_parallel"]
     for index, (ranks, row) in enumerate(table["published_s"].items()):

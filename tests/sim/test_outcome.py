@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.sim.known_models import find_model
+from medha.sim.outcome import Gaps, Outcome, Requests, Series, System, alone_seconds, report
 from medha.sim.replica import Replica
-from medha.sim.report import Report, System, Times, alone_seconds, percentile, report
-from medha.sim.simulator import Gaps, Outcome, Requests, Series, Simulation
-from medha.sim.tables import print_reports
+from medha.sim.simulator import Simulation
+from medha.sim.study import remarks, shown
 from medha.workload.synth import synthesize
 from medha.workload.trace import Trace
 
@@ -63,12 +62,12 @@ def outcome() -> Outcome:
     )
 
 
-def made(alone_s: float = 0.25) -> Report:
+def made(alone_s: float = 0.25) -> dict[str, Any]:
     return report(SYSTEM, outcome(), np.full(5, alone_s))
 
 
 def test_the_fields_of_a_serving_benchmark() -> None:
-    serving = made().serving
+    serving = made()
     assert (serving["completed"], serving["failed"], serving["duration"], serving["request_rate"]) == (3, 1, 10.0, 2.0)
     assert (serving["total_input_tokens"], serving["total_output_tokens"]) == (2_200, 9)
     assert serving["request_throughput"] == pytest.approx(0.3)
@@ -90,63 +89,54 @@ def test_the_fields_of_a_serving_benchmark() -> None:
 
 def test_unfinished_and_refused_requests_are_missed() -> None:
     one = made()
-    assert (one.num_arrived, one.num_unfinished, one.is_complete) == (5, 1, False)
-    assert one.slo_attainment == pytest.approx(2 / 5)
-    assert Times.of(outcome()).is_in_time.tolist() == [True, True, False, False, False]
-    assert (one.num_preemptions, one.work_lost_s) == (2, 0.25)
+    assert (one["num_prompts"], one["unfinished"], one["complete"]) == (5, 1, False)
+    assert one["slo_attainment"] == pytest.approx(2 / 5)
+    assert outcome().times.is_in_time.tolist() == [True, True, False, False, False]
+    assert (one["num_preemptions"], one["work_lost_s"]) == (2, 0.25)
 
 
 def test_who_has_not_arrived_by_the_end_does_not_count() -> None:
     early = outcome()
     early.duration_s = 2.5
-    times = Times.of(early)
+    times = early.times
     assert len(times) == 3
-    assert report(SYSTEM, early, np.ones(5)).num_arrived == 3
+    assert report(SYSTEM, early, np.ones(5))["num_prompts"] == 3
 
 
 def test_buckets_and_slowdown() -> None:
     one = made()
-    assert [bucket.name for bucket in one.buckets] == ["1 to 1,023", "1K to 8K", "8K to 32K"]
-    short, middle, long = one.buckets
-    assert (short.num_requests, short.ttft_s, short.slo_attainment) == (3, (0.5, 7.0, 7.0), pytest.approx(1 / 3))
-    assert middle.ttft_s == (1.0, 1.0, 1.0)
-    assert (long.ttft_s, long.slo_attainment) == ((None, None, None), 0.0)  # refused: nothing to wait for
-    assert one.slowdown == (2.0, 28.0)
+    short, middle, long = one["ttft_by_length"]
+    assert [bucket["bucket"] for bucket in (short, middle, long)] == ["1-256", "1K-4K", "4K-16K"]
+    assert (short["num_requests"], short["completed"], short["slo_attainment"]) == (3, 2, pytest.approx(1 / 3))
+    assert (short["p50_ttft_ms"], short["p90_ttft_ms"]) == (500.0, pytest.approx(5700.0))
+    assert (middle["p99_ttft_ms"], long["p50_ttft_ms"]) == (1000.0, None)  # refused: nothing to wait for
+    assert (one["p50_slowdown"], one["p99_slowdown"]) == (3.0, pytest.approx(4 + 0.97 * 24))
 
 
 def test_counts_over_time() -> None:
     one = made()
-    assert one.waiting.max == 1
-    assert one.waiting.mean == pytest.approx((0.5 + 6.0) / 10)
-    assert one.active.max == 1  # the next begins as one ends
-    assert one.active.mean == pytest.approx((1.5 + 0.5 + 6.5 + 1.0) / 10)
-    assert (one.kv_mean, one.kv_max) == (pytest.approx((0.25 * 5 + 0.75 * 5) / 10), 0.75)
-    assert [(stage.occupancy, stage.bubble) for stage in one.stages] == [(0.5, 0.1), (0.4, 0.2)]
-    assert one.series["time_s"][0] == 10.0 and one.series["time_s"][-1] == 20.0
-    assert max(one.series["active"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("values", "percent", "expected"),
-    [([], 50, None), ([3.0, 1.0, 2.0], 50, 2.0), ([1.0, NAN], 50, 1.0), ([1.0, NAN], 99, None), ([5.0], 99, 5.0)],
-)
-def test_percentiles_count_what_never_came(values: list[float], percent: float, expected: float | None) -> None:
-    assert percentile(np.array(values), percent) == expected
-
-
-def test_the_json_is_plain() -> None:
-    text = json.dumps(made().to_json(), allow_nan=False)
-    assert json.loads(text)["by_prompt_tokens"][2]["ttft_s"] == [None, None, None]
-    assert "wall" not in text
+    assert one["waiting"]["max"] == 1
+    assert one["waiting"]["mean"] == pytest.approx((0.5 + 6.0) / 10)
+    assert one["active"]["max"] == 1  # the next begins as one ends
+    assert one["active"]["mean"] == pytest.approx((1.5 + 0.5 + 6.5 + 1.0) / 10)
+    assert one["kv_cache_usage"] == {"mean": pytest.approx((0.25 * 5 + 0.75 * 5) / 10), "max": 0.75}
+    assert [(stage["occupancy"], stage["bubble"]) for stage in one["stages"]] == [(0.5, 0.1), (0.4, 0.2)]
+    assert one["series"]["time_s"][0] == 10.0 and one["series"]["time_s"][-1] == 20.0
+    assert max(one["series"]["active"]) == 1
 
 
 def test_nothing_arrived() -> None:
     empty = synthesize("fixed:5,5", qps=1.0, num_requests=1)[:0]
     found = Simulation(*REPLICA.build(), empty).run()
     one = report(SYSTEM, found, alone_seconds(REPLICA, empty.prompt_tokens))
-    json.dumps(one.to_json(), allow_nan=False)
-    assert (one.num_arrived, one.slo_attainment, one.slowdown, one.saturation.is_over) == (0, 1.0, (None, None), False)
-    print_reports(Console(file=io.StringIO()), [one])
+    json.dumps(one, allow_nan=False)
+    assert (one["num_prompts"], one["slo_attainment"], one["p50_slowdown"], one["saturation"]["is_over"]) == (
+        0,
+        None,
+        None,
+        False,
+    )
+    assert remarks([one]) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,26 +165,26 @@ def test_over_saturation(load: float, is_over: bool) -> None:
     replica = replace(REPLICA, scheduler=SchedulerConfig("sarathi", max_num_seqs=1))
     (alone_s,) = alone_seconds(replica, np.array([512]))
     trace = synthesize("fixed:512,1", qps=load / alone_s, num_requests=400)
-    saturation = report(SYSTEM, Simulation(*replica.build(), trace).run(), np.full(400, alone_s)).saturation
-    assert saturation.is_over == is_over
-    assert saturation.growth is not None and saturation.drain_s is not None
+    saturation = report(SYSTEM, Simulation(*replica.build(), trace).run(), np.full(400, alone_s))["saturation"]
+    assert saturation["is_over"] == is_over
+    assert saturation["growth"] is not None and saturation["drain_s"] is not None
     if is_over:  # half of what arrives is served, and the other half as long after the last arrival
-        assert saturation.growth == pytest.approx(saturation.num_late / 2, rel=0.2)
-        assert saturation.drain_s == pytest.approx(saturation.arrivals_s, rel=0.2)
+        assert saturation["growth"] == pytest.approx(saturation["num_late"] / 2, rel=0.2)
+        assert saturation["drain_s"] == pytest.approx(saturation["arrivals_s"], rel=0.2)
 
 
 def test_arrivals_at_once_are_no_over_saturation() -> None:
     trace = synthesize("fixed:512,1", arrivals="at-once", num_requests=50)
     found = report(SYSTEM, Simulation(*REPLICA.build(), trace).run(), np.ones(50))
-    assert (found.saturation.is_over, found.saturation.growth) == (False, None)
+    assert (found["saturation"]["is_over"], found["saturation"]["growth"]) == (False, None)
 
 
-def test_tables_name_everything() -> None:
-    text = io.StringIO()
-    print_reports(Console(file=text, width=80), [made(), replace(made(), system=System("sarathi", REPLICA, 4.0))])
-    shown = text.getvalue()
-    for part in ("lars", "sarathi", "slowdown", "40.0%", "2.00/28.0", "never/never/never", "8K to 32K", "busy"):
-        assert part in shown, part
-    assert "lars, 2 requests/s: stopped at 10 s with 1 unfinished; 1 refused" in shown
-    assert "2 preempted, 0.25 s computed again" in shown
-    assert all(len(line) <= 80 for line in shown.splitlines() if line.startswith(" "))
+def test_what_is_printed() -> None:
+    runs = [made(), {**made(), "label": "sarathi, 4 requests/s"}]
+    tables = shown(runs)
+    assert [row["system"] for row in tables["latency"]] == ["lars, 2 requests/s", "sarathi, 4 requests/s"]
+    assert tables["latency"][0]["in time share"] == pytest.approx(0.4)
+    assert tables["load"][0]["waiting"]["max"] == 1
+    assert len(tables["by prompt tokens"]) == 6
+    assert remarks(runs)[0].startswith("lars, 2 requests/s: stopped at 10 s with 1 unfinished; 1 refused")
+    assert "2 preempted, 0.25 s computed again" in remarks(runs)[0]

@@ -1,0 +1,373 @@
+"""What a simulation came to: what became of each request, and a report in the fields of a serving benchmark.
+
+Definitions beside those of :mod:`medha.workload.metrics`:
+
+- ITL's percentiles are within 1 %.
+- A request is in time if it finished, its first token came by its deadline (given, or derived by the scheduler), and
+  its TPOT, if it has an objective, was met. ``slo_attainment`` is the share of those that arrived, refused ones
+  included; ``request_goodput`` their number a second.
+- Slowdown is TTFT over the predicted TTFT of that prompt on the idle replica, in chunks of the medha scheduler. A
+  request without a first token waits for ever: its percentile is None.
+- A request waits until its first chunk is sent, and is active from then to its last token.
+- A stage has a bubble while it is without work and another stage of its group is not.
+- Over-saturation: see :func:`saturation_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medha.cost.predictor import Predictor, slowest_of
+from medha.cost.prefill_time import budgeted_chunk
+from medha.sim.replica import Replica
+from medha.workload.metrics import Counted, Floats, Times, by_length, percentile, serving_fields
+from medha.workload.trace import Trace
+
+PERCENTILES = (50, 90, 99)
+DRAIN = 0.1
+"""See :func:`saturation_of`."""
+_NUM_SAMPLES = 201
+_MAX_SAMPLES = 4096
+_GAP_BINS_PER_DECADE = 100
+_FIRST_GAP_BIN = -6 * _GAP_BINS_PER_DECADE
+_GAP_EDGES = [10.0 ** ((size + 0.5) / _GAP_BINS_PER_DECADE) for size in range(_FIRST_GAP_BIN, 6 * _GAP_BINS_PER_DECADE)]
+
+
+@dataclass(slots=True)
+class Requests:
+    """What became of each request of a trace, by its row; seconds of the virtual clock, NaN for what did not happen.
+
+    Attributes:
+        first_scheduled_s, first_token_s, finish_s: times.
+        deadline_s: seconds from arrival to when the first token was due, given or derived; inf for none.
+        max_gap_s: longest wait between two of its tokens.
+        num_tokens: produced.
+        num_preemptions: how often it gave up its KV memory.
+        is_refused: it never fits.
+    """
+
+    first_scheduled_s: NDArray[np.float64]
+    first_token_s: NDArray[np.float64]
+    finish_s: NDArray[np.float64]
+    deadline_s: NDArray[np.float64]
+    max_gap_s: NDArray[np.float64]
+    num_tokens: NDArray[np.int64]
+    num_preemptions: NDArray[np.int64]
+    is_refused: NDArray[np.bool_]
+
+    @classmethod
+    def empty(cls, count: int) -> Requests:
+        """None has happened."""
+        never = (np.full(count, np.nan) for _ in range(4))
+        first_scheduled_s, first_token_s, finish_s, deadline_s = never
+        num_tokens, num_preemptions = np.zeros((2, count), np.int64)
+        gap_s, is_refused = np.zeros(count), np.zeros(count, np.bool_)
+        return cls(
+            first_scheduled_s, first_token_s, finish_s, deadline_s, gap_s, num_tokens, num_preemptions, is_refused
+        )
+
+
+@dataclass(slots=True)
+class Series:
+    """Samples over time, thinned out where they are many: every other goes, and fewer come.
+
+    Attributes:
+        rows: (seconds, requests running, requests waiting, share of KV blocks in use).
+    """
+
+    rows: list[tuple[float, int, int, float]] = field(default_factory=list)
+    _every: int = 1
+    _skipped: int = 0
+
+    def add(self, now_s: float, num_running: int, num_waiting: int, share: float) -> None:
+        """Take a sample, or not."""
+        self._skipped += 1
+        if self._skipped < self._every:
+            return
+        self._skipped = 0
+        self.rows.append((now_s, num_running, num_waiting, share))
+        if len(self.rows) >= _MAX_SAMPLES:
+            self.rows = self.rows[::2]
+            self._every *= 2
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Waits between tokens of a request, over all tokens: counts by size, a hundred sizes a decade."""
+
+    counts: dict[int, int] = field(default_factory=dict)
+    total_s: float = 0.0
+    count: int = 0
+
+    def add(self, gap_s: float, count: int = 1) -> None:
+        """Count some gaps of one size."""
+        size = bisect_right(_GAP_EDGES, gap_s) + _FIRST_GAP_BIN
+        self.counts[size] = self.counts.get(size, 0) + count
+        self.total_s += gap_s * count
+        self.count += count
+
+    def quantile_s(self, share: float) -> float:
+        """Seconds within about 1 % of which a share of the gaps lie; NaN without gaps."""
+        left = share * self.count
+        for size in sorted(self.counts):
+            left -= self.counts[size]
+            if left <= 0:
+                return float(10.0 ** (size / _GAP_BINS_PER_DECADE))
+        return math.nan
+
+    def std_s(self) -> float:
+        """Standard deviation in seconds, within about 1 %; 0 without gaps."""
+        mean_s = self.total_s / max(self.count, 1)
+        sizes = sorted(self.counts.items())  # in one order, so that the sum has the same bits
+        squares = sum(count * (10.0 ** (size / _GAP_BINS_PER_DECADE) - mean_s) ** 2 for size, count in sizes)
+        return math.sqrt(squares / max(self.count, 1))
+
+    def fields(self) -> dict[str, float | None]:
+        """Those of the time between tokens."""
+        names = ("mean_itl_ms", "median_itl_ms", "std_itl_ms", "p99_itl_ms")
+        if not self.count:
+            return dict.fromkeys(names)
+        seconds = (self.total_s / self.count, self.quantile_s(0.5), self.std_s(), self.quantile_s(0.99))
+        return {name: 1e3 * value for name, value in zip(names, seconds, strict=True)}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a simulation came to.
+
+    Attributes:
+        trace: what was asked.
+        requests: by row of the trace.
+        duration_s: from the first arrival to the last token, or to where it was stopped.
+        series: over time.
+        gaps: between tokens.
+        stage_busy_s: by group and stage.
+        stage_bubble_s: by group and stage, seconds without work while another stage of the group had some.
+        num_batches, num_skipped: batches in all, and those of them that were stepped over in one go.
+        work_lost_s: predicted seconds of what was computed again, or moved to host memory and back.
+        is_stopped: it did not run to the end.
+        num_swaps: how many of the preemptions moved what was computed to host memory.
+    """
+
+    trace: Trace
+    requests: Requests
+    duration_s: float
+    series: Series
+    gaps: Gaps
+    stage_busy_s: list[list[float]]
+    stage_bubble_s: list[list[float]]
+    num_batches: int
+    num_skipped: int
+    work_lost_s: float
+    is_stopped: bool
+    num_swaps: int = 0
+
+    @property
+    def times(self) -> Times:
+        """Of the requests that arrived by the end."""
+        trace, requests = self.trace, self.requests
+        end_s = self.duration_s + (trace.arrival_s[0] if len(trace) else 0.0)
+        rows = slice(0, int(np.searchsorted(trace.arrival_s, end_s, side="right")))
+        first_token_s, finish_s = requests.first_token_s[rows], requests.finish_s[rows]
+        arrival_s, num_tokens = trace.arrival_s[rows], requests.num_tokens[rows]
+        in_time = ~np.isnan(finish_s) & (first_token_s - arrival_s <= requests.deadline_s[rows])
+        if trace.tpot_slo_s is not None:
+            tpot_s = (finish_s - first_token_s) / np.maximum(num_tokens - 1, 1)
+            in_time &= np.isnan(trace.tpot_slo_s[rows]) | (tpot_s <= trace.tpot_slo_s[rows])
+        return Times(
+            arrival_s,
+            requests.first_scheduled_s[rows],
+            first_token_s,
+            finish_s,
+            trace.prompt_tokens[rows],
+            num_tokens,
+            in_time,
+            requests.is_refused[rows],
+            np.ones(len(arrival_s), np.bool_),  # the scheduler derives a deadline where none is given
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What one run simulates.
+
+    Attributes:
+        name: of the scheduler, or of the policy where that tells more.
+        replica: hardware, model, layout, scheduler.
+        qps: requests a second that were asked for; None is what the trace has.
+    """
+
+    name: str
+    replica: Replica
+    qps: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Name and rate."""
+        return self.name if self.qps is None else f"{self.name}, {self.qps:g} requests/s"
+
+
+def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bool = False) -> dict[str, Any]:
+    """The figures of a run, as plain values; the same for the same seed. Nothing here was measured with a clock.
+
+    Args:
+        system: what ran.
+        outcome: what became of it.
+        alone_s: of each request of the trace, the predicted TTFT on the idle replica; see :func:`alone_seconds`.
+        interrupted: somebody broke it off.
+    """
+    times, config = outcome.times, system.replica.scheduler
+    first_s = float(times.arrival_s[0]) if len(times) else 0.0
+    end_s, span_s = first_s + outcome.duration_s, max(outcome.duration_s, 1e-12)
+    slowdown = (times.ttft_s / alone_s[: len(times)])[~times.is_refused]
+    policy = config.policy if isinstance(config.policy, str) else system.name
+    kv_mean, kv_max = _kv_use(outcome, first_s, end_s)
+    return {
+        "label": system.label,
+        "scheduler": config.scheduler,
+        "policy": policy if config.scheduler == "medha" else None,
+        "complete": not (outcome.is_stopped or interrupted),
+        "num_prompts": len(times),
+        "request_rate": system.qps if system.qps is not None else outcome.trace.qps,
+        **serving_fields(times, outcome.duration_s, outcome.gaps.fields()),
+        "unfinished": int((~times.has_finished & ~times.is_refused).sum()),
+        "ttft_by_length": by_length(times, PERCENTILES),
+        "p50_slowdown": percentile(slowdown, 50),
+        "p99_slowdown": percentile(slowdown, 99),
+        "waiting": _mean_and_most(times.waiting(), first_s, end_s),
+        "active": _mean_and_most(times.active(), first_s, end_s),
+        "kv_cache_usage": {"mean": kv_mean, "max": kv_max},
+        "stages": [
+            {"group": group, "stage": stage, "occupancy": busy_s / span_s, "bubble": bubble_s / span_s}
+            for group, (busy, bubbles) in enumerate(zip(outcome.stage_busy_s, outcome.stage_bubble_s, strict=True))
+            for stage, (busy_s, bubble_s) in enumerate(zip(busy, bubbles, strict=True))
+        ],
+        "num_preemptions": int(outcome.requests.num_preemptions.sum()),
+        "work_lost_s": outcome.work_lost_s,
+        "num_swaps": outcome.num_swaps,
+        "saturation": saturation_of(times, end_s),
+        "num_batches": outcome.num_batches,
+        "series": _series(times, outcome, first_s, end_s),
+    }
+
+
+def alone_seconds(replica: Replica, prompt_tokens: NDArray[np.int64]) -> Floats:
+    """Predicted TTFT of prompts on the idle replica, float64 of their shape.
+
+    On one KV-parallel group, in chunks that fill ``t_target_s`` or ``quantum_s`` in the slowest stage, whatever the
+    scheduler: chunk i + 1 is in a stage while chunk i is in the next.
+
+    Args:
+        replica: hardware, model, layout, budgets.
+        prompt_tokens: lengths, one dimension.
+    """
+    config = replace(replica.scheduler, scheduler="medha")
+    stages = replace(replica, scheduler=config).stages()
+    slowest, most = slowest_of(stages), config.max_batch_tokens
+    size = {"granularity": config.chunk_granularity, "min_tokens": min(config.min_chunk, most)}
+    rule = budgeted_chunk(slowest, config.t_target_s or config.quantum_s, most, **size)
+    lengths, rows = np.unique(prompt_tokens, return_inverse=True)
+    alone_s: list[float] = []
+    free_s, start, chunk = [0.0] * len(stages), 0, rule(0)
+    for length in lengths.tolist():
+        while start + chunk < length:
+            free_s = _through(stages, free_s, chunk, start, samples=False)
+            start, chunk = start + chunk, rule(start + chunk)
+        alone_s.append(_through(stages, free_s, length - start, start, samples=True)[-1])
+    return np.array(alone_s, dtype=np.float64)[rows]
+
+
+def _through(
+    stages: Sequence[Predictor], free_s: Sequence[float], q_len: int, kv_before: int, *, samples: bool
+) -> list[float]:
+    """When each stage is done with a chunk that comes next.
+
+    Args:
+        stages: what they cost.
+        free_s: when each is done with the chunk before; seconds.
+        q_len, kv_before: tokens of the chunk, and cached before it.
+        samples: it ends its prompt.
+    """
+    done_s: list[float] = []
+    for stage, stage_free_s in zip(stages, free_s, strict=True):
+        ready_s = max(done_s[-1], stage_free_s) if done_s else stage_free_s
+        done_s.append(ready_s + stage.tick().with_chunk(q_len, kv_before, samples=samples))
+    return done_s
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts of a report
+
+
+def saturation_of(times: Times, end_s: float) -> dict[str, Any]:
+    """Whether more arrived than could be served.
+
+    The queue is who has arrived and has no first token. A run is over-saturated where both hold:
+
+    - the queue grows through the second half of the time of arrivals: its straight line (least squares) rises by more
+      than the square root of the number that arrive then, which is the chance of a Poisson stream;
+    - those in the queue at the last arrival need more than 10 % of the time of arrivals until the last of them has its
+      first token, or never get there.
+
+    Returns:
+        ``is_over``: both hold. ``growth``: requests by which the line rises; None where all arrive at once.
+        ``num_late``: arrivals of the second half. ``drain_s``: seconds from the last arrival; None is never.
+        ``arrivals_s``: from the first arrival to the last.
+    """
+    if not len(times) or times.arrival_s[0] == times.arrival_s[-1]:
+        return {"is_over": False, "growth": None, "num_late": 0, "drain_s": None, "arrivals_s": 0.0}
+    first_s, last_s = float(times.arrival_s[0]), float(times.arrival_s[-1])
+    arrivals_s = last_s - first_s
+    at_s = np.linspace(first_s + arrivals_s / 2, last_s, _NUM_SAMPLES)
+    queue = _sampled(*times.queue(), at_s).astype(np.float64)
+    growth = float(np.polynomial.polynomial.polyfit(at_s - at_s[0], queue, 1)[1]) * arrivals_s / 2
+    num_late = int((times.arrival_s >= at_s[0]).sum())
+    first_tokens_s = times.first_token_s[~times.is_refused]
+    drain_s = float(np.max(first_tokens_s, initial=last_s)) - last_s  # NaN where one never came
+    drain = None if math.isnan(drain_s) else drain_s
+    lasts_s = end_s - last_s if drain is None else drain
+    is_over = growth > math.sqrt(num_late) and (drain is None or lasts_s > DRAIN * arrivals_s)
+    return {"is_over": is_over, "growth": growth, "num_late": num_late, "drain_s": drain, "arrivals_s": arrivals_s}
+
+
+def _kv_use(outcome: Outcome, first_s: float, end_s: float) -> tuple[float, float]:
+    """Mean over the span, and the most of the samples."""
+    if not outcome.series.rows:
+        return 0.0, 0.0
+    at_s, *_, shares = (np.array(column, dtype=np.float64) for column in zip(*outcome.series.rows, strict=True))
+    spans_s = np.diff(np.append(at_s, max(end_s, at_s[-1])))
+    return float((shares * spans_s).sum() / max(end_s - first_s, 1e-12)), float(shares.max())
+
+
+def _series(times: Times, outcome: Outcome, first_s: float, end_s: float) -> dict[str, list[float]]:
+    """At equal steps of the span: seconds of the virtual clock, requests, share of KV blocks."""
+    at_s = np.linspace(first_s, end_s, _NUM_SAMPLES)
+    samples = outcome.series.rows or [(first_s, 0, 0, 0.0)]
+    kv_s, *_, shares = zip(*samples, strict=True)
+    return {
+        "time_s": at_s.tolist(),
+        "waiting": _sampled(*times.waiting(), at_s).tolist(),
+        "active": _sampled(*times.active(), at_s).tolist(),
+        "kv_cache_usage": _sampled(np.array(kv_s), np.array(shares), at_s).tolist(),
+    }
+
+
+def _mean_and_most(counted: Counted, first_s: float, end_s: float) -> dict[str, float]:
+    """Of requests over the span: the time-weighted mean, and the most at once."""
+    at_s, numbers = counted
+    if not len(at_s) or end_s <= first_s:
+        return {"mean": 0.0, "max": int(numbers.max(initial=0))}
+    spans_s = np.diff(np.append(at_s, max(end_s, at_s[-1])))
+    return {"mean": float((numbers * spans_s).sum() / (end_s - first_s)), "max": int(numbers.max())}
+
+
+def _sampled(at_s: Floats, values: NDArray[Any], wanted_s: Floats) -> NDArray[Any]:
+    """The value at the last time up to each wanted one; 0 before the first."""
+    return np.concatenate([np.zeros(1, values.dtype), values])[np.searchsorted(at_s, wanted_s, side="right")]

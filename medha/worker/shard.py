@@ -1,0 +1,367 @@
+"""The part of a model that one rank holds: which it is, loaded, packed and ready to run.
+
+With it stands what a rank runs on: its device, and the attention backend that this device and the model's heads allow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from medha.attention.flashinfer_backend import DTYPES, HEAD_DIMS, FlashInferBackend
+from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape
+from medha.attention.torch_backend import TorchBackend
+from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from medha.errors import ConfigError
+from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
+from medha.models.layers import TensorShard, local_part
+from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected_tensors, is_ignored, load_parameters
+from medha.parallel.kvp import Merge
+from medha.parallel.launch import Launch
+from medha.parallel.mesh import Ranks
+from medha.parallel.spp import StagePipe
+from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
+from medha.worker.graphs import CudaGraphs, graph_sizes
+from medha.worker.kv_cache import KVCache
+from medha.worker.runner import Runner
+from medha.worker.swap import AtOnce, HostCache, SideStream
+
+logger = logging.getLogger("medha")
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HOPPER = 9
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """The part of a model that one rank holds.
+
+    Attributes:
+        whole: the model as its folder describes it.
+        model: the model that is built: KV heads repeated where there are fewer than tensor-parallel ranks.
+        layers: held here.
+        num_kv_heads: held here.
+        tp, tp_rank: tensor-parallel place.
+    """
+
+    whole: ModelConfig
+    model: ModelConfig
+    layers: range
+    num_kv_heads: int
+    tp: int = 1
+    tp_rank: int = 0
+
+    @classmethod
+    def of(cls, model: ModelConfig, ranks: Ranks | None) -> ModelShard:
+        """What this rank holds."""
+        if ranks is None:
+            return cls.at(model, ParallelConfig(), 0)
+        return cls.at(model, ranks.config, ranks.rank)
+
+    @classmethod
+    def at(cls, model: ModelConfig, parallel: ParallelConfig, rank: int) -> ModelShard:
+        """What a global rank holds."""
+        _, stage, tp_rank = parallel.coordinates(rank)
+        tp = parallel.tp
+        repeated = dataclasses.replace(model, num_kv_heads=max(tp, model.num_kv_heads)) if tp > 1 else model
+        layers = parallel.layers_of(stage, model.num_layers)
+        return cls(model, repeated, layers, repeated.num_kv_heads // tp, tp, tp_rank)
+
+    def layer_shape(self, dtype: torch.dtype) -> LayerShape:
+        """The heads that this rank has of each layer."""
+        return LayerShape(self.model.num_heads // self.tp, self.num_kv_heads, self.model.head_dim, dtype)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values that a token leaves on this rank."""
+        return 2 * len(self.layers) * self.num_kv_heads * self.model.head_dim * dtype.itemsize
+
+    def index(self, name: str, parameter: torch.Tensor) -> tuple[slice, ...] | None:
+        """Which slice of a checkpoint tensor this rank's parameter is; None for the whole."""
+        if self.model.num_kv_heads != self.whole.num_kv_heads and re.search(r"\.[kv]_proj\.", name):
+            head, H = self.tp_rank * self.whole.num_kv_heads // self.tp, self.whole.head_dim
+            return (slice(head * H, (head + 1) * H), *(slice(0, n) for n in parameter.shape[1:]))
+        return local_slices(parameter)
+
+    def num_parameters(self) -> int:
+        """Parameters that this rank holds: those of its layers, its share of each that is split."""
+        total = 0
+        for name, shape in expected_tensors(self.model).items():
+            if self._holds(name):
+                total += torch.Size(shape).numel() // (self.tp if _is_split(name) else 1)
+        return total
+
+    def _holds(self, name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is not None:
+            return int(layer[1]) in self.layers
+        is_first, is_last = self.layers.start == 0, self.layers.stop == self.model.num_layers
+        if name == "model.embed_tokens.weight":
+            return is_first or (is_last and self.model.tie_word_embeddings)
+        return is_last
+
+
+def _is_split(name: str) -> bool:
+    """Whether the plan splits a tensor of the checkpoint over tensor-parallel ranks."""
+    module, _, kind = name.rpartition(".")
+    split = TP_PLAN.get(re.sub(r"\.\d+\.", ".*.", module))
+    return split is not None and not (split == "row" and kind == "bias")
+
+
+def build_runner(
+    config: EngineConfig,
+    shard: ModelShard,
+    ranks: Ranks | None,
+    folder: Path,
+    backend: AttentionBackend,
+    *,
+    num_blocks: int,
+    num_swap_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int], None] | None,
+) -> Runner:
+    """Load this rank's part of the model, and put pools and pipe around it.
+
+    Args:
+        config: what to load and how to run it.
+        shard: what this rank holds.
+        ranks: of a job of several ranks.
+        folder: of the model.
+        backend: attention.
+        num_blocks: KV blocks of the pool.
+        num_swap_blocks: KV blocks of host memory; 0 for none.
+        dtype, device: of model and pools.
+        progress: called with the bytes of each parameter as it is loaded.
+    """
+    model = _load_model(config, shard, ranks, folder, dtype=dtype, device=device, progress=progress)
+    cache = KVCache(
+        num_layers=len(shard.layers),
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        num_kv_heads=shard.num_kv_heads,
+        head_dim=shard.model.head_dim,
+        dtype=dtype,
+        device=device,
+        has_scratch=wants_graphs(config, backend, device),
+    )
+    host = None
+    if num_swap_blocks:
+        host = HostCache(cache, num_swap_blocks, SideStream(device) if device.type == "cuda" else AtOnce())
+    if ranks is None:
+        return Runner(model, cache, backend, device, decode_lag=config.scheduler.decode_lag or 0, host=host)
+    pipe = StagePipe(
+        ranks.pipe_group,
+        previous=ranks.neighbour(-1),
+        following=ranks.neighbour(1),
+        dim=shard.model.hidden_size,
+        dtype=dtype,
+        num_buffers=ranks.config.spp + 1,
+    )
+    merges = {run: Merge(group, 1 + run[1] - run[0]) for run, group in ranks.run_groups.items()}
+    return Runner(
+        model,
+        cache,
+        backend,
+        device,
+        pipe=pipe,
+        samples=ranks.is_sampler,
+        group=ranks.group,
+        merges=merges,
+        host=host,
+    )
+
+
+def _load_model(
+    config: EngineConfig,
+    shard: ModelShard,
+    ranks: Ranks | None,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int], None] | None,
+) -> Decoder:
+    split = ranks is not None and ranks.config.tp > 1
+    build = partial(
+        build_decoder,
+        shard.model,
+        dtype=dtype,
+        device=device,
+        layers=shard.layers,
+        parallelize_=partial(parallelize_, mesh=ranks.tp_mesh, plan=TP_PLAN) if ranks and split else None,
+    )
+    if config.load_format == "dummy":
+        model = build()
+        fill_random_(model, seed=config.seed)
+    else:
+        whole = shard.whole
+        with Checkpoint(folder) as checkpoint:
+            check_tensors(checkpoint, expected_tensors(whole), ignored=lambda name: is_ignored(name, whole))
+            model = build()
+            parameters = dict(model.named_parameters())
+            load_parameters(
+                {name: local_part(parameter) for name, parameter in parameters.items()},
+                checkpoint,
+                index=lambda name: shard.index(name, parameters[name]),
+                progress=progress,
+            )
+    if config.parallel.tp_forward == "local":
+        model.pack_(_tensor_shard(ranks) if ranks and split else None)
+    return model
+
+
+def _tensor_shard(ranks: Ranks) -> TensorShard:
+    group = ranks.tp_group
+    return TensorShard(ranks.tp_rank, ranks.config.tp, all_reduce_over(group), all_gather_over(group))
+
+
+def checkpoint_facts(config: EngineConfig, folder: Path) -> list[object]:
+    """What tells two checkpoints apart without reading them whole: of each tensor its shape, dtype and middle row."""
+    if config.load_format == "dummy":
+        return []
+    with Checkpoint(folder) as checkpoint:
+        infos = [checkpoint.info(name) for name in sorted(checkpoint.names)]
+        return [(info.name, info.shape, info.dtype, _middle(checkpoint, info)) for info in infos]
+
+
+def _middle(checkpoint: Checkpoint, info: TensorInfo) -> str:
+    """A digest of the middle row of a tensor, or of the second half of one with one axis."""
+    if not info.shape or 0 in info.shape:
+        return ""
+    half = info.shape[0] // 2
+    row = checkpoint.read(info.name, (slice(half, half + 1 if len(info.shape) > 1 else info.shape[0]),))
+    return hashlib.sha256(row.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def torch_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    """The dtype of weights and KV: as asked for, or the model's own."""
+    return TORCH_DTYPES[model.dtype if config.dtype == "auto" else config.dtype]
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that ``name`` means; ``auto`` is CUDA where there is one.
+
+    Raises:
+        ConfigError: CUDA is asked for and not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        raise ConfigError(f"device={name!r}; accepted on this machine: {', '.join(there)}")
+    return device
+
+
+def own_device(device: torch.device, launch: Launch | None) -> torch.device:
+    """This rank's device, made the current one: kernels that take no device run there.
+
+    Args:
+        device: from :func:`pick_device`; ``cuda`` without an index is a GPU of its own for each rank of a node.
+        launch: of a job of several ranks.
+
+    Raises:
+        ConfigError: the node has fewer GPUs than ranks.
+    """
+    if device.type != "cuda":
+        return device
+    index: int | None = device.index
+    if index is None:
+        index, num_gpus = 0 if launch is None else launch.local_rank, torch.cuda.device_count()
+        if index >= num_gpus:
+            raise ConfigError(f"device='cuda' for local rank {index}; accepted: as many ranks as GPUs, {num_gpus} here")
+    own = torch.device("cuda", index)
+    torch.cuda.set_device(own)
+    return own
+
+
+def pick_backend(
+    name: str, shape: LayerShape, device: torch.device, *, block_size: int = CacheConfig().block_size
+) -> AttentionBackend:
+    """The attention backend called ``name``, apart from an engine; see :func:`choose_backend`.
+
+    Raises:
+        ConfigError: it cannot serve here.
+    """
+    return choose_backend(name, shape, device, block_size=block_size)[0]
+
+
+def choose_backend(
+    name: str, shape: LayerShape, device: torch.device, *, block_size: int
+) -> tuple[AttentionBackend, str]:
+    """The attention backend for an engine, and in words why it is that one.
+
+    Args:
+        name: ``torch``, ``flashinfer``, or ``auto``: FlashInfer on CUDA where it is installed and has kernels for the
+            model's heads, else torch.
+        shape: of this rank's layers.
+        device: where they run.
+        block_size: tokens of a KV block.
+
+    Raises:
+        ConfigError: FlashInfer is asked for, and there is no CUDA device or no such package.
+    """
+    if name == "torch":
+        return TorchBackend(), "as asked for"
+    missing = _missing(device)
+    if missing is not None:
+        if name == "flashinfer":
+            raise ConfigError(f"attention_backend='flashinfer' needs {missing}; accepted here: auto, torch")
+        return TorchBackend(), f"flashinfer needs {missing}"
+    lacking = _lacking(shape)
+    if lacking is not None:
+        return TorchBackend(), f"flashinfer has no kernel for {lacking}"
+    return _flashinfer(device, block_size), "as asked for" if name == "flashinfer" else "CUDA, and it is installed"
+
+
+def _missing(device: torch.device) -> str | None:
+    """What this machine lacks for FlashInfer."""
+    if device.type != "cuda":
+        return f"a CUDA device, not {device}"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "the package flashinfer-python (pip install 'medha[cuda]')"
+    return None
+
+
+def _lacking(shape: LayerShape) -> str | None:
+    """What of a model FlashInfer has no kernel for."""
+    if shape.head_dim not in HEAD_DIMS:
+        return f"heads of {shape.head_dim} (it has {', '.join(map(str, HEAD_DIMS))})"
+    if shape.dtype not in DTYPES:
+        names = [str(dtype).removeprefix("torch.") for dtype in (shape.dtype, *DTYPES)]
+        return f"{names[0]} (it has {', '.join(names[1:])})"
+    return None
+
+
+def _flashinfer(device: torch.device, block_size: int) -> FlashInferBackend:
+    import flashinfer  # here because it is optional, and makes a cache folder when it is imported
+
+    facts = torch.cuda.get_device_properties(device)
+    return FlashInferBackend(
+        flashinfer, block_size=block_size, num_sms=facts.multi_processor_count, has_fa3=facts.major == _HOPPER
+    )
+
+
+def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:
+    """Whether decodes are captured."""
+    return config.cuda_graphs and device.type == "cuda" and isinstance(backend, GraphBackend)
+
+
+def capture_graphs(runner: Runner, config: EngineConfig, captured: Callable[[int, int], None]) -> None:
+    """Capture graphs of decodes, and say which."""
+    start = time.perf_counter()
+    sizes = graph_sizes(config.scheduler.max_num_seqs)
+    runner.capture(CudaGraphs(runner.device), sizes, captured, is_alone=config.parallel.tp == 1)
+    assert runner.graphs is not None, "they have just been captured"
+    captured_sizes = ", ".join(map(str, runner.graphs.sizes)) or "none"
+    logger.info("CUDA graphs of %s decodes, captured in %.1f s", captured_sizes, time.perf_counter() - start)
