@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from medha.params import SLO
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,3 +202,26 @@ class RequestOutput:
     metrics: RequestMetrics
     error: Exception | None = None
     num_cached_tokens: int = field(default=0)
+
+
+def unserved(
+    request_id: str,
+    arrival_s: float,
+    *,
+    slo: SLO | None,
+    error: Exception | None,
+    finished_s: float | None = None,
+    prompt: str | None = None,
+    prompt_token_ids: Sequence[int] = (),
+) -> RequestOutput:
+    """The output of a request that the engine never took; without an error it is aborted."""
+    slo = slo or SLO()
+    completion = CompletionOutput(0, text=None, token_ids=[], finish_reason="abort" if error is None else "error")
+    metrics = RequestMetrics(
+        arrival_s,
+        finished=finished_s,
+        num_prompt_tokens=len(prompt_token_ids),
+        ttft_slo_s=slo.ttft_s,
+        tpot_slo_s=slo.tpot_s,
+    )
+    return RequestOutput(request_id, prompt, list(prompt_token_ids), [completion], True, metrics, error)

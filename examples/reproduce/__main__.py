@@ -16,7 +16,12 @@ app = make_app()
 @app.command()
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[all | NAME …]", help="Figures; all by default.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="[all | NAME …]",
+            help="Figures; three small ones by default, all within a quarter of an hour.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for REPORT.md and a PNG and a JSON of each figure.")] = Path(
         "reproduction"

@@ -16,6 +16,7 @@ from typing import Any
 from medha.errors import ConfigError
 
 CLAIMS = Path(__file__).with_name("claims.toml")
+BASES = ("", "arithmetic", "input", "by construction")
 KINDS = ("value", "range", "at-least", "at-most", "statement")
 VERSIONS = ("v4", "v5")
 
@@ -36,7 +37,10 @@ class Claim:
         figure: of ours that answers it, or empty.
         reason: why no figure does; empty where one does.
         neutral: value at which nothing changes: ours has to be on the same side; None where there is none.
-        note: contradictions within or between the papers.
+        basis: what the answer rests on where a verdict says nothing of the system, so that it is not counted:
+            ``arithmetic`` (follows from shapes, published rates and a formula), ``input`` (we put the number in) or
+            ``by construction`` (our setting has it); empty where it was simulated.
+        note: contradictions within or between the papers, and what is to be known of the verdict.
     """
 
     id: str
@@ -49,6 +53,7 @@ class Claim:
     figure: str = ""
     reason: str = ""
     neutral: float | None = None
+    basis: str = ""
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -57,6 +62,7 @@ class Claim:
         for name in ("id", "where", "says", "unit"):
             _check(self, name, bool(getattr(self, name).strip()), "a text that is not empty")
         _check(self, "kind", self.kind in KINDS, ", ".join(KINDS))
+        _check(self, "basis", self.basis in BASES, ", ".join(BASES[1:]))
         known = bool(self.versions) and set(self.versions) <= set(VERSIONS)
         _check(self, "versions", known, f"one or more of {', '.join(VERSIONS)}")
         self._check_numbers()

@@ -45,20 +45,22 @@ _ALL = (
     layouts.FIGURE,
 )
 FIGURES: dict[str, FigureSpec] = {figure.name: figure for figure in _ALL}
+SMALL = ("requirements", "adaptive-chunking", "example")
+"""What is computed where nobody asks for more: within seconds."""
 
 
 def find_figures(names: Sequence[str]) -> list[FigureSpec]:
-    """Figures by name, each once, in the order of the registry; none, or ``all``, is all.
+    """Figures by name, each once, in the order of the registry; ``all`` is all, and none those of :data:`SMALL`.
 
     Raises:
         ConfigError: a name is not known.
     """
-    wanted = set(names)
+    wanted = set(names or SMALL)
     for name in names:
         if name != "all" and name not in FIGURES:
             near = difflib.get_close_matches(name, ["all", *FIGURES], n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"figure {name!r} is not known; accepted: all, {', '.join(FIGURES)}{hint}")
-    if not wanted or "all" in wanted:
+    if "all" in wanted:
         return list(FIGURES.values())
     return [figure for name, figure in FIGURES.items() if name in wanted]

@@ -155,7 +155,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
             _SIGNS.get(claim.kind, "") + _amount(claim, claim.value),
             _amount(claim, row.ours),
             "" if relative is None else f"{relative:.2f}",
-            f"**{row.verdict}**",
+            f"{row.verdict} ({claim.basis})" if claim.basis else f"**{row.verdict}**",
             " ".join(filter(None, [row.sentence, claim.note and f"Note: {claim.note}"])),
             f"`{claim.figure}`",
         )
@@ -195,8 +195,11 @@ def _number(value: float) -> str:
 
 
 def _counts(rows: Sequence[Row]) -> str:
-    counts = Counter(row.verdict for row in rows)
-    return ", ".join(f"{counts[name]} {name}" for name in VERDICTS)
+    """Verdicts on what was simulated, and how many rows stand apart."""
+    counts = Counter(row.verdict for row in rows if not row.claim.basis)
+    bases = Counter(row.claim.basis for row in rows if row.claim.basis)
+    apart = ", ".join(f"{count} {name}" for name, count in bases.items())
+    return ", ".join(f"{counts[name]} {name}" for name in VERDICTS) + (f"; not counted: {apart}" if apart else "")
 
 
 def _json(figure: FigureSpec, result: FigureResult, rows: Sequence[Row], options: Options) -> str:

@@ -2,8 +2,9 @@
 
 The rule, printed in every report:
 
-- A value is *reproduced* within 15 %, *partly* within a factor of 2 and on the same side of the point where nothing
-  changes (1 for a ratio), and *not* otherwise. A range must hold at both ends.
+- A value is *reproduced* where its change is within 15 % of the paper's, *partly* within a factor of 2, and *not*
+  otherwise. A change is from the point where nothing changes: 1 for a ratio, 0 for a difference and for an amount. A
+  range must hold at both ends.
 - A bound is reproduced where it holds, partly where it is missed by less than a factor of 2.
 - A statement without a number is tested in several cases: reproduced in all of them, partly in at least half.
 """
@@ -22,9 +23,11 @@ FACTOR = 2.0
 _ROUNDING = 1e-9
 VERDICTS = ("reproduced", "partly", "not")
 RULE = (
-    "A value is reproduced within 15 % of the paper's, partly within a factor of 2 and in the same direction, else "
-    "not; a range at both ends. A bound is reproduced where it holds, partly where it is missed by less than a factor "
-    "of 2. A statement is tested in several cases: reproduced in all, partly in at least half."
+    "A value is reproduced where its change is within 15 % of the paper's, partly within a factor of 2, else not; a "
+    "change is from the point where nothing changes (1 for a ratio, 0 for a difference and for an amount). A range at "
+    "both ends. A bound is reproduced where it holds, partly where it is missed by less than a factor of 2. A "
+    "statement is tested in several cases: reproduced in all, partly in at least half. Verdicts on arithmetic, on "
+    "inputs and on what our setting has by construction say nothing of a system and stand apart."
 )
 
 Ours = float | tuple[float, float]
@@ -107,22 +110,26 @@ def verdict(claim: Claim, ours: Ours) -> str:
 
 
 def ratio(claim: Claim, ours: Ours) -> float | None:
-    """Ours over the paper's, of the middles of a range; None for a statement or a paper's 0."""
+    """Our change over the paper's, of the middles of a range; None for a statement or a paper's 0."""
     if claim.kind == "statement":
         return None
     ours_middle = sum(ours) / 2 if isinstance(ours, tuple) else ours
-    paper = sum(claim.pair) / 2 if claim.kind == "range" else claim.number
-    return ours_middle / paper if paper else None
+    return _relative(sum(claim.pair) / 2 if claim.kind == "range" else claim.number, ours_middle, claim.neutral)
+
+
+def _relative(paper: float, ours: float, neutral: float | None) -> float | None:
+    """Our change from the point where nothing changes, over the paper's; None where the paper has none."""
+    base = neutral or 0.0
+    return (ours - base) / (paper - base) if paper != base else None
 
 
 def _of_value(paper: float, ours: float, neutral: float | None) -> str:
-    if paper == 0 or ours / paper <= 0:
+    share = _relative(paper, ours, neutral)
+    if share is None:
         return "reproduced" if ours == paper else "not"
-    if abs(ours / paper - 1) <= CLOSE + _ROUNDING:
+    if abs(share - 1) <= CLOSE + _ROUNDING:
         return "reproduced"
-    same_side = neutral is None or (ours - neutral) * (paper - neutral) > 0
-    within = 1 / FACTOR <= ours / paper <= FACTOR
-    return "partly" if same_side and within else "not"
+    return "partly" if 1 / FACTOR - _ROUNDING <= share <= FACTOR + _ROUNDING else "not"
 
 
 def _number(claim: Claim, ours: Ours) -> float:

@@ -13,9 +13,8 @@ from concurrent import futures
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from medha.engine.request import unserved
 from medha.errors import EngineDeadError, MedhaError
-from medha.outputs import CompletionOutput, RequestOutput
+from medha.outputs import CompletionOutput, RequestOutput, unserved
 from medha.params import SLO, SamplingParams
 
 if TYPE_CHECKING:

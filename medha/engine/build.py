@@ -38,9 +38,9 @@ from medha.parallel.mesh import (
     check_layout,
     check_same_everywhere,
     init_ranks,
-    least,
+    max_over_ranks,
     meet,
-    most,
+    min_over_ranks,
     once_per_node,
     wait_for_all,
 )
@@ -235,7 +235,7 @@ def _pool_sizes(
     blocks = num_kv_blocks(config, shard, dtype, device, max_model_len)
     host_blocks = num_swap_blocks(config, shard, dtype)
     if ranks is not None:
-        blocks, host_blocks = least(ranks, blocks), least(ranks, host_blocks)
+        blocks, host_blocks = min_over_ranks(ranks, blocks), min_over_ranks(ranks, host_blocks)
     pool, given = blocks * config.cache.block_size, config.scheduler.max_kv_per_group
     if given is not None and given > pool:
         raise ConfigError(f"max_kv_per_group={given}; accepted: at most the pool's {pool} tokens")
@@ -289,7 +289,7 @@ def _with_swap(config: EngineConfig, runner: Runner, ranks: Ranks | None) -> Eng
     if runner.host is not None:
         num_swap_blocks, block_s = runner.host.num_blocks, runner.host.measure_block_s()
         if ranks is not None:
-            block_s = most(ranks, round(block_s * 1e9)) / 1e9
+            block_s = max_over_ranks(ranks, round(block_s * 1e9)) / 1e9
         logger.info("host memory for %d KV blocks of each group; one moves in %.3g ms", num_swap_blocks, 1e3 * block_s)
     scheduler = dataclasses.replace(config.scheduler, num_swap_blocks=num_swap_blocks, swap_block_s=block_s)
     return dataclasses.replace(config, scheduler=scheduler)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import NonFiniteLogitsError
-from medha.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from medha.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, unserved
 from medha.params import SLO, SamplingParams
 from medha.text import Detokenizer, StopChecker, Tokenizer
 from medha.worker.sampling import Sampled
@@ -46,29 +46,6 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: Mapping[str, float | int | None] = field(default_factory=dict)
     seed: int = 0
-
-
-def unserved(
-    request_id: str,
-    arrival_s: float,
-    *,
-    slo: SLO | None,
-    error: Exception | None,
-    finished_s: float | None = None,
-    prompt: str | None = None,
-    prompt_token_ids: Sequence[int] = (),
-) -> RequestOutput:
-    """The output of a request that the engine never took; without an error it is aborted."""
-    slo = slo or SLO()
-    completion = CompletionOutput(0, text=None, token_ids=[], finish_reason="abort" if error is None else "error")
-    metrics = RequestMetrics(
-        arrival_s,
-        finished=finished_s,
-        num_prompt_tokens=len(prompt_token_ids),
-        ttft_slo_s=slo.ttft_s,
-        tpot_slo_s=slo.tpot_s,
-    )
-    return RequestOutput(request_id, prompt, list(prompt_token_ids), [completion], True, metrics, error)
 
 
 class Request:

@@ -157,27 +157,27 @@ def load_model_config(
         logger.warning("%s: auto_map is ignored; medha runs its own %s", folder / "config.json", family.architecture)
     _refuse_unimplemented(reader, family)
 
-    claimed = reader.integer("max_position_embeddings", 1, MAX_LENGTH, family.max_position_embeddings)
+    claimed = reader.number("max_position_embeddings", int, 1, MAX_LENGTH, family.max_position_embeddings)
     rope, max_length = read_rope(reader, claimed, rope_scaling=rope_scaling, max_model_len=max_model_len)
-    vocab_size = reader.integer("vocab_size", 1, 2**24)
-    num_layers = reader.integer("num_hidden_layers", 1, 4096)
+    vocab_size = reader.number("vocab_size", int, 1, 2**24)
+    num_layers = reader.number("num_hidden_layers", int, 1, 4096)
     _refuse_windows(reader, family, num_layers, max_length=max_model_len or max_length)
 
-    num_heads = reader.integer("num_attention_heads", 1, 4096)
+    num_heads = reader.number("num_attention_heads", int, 1, 4096)
     num_kv_heads = _num_kv_heads(reader, family, num_heads)
     attention_bias = family.has_attention_bias and reader.boolean("attention_bias")
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=vocab_size,
-        hidden_size=reader.integer("hidden_size", 1, 2**20),
-        intermediate_size=reader.integer("intermediate_size", 1, 2**22),
+        hidden_size=reader.number("hidden_size", int, 1, 2**20),
+        intermediate_size=reader.number("intermediate_size", int, 1, 2**22),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(reader, family, num_heads),
         max_position_embeddings=max_length,
         rope=rope,
-        rms_norm_eps=reader.number("rms_norm_eps", 0, 1, above=True, default=1e-6),
+        rms_norm_eps=reader.number("rms_norm_eps", float, 0, 1, above=True, default=1e-6),
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=attention_bias,
         qk_norm=family.qk_norm,
@@ -198,17 +198,17 @@ def load_generation_config(folder: Path, vocab_size: int) -> GenerationDefaults:
     if not path.exists() and not path.is_symlink():
         return GenerationDefaults()
     reader = Fields(read_json_object(path), path.name)
-    temperature = reader.optional_number("temperature", 0, 2)  # the bound of SamplingParams
+    temperature = reader.optional("temperature", float, 0, 2)  # the bound of SamplingParams
     do_sample = None if reader.raw.get("do_sample") is None else reader.boolean("do_sample")
     return GenerationDefaults(
         temperature=0.0 if do_sample is False else temperature,
-        top_p=reader.optional_number("top_p", 0, 1, above=True),
-        top_k=reader.optional_integer("top_k", -1, 2**31 - 1),
-        min_p=reader.optional_number("min_p", 0, 1),
-        repetition_penalty=reader.optional_number("repetition_penalty", 1e-6, 1e6),
+        top_p=reader.optional("top_p", float, 0, 1, above=True),
+        top_k=reader.optional("top_k", int, -1, 2**31 - 1),
+        min_p=reader.optional("min_p", float, 0, 1),
+        repetition_penalty=reader.optional("repetition_penalty", float, 1e-6, 1e6),
         do_sample=do_sample,
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
-        max_new_tokens=reader.optional_integer("max_new_tokens", 1, MAX_LENGTH),
+        max_new_tokens=reader.optional("max_new_tokens", int, 1, MAX_LENGTH),
     )
 
 
@@ -287,7 +287,7 @@ def _refuse_unimplemented(reader: Fields, family: _Family) -> None:
 def _num_kv_heads(reader: Fields, family: _Family, num_heads: int) -> int:
     absent = num_heads if family.num_kv_heads is None else family.num_kv_heads
     default = num_heads if "num_key_value_heads" in reader.raw else absent  # null means one for each query head
-    num_kv_heads = reader.integer("num_key_value_heads", 1, 4096, default)
+    num_kv_heads = reader.number("num_key_value_heads", int, 1, 4096, default)
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{reader.where}: num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}; "
@@ -297,8 +297,8 @@ def _num_kv_heads(reader: Fields, family: _Family, num_heads: int) -> int:
 
 
 def _head_dim(reader: Fields, family: _Family, num_heads: int) -> int:
-    hidden_size = reader.integer("hidden_size", 1, 2**20)
-    head_dim = reader.integer("head_dim", 1, 4096, family.head_dim or max(1, hidden_size // num_heads))
+    hidden_size = reader.number("hidden_size", int, 1, 2**20)
+    head_dim = reader.number("head_dim", int, 1, 4096, family.head_dim or max(1, hidden_size // num_heads))
     if reader.raw.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
         raise ConfigError(
             f"{reader.where}: hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}; "
@@ -324,7 +324,7 @@ def _bos_token_id(reader: Fields, family: _Family, vocab_size: int) -> int | Non
     if "bos_token_id" not in reader.raw:
         default = family.bos_token_id
         return default if default is not None and default < vocab_size else None
-    return reader.optional_integer("bos_token_id", 0, vocab_size - 1)
+    return reader.optional("bos_token_id", int, 0, vocab_size - 1)
 
 
 def _eos_token_ids(reader: Fields, family: _Family, vocab_size: int) -> tuple[int, ...]:
@@ -340,7 +340,7 @@ def _eos_token_ids(reader: Fields, family: _Family, vocab_size: int) -> tuple[in
 
 def _refuse_windows(reader: Fields, family: _Family, num_layers: int, *, max_length: int) -> None:
     """Refuse a window that some context of at most ``max_length`` tokens would outgrow."""
-    window = reader.optional_integer("sliding_window", 1, 2**62)
+    window = reader.optional("sliding_window", int, 1, 2**62)
     if "sliding_window" not in reader.raw:
         window = family.sliding_window
     cause = _window_cause(reader, family, num_layers, window)
@@ -351,7 +351,9 @@ def _refuse_windows(reader: Fields, family: _Family, num_layers: int, *, max_len
     if chunked is not None:
         if not isinstance(chunked, Mapping):
             raise reader.wrong("dual_chunk_attention_config", "an object or null")
-        chunk = Fields(chunked, f"{reader.where}: dual_chunk_attention_config").integer("chunk_size", 1, 2**62, 262144)
+        chunk = Fields(chunked, f"{reader.where}: dual_chunk_attention_config").number(
+            "chunk_size", int, 1, 2**62, 262144
+        )
         if chunk < max_length:
             raise _window_error(reader, f"dual_chunk_attention_config (chunk_size={chunk})", chunk, max_length)
 
@@ -375,7 +377,7 @@ def _window_cause(reader: Fields, family: _Family, num_layers: int, window: int 
     if family.architecture == "MistralForCausalLM":
         absent = "" if "sliding_window" in reader.raw else ", the default of this architecture"
         return f"sliding_window={window}{absent}"
-    first = reader.integer("max_window_layers", 0, 2**31, 28)
+    first = reader.number("max_window_layers", int, 0, 2**31, 28)
     if reader.boolean("use_sliding_window") and layer_types is None and first < num_layers:
         return f"use_sliding_window=True (sliding_window={window})"
     return None

@@ -50,14 +50,14 @@ def read_rope(
     """
     name = "rope_scaling" if reader.raw.get("rope_parameters") is None else "rope_parameters"
     rope = Fields(_rope_parameters(reader), f"{reader.where}: {name}")
-    outer = reader.optional_integer("original_max_position_embeddings", 1, MAX_LENGTH)
+    outer = reader.optional("original_max_position_embeddings", int, 1, MAX_LENGTH)
     if outer is not None and rope.raw.get("rope_type") in ("llama3", "yarn"):
         rope.raw = {**rope.raw, "original_max_position_embeddings": outer}  # as transformers: the outer one wins
     if rope_scaling is not None:
-        trained = rope.integer("original_max_position_embeddings", 1, MAX_LENGTH, outer or claimed)
+        trained = rope.number("original_max_position_embeddings", int, 1, MAX_LENGTH, outer or claimed)
         rope = _replace_scaling(rope, rope_scaling, trained, max_model_len)
         if rope.raw["rope_type"] != "llama3":
-            claimed = rope.integer("original_max_position_embeddings", 1, MAX_LENGTH, trained)
+            claimed = rope.number("original_max_position_embeddings", int, 1, MAX_LENGTH, trained)
     _check_rope_keys(rope)
     return _build_rope(rope, claimed)
 
@@ -133,7 +133,7 @@ def _replace_scaling(rope: Fields, scaling: str | Mapping[str, Any], trained: in
                 f"rope_scaling={short_repr(scaling)} needs max_model_len, the length to stretch to; "
                 "accepted: max_model_len in tokens, or a mapping with a factor"
             )
-        trained = result.integer("original_max_position_embeddings", 1, MAX_LENGTH, trained)
+        trained = result.number("original_max_position_embeddings", int, 1, MAX_LENGTH, trained)
         flat["factor"] = max(1.0, max_model_len / trained)
     return result
 
@@ -167,14 +167,14 @@ def _check_rope_keys(rope: Fields) -> None:
 
 
 def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
-    theta = rope.number("rope_theta", 1, 1e30, above=True, default=10000.0)
+    theta = rope.number("rope_theta", float, 1, 1e30, above=True, default=10000.0)
     rope_type = rope.raw.get("rope_type", "default")
     if rope_type == "default":
         return RopeConfig(theta=theta), claimed
     if rope_type == "linear":
-        factor = rope.number("factor", 1, MAX_LENGTH)
+        factor = rope.number("factor", float, 1, MAX_LENGTH)
         return RopeConfig("linear", theta=theta, factor=factor), _length(rope, claimed * factor)
-    explicit = rope.optional_integer("original_max_position_embeddings", 1, MAX_LENGTH)
+    explicit = rope.optional("original_max_position_embeddings", int, 1, MAX_LENGTH)
     original = claimed if explicit is None else explicit
     if rope_type == "llama3":
         return _build_llama3(rope, theta, original), claimed
@@ -185,8 +185,8 @@ def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
 
 
 def _build_llama3(rope: Fields, theta: float, original: int) -> RopeConfig:
-    low = rope.number("low_freq_factor", 0, 1e9, above=True)
-    high = rope.number("high_freq_factor", 0, 1e9, above=True)
+    low = rope.number("low_freq_factor", float, 0, 1e9, above=True)
+    high = rope.number("high_freq_factor", float, 0, 1e9, above=True)
     if high <= low:
         raise ConfigError(
             f"{rope.where}: high_freq_factor={high:g} with low_freq_factor={low:g}; accepted: a larger one"
@@ -194,7 +194,7 @@ def _build_llama3(rope: Fields, theta: float, original: int) -> RopeConfig:
     return RopeConfig(
         "llama3",
         theta=theta,
-        factor=rope.number("factor", 1, MAX_LENGTH),
+        factor=rope.number("factor", float, 1, MAX_LENGTH),
         original_max_position_embeddings=original,
         low_freq_factor=low,
         high_freq_factor=high,
@@ -202,9 +202,9 @@ def _build_llama3(rope: Fields, theta: float, original: int) -> RopeConfig:
 
 
 def _build_yarn(rope: Fields, theta: float, original: int) -> RopeConfig:
-    factor = rope.number("factor", 1, MAX_LENGTH)
-    beta_fast = rope.optional_number("beta_fast", 0, 1e9) or 32.0  # 0 means the default, as in transformers
-    beta_slow = rope.optional_number("beta_slow", 0, 1e9) or 1.0
+    factor = rope.number("factor", float, 1, MAX_LENGTH)
+    beta_fast = rope.optional("beta_fast", float, 0, 1e9) or 32.0  # 0 means the default, as in transformers
+    beta_slow = rope.optional("beta_slow", float, 0, 1e9) or 1.0
     if beta_fast < beta_slow:
         raise ConfigError(
             f"{rope.where}: beta_fast={beta_fast:g} is below beta_slow={beta_slow:g}; accepted: at least it"
@@ -225,9 +225,9 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    explicit = rope.optional_number("attention_factor", 0, 1e9, above=True)
-    mscale = rope.optional_number("mscale", 0, 1e9)
-    mscale_all_dim = rope.optional_number("mscale_all_dim", 0, 1e9)
+    explicit = rope.optional("attention_factor", float, 0, 1e9, above=True)
+    mscale = rope.optional("mscale", float, 0, 1e9)
+    mscale_all_dim = rope.optional("mscale_all_dim", float, 0, 1e9)
     if explicit is not None:
         return explicit
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)

@@ -10,9 +10,11 @@ import json
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from medha.errors import ConfigError
+
+N = TypeVar("N", int, float)
 
 MAX_LENGTH = 2**31 - 1
 """Longest context that a field may claim, in tokens."""
@@ -94,40 +96,24 @@ class Fields:
             return ConfigError(f"{self.where}: {name} is missing; accepted: {accepted}")
         return ConfigError(f"{self.where}: {name}={short_repr(self.raw[name])}; accepted: {accepted}")
 
-    def optional_integer(self, name: str, low: int, high: int) -> int | None:
-        """An integer from low to high, or None where absent."""
+    def optional(self, name: str, kind: type[N], low: float, high: float, *, above: bool = False) -> N | None:
+        """An int or float from low to high, or None where absent; ``above`` leaves low itself out."""
         value = self.raw.get(name)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.wrong(name, f"an integer from {low} to {high}")
-        return value
+        is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (above and value == low):  # NaN fails the comparison
+            raise self.wrong(name, _range_text(kind, low, high, above=above))
+        return kind(value)
 
-    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """An integer from low to high; where absent the default, and without one an error."""
-        value = self.optional_integer(name, low, high)
+    def number(
+        self, name: str, kind: type[N], low: float, high: float, default: N | None = None, *, above: bool = False
+    ) -> N:
+        """As :meth:`optional`; where absent the default, and without one an error."""
+        value = self.optional(name, kind, low, high, above=above)
         value = default if value is None else value
         if value is None:
-            raise self.wrong(name, f"an integer from {low} to {high}")
-        return value
-
-    def optional_number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
-        """A number from low to high, or None where absent; ``above`` leaves low itself out."""
-        value = self.raw.get(name)
-        if value is None:
-            return None
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not low <= value <= high or (above and value == low):  # NaN fails the comparison
-            start = f"above {low:g} up" if above else f"from {low:g}"
-            raise self.wrong(name, f"a number {start} to {high:g}")
-        return float(value)
-
-    def number(self, name: str, low: float, high: float, *, above: bool = False, default: float | None = None) -> float:
-        """A number from low to high; where absent the default, and without one an error."""
-        value = self.optional_number(name, low, high, above=above)
-        value = default if value is None else value
-        if value is None:
-            raise self.wrong(name, f"a number of at least {low:g}")
+            raise self.wrong(name, _range_text(kind, low, high, above=above))
         return value
 
     def boolean(self, name: str, *, default: bool = False) -> bool:
@@ -147,3 +133,9 @@ class Fields:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
                 raise self.wrong(name, f"token ids from 0 to {vocab_size - 1} (one, a list, or null)")
         return tuple(dict.fromkeys(ids))
+
+
+def _range_text(kind: type, low: float, high: float, *, above: bool) -> str:
+    if kind is int:
+        return f"an integer from {low} to {high}"
+    return f"a number {f'above {low:g} up' if above else f'from {low:g}'} to {high:g}"

@@ -330,12 +330,12 @@ def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
         raise ConfigError(f"ranks {odd} differ from rank 0 in: {', '.join(names)}; accepted: the same on every rank")
 
 
-def least(ranks: Ranks, number: int) -> int:
+def min_over_ranks(ranks: Ranks, number: int) -> int:
     """The least of the numbers that the ranks bring; every rank calls it."""
     return min(_gathered(ranks, number))
 
 
-def most(ranks: Ranks, number: int) -> int:
+def max_over_ranks(ranks: Ranks, number: int) -> int:
     """The most of the numbers that the ranks bring; every rank calls it."""
     return max(_gathered(ranks, number))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,30 +9,36 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medha.cli.command import complain, make_app, start_logging
+from medha.cli.options import OutputJson
 from medha.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.table import Table
-
     from medha.workload.io import Reading
-    from medha.workload.trace import Trace, TraceFormatError, TraceStats
+    from medha.workload.trace import Trace, TraceFormatError
 
 app = make_app(help="Request traces: convert, summarise, generate, check.")
 
-_FORMATS = "mooncake, azure, burstgpt, vidur, sharegpt (read only) or medha"
+_FORMATS = "mooncake, azure, burstgpt, vidur, sharegpt or medha"
 _PROCESS = "poisson, gamma, uniform, at-once"
 
 From = Annotated[str | None, typer.Option("--from", help=f"{_FORMATS}; by default seen from the content.")]
-To = Annotated[str | None, typer.Option("--to", help="By default medha for .jsonl, vidur for .csv (also with .gz).")]
 TimeUnit = Annotated[str | None, typer.Option(help="s, ms or us, instead of the format's own.", show_default=False)]
 SkipInvalid = Annotated[bool, typer.Option("--skip-invalid", help="Leave wrong requests out and count them.")]
 CharsPerToken = Annotated[float | None, typer.Option(help="Estimate for ShareGPT's texts.", show_default="4")]
-Qps = Annotated[float | None, typer.Option(help="Requests a second, on average.", show_default=False)]
+Qps = Annotated[
+    float | None,
+    typer.Option("--request-rate", "--qps", help="Requests a second, on average.", show_default=False),
+]
 Burstiness = Annotated[float, typer.Option(help="Of gamma arrivals: 1 is Poisson, less is burstier.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")]
-Number = Annotated[int | None, typer.Option(min=1, show_default=False, help="Keep or generate so many requests.")]
+Number = Annotated[
+    int | None,
+    typer.Option(
+        "--num-prompts", "--num-requests", min=1, show_default=False, help="Keep or generate so many requests."
+    ),
+]
 Duration = Annotated[float | None, typer.Option(show_default=False, help="Seconds of arrivals to keep or generate.")]
 
 
@@ -45,9 +50,8 @@ def trace() -> None:
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="Plain or gzip.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="gzip if it ends in .gz.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")],
     from_format: From = None,
-    to_format: To = None,
     qps: Qps = None,
     arrivals: Annotated[str, typer.Option(help=f"Of a trace without arrivals: {_PROCESS}.")] = "poisson",
     burstiness: Burstiness = 1.0,
@@ -59,16 +63,15 @@ def convert(
     skip_invalid: SkipInvalid = False,
     chars_per_token: CharsPerToken = None,
 ) -> int:
-    """Write a trace in another format. --qps scales its arrivals, or draws them where it has none."""
-    from medha.workload.io import format_for, write_trace
+    """Write a trace in medha's format. --request-rate scales its arrivals, or draws them where it has none."""
+    from medha.workload.io import write_trace
     from medha.workload.synth import arrival_times, generators
 
-    to_format = to_format or format_for(target)
     reading = _read(source, from_format, time_unit, skip_invalid, chars_per_token)
     trace = reading.trace
     if not reading.has_arrivals:
         if qps is None and arrivals != "at-once":
-            raise ConfigError(f"{source} has no arrival times; accepted: --qps, or --arrivals at-once")
+            raise ConfigError(f"{source} has no arrival times; accepted: --request-rate, or --arrivals at-once")
         rng, _ = generators(seed)
         times = arrival_times(arrivals, rng, qps=qps, burstiness=burstiness, num_requests=len(trace))
         trace = trace.with_arrivals(times)
@@ -79,7 +82,7 @@ def convert(
     if duration is not None:
         trace = trace.window(duration)
     trace = trace if num_requests is None else trace.head(num_requests)
-    write_trace(target, trace, to_format)
+    write_trace(target, trace)
     _say_written(target, trace)
     return 0
 
@@ -88,28 +91,30 @@ def convert(
 def stats(
     file: Annotated[Path, typer.Argument(help="Plain or gzip.")],
     from_format: From = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    output_json: OutputJson = None,
     time_unit: TimeUnit = None,
     skip_invalid: SkipInvalid = False,
     chars_per_token: CharsPerToken = None,
 ) -> int:
     """Print rate, burstiness and lengths of a trace."""
-    from medha.cli.table import report_console
+    from medha.cli.report import deliver
     from medha.workload.trace import trace_stats
 
     reading = _read(file, from_format, time_unit, skip_invalid, chars_per_token)
-    figures = trace_stats(reading.trace)
-    about = {"format": reading.format, "num_dropped": reading.num_dropped, "num_skipped": reading.num_faults}
-    if as_json:
-        print(json.dumps({**about, "has_arrivals": reading.has_arrivals, **asdict(figures)}, indent=2))
-        return 0
-    report_console().print(*_stats_tables(file.name, reading, figures))
+    report = {
+        "format": reading.format,
+        "num_dropped": reading.num_dropped,
+        "num_skipped": reading.num_faults,
+        "has_arrivals": reading.has_arrivals,
+        **asdict(trace_stats(reading.trace)),
+    }
+    deliver(report, output_json, title=f"{file.name} ({reading.format})")
     return 0
 
 
 @app.command()
 def synth(
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="gzip if it ends in .gz.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")],
     lengths: Annotated[
         str,
         typer.Option(
@@ -123,13 +128,11 @@ def synth(
     num_requests: Number = None,
     duration: Duration = None,
     seed: Seed = 0,
-    to_format: To = None,
 ) -> int:
     """Generate a trace."""
-    from medha.workload.io import format_for, write_trace
+    from medha.workload.io import write_trace
     from medha.workload.synth import synthesize
 
-    to_format = to_format or format_for(target)
     kind, _, name = arrivals.partition(":")
     trace = synthesize(
         lengths,
@@ -140,7 +143,7 @@ def synth(
         duration_s=duration,
         seed=seed,
     )
-    write_trace(target, trace, to_format)
+    write_trace(target, trace)
     _say_written(target, trace)
     return 0
 
@@ -202,30 +205,3 @@ def _read(
 def _say_written(target: Path, trace: Trace) -> None:
     rate = "all at once" if trace.qps is None else f"{trace.qps:.4g} requests/s"
     print(f"{target}: {len(trace)} requests over {trace.duration_s:,.3f} s, {rate}")
-
-
-def _stats_tables(name: str, reading: Reading, figures: TraceStats) -> tuple[Table, Table]:
-    """Lengths, and below them the other figures."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    lengths = Table(title=f"{name} ({reading.format})", box=SIMPLE, title_justify="left", pad_edge=False)
-    lengths.add_column("")
-    for column in ("mean", "min", "P50", "P90", "P99", "max"):
-        lengths.add_column(column, justify="right")
-    for row, length in (("prompt tokens", figures.prompt_tokens), ("output tokens", figures.output_tokens)):
-        values = (length.mean, length.min, length.p50, length.p90, length.p99, length.max)
-        lengths.add_row(row, *(f"{value:,.0f}" for value in values))
-    cv = "none" if figures.gap_cv is None else f"{figures.gap_cv:.3g}"
-    others = Table.grid(padding=(0, 2))
-    others.add_row("requests", f"{figures.num_requests:,}")
-    others.add_row("dropped, skipped", f"{reading.num_dropped:,}, {reading.num_faults:,}")
-    if reading.has_arrivals:
-        others.add_row("arrivals", f"{figures.first_arrival_s:,.3f} s on, over {figures.duration_s:,.3f} s")
-        others.add_row("rate", "all at once" if figures.qps is None else f"{figures.qps:.4g} requests/s")
-        others.add_row("CV of gaps", f"{cv} (1 is Poisson)")
-    else:
-        others.add_row("arrivals", "no arrival times")
-    shares = (f"{share:.2%} from {n // 1024}K on" for n, share in figures.long_shares.items())
-    others.add_row("long prompts", ", ".join(shares))
-    return lengths, others

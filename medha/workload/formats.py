@@ -1,4 +1,4 @@
-"""What a request looks like in each trace format, and the unit traps of each; files are read and written elsewhere.
+"""What a request looks like in each trace format, and the unit traps of each. All are read, ours alone is written.
 
 ``mooncake``
     JSON lines ``{"timestamp", "input_length", "output_length", "hash_ids"}`` (kvcache-ai/Mooncake, FAST'25 release).
@@ -6,20 +6,18 @@
     use other sizes), and may be missing.
 ``azure``
     CSV ``TIMESTAMP,ContextTokens,GeneratedTokens`` (Azure/AzurePublicDataset, 2023 and 2024). ISO date and time with 7
-    decimals, steps of 100 ns, or 6 and a time zone; without one UTC is taken. Times count from the earliest request, so
-    what is written begins at an invented date and reads back from 0.
+    decimals, steps of 100 ns, or 6 and a time zone; without one UTC is taken. Times count from the earliest request.
 ``burstgpt``
     CSV ``Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`` (HPMLL/BurstGPT); later releases add
     ``Session ID`` and ``Elapsed time``. Seconds from midnight of the first day, not from the first request. A row with
-    0 response tokens failed, and is dropped and counted. What is written names GPT-4 as the model, since vLLM's loader
-    takes no other; a trace does not know.
+    0 response tokens failed, and is dropped and counted.
 ``vidur``
     CSV ``arrived_at,num_prefill_tokens,num_decode_tokens`` (microsoft/vidur, sarathi-serve). Seconds; files of lengths
     alone lack ``arrived_at``.
 ``sharegpt``
     JSON ``[{"conversations": [{"value"}, ...]}]``, text: prompt and output are the first two turns, as in vLLM. Shorter
     conversations and empty turns are dropped and counted. Tokens are counted by a function, or estimated from
-    characters. No arrival times. Read only: a trace has no text.
+    characters. No arrival times.
 ``medha``
     JSON lines, as far as lengths go those of ``medha generate --requests``: ``id``, ``arrival_s`` (seconds; missing is
     0), ``num_prompt_tokens`` or ``prompt_token_ids``, ``num_output_tokens`` or ``max_tokens``, ``slo`` {``ttft_s``,
@@ -65,21 +63,19 @@ class Format:
     """One format.
 
     Attributes:
-        name: as ``--from`` and ``--to`` spell it.
+        name: as ``--from`` spells it.
         needs: columns of the header, or keys of the first object, by which a file is recognised.
         parser: from the units of time in a second and a function that counts the tokens of a text, makes what turns
             fields into a request, None for one to drop, or raises RowError.
         unit: of time where the file's is not stated, None where times say it themselves.
-        header: first line of the file, None in JSON.
-        line: writes one request; None where the format cannot be written.
+        is_csv: columns below a header; else JSON.
     """
 
     name: str
     needs: tuple[str, ...]
     parser: Callable[[int, Callable[[str], int]], Parser]
     unit: str | None
-    header: str | None
-    line: Callable[[Row], str] | None
+    is_csv: bool = False
 
 
 def _bad(name: str, value: Any, accepted: str) -> RowError:
@@ -248,47 +244,11 @@ def _request_id(value: Any) -> str | None:
     return text
 
 
-def _number(value: float) -> float | int:
-    return int(value) if value.is_integer() else value
-
-
-def _time(row: Row) -> float:
-    return row.arrival_s or 0.0
-
-
-def _mooncake_line(row: Row) -> str:
-    fields: dict[str, Any] = {
-        "timestamp": _number(round(_time(row) * 1e3, 6)),
-        "input_length": row.prompt_tokens,
-        "output_length": row.output_tokens,
-    }
-    if row.prefix_hashes is not None:
-        fields["hash_ids"] = row.prefix_hashes.tolist()
-    return json.dumps(fields)
-
-
-def _azure_line(row: Row) -> str:
-    whole, ticks = divmod(round(_time(row) * _TICKS), _TICKS)
-    try:
-        moment = _START + timedelta(seconds=whole)
-    except OverflowError:
-        raise ConfigError(f"arrival_s={row.arrival_s}; accepted in an azure file: at most {MAX_SECONDS:.0e}") from None
-    return f"{moment:%Y-%m-%d %H:%M:%S}.{ticks:07d},{row.prompt_tokens},{row.output_tokens}"
-
-
-def _burstgpt_line(row: Row) -> str:
-    prompt, output = row.prompt_tokens, row.output_tokens
-    return f"{_number(_time(row))},GPT-4,{prompt},{output},{prompt + output},API log"
-
-
-def _vidur_line(row: Row) -> str:
-    return f"{_time(row)!r},{row.prompt_tokens},{row.output_tokens}"
-
-
-def _medha_line(row: Row) -> str:
+def medha_line(row: Row) -> str:
+    """One request as our own format writes it."""
     fields: dict[str, Any] = {
         "id": row.request_id,
-        "arrival_s": _time(row),
+        "arrival_s": row.arrival_s or 0.0,
         "num_prompt_tokens": row.prompt_tokens,
         "num_output_tokens": row.output_tokens,
     }
@@ -309,19 +269,12 @@ _VIDUR = ("num_prefill_tokens", "num_decode_tokens")
 FORMATS = {
     entry.name: entry
     for entry in (
-        Format("mooncake", ("timestamp", "input_length"), _mooncake, "ms", None, _mooncake_line),
-        Format("azure", _AZURE, _azure, None, ",".join(_AZURE), _azure_line),
-        Format(
-            "burstgpt",
-            _BURSTGPT,
-            _burstgpt,
-            "s",
-            "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
-            _burstgpt_line,
-        ),
-        Format("vidur", _VIDUR, _vidur, "s", ",".join(("arrived_at", *_VIDUR)), _vidur_line),
-        Format("sharegpt", ("conversations",), _sharegpt, None, None, None),
-        Format("medha", ("num_prompt_tokens",), _medha, "s", None, _medha_line),
+        Format("mooncake", ("timestamp", "input_length"), _mooncake, "ms"),
+        Format("azure", _AZURE, _azure, None, is_csv=True),
+        Format("burstgpt", _BURSTGPT, _burstgpt, "s", is_csv=True),
+        Format("vidur", _VIDUR, _vidur, "s", is_csv=True),
+        Format("sharegpt", ("conversations",), _sharegpt, None),
+        Format("medha", ("num_prompt_tokens",), _medha, "s"),
     )
 }
 """The formats by name."""
@@ -348,7 +301,7 @@ def recognised(head: str) -> Format | None:
             return FORMATS["medha"]
         return next((f for f in FORMATS.values() if all(f'"{key}"' in first for key in f.needs)), None)
     names = {name.strip().strip('"') for name in first.split(",")}
-    return next((f for f in FORMATS.values() if f.header is not None and names.issuperset(f.needs)), None)
+    return next((f for f in FORMATS.values() if f.is_csv and names.issuperset(f.needs)), None)
 
 
 def characters_over(chars_per_token: float) -> Callable[[str], int]:

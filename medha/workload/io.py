@@ -1,4 +1,4 @@
-"""Reads traces: whole into columns, or request by request in flat memory."""
+"""Reads traces of any format into columns, and writes our own."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from medha.workload.formats import (
     RowError,
     characters_over,
     format_named,
+    medha_line,
     recognised,
 )
 from medha.workload.trace import NORMAL, Row, Trace, TraceFormatError, repeats
@@ -99,27 +100,6 @@ def read_trace(
     return columns.reading(on_fault)
 
 
-def iter_requests(
-    path: Path | str,
-    format: str | None = None,
-    *,
-    time_unit: str | None = None,
-    count_tokens: Callable[[str], int] | None = None,
-) -> Iterator[Row]:
-    """The requests of a file in its order, in flat memory; arguments and errors as of :func:`read_trace`.
-
-    Azure's times are relative to the first request of the file, so that they may be negative where it is not sorted.
-    Ids are not compared.
-    """
-    path = Path(path)
-    kind = detect(path) if format is None else format_named(format)
-    for line, row in _numbered(path, kind, time_unit, count_tokens):
-        if isinstance(row, RowError):
-            raise TraceFormatError(path, line, str(row)) from row
-        if row is not None:
-            yield row
-
-
 def _numbered(
     path: Path, kind: Format, time_unit: str | None, count_tokens: Callable[[str], int] | None
 ) -> Iterator[tuple[int, Row | RowError | None]]:
@@ -130,7 +110,7 @@ def _numbered(
     if kind.name == "sharegpt" and count_tokens is None:
         logger.warning("%s: tokens are an estimate, characters / %g", path, CHARS_PER_TOKEN)
     parse = kind.parser(TIME_UNITS[time_unit or kind.unit or "s"], count_tokens or characters_over(CHARS_PER_TOKEN))
-    if kind.header is not None:
+    if kind.is_csv:
         found = csv_rows(path, kind.needs)
     else:
         found = json_objects(path) if kind.name == "sharegpt" else json_lines(path)
@@ -247,11 +227,7 @@ def _taken(columns: dict[str, Any], rows: NDArray[np.intp]) -> dict[str, Any]:
 
 MAX_LINE_BYTES = 1 << 27
 """A longer line, or object of a JSON array, is taken for a damaged file; a 10M-token prompt as ids is 70 MB."""
-
-
 _HEAD_BYTES = 1 << 16
-
-
 _GAP = re.compile(r"[\s,\[\]]*")
 
 
@@ -286,7 +262,7 @@ def detect(path: Path) -> Format:
         raise TraceFormatError(path, None, "is empty; accepted: a trace with requests")
     kind = recognised(head)
     if kind is None:
-        known = "; ".join(f"{f.name}: {f.header or ', '.join(f.needs)}" for f in FORMATS.values())
+        known = "; ".join(f"{f.name}: {', '.join(f.needs)}" for f in FORMATS.values())
         first = head.split("\n", 1)[0]
         raise TraceFormatError(
             path, 1, f"{first[:80]!r} is of no known format; accepted, with their columns or keys: {known}"
@@ -415,39 +391,17 @@ def _objects(path: Path, file: TextIO, chunk_chars: int) -> Iterator[tuple[int, 
         buffer, start = buffer[start:] + more, 0
 
 
-_BY_SUFFIX = {".jsonl": "medha", ".csv": "vidur"}
-
-
-def format_for(path: Path) -> str:
-    """The format that a file's name asks for: medha for ``.jsonl``, vidur for ``.csv``, both also with ``.gz``.
-
-    Raises:
-        ConfigError: the name ends otherwise.
-    """
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix not in _BY_SUFFIX:
-        raise ConfigError(f"{path.name!r} names no format; accepted: .jsonl, .csv, .jsonl.gz, .csv.gz, or name one")
-    return _BY_SUFFIX[suffix]
-
-
-def write_trace(path: Path | str, trace: Trace, format: str | None = None) -> None:
-    """Write a trace; the same trace gives the same bytes. Formats keep what they have columns for.
-
-    ``vidur`` and ``medha`` keep times exactly; ``mooncake`` to 1 ns, ``azure`` to 100 ns and from the first request.
+def write_trace(path: Path | str, trace: Trace) -> None:
+    """Write a trace in medha's own format; the same trace gives the same bytes.
 
     Args:
         path: gzip if it ends in ``.gz``.
         trace: with at least one request, as readers refuse an empty file.
-        format: by default :func:`format_for` the path.
 
     Raises:
-        ConfigError: the trace is empty, the format has no writer, or the file cannot be written.
+        ConfigError: the trace is empty, or the file cannot be written.
     """
     path = Path(path)
-    kind = format_named(format or format_for(path))
-    if kind.line is None:
-        others = ", ".join(f.name for f in FORMATS.values() if f.line is not None)
-        raise ConfigError(f"format={kind.name!r} holds text, which a trace has not; accepted: {others}")
     if not len(trace):
         raise ConfigError(f"{path}: the trace has no requests; accepted: at least 1")
     partial = path.with_name(path.name + ".partial")
@@ -455,9 +409,7 @@ def write_trace(path: Path | str, trace: Trace, format: str | None = None) -> No
         with partial.open("wb") as raw:
             packed = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if path.suffix == ".gz" else raw
             with io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
-                if kind.header is not None:
-                    file.write(kind.header + "\n")
-                file.writelines(kind.line(row) + "\n" for row in trace.rows())
+                file.writelines(medha_line(row) + "\n" for row in trace.rows())
         partial.replace(path)
     except OSError as error:
         raise ConfigError(f"trace file {path} cannot be written: {error.strerror}") from error

@@ -253,7 +253,7 @@ LONG_PROMPTS = (8_192, 32_768, 131_072)
 
 @dataclass(frozen=True, slots=True)
 class LengthStats:
-    """Tokens of prompts or outputs; quantiles by linear interpolation."""
+    """Tokens of prompts or outputs; percentiles by linear interpolation."""
 
     total: int
     mean: float
@@ -279,7 +279,7 @@ class TraceStats:
         qps: requests a second, None where all arrive at once.
         gap_cv: coefficient of variation of the gaps between arrivals, 1 for Poisson; None for fewer than 2 gaps.
         burstiness: 1 / gap_cv**2, the value that generates such gaps with gamma arrivals; None also for equal gaps.
-        long_shares: by length in tokens, the share of prompts of at least that length.
+        long_prompts: by length, the share of prompts of at least that length.
     """
 
     num_requests: int
@@ -290,7 +290,7 @@ class TraceStats:
     burstiness: float | None
     prompt_tokens: LengthStats
     output_tokens: LengthStats
-    long_shares: dict[int, float]
+    long_prompts: dict[str, float]
 
 
 def trace_stats(trace: Trace) -> TraceStats:
@@ -307,5 +307,5 @@ def trace_stats(trace: Trace) -> TraceStats:
         1 / cv**2 if cv is not None and cv > 1e-6 else None,
         LengthStats.of(trace.prompt_tokens),
         LengthStats.of(trace.output_tokens),
-        {length: float((trace.prompt_tokens >= length).mean()) for length in LONG_PROMPTS},
+        {f"from {length >> 10}K share": float((trace.prompt_tokens >= length).mean()) for length in LONG_PROMPTS},
     )

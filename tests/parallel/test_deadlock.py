@@ -305,6 +305,7 @@ class QuietMonitor:
     """A failure monitor that has nothing to tell."""
 
     has_failure = False
+    place = "this rank"
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
@@ -430,8 +431,8 @@ class LateReport:
     def __init__(self, post: Callable[[], Any]) -> None:
         self._post = post
 
-    def wait(self) -> Any:
-        return self._post().wait()
+    def result(self) -> Any:
+        return self._post().result()
 
 
 def send_synchronously(patch: pytest.MonkeyPatch, kind: Any) -> None:

@@ -1,6 +1,7 @@
 """Two nodes for torchrun: two network namespaces joined by a virtual cable, which can be cut.
 
-Without the right to make namespaces the tests are skipped and say so.
+Without the right to make namespaces the tests are skipped and say so. Two launches on one machine are in
+tests/parallel/test_torchrun.py, what is silent or cannot be reached in tests/parallel/test_health.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import pytest
 
 from medha import LLM, SamplingParams
 from tests.parallel.test_torchrun import ENVIRONMENT, TORCHRUN
+
+pytestmark = pytest.mark.slow
 
 LAYOUT = ("--kvp", "2", "--max-kv-per-group", "640")
 """One rank on each node; the long request grows onto the second one."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import struct
 from typing import Any
 
 import numpy as np
@@ -127,14 +125,3 @@ def test_reports(report: tuple[StepResult, list[SlotSampling]]) -> None:
     assert ints.dtype == torch.int32
     assert len(ints) == report_size(result.rows, slots)
     assert decode_report(ints, result.rows, slots) == result
-
-
-def test_numbers_of_a_report_keep_their_bits() -> None:
-    slots = [SlotSampling(SamplingParams(max_tokens=1, logprobs=0).resolve({}), 0, (), 1)]
-    row = (Row(0, 5, 1, True, True),)
-    for value in (-math.inf, -0.0, struct.unpack("f", struct.pack("I", 1))[0]):
-        result = StepResult(row, [Sampled(1, True, ((1, value, 1),))], 1e-300)
-        back = decode_report(encode_report(result, slots), row, slots)
-        assert back.sampled[0].logprobs is not None
-        assert struct.pack("f", back.sampled[0].logprobs[0][1]) == struct.pack("f", value)
-        assert back.busy_s == 1e-300

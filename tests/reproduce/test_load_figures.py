@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from examples.reproduce.claims import load_claims
-from examples.reproduce.figures import capacity, decode_load, knee, layouts, pools, schedulers
+from examples.reproduce.figures import capacity, decode_load, layouts, pools, schedulers
 from examples.reproduce.load import LOONGSERVE, MEDHA, Load, Run, System, fixed_batch_s, is_long
 from examples.reproduce.report import draw, run_figure
 from examples.reproduce.result import Options
@@ -19,7 +19,7 @@ from examples.reproduce.served import Served
 from medha.sim.outcome import Gaps
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
-MODULES = (capacity, decode_load, knee, layouts, pools, schedulers)
+MODULES = (capacity, decode_load, layouts, pools, schedulers)
 OPTIONS = Options(quick=True)
 
 

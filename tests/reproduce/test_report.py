@@ -27,7 +27,7 @@ def test_two_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         texts.append((tmp_path / folder / "REPORT.md").read_text())
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == str(tmp_path / "b" / "REPORT.md")
-    assert "intensity: 3 reproduced, 0 partly, 0 not" in err
+    assert "intensity: 0 reproduced, 0 partly, 0 not; not counted: 3 arithmetic" in err
     assert texts[0] == texts[1]
     claims = [claim for claim in load_claims() if claim.figure in NAMES]
     table = [line for line in texts[0].splitlines() if line.startswith("| ")]

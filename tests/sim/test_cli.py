@@ -140,7 +140,7 @@ def test_a_trace_brings_its_own_requests_and_objectives(simulate: Simulate, tmp_
     assert simulate("--trace", plain, "--slo-ttft-s", "1e-6", "--output-json", out).code == 0
     assert reports(out)["runs"][0]["slo_attainment"] == 0.0
     slo_s = np.array([5.0, math.nan, math.nan, 5.0])
-    write_trace(own, replace(synthesize("fixed:100,9", "uniform", qps=1, num_requests=4), ttft_slo_s=slo_s), "medha")
+    write_trace(own, replace(synthesize("fixed:100,9", "uniform", qps=1, num_requests=4), ttft_slo_s=slo_s))
     assert simulate("--trace", own, "--slo-ttft-s", "1e-6", "--output-json", out).code == 0
     assert reports(out)["runs"][0]["slo_attainment"] == 0.5
     assert simulate("--trace", own, "--slo-tpot-s", "1e-6", "--output-json", out).code == 0

@@ -106,7 +106,7 @@ def test_stats() -> None:
     stats = trace_stats(make_trace([0.0, 1.0, 4.0]))
     assert (stats.qps, stats.gap_cv, stats.burstiness) == (0.5, 0.5, 4.0)
     assert (stats.prompt_tokens.mean, stats.prompt_tokens.p50, stats.prompt_tokens.max) == (2.0, 2.0, 3)
-    assert stats.long_shares == {8_192: 0.0, 32_768: 0.0, 131_072: 0.0}
+    assert stats.long_prompts == {"from 8K share": 0.0, "from 32K share": 0.0, "from 128K share": 0.0}
     single = trace_stats(make_trace([3.0]))
     assert (single.first_arrival_s, single.qps, single.gap_cv, single.burstiness) == (3.0, None, None, None)
 

@@ -113,7 +113,6 @@ def run(options: Options) -> FigureResult:
         for system in SYSTEMS
     }
     answers = {
-        **_throughput(options),
         "capacity-5": _capacity_answer(capacities),
         **_ttft(options),
         **_sensitivity(options),
@@ -137,30 +136,6 @@ def _run(system: System, lengths: str, qps: float, options: Options, long_share:
 
 def _served(system: System, lengths: str, qps: float, options: Options, long_share: float | None = None) -> Served:
     return _run(system, lengths, qps, options, long_share).served
-
-
-def _throughput(options: Options) -> dict[str, Answer]:
-    top = RATES_QPS[-1]
-    ends = {system.label: int(_served(system, MIX, top, options).is_finished.sum()) for system in SYSTEMS}
-    best = max(BASELINES, key=lambda system: ends[system.label]).label
-    arrived = len(_served(MEDHA, MIX, top, options).trace)
-    sentence = (
-        f"Requests finished of {arrived} that arrive at {top:g} QPS in {window_s(options) / 60:g} min: Medha "
-        f"{ends[MEDHA.label]}, {best} {ends[best]}, {_others(ends, best)}. What is finished counts here, however "
-        f"late it is; effective capacity asks for it in time. {_memory(options)}"
-    )
-    return {"throughput-5.7": Answer(ends[MEDHA.label] / max(ends[best], 1), sentence)}
-
-
-def _others(ends: Mapping[str, int], best: str) -> str:
-    return ", ".join(f"{system.label} {ends[system.label]}" for system in BASELINES if system.label != best)
-
-
-def _memory(options: Options) -> str:
-    """How much of the KV memory was in use at most, where a system tells."""
-    runs = [(system.label, _run(system, MIX, RATES_QPS[-1], options).peak_kv_share) for system in SYSTEMS]
-    listed = ", ".join(f"{name} {peak:.0%}" for name, peak in runs if peak is not None)
-    return f"KV blocks in use at most: {listed}."
 
 
 def _capacity_answer(capacities: Mapping[str, Capacity]) -> Answer:

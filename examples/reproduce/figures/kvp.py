@@ -151,8 +151,8 @@ def draw_growth(numbers: Mapping[str, Any], figure: Any) -> None:
 
 
 def run_trade_off(options: Options) -> FigureResult:
-    """TTFT and P95 TBT of decodes beside it, 8B, TP 4, SPP 4, by chunk, groups and length; ``quick`` takes 4M alone."""
-    lengths = [4 * M] if options.quick else [M, 2 * M, 4 * M]
+    """TTFT and P95 TBT of decodes beside it, 8B, TP 4, SPP 4, by chunk, groups and length; ``quick`` leaves 2M out."""
+    lengths = [M, 4 * M] if options.quick else [M, 2 * M, 4 * M]
     chunks = (32, 64, 128, 256)
     rows = []
     for kvp in GROUPS:
@@ -175,7 +175,18 @@ def run_trade_off(options: Options) -> FigureResult:
         for c in chunks[:-1]
         for p in GROUPS
     ]
+    small = [
+        found[lengths[0], c, p]["ttft_s"] >= found[lengths[0], c, p // 2]["ttft_s"]
+        or found[lengths[0], c, p]["tbt_p95_s"] >= found[lengths[0], c, p // 2]["tbt_p95_s"]
+        for c in chunks[:2]
+        for p in GROUPS[1:]
+    ]
     answers = {
+        "kvp-crossover": Answer(
+            float(np.mean(small)),
+            f"Share of {len(small)} doublings of the groups, chunks of {chunks[0]} and {chunks[1]} of "
+            f"{token_label(lengths[0])}, that do not lower both; our merges cost too little for a crossover.",
+        ),
         "tbt-4m-128": Answer(
             1e3 * p95,
             "One group; a decode passes all four stages, each behind a chunk, and the P95 lies near the end of the "
