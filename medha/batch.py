@@ -5,8 +5,8 @@ rows, never with the context, so it can be sent to every rank each step as flat 
 Batch is immutable and every rank runs it as sent. It names no token: the next token of a decoding request is read from
 what the runner drew, a prompt's tokens from the copy that travelled ahead.
 
-Where KV can be swapped to host memory, a batch says which host blocks take the keys and values of a request that gave
-way, and which ones fill the blocks of one that comes back (:mod:`medha.worker.swap`).
+Where KV can be swapped to host memory, a batch says which host blocks take the keys and values of a preempted
+request, and which ones fill the blocks of one that comes back (:mod:`medha.worker.swap`).
 
 With KV parallelism a batch spans groups: a row names the run of neighbouring groups on which its tokens are present,
 and each group takes the part that concerns it (:meth:`Batch.part_of`).

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from medha.config import EngineConfig
 from medha.engine.admission import Prompt, is_conversation, is_prompt, listed, spread
-from medha.engine.build import Role, build_role
+from medha.engine.arrivals import prepared_beside
+from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.engine.journal import check_recordable
 from medha.engine.jsonl import emptied, opened
@@ -70,13 +70,13 @@ class LLM:
     ) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
         self._files = ExitStack()
-        self._role: Role | None = self._build(timeline, None if journal is None else Path(journal))
+        self._role: RankHandle | None = self._build(timeline, None if journal is None else Path(journal))
         if not self._role.is_alone:
             atexit.register(_close_at_exit, weakref.ref(self))
         self._ids = map(str, itertools.count())
         self._calls = threading.RLock()  # over several ranks one call at a time
 
-    def _build(self, timeline: Timeline | None, journal: Path | None) -> Role:
+    def _build(self, timeline: Timeline | None, journal: Path | None) -> RankHandle:
         """This rank's part; a journal that cannot be written is found before the model is loaded."""
         with ExitStack() as stack:
             file = None
@@ -153,7 +153,7 @@ class LLM:
         """:meth:`generate` of requests that are still to be checked, on the rank that drives."""
         engine = self.engine
         arrival_s = engine.now()
-        requests = self._beside(prepare)
+        requests = prepared_beside(engine, prepare)
         outputs: dict[str, RequestOutput | None] = {request.request_id: None for request in requests}
         box: deque[RequestOutput] = deque()
         added: list[str] = []
@@ -274,7 +274,7 @@ class LLM:
                 role.give_up(value)
 
     @property
-    def _open_role(self) -> Role:
+    def _open_role(self) -> RankHandle:
         if self._role is None:
             raise EngineDeadError("this LLM is closed")
         return self._role
@@ -290,17 +290,6 @@ class LLM:
                 return []
             assert role.caller is not None, "rank 0 of several tells the others"
             return role.caller.call(name, run)
-
-    def _beside(self, prepare: Callable[[], list[Request]]) -> list[Request]:
-        """Prepare requests; in a thread of its own where something runs already, which goes on meanwhile."""
-        engine = self.engine
-        if not engine.num_unfinished:
-            return prepare()
-        with ThreadPoolExecutor(1) as worker:
-            requests = worker.submit(prepare)
-            while engine.num_unfinished and not requests.done():
-                engine.advance()
-            return requests.result()
 
     def _prepare(
         self,

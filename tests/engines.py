@@ -23,7 +23,7 @@ from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import AtOnce, CopyLine, HostCache
+from medha.worker.swap import CopyStream, HostCache, SyncCopy
 
 CPU = torch.device("cpu")
 
@@ -48,12 +48,12 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     backend: AttentionBackend | None = None,
     has_scratch: bool = False,
-    line: CopyLine | None = None,
+    stream: CopyStream | None = None,
     **scheduler: int,
 ) -> Engine:
     """A fresh engine without a tokenizer around a loaded decoder; ``has_scratch`` is of the KV pool.
 
-    With ``num_swap_blocks`` it has host memory, to which blocks go over ``line``.
+    With ``num_swap_blocks`` it has host memory, to which blocks go over ``stream``.
     """
     config: ModelConfig = model.config
     cache = KVCache(
@@ -67,7 +67,7 @@ def make_engine(
         has_scratch=has_scratch,
     )
     num_swap_blocks = scheduler.get("num_swap_blocks", 0)
-    host = HostCache(cache, num_swap_blocks, line or AtOnce()) if num_swap_blocks else None
+    host = HostCache(cache, num_swap_blocks, stream or SyncCopy()) if num_swap_blocks else None
     return Engine(
         Runner(model, cache, backend or TorchBackend(), CPU, decode_lag=scheduler.get("decode_lag", 0), host=host),
         Scheduler(SchedulerConfig("sarathi", **scheduler), num_blocks=num_blocks, block_size=block_size),

@@ -149,15 +149,6 @@ def test_parts_make_the_whole(runs: list[tuple[int, int]], holders: list[int]) -
     assert all(part.part_of(group) == part for group, part in enumerate(parts))
 
 
-def test_one_group_has_the_whole_batch() -> None:
-    assert BATCH.part_of(0) == BATCH
-
-
-def test_counts() -> None:
-    assert (BATCH.num_tokens, BATCH.num_decodes) == (21, 1)
-    assert [row.kv_len for row in BATCH.rows] == [41, 16, 20]
-
-
 def test_layout_of_the_integers() -> None:
     # Ranks of different builds must agree on it: header, rows (flags: 1 decode, 2 samples), extents, frees.
     assert BATCH.to_ints() == array(
@@ -214,16 +205,6 @@ def test_every_wrong_length_is_refused() -> None:
     for length in range(len(SWAPPED.to_ints()) - 13, len(swapped)):
         with pytest.raises(ValueError, match=f"cannot have {length} integers"):
             Batch.from_ints(swapped[:length])
-
-
-@pytest.mark.parametrize(
-    "ints",
-    [(0, -1, 0, 6), (0, 0, -1, 4), (0, 1, 0, -6), (0, -2, 3, 0), (0, 2**31 - 1, 0, 0)],
-    ids=["rows", "extents", "frees", "rows-that-cancel", "huge"],
-)
-def test_header_that_lies_is_refused(ints: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="cannot have 4 integers"):
-        Batch.from_ints(ints)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

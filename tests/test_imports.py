@@ -185,6 +185,7 @@ def test_light_modules_load_no_torch() -> None:
         "medha",
         *sorted(PLAIN),
         "medha.sched.scheduler",
+        "medha.engine.jsonl",
         "medha.cost.hardware",
         "medha.sim.known_models",
         "medha.timeline",

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from medha.bench.harness import Report, Shown, Subject, median_text, rows_of
-from medha.bench.job import Worker
-from medha.bench.load import Workload, described
-from medha.bench.peers import PAGE
+from medha.bench.job import Worker, start_peer
+from medha.bench.load import Workload
+from medha.bench.peers import PAGE, Prompts
 from medha.bench.timing import Timing, in_turn
 from medha.errors import ConfigError
 from medha.worker.shard import TORCH_DTYPES
@@ -28,7 +27,6 @@ from medha.worker.shard import TORCH_DTYPES
 PEERS = ("transformers", "vllm")
 _DECODE_PROMPT = 128
 _WARM_MIXED = 8
-Tokens = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +58,9 @@ class CompareOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.peer not in PEERS:
-            raise ConfigError(f"peer={self.peer!r}; accepted: {', '.join(PEERS)}")
-        if self.dtype not in TORCH_DTYPES:
-            raise ConfigError(f"dtype={self.dtype!r}; accepted: {', '.join(TORCH_DTYPES)}")
+        for name, value, accepted in (("peer", self.peer, PEERS), ("dtype", self.dtype, TORCH_DTYPES)):
+            if value not in accepted:
+                raise ConfigError(f"{name}={value!r}; accepted: {', '.join(accepted)}")
         if not self.input_lens and not self.batch_size and self.mixed is None:
             raise ConfigError("input_len, batch_size and num_mixed are all left out; accepted: at least one of them")
 
@@ -77,16 +74,16 @@ class _Case:
     """
 
     name: str
-    prompts: Tokens
+    prompts: Prompts
     num_outputs: list[int]
     is_step: bool = False
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each, prompt and output; where all are equal nobody pads, and sums run in the same order."""
+        """Prompts of each, prompt and output; where all are equal nobody pads, and sums run in the same order."""
         return [len(ids) + number for ids, number in zip(self.prompts, self.num_outputs, strict=True)]
 
-    def run(self, worker: Worker, way: str, tokens: dict[str, Tokens]) -> float:
+    def run(self, worker: Worker, way: str, tokens: dict[str, Prompts]) -> float:
         """Run once; returns its seconds and notes the tokens."""
         answer = worker.ask("complete", prompts=self.prompts, num_outputs=self.num_outputs, way=way)
         tokens[way] = answer["tokens"]
@@ -116,27 +113,18 @@ def compare(options: CompareOptions, *, on_run: Callable[[], None] = lambda: Non
     pythons = {"medha": sys.executable, options.peer: options.peer_python}
     with options.subject.folder(longest, weights=(options.dtype, options.seed)) as folder, ExitStack() as stack:
         settings |= {"model": folder, "max_model_len": longest}
-        workers = {name: stack.enter_context(start_worker(name, at, settings)) for name, at in pythons.items()}
+        workers = {name: stack.enter_context(start_peer(name, at, settings)) for name, at in pythons.items()}
         results = [line for one in cases for line in _results(one, workers, options, on_run)]
-    mixed = options.mixed and described(options.mixed, options.mixed.trace())
     engines = {name: {key: one.ready[key] for key in ("versions", "options")} for name, one in workers.items()}
-    head = options.subject.head("compare", asdict(options) | {"mixed": mixed}, load, model)
+    head = options.subject.head("compare", asdict(options), load, model)
     num_wrong = sum(one["num_requests"] - one["num_equal"] for one in results if one["is_exact"])
     return head | {"engines": engines, "results": results, "num_wrong": num_wrong}
-
-
-def start_worker(name: str, python: str, settings: Mapping[str, object]) -> Worker:
-    """The worker of an engine, run by an interpreter that has it."""
-    threads = {"OMP_NUM_THREADS": str(settings["num_threads"])}
-    own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)} if python == sys.executable else {}
-    script = str(Path(__file__).with_name("peers.py"))
-    return Worker(name, [python, script, name], settings, environment=threads | own)
 
 
 def _cases(options: CompareOptions, vocab_size: int) -> list[_Case]:
     chance = np.random.default_rng(options.seed)
 
-    def prompts(lengths: Sequence[int]) -> Tokens:
+    def prompts(lengths: Sequence[int]) -> Prompts:
         return [chance.integers(0, vocab_size, length).tolist() for length in lengths]
 
     cases = [_Case(f"prefill {length}", prompts([length]), [1]) for length in options.input_lens]
@@ -157,7 +145,7 @@ def _results(
     ways = peer.ready["ways"][:1] if is_even else peer.ready["ways"]
     of_way = {"medha": workers["medha"], **dict.fromkeys(ways, peer)}
     first = case if is_even else _Case(case.name, case.prompts[:_WARM_MIXED], case.num_outputs[:_WARM_MIXED])
-    tokens: dict[str, Tokens] = {}
+    tokens: dict[str, Prompts] = {}
     for one, warmup, runs in ((first, options.warmup, 0), (case, 0, options.runs)):
         contestants = {way: partial(one.run, worker, way, tokens) for way, worker in of_way.items()}
         seconds = in_turn(contestants, warmup=warmup, runs=runs, on_run=on_run)
@@ -180,9 +168,6 @@ def _results(
 def shown(report: Report) -> Shown:
     """What is printed of the report."""
     columns = ("name", "way", "medha", "peer", "ratio", "num_requests", "num_equal")
-    return {"results": rows_of(report["results"], columns)}, [
-        f"{median_text(report)}, interleaved, the idle side stopped; threads: "
-        f"{report['options']['num_threads']}; {report['options']['dtype']}",
-        "equal: requests of which every token is the same; in 16 bits or with padding another order of sums may "
-        "turn a tie",
-    ]
+    how = f"{median_text(report)}, interleaved, the idle side stopped; threads: {report['options']['num_threads']}"
+    equal = "requests of which every token is the same; in 16 bits or with padding another order of sums may turn a tie"
+    return {"results": rows_of(report["results"], columns)}, [how, f"equal: {equal}"]

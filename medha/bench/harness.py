@@ -28,7 +28,7 @@ from medha.cli.report import DEFINITIONS, stamp
 from medha.config import EngineConfig, ModelConfig
 from medha.cost.predictor import Predictor
 from medha.engine.admission import Prompt
-from medha.engine.build import Role, build_role
+from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
@@ -119,11 +119,10 @@ class Subject:
         folder = Path(tempfile.gettempdir()) / f"medha-bench-{job}-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         shape = self.shape
-        most = max(longest, shape["max_position_embeddings"])
-        write_config(folder, shape | {"max_position_embeddings": most})
+        shape |= {"max_position_embeddings": max(longest, shape["max_position_embeddings"])}
+        write_config(folder, shape if weights is None else shape | {"torch_dtype": weights[0]})
         try:
             if weights is not None:
-                write_config(folder, shape | {"max_position_embeddings": most, "torch_dtype": weights[0]})
                 _write_weights(folder, *weights)
             yield str(folder)
         finally:
@@ -192,7 +191,7 @@ class Local:
 
     subject: Subject
     config: EngineConfig
-    role: Role
+    role: RankHandle
     model: ModelConfig
     load_before: float
 
@@ -363,11 +362,10 @@ def write_config(folder: Path, shape: Mapping[str, Any]) -> None:
 def _write_weights(folder: Path, dtype: str, seed: int) -> None:
     """Random weights of a spread of 0.2, which makes greedy tokens distinct; norms are 1."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: (torch.ones(shape) if len(shape) == 1 else 0.2 * torch.randn(shape, generator=generator))
-        for name, shape in expected_tensors(load_model_config(folder)).items()
-    }
-    tensors = {name: tensor.to(TORCH_DTYPES[dtype]) for name, tensor in tensors.items()}
+    tensors = {}
+    for name, shape in expected_tensors(load_model_config(folder)).items():
+        drawn = torch.ones(shape) if len(shape) == 1 else 0.2 * torch.randn(shape, generator=generator)
+        tensors[name] = drawn.to(TORCH_DTYPES[dtype])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -140,8 +141,20 @@ def start_job(subject: Subject, *, longest: int, fills: bool, **engine: Any) -> 
         **engine,
     }
     command = [sys.executable, "-P", "-m", "medha.bench.job"]
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)  # what is found here is found there
-    return Worker(f"a job of {layout}", command, settings, environment={"PYTHONPATH": path}, stops=False)
+    return Worker(f"a job of {layout}", command, settings, environment=_modules(sys.executable), stops=False)
+
+
+def start_peer(name: str, python: str, settings: Mapping[str, Any]) -> Worker:
+    """The worker of an engine of :mod:`medha.bench.peers`, run by an interpreter that has it, on its threads."""
+    script = str(Path(__file__).with_name("peers.py"))
+    threads = {"OMP_NUM_THREADS": str(settings["num_threads"])}
+    return Worker(name, [python, script, name], settings, environment=threads | _modules(python))
+
+
+def _modules(python: str) -> dict[str, str]:
+    """For this interpreter, where modules are found: where they are found here."""
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {"PYTHONPATH": path} if python == sys.executable else {}
 
 
 def records_of(answer: Mapping[str, Any]) -> tuple[RankRecords, ...]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 Prompts = list[list[int]]
@@ -52,8 +53,8 @@ def vllm(given: dict[str, Any]) -> Engine:
     llm = LLM(given["model"], skip_tokenizer_init=True, **options)
 
     def complete(prompts: Prompts, num_outputs: list[int]) -> Prompts:
-        common = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
-        params = [SamplingParams(max_tokens=number, **common) for number in num_outputs]
+        greedy = partial(SamplingParams, temperature=0.0, ignore_eos=True, detokenize=False)
+        params = [greedy(max_tokens=number) for number in num_outputs]
         tokens = [{"prompt_token_ids": ids} for ids in prompts]
         return [list(one.outputs[0].token_ids) for one in llm.generate(tokens, params, use_tqdm=False)]
 
@@ -77,9 +78,8 @@ def transformers(given: dict[str, Any]) -> Engine:
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(one)) + one for one in prompts], device=model.device)
         mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=model.device)
-        settings = {"max_new_tokens": max(num_outputs), "do_sample": False, "pad_token_id": 0}
-        with torch.inference_mode():
-            found = model.generate(ids, attention_mask=mask, **settings).tolist()
+        greedy = partial(model.generate, do_sample=False, pad_token_id=0)
+        found = greedy(ids, attention_mask=mask, max_new_tokens=max(num_outputs)).tolist()
         return [row[width : width + number] for row, number in zip(found, num_outputs, strict=True)]
 
     def padded(prompts: Prompts, num_outputs: list[int]) -> Prompts:
@@ -92,13 +92,11 @@ def transformers(given: dict[str, Any]) -> Engine:
         config.update(do_sample=False, pad_token_id=0, eos_token_id=-1)  # none ends it
         asked = list(zip(prompts, num_outputs, strict=True))
         rows, longest = min(ROWS, len(asked)), max(len(ids) + number for ids, number in asked)
-        sizes: Any = {"page_size": PAGE, "num_blocks": rows * (-(-longest // PAGE) + 1)}
-        sizes |= {"max_requests_per_batch": rows}
-        batching = ContinuousBatchingConfig(max_batch_tokens=max(rows, TOKENS), **sizes)
+        sizes: Any = {"page_size": PAGE, "num_blocks": rows * (-(-longest // PAGE) + 1), "max_batch_tokens": TOKENS}
+        batching = ContinuousBatchingConfig(max_requests_per_batch=rows, **sizes)
         done: dict[str, list[int]] = {}
-        with model.continuous_batching_context_manager(
-            generation_config=config, continuous_batching_config=batching
-        ) as manager:
+        run = partial(model.continuous_batching_context_manager, continuous_batching_config=batching)
+        with run(generation_config=config) as manager:
             names = [manager.add_request(ids, max_new_tokens=number) for ids, number in asked]
             while len(done) < len(names):
                 result = manager.get_result(timeout=1)
@@ -125,8 +123,8 @@ def main() -> None:
         try:
             if not ways:
                 options, ways, packages = make(request)
-                versions = {name: importlib.metadata.version(name) for name in packages}
-                answer: dict[str, Any] = {"versions": versions, "options": options, "ways": list(ways)}
+                answer: dict[str, Any] = {"options": options, "ways": list(ways)}
+                answer["versions"] = {name: importlib.metadata.version(name) for name in packages}
             else:
                 start = time.perf_counter()
                 tokens = ways[request["way"]](request["prompts"], request["num_outputs"])

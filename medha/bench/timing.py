@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -115,8 +114,8 @@ def _waited(work: Callable[[], object], device: torch.device) -> Callable[[], No
 
 
 def _fastest(yardsticks: Sequence[Yardstick]) -> Yardstick:
-    timings = interleaved({one.name: one.run for one in yardsticks}, warmup=1, runs=_TRIALS)
-    return max(yardsticks, key=lambda one: one.amount / timings[one.name].median_s)
+    seconds = in_turn({one.name: one.seconds for one in yardsticks}, warmup=1, runs=_TRIALS)
+    return max(yardsticks, key=lambda one: one.amount / statistics.median(seconds[one.name]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +137,6 @@ class Timing:
     def of(cls, seconds: Sequence[float]) -> Timing:
         """Summarise the runs."""
         return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
-
-    def cells_ms(self) -> tuple[str, str]:
-        """Median and spread in milliseconds, for a table."""
-        return f"{self.median_s * 1e3:,.1f}", f"{self.min_s * 1e3:,.0f}-{self.max_s * 1e3:,.0f}"
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -177,16 +172,3 @@ def in_turn(
             if i >= warmup:
                 seconds[name].append(elapsed_s)
     return seconds
-
-
-def interleaved(
-    contestants: Mapping[str, Callable[[], object]],
-    *,
-    warmup: int,
-    runs: int,
-    on_run: Callable[[], None] = lambda: None,
-) -> dict[str, Timing]:
-    """Time several callables that take turns; arguments as of :func:`in_turn`."""
-    clocked = {name: partial(timed, run) for name, run in contestants.items()}
-    seconds = in_turn(clocked, warmup=warmup, runs=runs, on_run=on_run)
-    return {name: Timing.of(values) for name, values in seconds.items()}

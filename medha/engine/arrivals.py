@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from medha.errors import EngineDeadError, MedhaError
 from medha.outputs import CompletionOutput, RequestOutput, unserved
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from medha.engine.admission import Prompt
     from medha.engine.engine import Engine
     from medha.engine.request import Request
+
+Item = TypeVar("Item")
+Prepared = TypeVar("Prepared")
 
 LONG_PROMPT = 100_000
 """Characters or ids of the longest prompt that is prepared among the short ones."""
@@ -82,7 +86,7 @@ def drive(
     """
     start = engine.now()
     upcoming = deque(arrivals)
-    with _Preparing(engine) as preparing:
+    with Preparing["Arrival", "Request"](engine) as preparing:
         while upcoming or preparing.pending or engine.has_unfinished:
             if should_stop():  # what is in flight runs to its end, on every rank
                 engine.abort_all()
@@ -91,7 +95,8 @@ def drive(
             for _ in range(min(len(upcoming), _MOST_BEGUN)):
                 if upcoming[0].arrival_s > engine.now() - start:
                     break
-                preparing.begin(upcoming.popleft())
+                arrival = upcoming.popleft()
+                preparing.begin(arrival, partial(_prepare, engine, arrival), is_long=_is_long(arrival.prompt))
             try:
                 for arrival, request in preparing.ready():
                     refused = _add(engine, arrival, request, start)
@@ -115,16 +120,16 @@ def drive(
                 time.sleep(wait_s)
 
 
-class _Preparing:
-    """Prepares arrivals in threads, long prompts in one and the others in another; the engine goes on meanwhile."""
+class Preparing(Generic[Item, Prepared]):
+    """Prepares items in threads, long ones in one and the others in another; the engine goes on meanwhile."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
-        self._lanes: list[deque[tuple[int, Arrival, futures.Future[Request]]]] = [deque(), deque()]
+        self._lanes: list[deque[tuple[int, Item, futures.Future[Prepared]]]] = [deque(), deque()]
         self._num_begun = 0
 
-    def __enter__(self) -> _Preparing:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -134,41 +139,56 @@ class _Preparing:
 
     @property
     def pending(self) -> int:
-        """Arrivals that :meth:`begin` took, and that have not come out again."""
+        """Items that :meth:`begin` took, and that have not come out again."""
         return sum(map(len, self._lanes))
 
-    def begin(self, arrival: Arrival) -> None:
-        """Prepare an arrival, after those of its lane."""
-        lane = int(_is_long(arrival.prompt))
-        self._lanes[lane].append((self._num_begun, arrival, self._threads[lane].submit(self._prepare, arrival)))
+    def begin(self, item: Item, prepare: Callable[[], Prepared], *, is_long: bool) -> None:
+        """Prepare an item, after those of its lane."""
+        lane = int(is_long)
+        self._lanes[lane].append((self._num_begun, item, self._threads[lane].submit(prepare)))
         self._num_begun += 1
 
-    def ready(self) -> Iterator[tuple[Arrival, futures.Future[Request]]]:
-        """Those that are done, in the order in which they arrived; a lane's are done in order."""
+    def ready(self) -> Iterator[tuple[Item, futures.Future[Prepared]]]:
+        """Those that are done, in the order in which they were begun; a lane's are done in order."""
         while done := [lane for lane in self._lanes if lane and lane[0][2].done()]:
-            _, arrival, request = min(done, key=lambda lane: lane[0][0]).popleft()
-            yield arrival, request
+            _, item, prepared = min(done, key=lambda lane: lane[0][0]).popleft()
+            yield item, prepared
 
     def wait(self, timeout_s: float) -> None:
         """Return when one is done, or after a time."""
         futures.wait([lane[0][2] for lane in self._lanes if lane], max(0.0, timeout_s), futures.FIRST_COMPLETED)
 
-    def drop(self) -> list[Arrival]:
-        """Give up what is not done; returns it in order of arrival."""
-        dropped = sorted(item[:2] for lane in self._lanes for item in lane)
+    def drop(self) -> list[Item]:
+        """Give up what is not done; returns it in the order in which it was begun."""
+        dropped = sorted((entry for lane in self._lanes for entry in lane), key=lambda entry: entry[0])
+        for _, _, prepared in dropped:
+            if not prepared.cancel() and not prepared.done() and self._engine.tokenizer is not None:
+                self._engine.tokenizer.interrupt()  # the end of the process would wait for it
         for lane in self._lanes:
-            for _, _, request in lane:
-                if not request.cancel() and not request.done() and self._engine.tokenizer is not None:
-                    self._engine.tokenizer.interrupt()  # the end of the process would wait for it
             lane.clear()
-        return [arrival for _, arrival in dropped]
+        return [item for _, item, _ in dropped]
 
-    def _prepare(self, arrival: Arrival) -> Request:
-        if arrival.error is not None:
-            raise arrival.error
-        return self._engine.prepare(
-            arrival.request_id, arrival.prompt, arrival.params, slo=arrival.slo, priority=arrival.priority
-        )
+
+def prepared_beside(engine: Engine, prepare: Callable[[], Prepared]) -> Prepared:
+    """What ``prepare`` returns; in a thread where the engine runs something already, which goes on meanwhile."""
+    if not engine.num_unfinished:
+        return prepare()
+    with Preparing[None, Prepared](engine) as preparing:
+        preparing.begin(None, prepare, is_long=True)
+        while not (ready := list(preparing.ready())):
+            if engine.num_unfinished:
+                engine.advance()
+            else:
+                preparing.wait(_MAX_SLEEP_S)
+        return ready[0][1].result()
+
+
+def _prepare(engine: Engine, arrival: Arrival) -> Request:
+    if arrival.error is not None:
+        raise arrival.error
+    return engine.prepare(
+        arrival.request_id, arrival.prompt, arrival.params, slo=arrival.slo, priority=arrival.priority
+    )
 
 
 def _is_long(prompt: Any) -> bool:

@@ -67,7 +67,7 @@ _LOAD_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class RankHandle:
     """What this process does in a job.
 
     Attributes:
@@ -127,7 +127,7 @@ def build_role(
     timeline: Timeline | None = None,
     progress: Callable[[int], None] | None = None,
     captured: Callable[[int, int], None] = lambda done, total: None,
-) -> Role:
+) -> RankHandle:
     """Load a model, or this rank's part of it, and make what this rank runs.
 
     Every rank of a torchrun job calls this with the same configuration.
@@ -159,7 +159,7 @@ def _build(
     timeline: Timeline | None,
     progress: Callable[[int], None] | None,
     captured: Callable[[int, int], None],
-) -> Role:
+) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = _resolve(config, job)
     model_config = load_model_config(
@@ -206,13 +206,13 @@ def _build(
     if ranks is not None and ranks.rank != 0:
         follower = Follower(runner, ranks, ControlReceiver(ranks.control_group))
         ranks.monitor.describe = follower.describe
-        return Role(limits, tokenizer, runner, follower=follower)
+        return RankHandle(limits, tokenizer, runner, follower=follower)
     scheduler = _build_scheduler(config, coefficients, limits, num_blocks)
     attention = backend.name if device.type == "cpu" else f"{backend.name} ({why})"
     _log_start(model_config, limits, scheduler, device=device, dtype=dtype, profile=config.profile, attention=attention)
     if ranks is None:
         engine = Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
-        return Role(limits, tokenizer, runner, engine)
+        return RankHandle(limits, tokenizer, runner, engine)
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
     driven = DrivingRunner(runner, ranks, sender)
     engine = Engine(driven, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
@@ -220,7 +220,7 @@ def _build(
     ranks.monitor.describe = engine.describe
     if timeline is not None:
         timeline.gather_from(driven.gather_records, zero_s=time.perf_counter() - engine.now())
-    return Role(limits, tokenizer, runner, engine, Caller(sender, ranks, timeline))
+    return RankHandle(limits, tokenizer, runner, engine, Caller(sender, ranks, timeline))
 
 
 def _pool_sizes(

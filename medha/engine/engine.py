@@ -4,6 +4,8 @@
 :class:`medha.LLM` wraps it. What a request must satisfy is in :mod:`medha.engine.admission`, when it ends in
 :mod:`medha.engine.request`; the scheduler decides what runs; the runner computes. A step is: fill the
 pipeline to its depth, then complete the oldest batch.
+
+The file is longer than most because every call that a user or a front end may make stands here with its documentation.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TextIO, TypeVar
+from typing import Concatenate, ParamSpec, TextIO, TypeVar
+
+from torch.profiler import record_function
 
 from medha.batch import Batch
 from medha.engine.admission import Prompt, check_type, prepare_request
@@ -26,7 +30,7 @@ from medha.engine.turns import Turns
 from medha.errors import ConfigError, EngineDeadError, ValidationError
 from medha.outputs import Explanation, RequestOutput
 from medha.params import PRIORITIES, SLO, SamplingParams, check_seconds
-from medha.sched.decision import Admitted, Decision, Prediction, SchedulerRequest
+from medha.sched.decision import Decision, Observer, Prediction, SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
 from medha.timeline import Timeline
@@ -34,32 +38,6 @@ from medha.worker.step import BatchRunner, PendingStep
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Results = Sequence[tuple[int, int, bool]]
-"""(slot, number of new tokens, finished) of the rows of a batch that sampled."""
-
-
-class Observer(Protocol):
-    """Who is told what the scheduler was asked and what it decided; the loop needs nothing of it."""
-
-    def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
-        """A request was queued."""
-        ...
-
-    def cancelled(self, slot: int, closed: Sequence[int]) -> None:
-        """A request was cancelled; these slots were closed by that."""
-        ...
-
-    def scheduled(self, now_s: float, decision: Decision) -> None:
-        """The scheduler was asked for a batch."""
-        ...
-
-    def completed(self, batch: Batch, now_s: float, results: Results, busy_s: float, closed: Sequence[int]) -> None:
-        """A batch is done in every stage; these slots were closed by that."""
-        ...
-
-    def restarted(self, learned: dict[str, tuple[float, int]] | None) -> None:
-        """A new scheduler is in place of the former one, with no request; its predictor has learned this."""
-        ...
 
 
 def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
@@ -463,7 +441,8 @@ class Engine:
 
     def _schedule(self, now: float) -> Decision:
         """Ask for the next batch; note who was preempted for it."""
-        decision = self.scheduler.schedule(now)
+        with record_function("medha.schedule"):
+            decision = self.scheduler.schedule(now)
         for observer in self.observers:
             observer.scheduled(now, decision)
         for preempted in decision.preempted:

@@ -102,7 +102,7 @@ class _Sent:
 
 
 class Explainer:
-    """Explains the TTFT of requests from what it is told of a scheduler (:class:`medha.engine.engine.Observer`).
+    """Explains the TTFT of requests from what it is told of a scheduler (:class:`medha.sched.decision.Observer`).
 
     It keeps an account for each slot ever used at once, the last 8,192 chunks, and at most twice as many names as both.
 

@@ -35,7 +35,7 @@ _VERSION = 1
 
 
 class Journal:
-    """Writes down what a scheduler is asked and what it decides (:class:`medha.engine.engine.Observer`).
+    """Writes down what a scheduler is asked and what it decides (:class:`medha.sched.decision.Observer`).
 
     Args:
         scheduler: which has served no request; the first line says how to make one like it.

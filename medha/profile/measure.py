@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from medha.config import EngineConfig
 from medha.cost.coefficients import Coefficients
-from medha.engine.build import Role, build_role
+from medha.engine.build import RankHandle, build_role
 from medha.errors import ConfigError
 from medha.outputs import RequestOutput
 from medha.parallel.mesh import Ranks
@@ -75,7 +75,7 @@ def measure(
     return found
 
 
-def _bounded(role: Role, effort: Effort, max_kv: int | None) -> tuple[Effort, int]:
+def _bounded(role: RankHandle, effort: Effort, max_kv: int | None) -> tuple[Effort, int]:
     """Chunks and the longest KV cache that model and pool allow."""
     runner = role.runner
     positions = role.limits.max_model_len
@@ -98,7 +98,7 @@ def _all_reduces(ranks: Ranks, runner: Runner) -> list[tuple[int, float]]:
 
 
 def _run_steps(
-    role: Role,
+    role: RankHandle,
     config: EngineConfig,
     effort: Effort,
     longest: int,
@@ -118,7 +118,7 @@ def _run_steps(
 
 
 def _fitted(
-    role: Role,
+    role: RankHandle,
     config: EngineConfig,
     steps: Mapping[int, Step],
     by_rank: Sequence[Mapping[int, StageTime]],

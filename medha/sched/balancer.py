@@ -55,9 +55,3 @@ def choose_group(
         if has_memory(first):
             return first
     return None
-
-
-def imbalance(work: Sequence[float]) -> float:
-    """The busiest group's work over the mean, 1.0 for an even load."""
-    mean = sum(work) / len(work)
-    return max(work) / mean if mean else 1.0

@@ -48,7 +48,7 @@ def _start_whole(queue: Queue, builder: BatchBuilder, size: SizeFn) -> None:
 def _continue_started(prefills: Iterable[State], builder: BatchBuilder) -> None:
     """Next chunks of prefills that have begun; one that gets no memory waits, those behind it do not."""
     for state in prefills:
-        if state.has_started:  # it may have given way to one before it
+        if state.has_started:  # it may have been preempted for one before it
             builder.add_chunk(state, _all)
 
 

@@ -1,8 +1,10 @@
 """A batch while it is filled: the rows so far, the tokens each group may still get, and the memory they take.
 
 A packer says who is next and how many tokens it may get; what bounds a row otherwise (tokens of a batch, the end of a
-shard, KV memory, the number of running requests) is checked here, the same for every packer. So is who gives way where
-memory is overcommitted (:mod:`medha.sched.preempt`).
+shard, KV memory, the number of running requests) is checked here, the same for every packer. So is who is preempted
+where memory is overcommitted (:mod:`medha.sched.preempt`).
+
+The file is longer than most until preemption, which reads queue, memory and pending frees, is a class of its own.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ class BatchBuilder:
         self._queue = queue
         self._depth = depth
         self._decodes: Decodes | None = None  # all of the batch, where they were sent together
-        self._refused: dict[int | None, int] = {}  # least claim, by blocks of the first chunk; None: all
+        self._least_refused: dict[int | None, int] = {}  # least claim, by blocks of the first chunk; None: all
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
@@ -106,7 +108,7 @@ class BatchBuilder:
     def due_decodes(self) -> list[State]:
         """Requests whose next token can be computed, dealt over the batches in flight, within the tokens left."""
         decoding: Collection[State] = self._queue.decoding.values()
-        if self.memory.overcommit:  # whoever may always displace others first: no refused one may take its turn
+        if self.memory.overcommit:  # who may always preempt comes first: no refused one may take its turn
             decoding = sorted(decoding, key=lambda state: (state.request.arrival_s, state.slot))
         if self.memory.num_groups == 1:
             share = min(-(-len(decoding) // self._depth), self.tokens_left[0])
@@ -129,7 +131,7 @@ class BatchBuilder:
     def add_decode(self, state: State) -> bool:
         """The next token of a request that can decode; False if a group of its has no token left, or no block."""
         if not state.can_decode:
-            return False  # it has just given way
+            return False  # it has just been preempted
         position = state.num_scheduled_tokens
         first, count = (0, 1) if self.memory.num_groups == 1 else self.memory.place(state.slot, position)
         if min(self.tokens_left[first : first + count]) < 1:
@@ -177,15 +179,15 @@ class BatchBuilder:
         Who claims no less, and takes as much or brings its whole prompt, is refused as well until something enters the
         batch. Says False where nothing is known, and with several groups or overcommitted memory.
         """
-        if not self._refused or state.has_started or len(self._queue.running) >= self.config.max_num_seqs:
+        if not self._least_refused or state.has_started or len(self._queue.running) >= self.config.max_num_seqs:
             return False
         if self.by_class and state.num_preempted:
             return False
-        least = self._refused.get(self._first_blocks(state, tokens))
+        least = self._least_refused.get(self._first_blocks(state, tokens))
         return least is not None and self._claim_blocks(state) >= least
 
     def make_room(self, state: State) -> bool:
-        """Let requests of lower classes give way to a prefill that was refused memory or a place; whether some did."""
+        """Preempt lower classes for a prefill that was refused memory or a place; whether there were any."""
         candidates = of_lower_class(self._queue, state, self._lost_s)
         if not candidates:
             return False
@@ -309,7 +311,7 @@ class BatchBuilder:
         """Keep what :meth:`was_refused` goes by."""
         if self.memory.num_groups == 1 and not self.memory.overcommit:
             blocks, claim = self._first_blocks(state, tokens), self._claim_blocks(state)
-            self._refused[blocks] = min(claim, self._refused.get(blocks, claim))
+            self._least_refused[blocks] = min(claim, self._least_refused.get(blocks, claim))
 
     def _first_blocks(self, state: State, tokens: int) -> int | None:
         """Blocks of a first chunk, what comes back from the host included; None where it ends the prefill, with which
@@ -322,14 +324,14 @@ class BatchBuilder:
 
     def _least_kv(self, state: State) -> int:
         """Tokens that must be free for a first chunk: with overcommit all that was lost, and a hundredth of the pool,
-        so that who gave way does not come back to give way at once."""
+        so that a preempted request does not come back to be preempted at once."""
         if not self.memory.overcommit or not self._queue.running:
             return 0
         spare = max(self.memory.num_blocks // 100, 1) * self.memory.block_size
         return spare + (min(state.num_prefill_tokens, self.memory.max_kv_per_group) if state.num_preempted else 0)
 
     def _has_blocks(self, state: State, row: Row) -> bool:
-        """Whether a row finds its blocks; with overcommit others give way to a decode, or to the oldest request."""
+        """Whether a row finds its blocks; with overcommit a decode, or the oldest request, preempts others."""
         if self.memory.can_take(row):
             return True
         if not self.memory.overcommit or not (row.is_decode or state is oldest(self._queue.running.values())):
@@ -340,7 +342,7 @@ class BatchBuilder:
         return victims is not None
 
     def _for_first_chunk(self, state: State, most: int, candidates: list[State]) -> list[State] | None:
-        """Who has to give way for a request's first chunk of at most so many tokens, on the first group that can."""
+        """Whom to preempt for a request's first chunk of at most so many tokens, on the first group that can."""
         num_tokens = state.request.num_kv_tokens
         num_running = len(self._queue.running)
         kv_len = max(state.num_scheduled_tokens + most, self._least_kv(state))
@@ -358,8 +360,8 @@ class BatchBuilder:
         return None
 
     def _preempt(self, victims: Sequence[State]) -> None:
-        """Take everything back from requests; they wait again, what they had in host memory where that is cheaper."""
-        self._refused.clear()
+        """Take all memory back from requests, which wait again; their KV goes to host memory where that is cheaper."""
+        self._least_refused.clear()
         for state in victims:
             lost = self._loss(state)
             num_kept = state.num_computed_tokens if lost.is_swap else 0
@@ -430,7 +432,7 @@ class BatchBuilder:
 
     def _append_row(self, state: State, row: Row) -> None:
         """Put a row into the batch, count it as scheduled and allocate the blocks it fills."""
-        self._refused.clear()
+        self._least_refused.clear()
         self.rows.append(row)
         self.extents += self.memory.take(row)
         self._queue.sent(state, row, self.now_s)

@@ -5,7 +5,9 @@ Whoever looks on (the engine, explanations, the journal, a simulator) is handed 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from medha.batch import Batch, Extent
 from medha.cost.correction import Kind
@@ -142,3 +144,31 @@ class KVLimits:
     max_per_group: int
     num_groups: int
     is_whole_pool: bool
+
+
+Results = Sequence[tuple[int, int, bool]]
+"""(slot, number of new tokens, finished) of the rows of a batch that sampled."""
+
+
+class Observer(Protocol):
+    """Who is told what the scheduler was asked and what it decided; the loop needs nothing of it."""
+
+    def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
+        """A request was queued."""
+        ...
+
+    def cancelled(self, slot: int, closed: Sequence[int]) -> None:
+        """A request was cancelled; these slots were closed by that."""
+        ...
+
+    def scheduled(self, now_s: float, decision: Decision) -> None:
+        """The scheduler was asked for a batch."""
+        ...
+
+    def completed(self, batch: Batch, now_s: float, results: Results, busy_s: float, closed: Sequence[int]) -> None:
+        """A batch is done in every stage; these slots were closed by that."""
+        ...
+
+    def restarted(self, learned: dict[str, tuple[float, int]] | None) -> None:
+        """A new scheduler is in place of the former one, with no request; its predictor has learned this."""
+        ...

@@ -9,10 +9,12 @@ end (Dijkstra's banker's algorithm). So memory is used before it is promised to 
 A request that decodes never waits for memory: with the last chunk of its prompt the rest of its claim is set aside.
 
 With ``overcommit`` claims are not looked at: whatever is free may be taken. Then a decode can find nothing free, and
-somebody has to give way (:mod:`medha.sched.preempt`).
+somebody is preempted (:mod:`medha.sched.preempt`).
 
-The host may have a pool for each group as well: a request that lies on one group can be *swapped out* to it when it
-gives way, and comes back to the same group.
+The host may have a pool for each group as well: a preempted request that lies on one group can be *swapped out* to it,
+and comes back to the same group.
+
+The file is longer than most until the scheduler has one rule for what it reserves.
 """
 
 from __future__ import annotations
@@ -143,7 +145,7 @@ class KVMemory:
             num_tokens: its claim.
             kv_len: tokens that it has with its first chunk, those included that come back from the host.
             set_aside: the chunk is the last of its prompt.
-            gone: slots of requests that would have given way.
+            gone: slots of requests that would be preempted for it.
         """
         claim = self.claim(num_tokens)
         account = _Account(first, claim, [0] * len(claim))
@@ -219,7 +221,7 @@ class KVMemory:
 
         Args:
             row: of a bound request.
-            gone: slots of requests that would have given way.
+            gone: slots of requests that would be preempted for it.
         """
         account = self._accounts[row.slot]
         if account.is_set_aside and not self.overcommit:

@@ -29,11 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor, Tick
+from medha.cost.predictor import Predictor
 from medha.sched.batch_builder import BatchBuilder
+from medha.sched.budget import GroupTime, Yielding, batch_budget_s
 from medha.sched.decision import Prediction
 from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
-from medha.sched.policy import SHORTEST_S, Ranking, load_policy, order
+from medha.sched.policy import Ranking, load_policy, order
 from medha.sched.queue import Queue, State
 
 # Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it
@@ -43,35 +44,6 @@ _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
 # What is beyond a limit by this much is so however the sum is rounded.
 _SURELY = 1 + 1e-9
-
-
-@dataclass(slots=True)
-class _GroupTime:
-    """Time of one group in the batch that is being filled.
-
-    Attributes:
-        tick: what is in it, predicted.
-        budget_s: for the whole batch.
-        limit_s: what the present phase may fill.
-        decodes_s: what the decodes take.
-        long_slot: the long prefill in it, if any.
-        is_joined: a chunk in it was made longer, and is in ``tick`` as two.
-        fitting: a whole prompt of so many tokens is known to fit on top within ``fitting_limit_s``.
-    """
-
-    tick: Tick
-    budget_s: float
-    limit_s: float
-    decodes_s: float
-    long_slot: int | None = None
-    is_joined: bool = False
-    fitting: int = 0
-    fitting_limit_s: float = 0.0
-
-    @property
-    def prefill_s(self) -> float:
-        """The budget that the decodes leave."""
-        return max(0.0, self.budget_s - self.decodes_s)
 
 
 @dataclass(slots=True)
@@ -98,7 +70,7 @@ class MedhaPacker:
     _ranking: Ranking = field(init=False)
     _refused: list[int] = field(default_factory=list)
     _owed_s: list[float] = field(default_factory=list)
-    _groups: list[_GroupTime] = field(default_factory=list)
+    _groups: list[GroupTime] = field(default_factory=list)
     _ahead_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -112,21 +84,21 @@ class MedhaPacker:
         if queue.num_prefills:
             factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
-            rho = _Slack(self.config, queue, factor=factor, now_s=now_s + self._ahead_s)
+            yielding = Yielding(self.config, queue, factor=factor, now_s=now_s + self._ahead_s)
             for state in favoured:
-                self._give(state, builder, rho, may_exceed=True)
-            self._serve_guarded(queue, builder, rho)
+                self._give(state, builder, yielding, may_exceed=True)
+            self._serve_guarded(queue, builder, yielding)
             for group in self._groups:
                 group.limit_s = group.budget_s
-            self._serve_in_order(queue, builder, rho)
-            self._fill_up(queue, builder, rho)
+            self._serve_in_order(queue, builder, yielding)
+            self._fill_up(queue, builder, yielding)
         self._refused = builder.refused
         self._note(builder)
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, queue: Queue, builder: BatchBuilder) -> list[State]:
-        """Requests for which others of lower classes have given way: of those refused memory in the batch before, and
+        """Requests for which others of lower classes were preempted: of those refused memory in the batch before, and
         where all places are taken the first of the highest class."""
         builder.by_class = True
         states = [state for slot in self._refused[:_FIRST] if (state := queue.prefill(slot)) is not None]
@@ -134,12 +106,12 @@ class MedhaPacker:
             states += queue.first_of_highest_class()
         return [state for state in states if builder.make_room(state)]
 
-    def _serve_guarded(self, queue: Queue, builder: BatchBuilder, rho: _Slack) -> None:
+    def _serve_guarded(self, queue: Queue, builder: BatchBuilder, yielding: Yielding) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
         share = self.config.late_share
         if not share:
             return
-        columns = queue.columns(rho.factor)
+        columns = queue.columns(yielding.factor)
         queue.guarded[:] = is_guarded(
             columns,
             builder.now_s,
@@ -165,21 +137,21 @@ class MedhaPacker:
                 continue
             if self._is_long(state) and not may_be_long:
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
-            if not self._give(state, builder, rho, may_exceed=False) and state.slot not in builder.refused:
+            if not self._give(state, builder, yielding, may_exceed=False) and state.slot not in builder.refused:
                 break
         self._owed_s = [
             owed_after_s(limit, given_s=group.tick.seconds - group.decodes_s, any_left=True)
             for group, limit in zip(self._groups, limits, strict=True)
         ]
 
-    def _serve_in_order(self, queue: Queue, builder: BatchBuilder, rho: _Slack) -> None:
+    def _serve_in_order(self, queue: Queue, builder: BatchBuilder, yielding: Yielding) -> None:
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
         tried: set[int] = set()
         for _ in range(_ROUNDS if builder.rows else _MAX_ROUNDS):
             may_enter = self._candidates(queue, builder, tried)
             rows = order(
                 self._ranking,
-                queue.columns(rho.factor),  # anew, as rows move when a prompt is scheduled whole
+                queue.columns(yielding.factor),  # anew, as rows move when a prompt is scheduled whole
                 slots=queue.slots,
                 now_s=builder.now_s + self._ahead_s,
                 first=_FIRST,
@@ -187,18 +159,18 @@ class MedhaPacker:
                 last=queue.relegated,
             )
             states = queue.states_of_rows(rows)
-            if not states or self._serve(states, builder, rho, may_exceed=True) or len(states) < _FIRST:
+            if not states or self._serve(states, builder, yielding, may_exceed=True) or len(states) < _FIRST:
                 return
             tried.update(state.slot for state in states)
 
-    def _fill_up(self, queue: Queue, builder: BatchBuilder, rho: _Slack) -> None:
+    def _fill_up(self, queue: Queue, builder: BatchBuilder, yielding: Yielding) -> None:
         """What long prefills yielded and nobody took, and what the guarded may have on top of their share."""
-        rho.has_short = False
+        yielding.has_short = False
         states = [state for slot in list(builder.chunked) if (state := queue.running[slot]).prefilling]
         for state in sorted(states, key=self._is_long):
             if not self._has_room(builder, may_exceed=False):
                 return
-            self._give(state, builder, rho, may_exceed=False)
+            self._give(state, builder, yielding, may_exceed=False)
 
     def _candidates(self, queue: Queue, builder: BatchBuilder, tried: set[int]) -> NDArray[np.bool_] | None:
         """Which rows may enter the batch; None is all.
@@ -216,7 +188,7 @@ class MedhaPacker:
             may_enter[queue.rows_of(tried)] = False
         return may_enter
 
-    def _serve(self, states: Iterable[State], builder: BatchBuilder, rho: _Slack, *, may_exceed: bool) -> bool:
+    def _serve(self, states: Iterable[State], builder: BatchBuilder, yielding: Yielding, *, may_exceed: bool) -> bool:
         """Give chunks to requests in turn; whether no group can take more."""
         has_room = self._has_room(builder, may_exceed=may_exceed)
         is_cramped = self._is_cramped(builder, may_exceed=may_exceed)
@@ -227,14 +199,14 @@ class MedhaPacker:
                 continue
             if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in builder.chunked:
                 continue
-            if self._give(state, builder, rho, may_exceed=may_exceed):
+            if self._give(state, builder, yielding, may_exceed=may_exceed):
                 has_room = self._has_room(builder, may_exceed=may_exceed)
                 is_cramped = self._is_cramped(builder, may_exceed=may_exceed)
         return not has_room
 
     # -- one request -------------------------------------------------------------------------------------------------
 
-    def _give(self, state: State, builder: BatchBuilder, rho: _Slack, *, may_exceed: bool) -> bool:
+    def _give(self, state: State, builder: BatchBuilder, yielding: Yielding, *, may_exceed: bool) -> bool:
         """Try to put a chunk of a request into the batch."""
         is_long = self._is_long(state)
         if builder.is_held(state) or (is_long and self._is_shut_out(state)):
@@ -242,7 +214,7 @@ class MedhaPacker:
         if self._is_refused(state, builder):
             builder.refused.append(state.slot)
             return False
-        share = rho.yielded(state) if is_long else 0.0
+        share = yielding.yielded(state) if is_long else 0.0
         has_chunk = state.slot in builder.chunked
 
         def may_enter(first: int, count: int) -> bool:
@@ -301,7 +273,7 @@ class MedhaPacker:
             most = tokens
         return most > 0 and builder.was_refused(state, most)
 
-    def _surely_fits(self, group: _GroupTime, tokens: int) -> bool:
+    def _surely_fits(self, group: GroupTime, tokens: int) -> bool:
         """Whether a whole prompt of so many tokens fits a group, however the sum is rounded; shorter ones then do."""
         if tokens > group.fitting or group.limit_s != group.fitting_limit_s:
             if tokens > self.predictor.max_tokens:
@@ -386,28 +358,10 @@ class MedhaPacker:
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def _group_time(self, queue: Queue, builder: BatchBuilder, group: int) -> _GroupTime:
+    def _group_time(self, queue: Queue, builder: BatchBuilder, group: int) -> GroupTime:
         tick = self.predictor.tick(*builder.works(group))
-        budget_s = self._budget_s(queue, builder, group)
-        return _GroupTime(tick, budget_s, budget_s, tick.seconds)
-
-    def _budget_s(self, queue: Queue, builder: BatchBuilder, group: int) -> float:
-        """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the preemption quantum.
-
-        A decode returns with every batch in flight, so it may take a depth-th of the TPOT; with a decode lag it is in
-        every batch.
-        """
-        if self.config.t_target_s is not None:
-            return self.config.t_target_s
-        period = 1 if self.config.decode_lag else self.depth
-        tightest = self.config.quantum_s * period
-        for state in queue.decoding.values():
-            slo = state.request.slo
-            if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
-                first, count = builder.memory.run(state.slot)
-                if first <= group < first + count:
-                    tightest = slo.tpot_s
-        return tightest / period
+        budget_s = batch_budget_s(self.config, queue, builder.memory, group, depth=self.depth)
+        return GroupTime(tick, budget_s, budget_s, tick.seconds)
 
     def _note(self, builder: BatchBuilder) -> None:
         """Keep the prediction of the batch."""
@@ -425,22 +379,3 @@ class MedhaPacker:
         tick = slowest.tick
         seconds = max(tick.seconds, builder.moved_s())
         self.prediction = Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)
-
-
-class _Slack:
-    """How much of the budget a long prefill leaves to short ones (Algorithm 2, space sharing)."""
-
-    def __init__(self, config: SchedulerConfig, queue: Queue, *, factor: float, now_s: float) -> None:
-        self._rho_max = config.rho_max
-        self._queue = queue
-        self.factor = factor
-        self._now_s = now_s
-        self.has_short = config.rho_max > 0 and bool((queue.num_prompt_tokens < config.long_threshold).any())
-
-    def yielded(self, state: State) -> float:
-        """The share of the time after decodes that a long request yields."""
-        if not self.has_short:
-            return 0.0
-        total_s, left_s = self._queue.work_s(state, self.factor)
-        slack_s = state.request.arrival_s + state.deadline_s - self._now_s - left_s
-        return min(self._rho_max, max(0.0, slack_s / max(total_s, SHORTEST_S)))

@@ -7,6 +7,8 @@ The time that a policy is given is when whoever is passed over now could have a 
 
 Source: arXiv:2409.17264, v5 section 4.1 (FCFS, EDF, LRS, LARS) and v4 eq. 7 (ILRS). Under overload by short requests
 LARS, too, starves a long one: the slack of a late short request falls faster, relative to its work.
+
+The file is longer than most because every policy stands here with its source, and its errors name the request.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""Who gives way when a request finds no KV memory, and how: it is computed again later (recompute), or what it had goes
-to host memory and comes back (swap), whichever takes less.
+"""Which requests are preempted when one finds no KV memory, and how: a preempted request is computed again later, or
+its KV is swapped to host memory and back, whichever takes less.
 
-By default nobody has to: claims and the banker's test (:mod:`medha.sched.memory`) keep everybody's end possible. Two
-options change that.
+By default nobody is preempted: claims and the banker's test (:mod:`medha.sched.memory`) let every request come to its
+end. Two options change that.
 
-- Priority classes (a policy ``priority…``): a prefill that was refused memory, or a place among the running, displaces
+- Priority classes (a policy ``priority…``): a prefill that was refused memory, or a place among the running, preempts
   requests of lower classes, decodes too: the lowest class first, and in a class whoever loses least.
-- ``overcommit``: memory is taken without regard to claims. A decode that finds no block displaces prefills, whoever
+- ``overcommit``: requests take memory without regard to claims. A decode that finds no block preempts prefills, whoever
   loses least, and a decode only where no prefill is left. So does the oldest started request while it is a prefill.
 
-Only a request with nothing in flight can give way. What it loses is the predicted time to compute again what it had, or
-to move it out and in: the most that this can be, as moves run beside what others compute. Only one that lies on one
-KV-parallel group is swapped, and it comes back to that group.
-With overcommit the oldest started request never gives way and may always displace: it comes to its end, and then the
-next one does, so nothing waits for ever. With classes, who gives way is of a lower class than who comes, so no two
-displace each other, and it comes back when no prefill of a higher class is left.
+Only a request with nothing in flight can be preempted. It loses the predicted time to compute again what it had, or to
+copy it out and in: the most that this can be, as the copies run beside what others compute. Only a request that lies on
+one KV-parallel group is swapped, and it comes back to that group.
+
+With overcommit the oldest started request is never preempted and may always preempt others: it comes to its end, and
+then the next one does, so nothing waits for ever. With classes a request preempts lower classes alone, so no two
+preempt each other, and a preempted request comes back when no prefill of a higher class is left.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ Fits = Callable[[Collection[int]], bool]
 
 
 LossFn = Callable[[State], float]
-"""Predicted seconds that a request loses if it gives way."""
+"""Predicted seconds that a request loses if it is preempted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a request loses if it gives way.
+    """What a request loses if it is preempted.
 
     Attributes:
         seconds: predicted; without a predictor, of what is computed again tokens of short context.
@@ -47,7 +48,7 @@ class Loss:
 
 
 def loss(queue: Queue, memory: KVMemory, state: State, *, factor: float = 1.0) -> Loss:
-    """What a started request loses if it gives way, the cheaper of the two ways.
+    """What a started request loses if it is preempted, in the cheaper of the two ways.
 
     Args:
         queue: predicts.
@@ -74,15 +75,15 @@ def oldest(states: Iterable[State]) -> State | None:
 
 
 def of_lower_class(queue: Queue, state: State, lost_s: LossFn) -> list[State]:
-    """Who can give way to a request by class: the lowest class first, then whoever loses least."""
+    """Whom a request may preempt by class: the lowest class first, then whoever loses least."""
     below = [s for s in _idle(queue) if s.request.priority > state.request.priority]
     return sorted(below, key=lambda s: (-s.request.priority, lost_s(s), s.slot))
 
 
 def by_loss(queue: Queue, state: State, lost_s: LossFn, *, by_class: bool) -> list[State]:
-    """Who can give way to a request with overcommit: prefills before decodes, or with classes the lowest first.
+    """Whom a request may preempt with overcommit: prefills before decodes, or with classes the lowest first.
 
-    Nobody who must not: the oldest, and those of a higher class than a request that is not the oldest itself.
+    Never the oldest, nor those of a higher class than a request that is not the oldest itself.
     """
     first = oldest(queue.running.values())
     others = [s for s in _idle(queue) if s is not first and s is not state]
@@ -94,10 +95,10 @@ def by_loss(queue: Queue, state: State, lost_s: LossFn, *, by_class: bool) -> li
 
 
 def fewest(candidates: list[State], fits: Fits) -> list[State] | None:
-    """As few of the candidates, from the front, as make it fit, without those that do not matter; None if all do not.
+    """The fewest candidates, from the front, without which a request fits; None if it does not fit without all of them.
 
     Args:
-        candidates: in the order in which they give way.
+        candidates: in the order in which they are preempted.
         fits: whether it would fit without some of them.
     """
     gone: set[int] = set()

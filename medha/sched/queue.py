@@ -31,12 +31,12 @@ class State:
 
     Attributes:
         slot: its handle.
-        num_prefill_tokens: tokens of its prefill: its prompt, and after it gave way the tokens it had by then. Those
-            that were swapped out count as computed.
+        num_prefill_tokens: tokens of its prefill: its prompt, and after it was preempted the tokens it had by then.
+            Those that were swapped out count as computed.
         deadline_s: seconds from arrival to when its first token is due; inf is none.
         has_started: it is bound to a group and may hold memory.
         ended: it finished or was cancelled; it is closed once nothing of it is in flight.
-        num_preempted: how often it gave its memory up, to be computed again or swapped in.
+        num_preempted: how often it was preempted.
     """
 
     request: SchedulerRequest
@@ -92,7 +92,7 @@ class Queue:
     Attributes:
         running: started and not closed, in the order of their first chunks.
         decoding: of those, the ones whose prompt is scheduled whole.
-        waiting: not started, in order of arrival; who gave way comes first.
+        waiting: not started, in order of arrival; preempted ones come first.
         ending: slots of started requests that have ended and are not forgotten, as something of them is in flight.
         num_prefills: rows of the columns.
     """

@@ -24,7 +24,7 @@ from rich.text import Text
 from medha.cli.display import Display, results_table
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, Joiner, drive
-from medha.engine.build import Role, build_role
+from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError, ParallelConfigError
 from medha.models.needle import NUM_LAYERS, make_haystack, write_needle
@@ -216,7 +216,7 @@ def _announce(stage: _Stage, act: Act) -> None:
         )
 
 
-def _needle_role(long_prompt_tokens: int, act: Act, timeline: Timeline) -> Role:
+def _needle_role(long_prompt_tokens: int, act: Act, timeline: Timeline) -> RankHandle:
     launch = read_launch()
     max_model_len = long_prompt_tokens + 256
     budgets = {"chunk_size": act.chunk_size or max_model_len, "max_batch_tokens": act.batch_tokens or max_model_len}

@@ -18,7 +18,7 @@ from medha.batch import Batch
 from medha.cli.report import peak_memory_bytes
 from medha.config import CacheConfig, EngineConfig, ParallelConfig
 from medha.engine.admission import Prompt
-from medha.engine.build import Role, build_role
+from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.errors import ParallelConfigError
 from medha.models.hf_config import load_model_config
@@ -220,7 +220,7 @@ def memory_row(parallel: ParallelConfig, num_tokens: int, kv_bytes: Sequence[int
 
 
 @contextmanager
-def joined(config: EngineConfig) -> Iterator[Role]:
+def joined(config: EngineConfig) -> Iterator[RankHandle]:
     """This rank's role; on the others than rank 0 it is followed to its end, and closed on all."""
     role = build_role(config)
     try:

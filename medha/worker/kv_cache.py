@@ -127,7 +127,7 @@ class BlockTables:
         """Apply the frees, then the new extents of a batch, in place; its rows extend the shards.
 
         What is swapped in begins a shard at position 0; what is swapped out is to be asked for before
-        (:meth:`facing`).
+        (:meth:`swap_runs`).
         """
         for slot in batch.frees:
             self._extents.pop(slot, None)
@@ -154,7 +154,7 @@ class BlockTables:
         self._extents[slot] = list(extents)
         self._shards[slot] = (start, end)
 
-    def facing(self, host: Sequence[Extent]) -> list[tuple[int, int, int]]:
+    def swap_runs(self, host: Sequence[Extent]) -> list[tuple[int, int, int]]:
         """Where host blocks and the first blocks of their slots' tables face each other.
 
         Args:

@@ -12,6 +12,10 @@ Blocks that are swapped to host memory or back move beside the compute of the ba
 With ``decode_lag`` a batch is only started: its tokens are drawn where the logits lie and noted there, the next batch
 can read them from there, and the host reads them when they are asked for. Until then nothing waits for the device.
 
+The phases of a step are named for PyTorch's profiler: ``medha.schedule`` (by the engine), ``medha.prepare``,
+``medha.receive``, ``medha.forward``, ``medha.sample`` and ``medha.send``. The file is longer than most until the step
+input takes the building of positions, targets and segments.
+
 What a step's kernels need to know is copied to the device at once (:mod:`medha.attention.staging`). Batches of decodes
 alone run from a captured graph where there is one (:mod:`medha.worker.graphs`).
 
@@ -29,6 +33,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.profiler import record_function
 
 from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape, Segment
 from medha.attention.staging import Stageable, Staging, record_event
@@ -43,7 +48,7 @@ from medha.worker.graphs import DecodeGraphs, Decodes, GraphMaker
 from medha.worker.kv_cache import BlockTables, KVCache, WritePlan
 from medha.worker.sampling import Drawing, SlotSampling, draw, sample
 from medha.worker.step import PendingStep, StepResult, last_tokens_of, sampling_rows
-from medha.worker.swap import HostCache, Moves
+from medha.worker.swap import HostCache, SwapCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,21 +224,24 @@ class Runner:
             The tokens sampled by a rank that samples, None elsewhere and where there was nothing to run.
         """
         entered = self.recorder.begin()
-        moves = self._apply(batch)
+        with record_function("medha.prepare"):
+            copies = self._apply(batch)
         if not batch.rows:
-            if moves is not None:
-                moves.wait()
+            if copies is not None:
+                copies.wait()
             return None
-        out = self._forward(batch, None if input_ids is None else input_ids.numpy(), moves).rows
+        out = self._forward(batch, None if input_ids is None else input_ids.numpy(), copies).rows
         if not self.model.has_head:
             assert self.pipe is not None, "a stage without the head passes its hidden states on"
             self.recorder.end(batch)
-            with self.recorder.waiting("send"):
-                self.pipe.reserve()
-            self.pipe.send(batch, out)
+            with record_function("medha.send"):
+                with self.recorder.waiting("send"):
+                    self.pipe.reserve()
+                self.pipe.send(batch, out)
             return None
         rows = sampling_rows(batch, self.group)
-        sampled = sample(out, *self._draws(rows)) if rows and self.samples else []
+        with record_function("medha.sample"):
+            sampled = sample(out, *self._draws(rows)) if rows and self.samples else []
         record = self.recorder.end(batch)
         if not self.samples:
             return None
@@ -245,14 +253,15 @@ class Runner:
         """Start a batch whose decodes read the tokens of the batch before from the device."""
         entered = self.recorder.begin()
         before = record_event(self.device, timing=True)
-        moves = self._apply(batch)
+        copies = self._apply(batch)
         last_tokens = self._last_tokens = _with_room(last_tokens, max(row.slot for row in batch.rows))
         rows = sampling_rows(batch, self.group)
-        forward = self._forward(batch, self._prompt_ids(batch), moves, last_tokens=last_tokens)
+        forward = self._forward(batch, self._prompt_ids(batch), copies, last_tokens=last_tokens)
         drawing = None
         if rows:
-            drawing = draw(forward.rows, *self._draws(rows))
-            last_tokens[forward.slots] = drawing.tokens
+            with record_function("medha.sample"):
+                drawing = draw(forward.rows, *self._draws(rows))
+                last_tokens[forward.slots] = drawing.tokens
         host_s = self.recorder.end(batch).end_s - entered
         return PendingStep(
             partial(self._finish, rows, drawing, (before, record_event(self.device, timing=True)), host_s)
@@ -284,15 +293,15 @@ class Runner:
         self.take_tokens(result)
         return result
 
-    def _apply(self, batch: Batch) -> Moves | None:
+    def _apply(self, batch: Batch) -> SwapCopies | None:
         """Change the block tables, and begin to move what the batch swaps, if anything."""
         if not batch.moves:
             self.tables.apply(batch)
             return None
         assert self.host is not None, "a batch swaps blocks only where there is host memory for them"
-        out = self.tables.facing(batch.swaps_out)  # before the tables are dropped
+        out = self.tables.swap_runs(batch.swaps_out)  # before the tables are dropped
         self.tables.apply(batch)
-        return self.host.move(out, self.tables.facing(batch.swaps_in))
+        return self.host.move(out, self.tables.swap_runs(batch.swaps_in))
 
     def _draws(self, rows: Sequence[Row]) -> tuple[list[SlotSampling], list[int]]:
         """Of each row that samples: its request's parameters, and the index of the token to draw."""
@@ -321,7 +330,7 @@ class Runner:
             if not row.is_decode:
                 prompt = self._prompts[row.slot]
                 parts.append(prompt[row.position : row.kv_len])
-                if row.kv_len > len(prompt):  # computed again after it gave way
+                if row.kv_len > len(prompt):  # computed again after it was preempted
                     first = max(row.position - len(prompt), 0)
                     drawn = self._drawn[row.slot][first : row.kv_len - len(prompt)]
                     parts.append(torch.tensor(drawn, dtype=torch.int32))
@@ -331,7 +340,7 @@ class Runner:
         self,
         batch: Batch,
         ids: npt.NDArray[np.int32] | None,
-        moves: Moves | None,
+        copies: SwapCopies | None,
         *,
         last_tokens: torch.Tensor | None = None,
     ) -> _Forward:
@@ -340,33 +349,34 @@ class Runner:
         Args:
             batch: with rows.
             ids: of the rows in order, on a rank that embeds them.
-            moves: blocks that are swapped meanwhile; a layer comes behind its own, a graph behind all.
+            copies: of blocks that are swapped meanwhile; a layer waits for its own, a graph for all.
             last_tokens: int64 on the device, the token of each slot, which decodes read in place of ``ids``.
         """
         is_fixed = batch.num_decodes == len(batch.rows) and not any(row.is_shared for row in batch.rows)
         if self.graphs is not None and is_fixed and self.graphs.size_for(len(batch.rows)) is not None:
-            if moves is not None:
-                moves.wait()
+            if copies is not None:
+                copies.wait()
             return self._replayed(self.graphs, batch, ids, last_tokens)
-        return self._eager(batch, ids, moves, last_tokens)
+        return self._eager(batch, ids, copies, last_tokens)
 
     def _eager(
         self,
         batch: Batch,
         ids: npt.NDArray[np.int32] | None,
-        moves: Moves | None,
+        copies: SwapCopies | None,
         last_tokens: torch.Tensor | None,
     ) -> _Forward:
         """:meth:`_forward`, one kernel after the other."""
         staging = Staging(self.device)
-        positions = staging.add(self._positions(batch))
-        sampled = staging.add(np.array(last_tokens_of(batch, self.group), np.int64))
-        sampled_slots = staging.add(np.array([row.slot for row in sampling_rows(batch, self.group)], np.int64))
-        decode_slots = staging.add(np.array([row.slot for row in batch.rows if row.is_decode], np.int64))
-        tokens = None if ids is None else staging.add(ids)
-        attend = self._attention(batch, staging)
-        if moves is not None:
-            attend = moves.before(attend)
+        with record_function("medha.prepare"):
+            positions = staging.add(self._positions(batch))
+            sampled = staging.add(np.array(last_tokens_of(batch, self.group), np.int64))
+            sampled_slots = staging.add(np.array([row.slot for row in sampling_rows(batch, self.group)], np.int64))
+            decode_slots = staging.add(np.array([row.slot for row in batch.rows if row.is_decode], np.int64))
+            tokens = None if ids is None else staging.add(ids)
+            attend = self._attention(batch, staging)
+        if copies is not None:
+            attend = copies.before(attend)
         cos, sin = cos_sin(positions.tensor, self._inv_freq, self._attention_factor)
         if self.model.has_embedding:
             assert tokens is not None, "a stage with the embedding gets tokens"
@@ -376,15 +386,16 @@ class Runner:
             x_TD = self.model.embed(ids_T)
         else:
             x_TD = self._received(batch)
-        x_TD = self.model(x_TD, cos, sin, attend)
-        if self.model.has_head and len(sampled.ints):
-            x_TD = self.model.logits(x_TD[sampled.tensor])
+        with record_function("medha.forward"):
+            x_TD = self.model(x_TD, cos, sin, attend)
+            if self.model.has_head and len(sampled.ints):
+                x_TD = self.model.logits(x_TD[sampled.tensor])
         return _Forward(x_TD, sampled_slots.tensor)
 
     def _received(self, batch: Batch) -> torch.Tensor:
         """Hidden states of the stage before, [T, D] on the device; the compute begins when they are here."""
         assert self.pipe is not None, "a stage without the embedding receives hidden states"
-        with self.recorder.waiting("hidden"):
+        with record_function("medha.receive"), self.recorder.waiting("hidden"):
             x_TD = self.pipe.receive(batch).to(self.device)
         self.recorder.begin()
         return x_TD
@@ -398,15 +409,17 @@ class Runner:
     ) -> _Forward:
         """:meth:`_forward` of decodes alone, from a graph."""
         located = list(zip(batch.rows, range(len(batch.rows)), strict=True))
-        decodes = Decodes(
-            segments=[self._segment(row, start) for row, start in located],
-            positions=self._positions(batch),
-            targets=self._targets(located).singles,
-            token_ids=None if ids is None else ids.astype(np.int64),
-            slots=np.array([row.slot for row in batch.rows], np.int64),
-        )
+        with record_function("medha.prepare"):
+            decodes = Decodes(
+                segments=[self._segment(row, start) for row, start in located],
+                positions=self._positions(batch),
+                targets=self._targets(located).singles,
+                token_ids=None if ids is None else ids.astype(np.int64),
+                slots=np.array([row.slot for row in batch.rows], np.int64),
+            )
         hidden = None if self.model.has_embedding else self._received(batch)
-        out = graphs.run(decodes, hidden_TD=hidden, last_tokens=last_tokens)
+        with record_function("medha.forward"):
+            out = graphs.run(decodes, hidden_TD=hidden, last_tokens=last_tokens)
         return _Forward(out, graphs.slots[: len(batch.rows)])
 
     def _attention(self, batch: Batch, staging: Staging) -> LayerAttendFn:

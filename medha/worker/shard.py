@@ -34,7 +34,7 @@ from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, pa
 from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import AtOnce, HostCache, SideStream
+from medha.worker.swap import CudaCopyStream, HostCache, SyncCopy
 
 logger = logging.getLogger("medha")
 
@@ -156,7 +156,7 @@ def build_runner(
     )
     host = None
     if num_swap_blocks:
-        host = HostCache(cache, num_swap_blocks, SideStream(device) if device.type == "cuda" else AtOnce())
+        host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else SyncCopy())
     if ranks is None:
         return Runner(model, cache, backend, device, decode_lag=config.scheduler.decode_lag or 0, host=host)
     pipe = StagePipe(

@@ -1,4 +1,4 @@
-"""KV in host memory: where the blocks of a request that gave way go, and how they move there and back.
+"""KV in host memory: where the blocks of a preempted request go, and how they are copied there and back.
 
 Who is swapped, and which host blocks it gets, the scheduler decides (:mod:`medha.sched.preempt`); a rank moves its own
 layers and heads of them. On CUDA the copies run on a stream of their own beside the compute, layer by layer: a layer's
@@ -26,15 +26,15 @@ _MEASURED_BLOCKS = 4
 _MEASURED_TIMES = 3
 
 
-class CopyLine(Protocol):
+class CopyStream(Protocol):
     """Where copies run, in the order in which they are issued."""
 
     def begin(self) -> None:
-        """Let what is issued from now on come after the compute launched so far."""
+        """Make copies issued from now on wait for the compute launched so far."""
         ...
 
     def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
-        """Let copies run after those before; returns what lets the compute launched from then on come after them."""
+        """Run copies after those issued before; the returned function makes later compute wait for them."""
         ...
 
     def finish(self) -> None:
@@ -42,7 +42,7 @@ class CopyLine(Protocol):
         ...
 
 
-class AtOnce:
+class SyncCopy:
     """Copies that are made when they are issued, as on the CPU, where compute is never ahead."""
 
     def begin(self) -> None:
@@ -57,7 +57,7 @@ class AtOnce:
         """They are made."""
 
 
-class SideStream:
+class CudaCopyStream:
     """Copies on a CUDA stream beside the compute's.
 
     Args:
@@ -69,11 +69,11 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """See :meth:`CopyLine.begin`: by an event on the compute's stream."""
+        """See :meth:`CopyStream.begin`: by an event on the compute's stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
-        """See :meth:`CopyLine.issue`: by an event behind the copies."""
+        """See :meth:`CopyStream.issue`: by an event behind the copies."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             copies()
@@ -81,15 +81,15 @@ class SideStream:
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def finish(self) -> None:
-        """See :meth:`CopyLine.finish`."""
+        """See :meth:`CopyStream.finish`."""
         self._stream.synchronize()
 
 
-class Moves:
+class SwapCopies:
     """The copies of a batch on their way.
 
     Args:
-        waits: by layer, what lets the compute launched from then on come after its copies.
+        waits: by layer, a function that makes compute launched after the call wait for the layer's copies.
     """
 
     def __init__(self, waits: Sequence[Callable[[], None]]) -> None:
@@ -117,7 +117,7 @@ class HostCache:
     Args:
         cache: the pools to swap; at least one layer.
         num_blocks: blocks of the host's, at least 1.
-        line: where copies run.
+        stream: where copies run.
 
     Raises:
         ConfigError: the memory cannot be had.
@@ -126,10 +126,10 @@ class HostCache:
         k, v: one tensor [num_blocks * block_size, num_kv_heads, head_dim] a layer.
     """
 
-    def __init__(self, cache: KVCache, num_blocks: int, line: CopyLine) -> None:
+    def __init__(self, cache: KVCache, num_blocks: int, stream: CopyStream) -> None:
         self.num_blocks = num_blocks
         self._cache = cache
-        self._line = line
+        self._copies = stream
         tokens = num_blocks * cache.block_size
         try:
             self.k = [_host_pool(pool, tokens) for pool in cache.k]
@@ -140,19 +140,19 @@ class HostCache:
                 f"the system does not give them ({error}); accepted: less"
             ) from error
 
-    def move(self, out: Sequence[Run], back: Sequence[Run]) -> Moves:
+    def move(self, out: Sequence[Run], back: Sequence[Run]) -> SwapCopies:
         """Begin to copy, behind the compute launched so far: in each layer first out, then back in.
 
         Args:
             out: tokens to copy to the host.
             back: tokens to copy from it.
         """
-        self._line.begin()
-        return Moves([self._line.issue(partial(self._move, layer, out, back)) for layer in range(len(self.k))])
+        self._copies.begin()
+        return SwapCopies([self._copies.issue(partial(self._move, layer, out, back)) for layer in range(len(self.k))])
 
     def finish(self) -> None:
         """Wait on the host until all that :meth:`move` began is copied."""
-        self._line.finish()
+        self._copies.finish()
 
     def measure_block_s(self) -> float:
         """Seconds in which a block moves one way, least of a few; what the device's pool holds stays as it is."""

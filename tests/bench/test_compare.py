@@ -16,7 +16,7 @@ from medha.bench import compare as benchmark
 from medha.bench.cli import app
 from medha.bench.compare import CompareOptions
 from medha.bench.harness import Subject
-from medha.bench.job import Worker
+from medha.bench.job import Worker, start_peer
 from medha.bench.load import Workload
 from medha.cli.command import run_app
 from medha.errors import ConfigError, RankFailedError
@@ -91,7 +91,7 @@ def test_the_worker_of_vllm_speaks_the_protocol(tmp_path: Path) -> None:
     """With a made-up vLLM: no vLLM has run here. Its interpreter needs no medha, and its chatter is kept apart."""
     python = fake_python(tmp_path)
     settings = {"model": "x", "dtype": "float32", "max_model_len": 9, "num_threads": 1, "seed": 0}
-    with benchmark.start_worker("vllm", python, settings | {"enable_prefix_caching": False}) as worker:
+    with start_peer("vllm", python, settings | {"enable_prefix_caching": False}) as worker:
         assert worker.ready["versions"] == {"vllm": "9.9", "torch": "9.9"}
         assert worker.ready["options"]["skip_tokenizer_init"] is True
         answer = worker.ask("complete", prompts=[[1, 5], [7]], num_outputs=[2, 1], way="vllm")

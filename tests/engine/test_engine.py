@@ -425,19 +425,6 @@ def test_abort_at_any_step_harms_nobody(bytes_model: Model, expected: list[list[
     assert ("length", True) in reasons
 
 
-def test_abort_frees_at_once_when_nothing_is_in_flight(bytes_model: Model) -> None:
-    engine = bytes_model.engine()
-    engine.add_request("one", PROMPTS[0], PARAMS)
-    engine.step()
-    assert engine.scheduler.memory.num_used > 0
-    engine.abort("one")
-    assert_empty(engine)
-    (output,) = engine.step()
-    assert output.finished
-    assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("abort", 1)
-    assert output.metrics.finished is not None
-
-
 def test_abort_of_unknown_and_ended_requests_does_nothing(bytes_model: Model) -> None:
     engine = bytes_model.engine()
     engine.abort("nobody")
@@ -494,18 +481,6 @@ def test_abandon_and_go_on(bytes_model: Model, expected: list[list[int]]) -> Non
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
-
-
-def test_two_requests_of_60_percent_of_the_pool_both_finish(bytes_model: Model) -> None:
-    prompts = [random_ids(90, seed=seed) for seed in (1, 2)]
-    alone = [serve_one(bytes_model.engine(), prompt, PARAMS).outputs[0].token_ids for prompt in prompts]
-    engine = bytes_model.engine(num_blocks=10, block_size=16)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, PARAMS)
-    engine.step()
-    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 1)
-    outputs = finish(engine)
-    assert [outputs[str(i)].outputs[0].token_ids for i in range(2)] == alone
 
 
 def test_what_a_block_held_before_does_not_matter(bytes_model: Model, expected: list[list[int]]) -> None:
@@ -776,21 +751,6 @@ def test_seeded_sampling_is_the_same_in_any_company(bytes_model: Model, chunk_si
     engine.add_request("stranger", PROMPTS[2], SamplingParams(temperature=2.0, max_tokens=9))
     add_all(engine, SAMPLED)
     assert tokens_of(finish(engine)) == alone
-
-
-def test_requests_without_a_seed_differ_and_repeat(bytes_model: Model) -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=8)
-
-    def run(seed: int) -> list[list[int]]:
-        engine = bytes_model.engine(seed=seed)
-        for i in range(4):
-            engine.add_request(str(i), PROMPTS[1], params)
-        return tokens_of(finish(engine))
-
-    first = run(3)
-    assert len({tuple(tokens) for tokens in first}) == 4
-    assert run(3) == first
-    assert not {tuple(tokens) for tokens in run(4)} & {tuple(tokens) for tokens in first}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
 from medha.text import StopChecker
 from medha.worker.runner import Runner
-from medha.worker.swap import HostCache, Moves, Run
+from medha.worker.swap import HostCache, Run, SwapCopies
 
 Patch = pytest.MonkeyPatch
 
@@ -73,7 +73,7 @@ def stale_page(patch: Patch) -> None:
     """What comes back from the host lacks its last run of tokens."""
     move = HostCache.move
 
-    def lacking(self: HostCache, out: Sequence[Run], back: Sequence[Run]) -> Moves:
+    def lacking(self: HostCache, out: Sequence[Run], back: Sequence[Run]) -> SwapCopies:
         return move(self, out, back[:-1])
 
     patch.setattr(HostCache, "move", lacking)

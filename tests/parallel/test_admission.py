@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medha.engine.wire import encode_sampling
+from medha.engine.distributed import encode_sampling
 from medha.params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.engines import load_decoder, make_engine

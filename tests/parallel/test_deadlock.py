@@ -41,6 +41,7 @@ from medha.params import SamplingParams
 from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
+from medha.worker.step import PendingStep
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import load_decoder, make_engine
 from tests.parallel.rendezvous import DeadlockError, Group, Transport
@@ -425,16 +426,6 @@ def run_model(layout: Layout, *, max_examples: int) -> None:
 # -- the model can find a deadlock ------------------------------------------------------------------------------------
 
 
-class LateReport:
-    """A report whose receive is posted only when its tokens are needed."""
-
-    def __init__(self, post: Callable[[], Any]) -> None:
-        self._post = post
-
-    def result(self) -> Any:
-        return self._post().result()
-
-
 def send_synchronously(patch: pytest.MonkeyPatch, kind: Any) -> None:
     """Mutation: every send of a ReportLine or StagePipe waits until it is done."""
     send = kind.send
@@ -449,7 +440,7 @@ def send_synchronously(patch: pytest.MonkeyPatch, kind: Any) -> None:
 def post_reports_late(patch: pytest.MonkeyPatch) -> None:
     """Mutation: receives of reports are posted after computing."""
     post = ReportLine.post
-    patch.setattr(ReportLine, "post", lambda line, batch, group: LateReport(lambda: post(line, batch, group)))
+    patch.setattr(ReportLine, "post", lambda line, batch, group: PendingStep(lambda: post(line, batch, group).result()))
 
 
 def merge_synchronously(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import medha.parallel.mesh
-from medha.engine.build import Role
+from medha.engine.build import RankHandle
 from medha.engine.distributed import Caller, Follower
 from medha.params import SamplingParams
 from tests.parallel.workers import WorkerPool
@@ -78,5 +78,5 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
     monkeypatch.setattr(Follower, "serve", lambda self: None)
     parts: dict[str, Any] = {"caller": Caller(quiet, ranks), "follower": Follower(runner, ranks, quiet)}
     no_limits: Any = None
-    Role(no_limits, None, runner, **{part: parts[part]}).close()
+    RankHandle(no_limits, None, runner, **{part: parts[part]}).close()
     assert order == ["graph", "barrier of gloo", "end of pipe", "end of gloo", "end of control", "end of run"]

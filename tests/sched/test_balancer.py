@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from statistics import mean
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.config import SchedulerConfig
-from medha.sched.balancer import choose_group, imbalance, pending_work, prefill_work
+from medha.sched.balancer import choose_group, pending_work, prefill_work
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 
@@ -73,12 +70,6 @@ def test_memory_is_asked_for_until_a_group_has_it() -> None:
     assert asked == [3, 1, 2, 0]
 
 
-def test_imbalance() -> None:
-    assert imbalance([2.0, 2.0]) == imbalance([0.0, 0.0, 0.0]) == 1.0
-    assert imbalance([3.0, 1.0]) == 1.5
-    assert imbalance([0.0, 0.0, 9.0]) == 3.0
-
-
 # -- through the scheduler ------------------------------------------------------------------------------------
 
 BLOCK = 16
@@ -125,75 +116,3 @@ def test_a_group_without_memory_is_passed_over() -> None:
 # -- what it is worth ------------------------------------------------------------------------------------
 
 NUM_MIXES = 40
-
-
-def mix(seed: int) -> list[int]:
-    """Prompt lengths: short ones, and one in eight a long one, in an order of chance."""
-    draw = random.Random(seed)
-    return [
-        int(draw.lognormvariate(10.0, 0.5)) if draw.random() < 0.125 else int(draw.lognormvariate(6.0, 1.0)) + 1
-        for _ in range(60)
-    ]
-
-
-def balanced(lengths: list[int], num_groups: int, rate: float) -> list[float]:
-    """Work that each group got when requests come at ``rate`` times what the groups can do."""
-    sched = scheduler(num_groups)
-    work = [0.0] * num_groups
-    arrivals = _arrivals(lengths, num_groups, rate)
-    clock = 0.0
-    waiting = list(enumerate(zip(arrivals, lengths, strict=True)))
-    while waiting or sched.num_waiting or sched.num_running:
-        while waiting and waiting[0][1][0] <= clock:
-            slot, (arrival, length) = waiting.pop(0)
-            sched.add(SchedulerRequest(slot, length, 1, arrival))
-        batch = sched.schedule(clock).batch
-        if batch is None:
-            clock = waiting[0][1][0]
-            continue
-        busy = [0.0] * num_groups
-        for row in batch.rows:
-            busy[row.group] += prefill_work(row.position, row.kv_len)
-        work = [a + b for a, b in zip(work, busy, strict=True)]
-        clock += max(busy)
-        sched.complete(batch, clock, [(row.slot, 1, True) for row in batch.rows if row.samples], max(busy))
-    return work
-
-
-def _arrivals(lengths: list[int], num_groups: int, rate: float) -> list[float]:
-    """One after the other, each as late as the work before it takes all groups together at that rate."""
-    times, time = [], 0.0
-    for length in lengths:
-        times.append(time)
-        time += prefill_work(0, length) / num_groups / rate
-    return times
-
-
-def round_robin(lengths: list[int], num_groups: int) -> list[float]:
-    """Work of each group when requests are dealt to the groups in turn."""
-    work = [0.0] * num_groups
-    for i, length in enumerate(lengths):
-        work[i % num_groups] += prefill_work(0, length)
-    return work
-
-
-@pytest.mark.parametrize("rate", [0.7, 1.5])
-@pytest.mark.parametrize("num_groups", [2, 4])
-def test_imbalance_against_round_robin(num_groups: int, rate: float) -> None:
-    """Over generated mixes of short and long requests; the figures are printed."""
-    mixes = [mix(seed) for seed in range(NUM_MIXES)]
-    ours = [imbalance(balanced(lengths, num_groups, rate)) for lengths in mixes]
-    dealt = [imbalance(round_robin(lengths, num_groups)) for lengths in mixes]
-    print(
-        f"\n  imbalance (busiest group's prefill work over the mean), {num_groups} groups, load {rate:.1f}, "
-        f"{NUM_MIXES} mixes of 60 requests: balancer mean {mean(ours):.3f}, worst {max(ours):.3f}; "
-        f"round-robin mean {mean(dealt):.3f}, worst {max(dealt):.3f}"
-    )
-    assert mean(ours) <= mean(dealt)
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32), st.integers(2, 4))
-def test_all_work_is_done_once(seed: int, num_groups: int) -> None:
-    lengths = mix(seed)[:12]
-    assert sum(balanced(lengths, num_groups, 1.0)) == pytest.approx(sum(prefill_work(0, n) for n in lengths))

@@ -15,7 +15,7 @@ from medha.sched.baselines import TokenBudgetPacker
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.sched.test_scheduler import Play
-from tests.sched.virtual import Drive, Job, jobs, make_predictor
+from tests.sched.virtual import Drive, jobs, make_predictor
 
 PREDICTOR = make_predictor()
 CLASSICAL = tuple(name for name in SCHEDULERS if name != "medha")
@@ -76,37 +76,6 @@ batch 4: 1 rows, 1 tokens
 batch 4 complete, slot 2 closed
 """
     )
-
-
-def occupancy(scheduler: str, steps: list[int], *, places: int) -> tuple[int, int]:
-    """(batches, rows in them) until requests of so many steps each have ended."""
-    config = SchedulerConfig(scheduler, max_num_seqs=places)
-    sched = Scheduler(config, num_blocks=256, block_size=16)
-    for slot, num_steps in enumerate(steps):
-        sched.add(SchedulerRequest(slot, 1, num_steps, 0.0))
-    num_batches = num_rows = 0
-    while (batch := sched.schedule(0.0).batch) is not None:
-        num_batches += 1
-        num_rows += len(batch.rows)
-        results = [(row.slot, 1, row.kv_len == steps[row.slot]) for row in batch.rows]
-        sched.complete(batch, 0.0, results, 0.0)
-    return num_batches, num_rows
-
-
-def test_the_literatures_static_batch_is_half_empty() -> None:
-    """628, 114, 456 and 62 steps: 1260 of 4 * 628 places are used, 50.2 %."""
-    num_batches, num_rows = occupancy("static", [628, 114, 456, 62], places=4)
-    assert (num_batches, num_rows) == (628, 62 * 4 + 52 * 3 + 342 * 2 + 172)
-    assert round(100 * num_rows / (4 * num_batches), 1) == 50.2
-
-
-def test_iteration_level_scheduling_fills_the_empty_places() -> None:
-    """The same four, five times over: static repeats its half-empty batch, Orca refills places as they fall free."""
-    steps = [628, 114, 456, 62] * 5
-    assert occupancy("static", steps, places=4) == (5 * 628, 5 * 1260)
-    num_batches, num_rows = occupancy("orca", steps, places=4)
-    assert num_rows == 5 * 1260
-    assert num_rows / (4 * num_batches) > 0.85
 
 
 # -- orca -------------------------------------------------------------------------------------------------
@@ -193,32 +162,6 @@ batch 3 complete, slot 1 closed, slot 0 closed, slot 2 closed
     )
 
 
-def test_under_vllm_a_prompt_that_started_first_takes_the_tokens_of_decodes() -> None:
-    """With a chunk as large as the budget the decodes behind it stop; under Sarathi they go on."""
-    play = Classical("vllm", tokens=8, chunk=8)
-    play.add((0, 19, 1))
-    play.fill()
-    play.complete()
-    play.add((1, 2, 3))
-    stalled = """\
-batch 1: 1 rows, 8 tokens
-  slot 0 prefill [8:16]
-batch 1 complete
-batch 2: 2 rows, 5 tokens
-  slot 0 prefill [16:19] last
-  slot 1 prefill [0:2] last
-batch 2 complete, slot 0 closed
-"""
-    assert play.steps().startswith(stalled)
-    for name, rows in (("vllm", ["prefill"]), ("sarathi", ["decode", "prefill"])):
-        play = Classical(name, tokens=8, chunk=7)
-        play.add((0, 40, 1), (1, 1, 9))
-        play.fill()
-        play.complete()
-        play.sched.config = SchedulerConfig(name, max_batch_tokens=8, chunk_size=8, depth=1)
-        assert [line.split()[2] for line in play.fill().splitlines() if "slot" in line and "+" not in line] == rows
-
-
 # -- token-budget -----------------------------------------------------------------------------------------
 
 
@@ -245,16 +188,6 @@ batch 3: 2 rows, 53 tokens
 batch 3 complete, slot 0 closed, slot 1 closed
 """
     )
-
-
-@pytest.mark.parametrize("num_prompt", [1, 63, 64, 65, 127, 300])
-@pytest.mark.parametrize("tokens", [1, 40, 64, 100])
-@pytest.mark.parametrize("share", [None, 20])
-def test_token_budget_finishes_any_length_under_any_bound(num_prompt: int, tokens: int, share: int | None) -> None:
-    groups = 16 if share else 1
-    play = Classical("token-budget", tokens=tokens, num_blocks=100, num_groups=groups, share=share)
-    play.add((0, num_prompt, 1))
-    assert play.run().endswith("slot 0 closed\n")
 
 
 def run_steps(packer: TokenBudgetPacker, busy_s: float, *, num_tokens: int, count: int) -> None:
@@ -300,26 +233,6 @@ def test_token_budget_goes_by_class_then_deadline() -> None:
     batch = sched.schedule(0.0).batch
     assert batch is not None
     assert [row.slot for row in batch.rows] == [2, 1, 0, 3, 4]
-
-
-def test_token_budget_of_a_running_load_comes_to_the_target() -> None:
-    """A machine of 2 ms and 0.5 ms a token, decodes running all the while: steps end up at 100 ms and not above."""
-
-    def seconds(batch: Batch) -> float:
-        return 2e-3 + 5e-4 * batch.num_tokens
-
-    load = [Job(0.0, 8, 2000), *(Job(0.0, 900, 4) for _ in range(20))]
-    config = SchedulerConfig("token-budget", t_target_s=0.1, chunk_size=512)
-    steps: list[float] = []
-
-    class Timed(Drive):
-        def on_complete(self, batch: Batch, busy_s: float) -> None:
-            steps.append(busy_s)
-
-    Timed(Scheduler(config, num_blocks=2000, block_size=16), load, seconds).run()
-    full = [s for s in steps[20:] if s > 0.06]
-    assert len(full) > 50
-    assert max(full) < 0.11
 
 
 # -- any load ---------------------------------------------------------------------------------------------

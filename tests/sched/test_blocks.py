@@ -97,19 +97,6 @@ def test_requests_whose_claims_fit_get_one_extent_each(
     assert pool.num_used == sum(claims)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(claim=st.integers(1, 60), spare=st.integers(0, 20), counts=st.lists(st.integers(1, 10), min_size=1, max_size=60))
-def test_a_request_alone_gets_one_extent(claim: int, spare: int, counts: list[int]) -> None:
-    pool = BlockPool(claim + spare)
-    table: list[int] = []
-    for count in counts:
-        count = min(count, claim - len(table))
-        if count:
-            new = pool.allocate(3, count, claim=claim - len(table))
-            assert new == [Extent(3, len(table), count)]
-            table += blocks_of(new)
-
-
 def test_first_block_goes_into_the_smallest_run_that_holds_the_claim() -> None:
     pool = BlockPool(20)
     for slot, count in enumerate((6, 1, 3, 1, 4, 5)):
@@ -119,24 +106,6 @@ def test_first_block_goes_into_the_smallest_run_that_holds_the_claim() -> None:
     assert pool.allocate(10, 1, claim=4) == [Extent(10, 11, 1)]
     assert pool.allocate(11, 1, claim=3) == [Extent(11, 7, 1)]
     assert pool.allocate(12, 1, claim=6) == [Extent(12, 0, 1)]
-
-
-def test_claim_that_fits_nowhere_takes_the_longest_run_first() -> None:
-    pool = BlockPool(10)
-    for slot, count in enumerate((3, 2, 5)):
-        pool.allocate(slot, count, claim=count)
-    pool.release(0)
-    pool.release(2)
-    assert pool.allocate(7, 7, claim=7) == [Extent(7, 5, 5), Extent(7, 0, 2)]
-
-
-def test_what_is_left_of_a_claim_looks_for_the_smallest_run_again() -> None:
-    pool = BlockPool(13)
-    for slot, count in enumerate((5, 1, 4, 1, 2)):
-        pool.allocate(slot, count, claim=count)
-    for slot in (0, 2, 4):
-        pool.release(slot)  # free: [0, 5), [6, 10), [11, 13)
-    assert pool.allocate(7, 6, claim=7) == [Extent(7, 0, 5), Extent(7, 11, 1)]
 
 
 def test_a_promise_never_causes_a_refusal() -> None:
@@ -154,13 +123,6 @@ def test_a_promise_never_causes_a_refusal() -> None:
         pool.allocate(0, 1, claim=9)
     pool.release(1)
     assert pool.allocate(0, 9, claim=9) == [Extent(0, 1, 9)]
-
-
-def test_free_runs_are_taken_before_a_promise_is_broken() -> None:
-    pool = BlockPool(10)
-    pool.allocate(0, 1, claim=8)
-    assert pool.allocate(1, 2, claim=8) == [Extent(1, 8, 2)]
-    assert pool.allocate(0, 7, claim=7) == [Extent(0, 1, 7)]
 
 
 def test_growth_goes_on_where_the_table_ends_when_those_blocks_are_free_by_then() -> None:

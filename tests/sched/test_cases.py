@@ -125,30 +125,6 @@ def test_a_full_pool_for_an_hour_corrupts_and_stalls_nothing(overcommit: bool) -
 # -- B18: cancelled with chunks in three stages ------------------------------------------------------------------
 
 
-def test_blocks_of_a_cancelled_request_are_nobodys_until_its_last_chunk_is_out_of_the_pipeline() -> None:
-    """Three stages, four batches in flight: three of them hold a chunk of the request that is cancelled."""
-    config = SchedulerConfig("sarathi", depth=4, chunk_size=16, max_batch_tokens=16)
-    scheduler = Scheduler(config, num_blocks=4, block_size=BLOCK_SIZE)
-    scheduler.add(SchedulerRequest(0, 64, 1, 0.0))
-    batches = [scheduler.schedule(0.0).batch for _ in range(3)]
-    assert all(batch is not None for batch in batches)
-    held = {extent.first for batch in batches if batch for extent in batch.extents}
-    assert len(held) == 3
-    assert scheduler.cancel(0) == ()
-    scheduler.add(SchedulerRequest(1, 64, 1, 0.0))
-    for batch_id, batch in enumerate(batches):
-        new = scheduler.schedule(0.0).batch  # the fourth block is free; no other is handed out
-        for extent in new.extents if new else ():
-            assert not held & set(range(extent.first, extent.first + extent.count))
-            assert new is not None and 0 not in new.frees
-        assert batch is not None
-        closed = scheduler.complete(batch, 0.0, [], 0.0)
-        assert closed == ((0,) if batch_id == 2 else ())
-    after = scheduler.schedule(0.0).batch
-    assert after is not None and after.frees == (0,)
-    assert scheduler.cancel(0) == ()  # it is gone
-
-
 # -- B20: deadlines that have passed, and no work ----------------------------------------------------------------
 
 

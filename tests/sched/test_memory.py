@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from medha.batch import Extent, Row
-from medha.config import SchedulerConfig
-from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
-from medha.sched.scheduler import Scheduler
 from tests.sched.banker import Claimant, blocks_by_group, is_safe
 from tests.sched.simulation import Load, Simulation, loads
 
@@ -83,17 +80,6 @@ def test_a_request_grows_along_its_run() -> None:
     assert memory.release(5) is False
 
 
-def test_a_decode_takes_the_next_group_too() -> None:
-    memory = three_groups()
-    memory.start(0, 0, 26)
-    memory.take(chunk(0, 0, 23, memory, samples=True))
-    assert memory.take(Row(0, 23, 1, True, True, *memory.place(0, 23))) == []
-    crossing = Row(0, 24, 1, True, True, *memory.place(0, 24))
-    assert crossing.run == (0, 1)
-    assert memory.can_take(crossing)
-    assert memory.take(crossing) == [Extent(0, 0, 1, 1)]
-
-
 def test_a_request_that_has_filled_its_run_grows_no_further() -> None:
     """Its last token has been scheduled and not come back: it is asked for its place, and there is no group behind."""
     memory = three_groups()
@@ -129,16 +115,6 @@ def test_two_long_prefills_share_a_pool_only_while_one_can_end() -> None:
     memory.release(0)
     assert memory.can_take(chunk(1, 3, 3, memory, samples=True))
     assert memory.can_start(0, 3, 3, set_aside=True)
-
-
-def test_each_group_is_counted_for_itself() -> None:
-    """Room on one group is of no use to a request whose claim on the other cannot be met."""
-    memory = KVMemory(num_blocks=4, block_size=1, num_groups=2, max_kv_per_group=4)
-    memory.start(0, 1, 4)
-    memory.take(Row(0, 0, 3, False, True, 1, 1))  # decodes on group 1, one more block set aside
-    assert memory.can_start(0, 8, 4, set_aside=False)  # may begin: group 1 comes back when slot 0 ends
-    assert not memory.can_start(0, 5, 4, set_aside=True)  # but would not find a block there for its decodes
-    assert memory.can_start(0, 4, 4, set_aside=True)
 
 
 @dataclass
@@ -273,30 +249,6 @@ TestMemoryMachine = MemoryMachine.TestCase
 # -- through the scheduler ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_groups", [1, 2, 3])
-@pytest.mark.parametrize("depth", [1, 3])
-def test_two_requests_that_need_most_of_the_pool_each_both_finish(num_groups: int, depth: int) -> None:
-    """60 % each: they begin together, one of them waits in the middle of its prompt, and nobody has to be undone."""
-    num_blocks, block_size = 10, 4
-    share = 6 * block_size
-    config = SchedulerConfig("sarathi", max_batch_tokens=16, chunk_size=8, depth=depth, max_kv_per_group=share)
-    sched = Scheduler(config, num_blocks=num_blocks, block_size=block_size, num_groups=num_groups)
-    ends = dict.fromkeys((0, 1), num_groups * share)
-    for slot in ends:
-        sched.add(SchedulerRequest(slot, ends[slot] - 2, 3, 0.0))
-    together = 0
-    closed: list[int] = []
-    while sched.num_waiting or sched.num_running:
-        while (batch := sched.schedule(0.0).batch) is not None:
-            together += len({row.slot for row in batch.rows}) == 2
-        batch = sched.in_flight[0]
-        results = [(row.slot, 1, row.kv_len == ends[row.slot]) for row in batch.rows if row.samples]
-        closed += sched.complete(batch, 0.0, results, 0.0)
-    assert closed == [0, 1]
-    assert together >= 2
-    assert sched.memory.num_used == 0
-
-
 def check_groups(simulation: Simulation) -> int:
     """A request touches the groups of its shards and no other; returns how many requests lie on one group."""
     load = simulation.load
@@ -319,34 +271,6 @@ def test_any_load_on_groups_ends_and_leaves_nothing(load: Load) -> None:
     simulation = Simulation(load)
     simulation.run()
     check_groups(simulation)
-
-
-@pytest.mark.slow
-@settings(max_examples=5000, deadline=None, derandomize=True)
-@given(loads(min_groups=1, max_groups=4))
-def test_very_many_loads_on_groups_end_and_leave_nothing(load: Load) -> None:
-    simulation = Simulation(load)
-    simulation.run()
-    check_groups(simulation)
-
-
-def test_loads_hold_short_and_shared_requests() -> None:
-    """The property above is about both: of what it generates, many requests are short and many are not."""
-    short, shared = 0, 0
-
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-    @given(loads(min_groups=2, max_groups=4))
-    def count(load: Load) -> None:
-        nonlocal short, shared
-        simulation = Simulation(load)
-        simulation.run()
-        num_short = check_groups(simulation)
-        short += num_short
-        shared += len(simulation.groups) - num_short
-
-    count()
-    assert short > 40
-    assert shared > 40
 
 
 def grants_everything(patch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from medha.cost.predictor import Predictor, Tick, Work
 from medha.cost.prefill_time import efficient_kv
 from medha.params import SLO
 from medha.sched.batch_builder import BatchBuilder
+from medha.sched.budget import batch_budget_s
 from medha.sched.decision import Prediction, SchedulerRequest
 from medha.sched.packer import MedhaPacker
 from medha.sched.policy import BUILT_IN
@@ -287,29 +288,6 @@ def test_the_property_notices_a_packer_that_breaks_a_rule(
 # -- a load below 1 ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "edf", "lars"])
-def test_at_load_below_one_all_finish_and_the_queue_stays_short(policy: str) -> None:
-    """Poisson arrivals, mostly short, a few long, at 0.8 of what the machine can do."""
-    draws = random.Random(7)
-    scheduler = Scheduler(SchedulerConfig(policy=policy), num_blocks=4000, block_size=BLOCK, predictor=make_predictor())
-    lengths = [draws.choice([50, 100, 200, 400]) for _ in range(300)] + [9000] * 4
-    draws.shuffle(lengths)
-    assert scheduler.predictor is not None
-    alone_s = [scheduler._queue.prefill_s(n) for n in lengths]
-    rate = 0.8 / (sum(alone_s) / len(alone_s))
-    now_s, load = 0.0, []
-    for num_prompt in lengths:
-        now_s += draws.expovariate(rate)
-        load.append(Job(now_s, num_prompt, 2))
-    drive = Checked(scheduler, load, noisy(scheduler, 1, 0.95, 1.05))
-    drive.run()
-    assert len(drive.finish_s) == len(load)
-    assert max(drive.finish_s.values()) < now_s + 0.2 * sum(alone_s)  # no backlog when the last one has come
-    if policy != "fcfs":
-        short = sorted(drive.first_token_s[i] - job.arrival_s for i, job in enumerate(load) if job.num_prompt < 500)
-        assert short[len(short) * 99 // 100] < 5.0
-
-
 # -- order, chunks, refusals ------------------------------------------------------------------------------
 
 
@@ -324,7 +302,8 @@ class Compared:
         return self.drive.packer.prediction
 
     def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
-        ahead_s = (self.drive.packer.depth + 1) * self.drive.packer._budget_s(queue, builder, 0)
+        config, depth = self.drive.config, self.drive.packer.depth
+        ahead_s = (depth + 1) * batch_budget_s(config, queue, builder.memory, 0, depth=depth)
         expected = self.drive.in_order(queue, now_s + ahead_s)
         running = set(queue.running)
         self.drive.packer.fill(queue, builder, now_s)
@@ -490,81 +469,11 @@ def test_a_chunk_that_is_made_longer_stays_within_the_chunk_size() -> None:
 # -- the known defects of the one comparable implementation -----------------------------------------------
 
 
-def test_defect_predicted_seconds_truncated_to_integers() -> None:
-    scheduler = new_scheduler(t_target_s=0.3)
-    add(scheduler, 0, 5000)
-    prediction = scheduler.schedule(0.0).prediction
-    assert prediction is not None
-    assert 0.27 < prediction.seconds <= 0.3
-
-
 def test_defect_a_search_ceiling_below_the_largest_chunk() -> None:
     for num_prompt in (2047, 2048, 5000):
         scheduler = new_scheduler(t_target_s=100.0)
         add(scheduler, 0, num_prompt)
         assert chunks_of(scheduler.schedule(0.0).batch) == [(0, min(num_prompt, 2048))]
-
-
-def test_defect_decode_only_time_not_counted() -> None:
-    """Beside decodes of long contexts a chunk is smaller, and decodes alone are predicted too."""
-    scheduler = new_scheduler(t_target_s=0.3)
-    for slot in range(8):
-        add(scheduler, slot, 4000, 9)
-    while chunks_of((decision := scheduler.schedule(0.0)).batch):
-        finish(scheduler, decision.batch)
-    prediction = decision.prediction
-    assert prediction is not None
-    assert (prediction.kind, prediction.seconds > 0.01) == ("decode", True)
-    finish(scheduler, decision.batch)
-    add(scheduler, 9, 5000)
-    ((_, beside),) = chunks_of(scheduler.schedule(0.0).batch)
-    alone = new_scheduler(t_target_s=0.3)
-    add(alone, 9, 5000)
-    ((_, whole),) = chunks_of(alone.schedule(0.0).batch)
-    assert 0 < beside < whole
-
-
-def test_defect_order_kept_in_a_heap_while_keys_change_at_different_rates() -> None:
-    """Relative slack of a short request falls faster: the long one is first at 0 s, the short one 60 s later."""
-    for now_s, first in ((0.0, 0), (60.0, 1)):
-        scheduler = new_scheduler(policy="lars", t_target_s=0.1)
-        add(scheduler, 0, 5000, slo=SLO(500.0))
-        add(scheduler, 1, 500, slo=SLO(70.0))
-        assert chunks_of(scheduler.schedule(now_s).batch)[0][0] == first
-
-
-def test_defect_a_heap_would_keep_the_first_order() -> None:
-    """The same in one scheduler: it saw both while the long one was first, and a third was served meanwhile."""
-    scheduler = new_scheduler(policy="lars", t_target_s=0.1, max_num_seqs=1)
-    add(scheduler, 2, 50, slo=SLO(1.0))
-    add(scheduler, 0, 5000, slo=SLO(500.0))
-    add(scheduler, 1, 500, slo=SLO(70.0))
-    batch = scheduler.schedule(0.0).batch
-    assert [slot for slot, _ in chunks_of(batch)] == [2]
-    finish(scheduler, batch, ended=[2])
-    assert chunks_of(scheduler.schedule(60.0).batch)[0][0] == 1
-
-
-def test_defect_a_refused_request_blocking_the_batch() -> None:
-    test_a_refused_request_never_blocks_those_behind_it()
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(worlds())
-def test_defect_load_counters_added_and_subtracted_unequally(world: dict[str, Any]) -> None:
-    """After any load, cancels and all, the groups count as equally empty: equal requests are dealt out in turn."""
-    num_groups, config = 3, replace(world["config"], max_kv_per_group=3000 * BLOCK, max_num_seqs=8, long_threshold=9999)
-    drive = play({**world, "num_groups": num_groups, "num_blocks": 3000, "config": config})
-    scheduler = drive.scheduler
-    for slot in range(num_groups):
-        add(scheduler, slot, 2000, arrival_s=drive.now_s)
-    groups: dict[int, int] = {}
-    for _ in range(9):
-        batch = scheduler.schedule(drive.now_s).batch
-        groups |= {row.slot: row.group for row in (batch.rows if batch else ())}
-        if len(scheduler.in_flight) == scheduler.depth:
-            finish(scheduler, scheduler.in_flight[0])
-    assert sorted(groups.values()) == [0, 1, 2]
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -600,15 +509,6 @@ def test_defect_a_cache_key_that_omits_what_the_result_depends_on() -> None:
     assert learned.add(request).deadline_s == pytest.approx(
         2 * found[0]
     )  # nor does it keep the factor of another moment
-
-
-def test_defect_eager_reservation_of_all_kv() -> None:
-    scheduler = new_scheduler(t_target_s=0.25)
-    add(scheduler, 0, 20_000, 1000)
-    batch = scheduler.schedule(0.0).batch
-    ((_, q_len),) = chunks_of(batch)
-    assert scheduler.memory.num_used == -(-q_len // BLOCK)
-    assert scheduler.memory.num_used < 21_000 // BLOCK // 20
 
 
 # -- growth for latency ----------------------------------------------------------------------------------

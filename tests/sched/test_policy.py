@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,6 @@ from medha.sched.policy import (
     Ranking,
     load_policy,
     order,
-    relative_slack,
-    sort_rows,
 )
 
 
@@ -138,13 +135,6 @@ def test_no_work_and_no_deadline_give_keys_without_nan(name: str) -> None:
     assert not np.isnan(keys).any()
 
 
-def test_relative_slack_without_work_has_the_sign_of_the_slack() -> None:
-    done = Waiting(work_total_s=0.0, work_left_s=0.0)
-    rho = relative_slack(columns_of([done]), 0.5), relative_slack(columns_of([done]), 1.0)
-    assert rho[0] > 1e6 and rho[1] == 0.0
-    assert relative_slack(columns_of([done]), 1.5) < -1e6
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The order
 
@@ -190,37 +180,9 @@ def test_infinite_keys_and_ties_sort_and_a_few_are_the_head_of_all(pairs: list[t
         assert rows.tolist() == expected[:first]
 
 
-def test_the_order_changes_with_time() -> None:
-    columns, slots = columns_of([LONG, SHORT]), np.arange(2)
-    assert order(load_policy("lars"), columns, slots=slots, now_s=5.1).tolist() == [0, 1]
-    assert order(load_policy("lars"), columns, slots=slots, now_s=5.3).tolist() == [1, 0]
-
-
 def test_nothing_to_order_asks_no_policy() -> None:
     rows = order(Ranking("mine", lambda columns, now_s: 1 / 0), columns_of([]), slots=slots_of([]), now_s=0.0)
     assert rows.tolist() == []
-
-
-@pytest.mark.parametrize("name", ["lars", "sjf", "priority:sjf"])
-def test_of_ten_thousand_the_first_are_found_within_a_millisecond(name: str) -> None:
-    # Measured: 0.2 ms; the best of ten leaves room for a busy machine. sjf has many ties, arrivals are not sorted.
-    rng = np.random.default_rng(0)
-    requests = [
-        Waiting(arrival_s=rng.random(), deadline_s=rng.random(), work_total_s=float(rng.integers(1, 100)))
-        for _ in range(10_000)
-    ]
-    columns, slots, seconds = columns_of(requests), np.arange(10_000), []
-    for _ in range(10):
-        start = time.perf_counter()
-        order(load_policy(name), columns, slots=slots, now_s=0.5, first=512)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.001
-
-
-def test_sort_rows_breaks_ties_among_many_by_arrival_then_slot() -> None:
-    by = np.zeros(6), np.array([2.0, 1.0, 2.0, 1.0, 0.0, 2.0]), np.array([5, 4, 3, 2, 1, 0])
-    assert sort_rows(by).tolist() == [4, 3, 1, 5, 2, 0]
-    assert sort_rows(by, first=4).tolist() == [4, 3, 1, 5]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

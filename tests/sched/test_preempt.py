@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.batch import Batch
@@ -180,24 +180,6 @@ def test_any_load_ends_and_leaves_nothing(world: tuple[dict[str, Any], list[Job]
 def test_the_same_load_is_decided_the_same(world: tuple[dict[str, Any], list[Job]]) -> None:
     options, load = world
     assert play(make(**options), load).log == play(make(**options), load).log
-
-
-def test_the_loads_make_requests_give_way() -> None:
-    count = {"prefills": 0, "decodes": 0, "by class": 0, "swapped": 0, "computed again": 0}
-
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-    @given(worlds())
-    def run(world: tuple[dict[str, Any], list[Job]]) -> None:
-        drive = play(make(**world[0]), world[1])
-        count["decodes"] += drive.num_decodes
-        count["prefills"] += len(drive.gave_way) - drive.num_decodes
-        count["by class"] += bool(drive.gave_way) and not world[0]["overcommit"]
-        count["swapped"] += drive.num_swapped
-        if world[0]["num_swap_blocks"]:
-            count["computed again"] += len(drive.gave_way) - drive.num_swapped
-
-    run()
-    assert min(count.values()) >= 1, count
 
 
 def test_the_property_notices_who_gives_way_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ from medha.config import ModelConfig, ParallelConfig, RopeConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
-from medha.engine.engine import Observer
 from medha.params import SLO
-from medha.sched.decision import Decision, Preempted, SchedulerRequest
+from medha.sched.decision import Decision, Observer, Preempted, SchedulerRequest
 from medha.sched.scheduler import Scheduler
 
 MODEL = ModelConfig(

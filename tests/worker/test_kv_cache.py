@@ -125,18 +125,6 @@ def test_ranges_across_extents() -> None:
     assert tables.ranges(7, 5, 5) == ()
 
 
-def test_touching_extents_are_one_range() -> None:
-    tables = make_tables(4, Extent(0, 2, 1), Extent(0, 3, 2))
-    assert tables.ranges(0, 0, 12) == ((8, 12),)
-    tables.apply(Batch(1, (), (Extent(0, 5, 1),)))
-    assert tables.ranges(0, 1, 16) == ((9, 15),)
-
-
-def test_blocks_before_the_last_extent_do_not_merge() -> None:
-    tables = make_tables(4, Extent(0, 3, 1), Extent(0, 2, 1))
-    assert tables.ranges(0, 0, 8) == ((12, 4), (8, 4))
-
-
 def test_apply_frees_before_it_extends() -> None:
     tables = make_tables(4, Extent(1, 0, 2), Extent(2, 2, 1))
     tables.apply(Batch(1, (), (Extent(1, 6, 1), Extent(3, 0, 2)), (1,)))  # slot 1 and its blocks are handed out again
@@ -145,12 +133,6 @@ def test_apply_frees_before_it_extends() -> None:
     assert tables.ranges(2, 0, 4) == ((8, 4),)
     with pytest.raises(IndexError):
         tables.ranges(1, 0, 5)
-
-
-def test_freeing_an_unknown_slot_does_nothing() -> None:
-    tables = make_tables(4, Extent(1, 0, 1))
-    tables.apply(Batch(1, (), (), (9,)))
-    assert tables.ranges(1, 0, 4) == ((0, 4),)
 
 
 def test_clear_forgets_every_table() -> None:

@@ -26,7 +26,7 @@ from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.worker.kv_cache import BlockTables, KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import AtOnce, CopyLine, HostCache, Moves
+from medha.worker.swap import CopyStream, HostCache, SwapCopies, SyncCopy
 from tests.attention import fake_flashinfer
 from tests.engines import Preemptions
 from tests.serving import Model, finish, make_byte_model, random_ids
@@ -116,7 +116,7 @@ def test_blocks_come_back_bit_by_bit_wherever_they_lie(
 ) -> None:
     """All slots out and in by one batch, each to other blocks, over host blocks in any order."""
     cache, tables = make_cache(dtype=dtype), BlockTables(4)
-    memory = HostCache(cache, 12, Late() if is_late else AtOnce())
+    memory = HostCache(cache, 12, Late() if is_late else SyncCopy())
     pools = [*cache.k, *cache.v]
     for pool in pools:
         pool.copy_(torch.randn(pool.shape).to(dtype))
@@ -130,9 +130,9 @@ def test_blocks_come_back_bit_by_bit_wherever_they_lie(
     new = tuple(e for slot, part in enumerate(parts) for e in extents(slot, after[part]))
     back = tuple(Row(slot, count, 1, False, False) for slot, count in enumerate(num_tokens) if count % 4)
     batch = Batch(1, back, new, tuple(range(len(sizes))), swaps, swaps)
-    out = tables.facing(batch.swaps_out)
+    out = tables.swap_runs(batch.swaps_out)
     tables.apply(batch)
-    memory.move(out, tables.facing(batch.swaps_in)).wait()
+    memory.move(out, tables.swap_runs(batch.swaps_in)).wait()
     assert all(torch.equal(a, b) for a, b in zip(expected, read(pools, tables, num_tokens), strict=True))
 
 
@@ -142,12 +142,12 @@ def test_what_comes_in_is_a_shard_from_the_first_position_and_other_groups_are_l
     batch = Batch(0, (Row(5, 7, 1, False, True, 1),), (extent,), (), (), (Extent(5, 8, 2, 1), other))
     tables.apply(batch)
     assert tables.shard(5) == (0, 8)
-    assert tables.facing(batch.swaps_in) == [(8, 32, 8)]
+    assert tables.swap_runs(batch.swaps_in) == [(8, 32, 8)]
 
 
 def test_the_hosts_pools_are_laid_out_as_the_devices() -> None:
     cache = make_cache()
-    memory = HostCache(cache, 3, AtOnce())
+    memory = HostCache(cache, 3, SyncCopy())
     assert memory.k[0].shape == (12, 2, 8) and memory.k[0].stride() == (8, 12 * 8, 1)
     assert len({pool.data_ptr() for pool in (*memory.k, *memory.v)}) == 4
 
@@ -157,13 +157,13 @@ def test_measuring_changes_nothing() -> None:
     for pool in (*cache.k, *cache.v):
         pool.copy_(torch.randn(pool.shape))
     before = [pool.clone() for pool in (*cache.k, *cache.v)]
-    assert HostCache(cache, 2, AtOnce()).measure_block_s() > 0
+    assert HostCache(cache, 2, SyncCopy()).measure_block_s() > 0
     assert all(torch.equal(a, b) for a, b in zip(before, (*cache.k, *cache.v), strict=True))
 
 
 def test_each_layer_waits_for_its_own_copies_alone() -> None:
     waited: list[int] = []
-    moves = Moves([lambda layer=layer: waited.append(layer) for layer in range(3)])
+    moves = SwapCopies([lambda layer=layer: waited.append(layer) for layer in range(3)])
     q = torch.zeros(1)
     attend = moves.before(lambda layer, *_: waited.append(10 + layer) or q)  # type: ignore[func-returns-value]
     for layer in range(3):
@@ -196,13 +196,13 @@ def undisturbed(model: Model, params: SamplingParams) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("line", [AtOnce, Late])
+@pytest.mark.parametrize("stream", [SyncCopy, Late])
 @pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
 @pytest.mark.parametrize("options", [{}, {"depth": 2}, {"decode_lag": 1}], ids=str)
 def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
-    model: Model, params: SamplingParams, options: dict[str, int], line: Callable[[], CopyLine]
+    model: Model, params: SamplingParams, options: dict[str, int], stream: Callable[[], CopyStream]
 ) -> None:
-    engine = model.engine(**(SMALL | SWAP | options), line=line())
+    engine = model.engine(**(SMALL | SWAP | options), stream=stream())
     counts = Preemptions.of(engine)
     tokens, batches = run(engine, params)
     assert tokens == undisturbed(model, params)
@@ -237,18 +237,18 @@ def test_a_request_in_host_memory_can_be_aborted(model: Model) -> None:
 
 
 def test_compute_that_does_not_wait_is_noticed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Moves, "before", lambda self, attend: attend)
+    monkeypatch.setattr(SwapCopies, "before", lambda self, attend: attend)
     with pytest.raises(Exception, match="comes after all of its copies"):
-        run(model.engine(**(SMALL | SWAP), line=Late()), GREEDY)
+        run(model.engine(**(SMALL | SWAP), stream=Late()), GREEDY)
 
 
 def test_what_comes_after_an_interrupt_comes_after_its_copies(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """It struck when copies had begun, and before the compute that would have waited for them."""
     line = Late()
-    engine = model.engine(**(SMALL | SWAP), line=line)
+    engine = model.engine(**(SMALL | SWAP), stream=line)
     forward = Runner._forward
 
-    def interrupted(runner: Runner, batch: Batch, ids: Any, moves: Moves | None, **options: Any) -> Any:
+    def interrupted(runner: Runner, batch: Batch, ids: Any, moves: SwapCopies | None, **options: Any) -> Any:
         if moves is not None:
             assert line._queued
             raise KeyboardInterrupt
@@ -266,7 +266,7 @@ def test_what_comes_after_an_interrupt_comes_after_its_copies(model: Model, monk
 def test_a_graph_comes_after_all_copies(model: Model) -> None:
     """FlashInfer's substitute below the engine; decodes alone are replayed, also beside blocks that go out."""
     backend = FlashInferBackend(fake_flashinfer.make_api(), block_size=16, num_sms=4, has_fa3=False)
-    engine = model.engine(**(SMALL | SWAP), backend=backend, has_scratch=True, line=Late())
+    engine = model.engine(**(SMALL | SWAP), backend=backend, has_scratch=True, stream=Late())
     maker = Repeating()
     engine.runner.capture(maker, (1, 2, 4, 8), lambda done, total: None)  # type: ignore[attr-defined]
     tokens, batches = run(engine, GREEDY)
@@ -357,13 +357,13 @@ def test_swapping_changes_no_token_on_a_gpu(decode_lag: int, tmp_path: Path, mon
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_blocks_come_back_bit_by_bit_beside_compute_on_a_gpu() -> None:
-    from medha.worker.swap import SideStream
+    from medha.worker.swap import CudaCopyStream
 
     device = torch.device("cuda")
     cache = KVCache(
         num_layers=4, num_blocks=64, block_size=256, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=device
     )
-    host = HostCache(cache, 32, SideStream(device))
+    host = HostCache(cache, 32, CudaCopyStream(device))
     assert all(pool.is_pinned() for pool in (*host.k, *host.v))
     pools = (*cache.k, *cache.v)
     for pool in pools:
