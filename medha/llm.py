@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from numbers import Number
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from medha.config import EngineConfig
-from medha.engine.admission import Prompt
+from medha.engine.admission import Prompt, is_conversation, is_prompt, listed, spread
 from medha.engine.arrivals import prepared_beside
 from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
@@ -143,22 +142,18 @@ class LLM:
             EngineDeadError: a step failed; ``outputs`` holds what was produced.
             KeyboardInterrupt: with ``outputs``: everything produced so far; the LLM can be used again.
         """
-        return self._on_every_rank(
-            "generate", lambda: self._generate(prompts, sampling_params, slo, priority, use_tqdm)
-        )
 
-    def _generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        slo: SLO | Sequence[SLO | None] | None,
-        priority: str | Sequence[str],
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        """:meth:`generate` on the rank that drives."""
+        def prepare() -> list[Request]:
+            several = listed("prompts", prompts, is_prompt, "a prompt or a list of prompts")
+            return self._prepare(several, sampling_params, slo, priority)
+
+        return self._on_every_rank("generate", lambda: self._serve(prepare, use_tqdm))
+
+    def _serve(self, prepare: Callable[[], list[Request]], use_tqdm: bool) -> list[RequestOutput]:
+        """:meth:`generate` of requests that are still to be checked, on the rank that drives."""
         engine = self.engine
         arrival_s = engine.now()
-        requests = prepared_beside(engine, lambda: self._prepare(prompts, sampling_params, slo, priority))
+        requests = prepared_beside(engine, prepare)
         outputs: dict[str, RequestOutput | None] = {request.request_id: None for request in requests}
         box: deque[RequestOutput] = deque()
         added: list[str] = []
@@ -170,11 +165,12 @@ class LLM:
                         added.append(request.request_id)
                     except DeadlineError as error:
                         box.append(request.refused(arrival_s, engine.now(), error))
-                with _Progress(len(requests), enabled=use_tqdm) as progress:
+                with _progress(enabled=use_tqdm and bool(requests)) as bar:
+                    task = bar.add_task("Processed prompts", total=len(requests))
                     for _ in requests:
                         output = self._next(box)
                         outputs[output.request_id] = output
-                        progress.advance(1)
+                        bar.advance(task)
             finally:
                 _end(engine, added)
         except KeyboardInterrupt as interrupt:
@@ -216,11 +212,13 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
         }
 
-        def run() -> list[RequestOutput]:
-            prompts = [{"messages": conversation, **options} for conversation in _conversations(messages)]
-            return self._generate(prompts, sampling_params, slo, priority, use_tqdm)
+        def prepare() -> list[Request]:
+            accepted = "a list of messages, or a list of such lists"
+            conversations = listed("messages", messages, is_conversation, accepted)
+            prompts = [{"messages": conversation, **options} for conversation in conversations]
+            return self._prepare(prompts, sampling_params, slo, priority)
 
-        return self._on_every_rank("chat", run)
+        return self._on_every_rank("chat", lambda: self._serve(prepare, use_tqdm))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, slo: SLO | None = None
@@ -235,7 +233,7 @@ class LLM:
             ValidationError: as :meth:`generate`; several prompts.
             UnsupportedFeatureError: there are several ranks.
         """
-        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, Mapping, list, tuple)):
+        if isinstance(prompt, (list, tuple)) and prompt and not is_prompt(prompt):
             raise ValidationError(
                 f"stream takes one prompt, and this is a list of {len(prompt)}; accepted: text, token ids or a mapping",
                 param="prompt",
@@ -295,26 +293,20 @@ class LLM:
 
     def _prepare(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         slo: SLO | Sequence[SLO | None] | None,
         priority: str | Sequence[str],
     ) -> list[Request]:
         """Check everything; the first error names its index."""
-        listed = _as_list(prompts)
-        params = _spread("sampling_params", sampling_params, len(listed))
-        slos = _spread("slo", slo, len(listed))
-        classes = [priority] * len(listed) if isinstance(priority, str) else _spread("priority", priority, len(listed))
+        given = {"sampling_params": sampling_params, "slo": slo, "priority": priority}
+        spreads = (spread(name, value, len(prompts)) for name, value in given.items())
         requests = []
-        for index, (prompt, one_params, one_slo, one_class) in enumerate(
-            zip(listed, params, slos, classes, strict=True)
-        ):
+        for index, (prompt, params, objective, order) in enumerate(zip(prompts, *spreads, strict=True)):
             try:
-                request = self.engine.prepare(
-                    self._new_id(), prompt, one_params, slo=one_slo, priority=one_class or "normal"
-                )
+                request = self.engine.prepare(self._new_id(), prompt, params, slo=objective, priority=order or "normal")
             except ValidationError as error:
-                if len(listed) > 1:
+                if len(prompts) > 1:
                     error.args = (f"prompt {index}: {error}",)
                 error.index = index
                 raise
@@ -374,72 +366,13 @@ def _close_at_exit(llm: weakref.ref[LLM]) -> None:
         there.close()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list of prompts."""
-    listed: Any = prompts
-    if isinstance(listed, (str, Mapping)) or getattr(listed, "ndim", 0) == 1:  # numpy and torch: an array of token ids
-        return [listed]
-    if getattr(listed, "ndim", 0) > 1:
-        return list(listed)
-    if not isinstance(listed, Sequence) or isinstance(listed, (bytes, bytearray)):
-        raise ValidationError(
-            f"prompts of type {type(prompts).__name__}; accepted: a prompt or a list of prompts",
-            param="prompts",
-            value=prompts,
-        )
-    if listed and isinstance(listed[0], Number):
-        return [listed]  # token ids
-    return list(listed)
-
-
-def _conversations(messages: Any) -> Sequence[Any]:
-    """One conversation or several as a list of conversations."""
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
-        raise ValidationError(
-            f"messages of type {type(messages).__name__}; accepted: a list of messages, or a list of such lists",
-            param="messages",
-            value=messages,
-        )
-    return [messages] if messages and isinstance(messages[0], Mapping) else messages
-
-
-def _spread(name: str, value: Any, count: int) -> list[Any]:
-    """One value for all, or a list with one for each."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if len(value) != count:
-        raise ValidationError(
-            f"{len(value)} {name} for {count} prompts; accepted: one, or {count}", param=name, value=value
-        )
-    return list(value)
-
-
 def _present(outputs: Mapping[str, RequestOutput | None], box: Iterable[RequestOutput]) -> list[RequestOutput]:
     """The outputs that there are, in order; those in the box were not taken yet."""
     found = {**outputs, **{output.request_id: output for output in box}}
     return [output for output in found.values() if output is not None]
 
 
-class _Progress:
-    """A progress bar over requests on stderr, when that is a terminal."""
-
-    def __init__(self, total: int, *, enabled: bool) -> None:
-        self._bar: Progress | None = None
-        if enabled and total and sys.stderr.isatty():
-            columns = [TextColumn("Processed prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self, count: int) -> None:
-        """Count finished requests."""
-        if self._bar is not None and count:
-            self._bar.advance(self._task, count)
+def _progress(*, enabled: bool) -> Progress:
+    """A bar over requests on stderr, when that is a terminal."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=Console(stderr=True), disable=not (enabled and sys.stderr.isatty()))

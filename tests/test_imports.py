@@ -201,30 +201,3 @@ def test_light_modules_load_no_torch() -> None:
 def test_a_request_can_be_written_without_torch() -> None:
     code = "import sys; from medha import SLO, SamplingParams; SamplingParams(), SLO(); print('torch' in sys.modules)"
     assert run(code) == "False"
-
-
-PUBLIC = [
-    "LLM",
-    "SLO",
-    "CompletionOutput",
-    "Engine",
-    "Logprob",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-]
-
-
-def test_public_names() -> None:
-    assert medha.__all__ == PUBLIC
-    assert set(PUBLIC) <= set(dir(medha))
-    with pytest.raises(AttributeError, match=r"^module 'medha' has no attribute 'Nothing'$"):
-        medha.Nothing  # noqa: B018
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_name_resolves(name: str) -> None:
-    thing = getattr(medha, name)
-    assert thing.__name__ == name
-    assert thing.__module__.startswith("medha.")
-    assert thing.__doc__

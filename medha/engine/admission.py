@@ -6,7 +6,8 @@ Nothing here changes state: a request that is refused leaves no trace.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -226,3 +227,37 @@ def _no_tokenizer(name: str, value: Any, instead: str) -> ValidationError:
     return ValidationError(
         f"{name} needs a tokenizer, and the model folder has no tokenizer.json; {instead}", param=name, value=value
     )
+
+
+def is_prompt(value: Any) -> bool:
+    """Whether it is one prompt: text, a mapping, or token ids as a list or an array of numpy or torch."""
+    if isinstance(value, (str, Mapping)) or getattr(value, "ndim", 0) == 1:
+        return True
+    is_list = isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray))
+    return is_list and len(value) > 0 and isinstance(value[0], Number)
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether it is one list of messages."""
+    return isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Mapping)
+
+
+def listed(name: str, value: Any, is_one: Callable[[Any], bool], accepted: str) -> list[Any]:
+    """One or several of something as a list; ``accepted`` says what that may be."""
+    if is_one(value):
+        return [value]
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+    if not is_list and getattr(value, "ndim", 0) < 2:
+        message = f"{name} of type {type(value).__name__}; accepted: {accepted}"
+        raise ValidationError(message, param=name, value=value)
+    return list(value)
+
+
+def spread(name: str, value: Any, count: int) -> list[Any]:
+    """One value for all, or a list with one for each."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        message = f"{len(value)} {name} for {count} prompts; accepted: one, or {count}"
+        raise ValidationError(message, param=name, value=value)
+    return list(value)
