@@ -48,8 +48,8 @@ logger = logging.getLogger("medha")
 STDIN = Path("-")
 """What a user calls standard input."""
 
-_FORMS = ("prompt", "prompt_token_ids", "messages")
-_PROMPT_FIELDS = (*_FORMS, *CHAT_OPTIONS)
+PROMPT_FORMS = ("prompt", "prompt_token_ids", "messages")
+_PROMPT_FIELDS = (*PROMPT_FORMS, *CHAT_OPTIONS)
 _ID_FIELDS = ("id", "request_id", "custom_id")
 _OTHER_FIELDS = (*_ID_FIELDS, "arrival_s", "slo", "priority")
 _URLS = ("/v1/chat/completions", "/v1/completions")
@@ -101,25 +101,11 @@ def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> 
         what = f"{len(wrong)} of {len(arrivals)} requests in {path} cannot be run"
         first = f"line {wrong[0]}: {arrivals[wrong[0]].error}"
         if len(wrong) == len(arrivals):
-            _refuse_trace(path, lines)
             raise ConfigError(f"{what}; {first}")
         logger.warning("%s; the first is %s", what, first)
     if unknown:
         logger.warning("request fields ignored (with how many lines): %s", dict(unknown))
     return sorted(arrivals.values(), key=lambda a: a.arrival_s)
-
-
-def _refuse_trace(path: Path, lines: Sequence[bytes]) -> None:
-    """Raise ConfigError if a file of which no line is a request holds lengths and no prompts."""
-    from medha.workload.formats import recognised  # here because it loads numpy, which help need not wait for
-
-    head = next((line for line in lines if line.strip()), b"").decode(errors="replace")
-    kind = recognised(head)
-    if kind is not None and not any(f'"{name}"' in head for name in (*_PROMPT_FIELDS, "body")):
-        raise ConfigError(
-            f"{path} is a trace (format {kind.name}): it has lengths and no prompts; to serve random prompts of these "
-            f"lengths: medha bench serve --trace {path}, to simulate: medha simulate --trace {path}"
-        )
 
 
 class OutputLines:
@@ -358,9 +344,9 @@ def _arrival(request_id: str, fields: dict[str, Any], defaults: Mapping[str, Any
 
 def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The prompt of a line, in the one form that it has; whether its tokens fit the model is seen later."""
-    given = {name: fields[name] for name in _FORMS if fields.get(name) is not None}
+    given = {name: fields[name] for name in PROMPT_FORMS if fields.get(name) is not None}
     if len(given) != 1:
-        raise ValidationError(f"{' and '.join(given) or 'no prompt'}; accepted: one of {', '.join(_FORMS)}")
+        raise ValidationError(f"{' and '.join(given) or 'no prompt'}; accepted: one of {', '.join(PROMPT_FORMS)}")
     name, value = next(iter(given.items()))
     if name == "prompt" and isinstance(value, list):  # as OpenAI has it
         name = "prompt_token_ids"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from medha.cli.options import SAMPLING
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival
-from medha.engine.jsonl import STDIN, read_input, read_requests
+from medha.engine.jsonl import PROMPT_FORMS, STDIN, read_input, read_requests
 from medha.errors import ConfigError, ValidationError
 from medha.generate.resume import Earlier, drop_lines, read_earlier
 from medha.parallel.launch import is_launched
@@ -138,11 +138,36 @@ def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
     if requests is not None:
         if given["chat"]:
             raise ConfigError("--chat is for --prompt and --prompt-file; accepted in a request file: messages")
-        return read_requests(requests, sampling, seed=given["seed"])
+        return requests_of(requests, sampling, seed=given["seed"])
     if file is not None:
         texts.append(_read_prompt(file))
     prompts = [{"messages": [{"role": "user", "content": text}]} if given["chat"] else text for text in texts]
     return [Arrival(f"prompt-{i}", prompt, params) for i, prompt in enumerate(prompts)]
+
+
+def requests_of(path: Path, sampling: Mapping[str, Any], *, seed: int) -> list[Arrival]:
+    """The requests of a file, as :func:`medha.engine.jsonl.read_requests`; a trace is refused by what it is."""
+    try:
+        return read_requests(path, sampling, seed=seed)
+    except ConfigError as error:
+        raise _of_a_trace(path) or error from None
+
+
+def _of_a_trace(path: Path) -> ConfigError | None:
+    """What to tell of a file that holds lengths and no prompts; None of any other."""
+    from medha.workload.formats import recognised  # here because it loads numpy, which help need not wait for
+
+    if path == STDIN or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        head = next((line for line in file if line.strip()), b"").decode(errors="replace")
+    kind = recognised(head)
+    if kind is None or any(f'"{name}"' in head for name in (*PROMPT_FORMS, "body")):
+        return None
+    return ConfigError(
+        f"{path} is a trace (format {kind.name}): it has lengths and no prompts; to serve random prompts of "
+        f"these lengths: medha bench serve --dataset-path {path}, to simulate: medha simulate --dataset-path {path}"
+    )
 
 
 def _read_prompt(path: Path) -> str:

@@ -297,19 +297,6 @@ def test_a_file_without_a_line_that_can_be_run(tmp_path: Path) -> None:
         read_requests(write(tmp_path / "r.jsonl", {"max_tokens": 5}, "{"), {})
 
 
-@pytest.mark.parametrize(
-    ("name", "lines"),
-    [
-        ("medha", [{"id": "a", "arrival_s": 0.5, "num_prompt_tokens": 5, "num_output_tokens": 5}]),
-        ("mooncake", [{"timestamp": 0, "input_length": 5, "output_length": 5}]),
-        ("vidur", ["arrived_at,num_prefill_tokens,num_decode_tokens", "0,5,5"]),
-    ],
-)
-def test_a_trace_is_no_request_file(tmp_path: Path, name: str, lines: list[Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"is a trace \(format {name}\).*medha bench serve --trace .*r\.jsonl"):
-        read_requests(write(tmp_path / "r.jsonl", *lines), {})
-
-
 def test_seeds_go_by_the_place_in_the_file(tmp_path: Path) -> None:
     """Whatever else is run, or in which order; the completions of a line draw with seeds of its own."""
     rows = [{"prompt": "x", "arrival_s": 1}, "{", {"prompt": "x", "seed": 5}, {"prompt": "x"}]

@@ -1,4 +1,4 @@
-"""``medha reproduce`` end to end: files, table, the same text twice, bad names."""
+"""``python -m examples.reproduce`` end to end: files, table, the same text twice, bad names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``medha bench fidelity``: a tiny folder of tables and a run made by hand, and a toy run on this machine's engine."""
+"""``python -m tools.fidelity``: a small folder and run made by hand, and a toy run on this machine's engine."""
 
 from __future__ import annotations
 

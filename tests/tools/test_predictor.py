@@ -1,4 +1,4 @@
-"""``medha bench predictor`` on small made-up tables in every format."""
+"""``python -m tools.predictor`` on small made-up tables in every format."""
 
 from __future__ import annotations
 
