@@ -31,9 +31,9 @@ test-fast: $(VENV)/installed-dev
 test-full: $(VENV)/installed-dev lint
 	$(BIN)/python -m pytest -q -m "not gpu"
 
-# Random cases against transformers, to a log in runs/fuzz; Ctrl-C stops it and says with which FIRST it goes on.
+# Random cases against transformers, to a log in runs/fuzz; Ctrl-C stops it, the same command goes on.
 fuzz: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --runs $(RUNS) --first $(FIRST) --ranks $(RANKS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz run --runs $(RUNS) --first $(FIRST) --ranks $(RANKS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

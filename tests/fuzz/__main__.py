@@ -1,10 +1,16 @@
-"""The long run: ``python -m tests.fuzz --runs 1000 --ranks 2-8``."""
+"""The long run, and the search for defects that are put in.
+
+python -m tests.fuzz run --runs 1000 --ranks 2-8
+python -m tests.fuzz mutations [NAME ...]
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import random
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -14,10 +20,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from tests.fuzz.cases import Case, draw
 from tests.fuzz.drive import check_case
+from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.reference import Failure
+from tests.fuzz.shrink import as_test, shrink
 from tests.parallel.workers import WorkerPool
 
 SEEDS = Path(__file__).with_name("seeds.txt")
+_SHRINK_S = 600.0
 _RENEWED_AFTER = 300  # runs: what processes pile up over many engines goes with them
 
 
@@ -38,34 +47,84 @@ def recorded() -> Iterator[tuple[int, int]]:
             yield int(fields[0]), int(fields[1])
 
 
-def run(seeds: Sequence[tuple[int, int]], log: Path) -> int:
-    """Run seeds, a line of the log for each; a seed that fails is printed and recorded. Returns how many failed."""
+def left_to_run(log: Path, commit: str, seeds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The (seed, ranks) that a log has no line of at a commit; a torn last line, which no newline ends, is no line."""
+    text = log.read_text() if log.exists() else ""
+    entries = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    done = {(entry["seed"], entry["ranks"]) for entry in entries if entry["commit"] == commit}
+    return [pair for pair in seeds if pair not in done]
+
+
+def run(seeds: Sequence[tuple[int, int]], log: Path, failures: Path) -> int:
+    """Run what is left of the seeds; a failure is shrunk, written down and recorded. Returns how many failed."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    commit = _commit()
+    left = left_to_run(log, commit, seeds)
+    print(f"{len(seeds)} runs at {commit}, {len(left)} of them left; log {log}", flush=True)
+    text = log.read_text() if log.exists() else ""
     num_failed = 0
     workers = WorkerPool()
-    with log.open("a") as file:
+    with log.open("w") as file:
+        file.write(text[: text.rfind("\n") + 1])
         try:
-            for number, (seed, ranks) in enumerate(seeds, start=1):
+            for number, (seed, ranks) in enumerate(left, start=1):
                 begin_s = time.monotonic()
                 failure = failure_of(draw(seed, ranks), workers)
                 seconds = round(time.monotonic() - begin_s, 2)
                 result = "ok" if failure is None else failure.kind
-                file.write(json.dumps({"seed": seed, "ranks": ranks, "result": result, "seconds": seconds}) + "\n")
+                entry = {"seed": seed, "ranks": ranks, "commit": commit, "result": result, "seconds": seconds}
+                file.write(json.dumps(entry) + "\n")
                 file.flush()
                 if failure is not None:
                     num_failed += 1
-                    print(f"seed {seed} on {ranks} ranks: {failure}\n{draw(seed, ranks)}", flush=True)
-                    with SEEDS.open("a") as recorded:
-                        recorded.write(f"{seed} {ranks}  # {failure.kind}\n")
-                if number % 20 == 0 or number == len(seeds):
-                    print(f"{number} of {len(seeds)}, {num_failed} failed; log {log}", flush=True)
+                    _keep(seed, ranks, failure, workers, failures)
+                if number % 20 == 0 or number == len(left):
+                    print(f"{number} of {len(left)}, {num_failed} failed", flush=True)
                 if number % _RENEWED_AFTER == 0:
                     workers.close()
         except KeyboardInterrupt:
-            print(f"stopped; FIRST={seed} (--first) goes on from here", flush=True)
+            print("stopped; the same command goes on from here", flush=True)
         finally:
             workers.close()
     return num_failed
+
+
+def _keep(seed: int, ranks: int, failure: Failure, workers: WorkerPool, folder: Path) -> None:
+    """Shrink a failing case, print it and write it down as a test; its seed joins the recorded ones."""
+    print(f"seed {seed} on {ranks} ranks: {failure}\nshrinking for up to {_SHRINK_S:.0f} s", flush=True)
+    with SEEDS.open("a") as file:
+        file.write(f"{seed} {ranks}  # {failure.kind}\n")
+
+    def fails(case: Case) -> bool:
+        found = failure_of(case, workers)
+        return found is not None and found.kind == failure.kind
+
+    case = shrink(draw(seed, ranks), fails, limit_s=_SHRINK_S)
+    text = as_test(case, f"Found by tests.fuzz, seed {seed} on {ranks} ranks: {failure.kind}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"test_seed_{seed}_ranks_{ranks}.py"
+    path.write_text(text)
+    print(f"{text}\nwritten to {path}", flush=True)
+
+
+def find(name: str, workers: WorkerPool, *, first: int, limit_s: float) -> str:
+    """Look for a defect with fresh seeds; returns what was found, and after how long."""
+    _, ranks = MUTATIONS[name]
+    begin_s, seed = time.monotonic(), first
+    while (seconds := time.monotonic() - begin_s) < limit_s:
+        failure = failure_of(draw(seed, ranks), workers if ranks > 1 else None, mutation=name)
+        seed += 1
+        if failure is not None:
+            seconds = time.monotonic() - begin_s
+            return (
+                f"found by seed {seed - 1} on {ranks} ranks, run {seed - first}, after {seconds:.1f} s: {failure.kind}"
+            )
+    return f"NOT found in {seed - first} runs on {ranks} ranks, {seconds:.0f} s"
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _range(text: str) -> range:
@@ -77,17 +136,30 @@ def _range(text: str) -> range:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument(
+    commands = parser.add_subparsers(dest="command", required=True)
+    long = commands.add_parser("run", help="run seeds; what the log has at this commit is skipped")
+    long.add_argument("--runs", type=int, default=100)
+    long.add_argument(
         "--ranks", type=_range, default=range(1, 2), help="a number, or two as in 2-8: one after the other"
     )
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--log", type=Path, default=Path("runs/fuzz/log.jsonl"))
+    long.add_argument("--first", type=int, default=0, help="the first seed")
+    long.add_argument("--log", type=Path, default=Path("runs/fuzz/log.jsonl"))
+    long.add_argument("--failures", type=Path, default=Path("runs/fuzz"), help="where failing cases are written")
+    search = commands.add_parser("mutations", help="put defects in and look for them")
+    search.add_argument("names", nargs="*", default=list(MUTATIONS))
+    search.add_argument("--first", type=int, help="the first seed; a random one by default")
+    search.add_argument("--limit-s", type=float, default=600.0)
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     disable_progress_bar()
-    seeds = [(seed, given.ranks[seed % len(given.ranks)]) for seed in range(given.first, given.first + given.runs)]
-    raise SystemExit(run(seeds, given.log) > 0)
+    if given.command == "run":
+        seeds = [(seed, given.ranks[seed % len(given.ranks)]) for seed in range(given.first, given.first + given.runs)]
+        raise SystemExit(run(seeds, given.log, given.failures) > 0)
+    first = random.SystemRandom().randrange(2**32) if given.first is None else given.first
+    workers = WorkerPool()
+    for name in given.names:
+        print(f"{name:24}{find(name, workers, first=first, limit_s=given.limit_s)}", flush=True)
+    workers.close()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from medha.sched.memory import KVMemory
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
 from medha.text import StopChecker
+from medha.worker.kv_cache import BlockTables
 from medha.worker.runner import Runner
 from medha.worker.swap import HostCache, Run, SwapCopies
 
@@ -56,6 +57,22 @@ def merge_without_lse(patch: Patch) -> None:
         return outs.mean(dim=0), parts[0][1]
 
     patch.setattr(kvp, "merge_partials", mean)
+
+
+def shard_off_by_a_block(patch: Patch) -> None:
+    """A shard that is not the first is read from its second block on."""
+    shard = BlockTables.shard
+
+    def later(self: BlockTables, slot: int) -> tuple[int, int]:
+        start, end = shard(self, slot)
+        return min(start + self.block_size * (start > 0), end), end
+
+    patch.setattr(BlockTables, "shard", later)
+
+
+def output_ids_not_moved(patch: Patch) -> None:
+    """Whoever samples for a request next is not told what has been drawn elsewhere."""
+    patch.setattr(Runner, "sampling_so_far", Runner.sampling, raising=False)
 
 
 def draw_index_reset(patch: Patch) -> None:
@@ -136,6 +153,8 @@ def stop_string_lost(patch: Patch) -> None:
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "block-not-freed": (block_not_freed, 1),
     "merge-without-lse": (merge_without_lse, 2),
+    "shard-off-by-a-block": (shard_off_by_a_block, 2),
+    "output-ids-not-moved": (output_ids_not_moved, 3),
     "draw-index-reset": (draw_index_reset, 1),
     "stale-page": (stale_page, 1),
     "slot-reused-in-flight": (slot_reused_in_flight, 1),
