@@ -14,7 +14,7 @@ class Explanation:
     """Where the seconds from a request's arrival to its first token went, or up to the last tick while it has none.
 
     Attributes:
-        request_id: of the request; ``slot N`` where the ledger was told none, also in ``others``.
+        request_id: of the request; ``slot N`` where the explainer was told none, also in ``others``.
         has_first_token: whether ``total_s`` is the TTFT.
         total_s: sum of the parts.
         own_s: computing its own chunks.

@@ -143,17 +143,6 @@ class BlockTables:
                 start, _ = self._shards.get(row.slot, (row.position, 0))
                 self._shards[row.slot] = (start, row.kv_len)
 
-    def adopt(self, slot: int, start: int, end: int, extents: Sequence[tuple[int, int]]) -> None:
-        """Take a request whose keys and values were put here by other means than batches, in place.
-
-        Args:
-            slot: its handle; a former occupant is forgotten.
-            start, end: positions of its shard.
-            extents: (first, count) of its blocks in position order; they may hold more than ``end - start`` tokens.
-        """
-        self._extents[slot] = list(extents)
-        self._shards[slot] = (start, end)
-
     def swap_runs(self, host: Sequence[Extent]) -> list[tuple[int, int, int]]:
         """Where host blocks and the first blocks of their slots' tables face each other.
 

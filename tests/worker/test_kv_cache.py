@@ -222,14 +222,6 @@ def test_a_freed_slot_forgets_its_shard() -> None:
         tables.shard(1)
 
 
-def test_adopted_keys_are_a_shard_that_grows() -> None:
-    tables = BlockTables(4, 1)
-    tables.adopt(3, 8, 15, [(6, 2)])
-    assert (tables.shard(3), tables.ranges(3, 8, 15)) == ((8, 15), ((24, 7),))
-    tables.apply(Batch(0, (Row(3, 15, 1, True, True, 0, 2),)))
-    assert (tables.shard(3), tables.ranges(3, 14, 16)) == ((8, 16), ((30, 2),))
-
-
 def test_sources_say_which_tokens_are_written() -> None:
     """Decodes whose keys another group takes lie between those that are written here."""
     cache = make_cache()
