@@ -21,11 +21,13 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_logging_after() -> Iterator[None]:
-    """A command line sets up logging for its whole process."""
+def _same_process_after() -> Iterator[None]:
+    """A command sets up logging for its whole process, and ignores Ctrl-C once it ends."""
     logger = logging.getLogger("medha")
     handlers, level = logger.handlers[:], logger.level
+    interrupt = signal.getsignal(signal.SIGINT)
     yield
+    signal.signal(signal.SIGINT, interrupt)
     logger.handlers[:] = handlers
     logger.setLevel(level)
 
