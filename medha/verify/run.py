@@ -44,7 +44,7 @@ def resolved(setting: Setting) -> Setting:
 
 
 def run_and_report(setting: Setting, launch: Launch | None, output_json: Path | None) -> int:
-    """Run the checks and print the table, which rank 0 does; every rank calls it.
+    """Run the checks; rank 0 prints the table. Every rank calls it.
 
     Returns:
         The exit code; the other ranks leave the verdict to rank 0, since a launcher ends all when one has failed.
