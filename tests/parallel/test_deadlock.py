@@ -311,9 +311,6 @@ class QuietMonitor:
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
-    def leave(self) -> bool:
-        return True
-
 
 def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
     group, stage, tp_rank = config.coordinates(rank)
@@ -328,7 +325,7 @@ def toy_ranks(transport: Transport, config: ParallelConfig, rank: int) -> Ranks:
         "tp_rank": tp_rank,
         "tp_group": Group(transport, f"tp of stage {stage} of group {group}", rank, peers),
         "run_groups": {run: members for run, members in runs.items() if rank in members.members},
-        "job": SimpleNamespace(monitor=QuietMonitor(), place=f"rank {rank}"),
+        "job": SimpleNamespace(monitor=QuietMonitor()),
     }
     for name in ("pipe", "report", "control"):
         values[f"{name}_group"] = Group(transport, name, rank, everyone)
