@@ -17,10 +17,10 @@ RANKS ?= 1
 demo: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m medha.generate
 
-# Tests of several ranks run one at a time: each has processes enough for two cores.
+# Tests that start several processes run one at a time, as those are enough for two cores.
 test: $(VENV)/installed-dev lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow" --ignore tests/parallel
-	$(BIN)/python -m pytest -q -m "not gpu and not slow" tests/parallel
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow and not ranks"
+	$(BIN)/python -m pytest -q -m "ranks and not gpu and not slow" tests/parallel
 
 # What needs no model and no ranks: within 90 seconds.
 test-fast: $(VENV)/installed-dev

@@ -148,7 +148,7 @@ class Monitor:
         """Whether some rank has failed."""
         return self._known.is_set()
 
-    def linger(self, wait_s: float = 3.0) -> bool:
+    def linger(self, wait_s: float = 2.0) -> bool:
         """Before leaving with an error, wait until rank 0 knows it, and on rank 0 until all do; whether rank 0 does.
 
         A launcher ends every rank as soon as one has ended. Rank 0 is the one that speaks, and while it starts it does
@@ -291,10 +291,11 @@ class Monitor:
             is_talking = self._talks()
             silence_s = silence_s + elapsed_s if is_talking and rounds == self._num_rounds else 0.0
             rounds = self._num_rounds
-            if silence_s >= _STORE_S:
+            trouble = self._trouble_of(0) if silence_s >= _TROUBLE_S else None
+            if trouble or silence_s >= _STORE_S:
                 self.report(
-                    f"{self._holder} is stopped or cannot be reached: the store that it holds has not answered "
-                    f"{self.place} for {silence_s:.0f} s, in {self._activity}"
+                    f"{self._holder} {trouble or 'is stopped or cannot be reached'}: the store that it holds has not "
+                    f"answered {self.place} for {silence_s:.0f} s, in {self._activity}"
                 )
             if self._mine is not None and (not is_talking or silence_s >= 2 * _BEAT_S):  # nobody can be told
                 self._found(self._mine)

@@ -29,6 +29,8 @@ from tests.parallel.test_faults import arguments, written
 from tests.parallel.workers import free_port
 from tests.serving import write_byte_model
 
+pytestmark = pytest.mark.ranks
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PROMPT = "The code of Ada is 31.\nThe code of Ada is"
