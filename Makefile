@@ -27,7 +27,7 @@ test-fast: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not gpu and not slow" tests/test_imports.py tests/test_config.py \
 	    tests/test_params.py tests/test_batch.py tests/sched tests/cost tests/sim tests/text tests/workload
 
-# Also what takes minutes: the needle at 128K tokens.
+# Also what takes minutes: more layouts, faults and interleavings.
 test-full: $(VENV)/installed-dev lint
 	$(BIN)/python -m pytest -q -m "not gpu"
 

@@ -7,6 +7,7 @@ import random
 import re
 import traceback
 from dataclasses import replace
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,9 @@ class _Served:
         if is_early or tokens[: len(so_far.tokens)] != so_far.tokens or num_told != len(tokens):
             raise Failure("output", f"{self._kind} output {output} after {so_far}")
         self._answer = Answer(None, tokens, text, completion.finish_reason, completion.stop_reason, logprobs)
+        explained = output.metrics.explanation
+        if explained is not None and not isclose(sum(explained.parts_s.values()), explained.total_s, abs_tol=1e-6):
+            raise Failure("explanation", f"of request {output.request_id} does not add up: {explained}")
         return self._answer if output.finished else None
 
 
