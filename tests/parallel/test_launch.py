@@ -186,15 +186,7 @@ def joining(rank: int, folder: str) -> None:
         os._exit(2)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "alone",
-        pytest.param("refused", marks=pytest.mark.slow),
-        pytest.param("no such host", marks=pytest.mark.slow),
-        "port in use",
-    ],
-)
+@pytest.mark.parametrize("case", ["alone", pytest.param("no such host", marks=pytest.mark.slow), "port in use"])
 def test_address_of_no_use(
     model: Path, tmp_path: Path, jobs: list[Job], case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
