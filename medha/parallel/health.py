@@ -99,15 +99,12 @@ class Monitor:
 
     def start(self) -> None:
         """Begin to watch the launcher; no store is needed."""
-        atexit.register(self._at_exit)
         self._watcher.start()
 
-    def stop(self, *, has_met: bool = True) -> None:
+    def stop(self) -> None:
         """Watch and talk no more, after a failure. Whoever has met others still leaves them at once when it ends."""
         self._left.set()
         self._wake.set()
-        if not has_met:
-            atexit.unregister(self._at_exit)
 
     def attach(self, store: Store, *, holder: str = "rank 0") -> None:
         """Begin to talk with the other ranks.
@@ -117,6 +114,7 @@ class Monitor:
             holder: who holds it, for messages.
         """
         self._holder = holder
+        atexit.register(self._at_exit)
         store.set(f"process/{self._rank}", json.dumps(Process.of(os.getpid())))
         self._talker = threading.Thread(target=self._talk, args=(store,), name="medha-talk", daemon=True)
         self._talker.start()

@@ -143,7 +143,14 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
     has_store = launch.rank == 0 and not launch.agent_has_store
     holder = "torchrun's agent" if launch.agent_has_store else _place(config, 0)
     try:
-        whole = _connect(launch, config.dist_timeout_s, is_host=has_store)
+        whole = TCPStore(
+            launch.host,
+            launch.port,
+            is_master=has_store,
+            timeout=timedelta(seconds=config.dist_timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
         if has_store:
             atexit.register(lambda: whole)  # held to the end: the next LLM of this process meets at the same store
         # the launcher may start the ranks again, and a process may build one LLM after the other
@@ -151,9 +158,14 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
         prefix = f"{prefix}/{PrefixStore(prefix, whole).add(f'joins/{launch.rank}', 1)}"
         own = whole.clone()  # type: ignore[attr-defined]  # a connection that nothing else uses
         monitor.attach(PrefixStore(prefix, own), holder=holder)
-    except BaseException:
-        monitor.stop(has_met=False)
-        raise
+    except BaseException as error:
+        monitor.stop()
+        if not isinstance(error, (dist.DistError, RuntimeError, ValueError)):
+            raise
+        what = "could not listen" if has_store else "could not reach the others"
+        raise ConfigError(
+            f"rank {launch.rank} {what} at {launch.address} (MASTER_ADDR and MASTER_PORT): {error}"
+        ) from error
     job = Job(launch, config, PrefixStore(prefix, whole), monitor)
     wait_for_all(job, "here", limit_s=config.dist_timeout_s)
     if launch.rank == 0:
@@ -295,24 +307,6 @@ def over_ranks(ranks: Ranks, number: int, which: dist.ReduceOp.RedOpType) -> int
     found = torch.tensor([number], dtype=torch.int64)
     dist.all_reduce(found, op=which, group=ranks.report_group)
     return int(found)
-
-
-def _connect(launch: Launch, timeout_s: float, *, is_host: bool) -> Store:
-    try:
-        return TCPStore(
-            launch.host,
-            launch.port,
-            world_size=None,
-            is_master=is_host,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        what = "could not listen" if is_host else "could not reach the others"
-        raise ConfigError(
-            f"rank {launch.rank} {what} at {launch.address} (MASTER_ADDR and MASTER_PORT): {error}"
-        ) from error
 
 
 def _place(config: ParallelConfig, rank: int) -> str:

@@ -35,8 +35,8 @@ class Ranks:
     """Monitors of several ranks in one process, each with its own connection; what they would end with is kept."""
 
     def __init__(self) -> None:
-        self.port = free_port()
-        self.server = self._connect(is_host=True)
+        timeout = timedelta(seconds=20)
+        self.server = TCPStore("127.0.0.1", free_port(), None, True, timeout, wait_for_workers=False)
         self.ended: dict[int, tuple[str, bool]] = {}
         self._monitors: list[Monitor] = []
 
@@ -49,7 +49,7 @@ class Ranks:
         monitor = Monitor(place(rank, world_size, local_ranks, **options), name=lambda rank: f"rank {rank}", end=end)
         monitor.waits_for = lambda: "control"
         monitor.start()
-        monitor.attach(self._connect())
+        monitor.attach(self.server.clone())
         self._monitors.append(monitor)
         return monitor
 
@@ -64,11 +64,6 @@ class Ranks:
                 assert thread is not None
                 thread.join(10.0)
                 assert not thread.is_alive()
-
-    def _connect(self, *, is_host: bool = False) -> TCPStore:
-        return TCPStore(
-            "127.0.0.1", self.port, None, is_host, timedelta(seconds=20), wait_for_workers=False, multi_tenant=True
-        )
 
 
 @pytest.fixture
