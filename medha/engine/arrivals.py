@@ -79,7 +79,7 @@ def drive(
         engine: idle at the start.
         arrivals: in order of ``arrival_s``.
         should_stop: asked between steps; once true, everything unfinished is aborted and yielded.
-        on_step: called after each step; it may add requests of its own to the engine.
+        on_step: called after each step; it may add requests of its own.
 
     Raises:
         EngineDeadError: a step failed; the unfinished requests have been yielded before.
@@ -151,8 +151,7 @@ class Preparing(Generic[Item, Prepared]):
     def ready(self) -> Iterator[tuple[Item, futures.Future[Prepared]]]:
         """Those that are done, in the order in which they were begun; a lane's are done in order."""
         while done := [lane for lane in self._lanes if lane and lane[0][2].done()]:
-            _, item, prepared = min(done, key=lambda lane: lane[0][0]).popleft()
-            yield item, prepared
+            yield min(done, key=lambda lane: lane[0][0]).popleft()[1:]
 
     def wait(self, timeout_s: float) -> None:
         """Return when one is done, or after a time."""
@@ -175,12 +174,13 @@ def prepared_beside(engine: Engine, prepare: Callable[[], Prepared]) -> Prepared
         return prepare()
     with Preparing[None, Prepared](engine) as preparing:
         preparing.begin(None, prepare, is_long=True)
-        while not (ready := list(preparing.ready())):
+        while True:
+            for _, prepared in preparing.ready():
+                return prepared.result()
             if engine.num_unfinished:
                 engine.advance()
             else:
                 preparing.wait(_MAX_SLEEP_S)
-        return ready[0][1].result()
 
 
 def _prepare(engine: Engine, arrival: Arrival) -> Request:
@@ -193,17 +193,12 @@ def _prepare(engine: Engine, arrival: Arrival) -> Request:
 
 def _is_long(prompt: Any) -> bool:
     """Whether a prompt has a text, or so many ids, that short ones should not wait for it."""
-    parts = [*prompt.values()] if isinstance(prompt, Mapping) else [prompt]
-    conversations = [part for part in parts if isinstance(part, list) and part and isinstance(part[0], Mapping)]
-    parts += [m.get("content") for messages in conversations for m in messages if isinstance(m, Mapping)]
-    return any(_length(part) > LONG_PROMPT for part in parts)
-
-
-def _length(value: Any) -> int:
-    try:
-        return len(value)
-    except TypeError:  # a number, or a tensor of no axis
-        return 0
+    parts = [prompt]
+    if isinstance(prompt, Mapping):
+        parts = list(prompt.values())
+        messages = prompt.get("messages")
+        parts += [one.get("content") for one in messages or () if isinstance(one, Mapping)]
+    return any(getattr(part, "ndim", 1) and hasattr(part, "__len__") and len(part) > LONG_PROMPT for part in parts)
 
 
 class Joiner:

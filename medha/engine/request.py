@@ -246,8 +246,8 @@ class Completion:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether it has been scheduled and its first token is not out."""
-        return self.metrics.first_scheduled is not None and not self.token_ids
+        """Whether it has been scheduled, and runs, and its first token is not out."""
+        return self.metrics.first_scheduled is not None and not self.token_ids and self.finish_reason is None
 
     @property
     def has_news(self) -> bool:

@@ -9,7 +9,6 @@ Legend: T tokens shared on a run, N query heads of one rank, H head dimension.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -125,17 +124,18 @@ def shared_rows(batch: Batch, device: torch.device) -> list[Shared]:
             runs.setdefault(row.run, []).append((start, row))
         start += row.q_len
     return [
-        Shared(batch.batch_id, run, _indices(located, device), _digest(batch, [row for _, row in located]))
+        Shared(
+            batch.batch_id,
+            run,
+            _indices(located, device),
+            Batch(batch.batch_id, tuple(row for _, row in located)).digest(),
+        )
         for run, located in sorted(runs.items())
     ]
 
 
 def _indices(located: Sequence[tuple[int, Row]], device: torch.device) -> torch.Tensor:
     return torch.cat([torch.arange(start, start + row.q_len) for start, row in located]).to(device)
-
-
-def _digest(batch: Batch, rows: Sequence[Row]) -> int:
-    return zlib.crc32(Batch(batch.batch_id, tuple(rows)).to_ints().tobytes())
 
 
 def _packed(shared: Shared, out_TNH: torch.Tensor, lse_TN: torch.Tensor) -> torch.Tensor:
