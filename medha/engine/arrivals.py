@@ -53,13 +53,8 @@ class Arrival:
     custom_id: str | None = None
 
     def unserved(self, start_s: float, *, error: Exception | None = None, now_s: float | None = None) -> RequestOutput:
-        """Its output if the engine never takes it; without an error it is aborted.
-
-        Args:
-            start_s: time from which ``arrival_s`` counts, on the engine's clock.
-            error: why it was not taken; its own error goes before it.
-            now_s: time of its end on that clock, if known.
-        """
+        """Its output if the engine never takes it; ``arrival_s`` counts from ``start_s``, its own error goes before
+        another, and without one it is aborted."""
         error = self.error or error
         return unserved(self.request_id, start_s + self.arrival_s, slo=self.slo, error=error, finished_s=now_s)
 

@@ -89,13 +89,7 @@ class ReportLine:
 
 
 class DrivingRunner:
-    """Rank 0's runner: sends each batch to everybody and runs its own stage of it.
-
-    Args:
-        runner: rank 0's own stage.
-        ranks: places and groups.
-        sender: the control stream.
-    """
+    """Rank 0's runner: sends each batch to everybody and runs its own stage of it."""
 
     def __init__(self, runner: Runner, ranks: Ranks, sender: ControlSender) -> None:
         self._runner = runner
@@ -131,11 +125,7 @@ class DrivingRunner:
             self._closed.append(slot)
 
     def reset(self) -> None:
-        """An interrupted step cannot be undone on other ranks.
-
-        Raises:
-            EngineDeadError: always.
-        """
+        """Raise EngineDeadError: an interrupted step cannot be undone on other ranks."""
         self._is_interrupted = True
         raise EngineDeadError("a step was interrupted; the other ranks have part of it, so the engine has ended")
 
@@ -185,13 +175,8 @@ class DrivingRunner:
         return opened, np.concatenate(ids)
 
     def _completed(self, batch: Batch, own: StepResult | None, reports: list[PendingStep]) -> StepResult:
-        """Wait for the oldest batch in the pipeline; raises as :meth:`submit`.
-
-        Args:
-            batch: the batch.
-            own: what rank 0 itself sampled.
-            reports: of the groups that the batch concerns and whose sampling rank is another.
-        """
+        """Wait for the oldest batch in the pipeline: for the reports of the groups that it concerns, beside what rank
+        0 itself sampled; raises as :meth:`submit`."""
         results = [] if own is None else [own]
         with failures_named(self._ranks.monitor, batch), self._runner.recorder.waiting("report"):
             results += [report.result() for report in reports]
@@ -225,13 +210,7 @@ class DrivingRunner:
 
 
 class Follower:
-    """What every rank but 0 does: run its stage of each batch in the order of the messages.
-
-    Args:
-        runner: this rank's stage.
-        ranks: places and groups.
-        receiver: the control stream.
-    """
+    """What every rank but 0 does: run its stage of each batch in the order of the messages."""
 
     def __init__(self, runner: Runner, ranks: Ranks, receiver: ControlReceiver) -> None:
         self._runner = runner
@@ -337,13 +316,8 @@ class Follower:
 
 
 class Caller:
-    """Rank 0's side of the front door: tells the others which call begins, and how it ended.
-
-    Args:
-        sender: the control stream.
-        ranks: places and groups.
-        timeline: gets what the other ranks have recorded before they leave.
-    """
+    """Rank 0's side of the front door: tells the others which call begins, and how it ended; ``timeline`` gets what
+    they have recorded before they leave."""
 
     def __init__(self, sender: ControlSender, ranks: Ranks, timeline: Timeline | None = None) -> None:
         self._sender = sender

@@ -303,14 +303,6 @@ def test_old_chunks_are_summed_though_no_longer_named(monkeypatch: pytest.Monkey
     assert explained.others == (("job 0", 3.0),)
 
 
-def test_names_are_kept_no_longer_than_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slot after the other's requests: what is long gone is forgotten, and who has just run is named."""
-    monkeypatch.setattr("medha.engine.explain._CHUNKS_KEPT", 8)
-    drive = play([Job(3.0 * i, 16, 1) for i in range(40)] + [Job(118.0, 8, 1)], tokens=8)
-    assert len(drive.explainer._names) <= 2 * (8 + 2)
-    assert drive.explained[40].others == (("job 39", 1.0),)
-
-
 def test_time_before_it_was_known_is_idle_where_nothing_ran() -> None:
     """An arrival that the scheduler hears of later: what ran meanwhile counts as that."""
     config = SchedulerConfig("sarathi", depth=1)

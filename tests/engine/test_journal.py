@@ -139,9 +139,8 @@ def test_a_changed_byte_is_reported_with_its_batch(recorded: list[str]) -> None:
         entry["batch"][6] ^= 1  # query tokens of its first row
         mismatch = replay([*recorded[:number], json.dumps(entry), *recorded[number + 1 :]]).mismatch
         assert mismatch is not None
-        assert (mismatch.line, mismatch.call, mismatch.batch_id) == (number + 1, "schedule", batch.batch_id)
-        assert mismatch.replayed == str(batch)
-        assert str(mismatch).startswith(f"line {number + 1}, schedule (batch {batch.batch_id}):\nrecorded batch")
+        assert mismatch.startswith(f"line {number + 1}, schedule (batch {batch.batch_id}):\nrecorded batch")
+        assert mismatch.endswith(f"\nreplayed {batch}")
 
 
 def first_of(lines: list[str], call: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[int, list[str]]:
@@ -158,8 +157,7 @@ def test_other_decisions_are_compared_too(recorded: list[str]) -> None:
     ):
         number, lines = first_of(recorded, call, lambda entry, change=change: {**entry, **change})  # type: ignore[misc]
         mismatch = replay(lines).mismatch
-        assert mismatch is not None
-        assert (mismatch.line, mismatch.call) == (number, call)
+        assert mismatch is not None and mismatch.startswith(f"line {number}, {call} (batch ")
 
 
 @pytest.mark.parametrize(
