@@ -184,10 +184,8 @@ class Timeline:
 
     def count_step(self, time_s: float, predicted_s: float, busy_s: float, *, budget_s: float) -> None:
         """Add a batch that is done to the counters: what was predicted of it, what it took, what it might take."""
-        times = {"predicted": predicted_s * 1e3, "busy": busy_s * 1e3}
-        budget = {"budget": budget_s * 1e3, "left": (budget_s - busy_s) * 1e3}
+        times = {"predicted": predicted_s * 1e3, "busy": busy_s * 1e3, "budget": budget_s * 1e3}
         self._keep(1, counter_event("step time (ms)", time_s, times))
-        self._keep(1, counter_event("step budget (ms)", time_s, budget))
 
     def gather_from(self, gather: Callable[[], Sequence[RankRecords]], *, zero_s: float) -> None:
         """Show the lanes of several ranks.

@@ -112,11 +112,9 @@ class RankHandle:
             self.follower.close()
 
 
-def build_engine(
-    config: EngineConfig, *, timeline: Timeline | None = None, progress: Callable[[int], None] | None = None
-) -> Engine:
+def build_engine(config: EngineConfig, *, timeline: Timeline | None = None) -> Engine:
     """Load a model and make an engine for it, in a single process; raises as :func:`build_role`."""
-    engine = build_role(config, timeline=timeline, progress=progress).engine
+    engine = build_role(config, timeline=timeline).engine
     assert engine is not None, "one process has the engine"
     return engine
 
@@ -125,7 +123,6 @@ def build_role(
     config: EngineConfig,
     *,
     timeline: Timeline | None = None,
-    progress: Callable[[int], None] | None = None,
     captured: Callable[[int, int], None] = lambda done, total: None,
 ) -> RankHandle:
     """Load a model, or this rank's part of it, and make what this rank runs.
@@ -135,7 +132,6 @@ def build_role(
     Args:
         config: what to load and how to run it.
         timeline: records what runs, if given.
-        progress: called with the bytes of each parameter as it is loaded.
         captured: called with how many CUDA graphs are captured and how many there will be.
 
     Raises:
@@ -147,17 +143,16 @@ def build_role(
     launch = read_launch()
     if launch is None:
         _check_is_alone(config.parallel)
-        return _build(config, None, timeline, progress, captured)
+        return _build(config, None, timeline, captured)
     job = meet(config.parallel, launch)
     with failures_named(job.monitor, activity="start"):
-        return _build(config, job, timeline, progress, captured)
+        return _build(config, job, timeline, captured)
 
 
 def _build(
     config: EngineConfig,
     job: Job | None,
     timeline: Timeline | None,
-    progress: Callable[[int], None] | None,
     captured: Callable[[int, int], None],
 ) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
@@ -191,7 +186,6 @@ def _build(
         num_swap_blocks=num_host_blocks,
         dtype=dtype,
         device=device,
-        progress=progress,
     )
     if job is not None:
         job.monitor.waits_for = lambda: runner.recorder.waits_for

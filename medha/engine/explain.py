@@ -32,7 +32,6 @@ from medha.sched.policy import Floats
 
 _CHUNKS_KEPT = 1 << 13
 _TICKS_KEPT = 256
-_MAX_WAITS = 64
 _MAX_SAMPLES = 12
 _TOP = 3
 
@@ -48,7 +47,7 @@ class _Account:
         group: on which it begins, once it has.
         start, end: totals at its arrival and at its first token or cancellation, once known.
         refused: of the totals, what ran while it waited for memory; ``refused_s`` in all.
-        waits: ranges of ticks in which it did, first and last of each.
+        waits: the last ticks in which it did.
         slack: samples, of which every ``every``-th of ``num_samples`` is kept.
     """
 
@@ -64,20 +63,10 @@ class _Account:
     has_first_token: bool = False
     own_s: float = 0.0
     refused_s: float = 0.0
-    waits: list[list[int]] = field(default_factory=list)
+    waits: deque[int] = field(default_factory=lambda: deque(maxlen=_CHUNKS_KEPT))
     slack: list[tuple[float, float]] = field(default_factory=list)
     every: int = 1
     num_samples: int = 0
-
-    def waited_in(self, tick: int) -> bool:
-        """Count a tick as a wait for memory; False if no more stretches of them are told apart."""
-        if self.waits and self.waits[-1][1] == tick - 1:
-            self.waits[-1][1] = tick
-        elif len(self.waits) < _MAX_WAITS:
-            self.waits.append([tick, tick])
-        else:
-            return False
-        return True
 
     def sample(self, now_s: float, slack_s: float, *, is_last: bool = False) -> None:
         """Keep a sample; where they are many every other goes, and half as many are kept from then on."""
@@ -217,7 +206,8 @@ class Explainer:
         self._unplaced = [account for account in waiting if account.start is None]
 
     def _count_refused(self, account: _Account, tick: Floats, start_s: float, length_s: float) -> None:
-        if account.end is None and length_s > 0 and account.waited_in(self._num_ticks):
+        if account.end is None and length_s > 0:
+            account.waits.append(self._num_ticks)
             share = min((start_s + length_s - account.request.arrival_s) / length_s, 1.0)
             account.refused += share * tick
             account.refused_s += share * length_s
@@ -305,8 +295,8 @@ class _Chunks:
         kept = self._after(arrival_s)
         during = (kept["end_s"] <= end_s) & (kept["number"] != account.number)
         chunks = kept[during & (kept["first"] <= group) & (group <= kept["last"])]
-        for first, last in account.waits:
-            chunks = chunks[(chunks["tick"] < first) | (last < chunks["tick"])]
+        if account.waits:
+            chunks = chunks[np.isin(chunks["tick"], list(account.waits), invert=True)]
         since_s = chunks["end_s"] - np.maximum(chunks["start_s"], arrival_s)
         seconds = chunks["seconds"] * since_s / (chunks["end_s"] - chunks["start_s"])
         _, where, whose = np.unique(chunks["number"], return_index=True, return_inverse=True)
