@@ -541,6 +541,20 @@ def test_a_model_that_cannot_be_served(
     assert output.read_text() == EARLIER
 
 
+TRACES = {
+    "medha": '{"id": "a", "arrival_s": 0.5, "num_prompt_tokens": 5, "num_output_tokens": 5}',
+    "mooncake": '{"timestamp": 0, "input_length": 5, "output_length": 5}',
+    "vidur": "arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,5",
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_trace_is_no_request_file(run: Command, tmp_path: Path, name: str) -> None:
+    done = run("--requests", write_lines(tmp_path / "r.jsonl", TRACES[name]))
+    assert done.code == 2
+    assert re.search(rf"is a trace \(format {name}\).* serve --dataset-path .*r\.jsonl", done.err)
+
+
 @pytest.mark.parametrize("admission", ["all", "refuse", "relegate"])
 def test_who_cannot_be_in_time(run: Command, tmp_path: Path, admission: str) -> None:
     """An objective of a microsecond."""
