@@ -23,18 +23,17 @@ Departures from the paper, and why:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor
-from medha.sched.batch_builder import BatchBuilder
+from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.budget import GroupTime, Yielding, batch_budget_s
 from medha.sched.decision import Prediction
 from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
-from medha.sched.policy import Ranking, load_policy, order
+from medha.sched.policy import load_policy, order
 from medha.sched.queue import Queue, State
 
 # Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it
@@ -46,8 +45,7 @@ _MAX_ROUNDS = 1 << 20
 _SURELY = 1 + 1e-9
 
 
-@dataclass(slots=True)
-class MedhaPacker:
+class MedhaPacker(Packer):
     """The paper's packer.
 
     Args:
@@ -56,35 +54,30 @@ class MedhaPacker:
         depth: batches in flight at most: a decode returns every so many.
 
     Attributes:
-        predictions: of the batch filled last, None if it is empty.
         num_over_budget: batches with a chunk beyond their budget.
         num_grown: how often a request took its next group before its shard was full.
     """
 
-    config: SchedulerConfig
-    predictor: Predictor
-    depth: int
-    prediction: Prediction | None = None
-    num_over_budget: int = 0
-    num_grown: int = 0
-    _ranking: Ranking = field(init=False)
-    _refused: list[int] = field(default_factory=list)
-    _owed_s: list[float] = field(default_factory=list)
-    _groups: list[GroupTime] = field(default_factory=list)
-    _ahead_s: float = 0.0
+    def __init__(self, config: SchedulerConfig, predictor: Predictor, depth: int) -> None:
+        self.config = config
+        self.predictor = predictor
+        self.depth = depth
+        self.num_over_budget = 0
+        self.num_grown = 0
+        self._ranking = load_policy(config.policy)
+        self._refused: list[int] = []
+        self._owed_s: list[float] = []
+        self._groups: list[GroupTime] = []
+        self._ahead_s = 0.0
 
-    def __post_init__(self) -> None:
-        self._ranking = load_policy(self.config.policy)
-
-    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
-        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
+    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         favoured = self._make_room(queue, builder) if self._ranking.by_class else []
         builder.add_decodes()
         self._groups = [self._group_time(queue, builder, group) for group in range(builder.memory.num_groups)]
         if queue.num_prefills:
             factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
-            yielding = Yielding(self.config, queue, factor=factor, now_s=now_s + self._ahead_s)
+            yielding = Yielding(self.config, queue, factor=factor, now_s=builder.now_s + self._ahead_s)
             for state in favoured:
                 self._give(state, builder, yielding, may_exceed=True)
             self._serve_guarded(queue, builder, yielding)
@@ -100,7 +93,7 @@ class MedhaPacker:
     def _make_room(self, queue: Queue, builder: BatchBuilder) -> list[State]:
         """Requests for which others of lower classes were preempted: of those refused memory in the batch before, and
         where all places are taken the first of the highest class."""
-        builder.by_class = True
+        builder.preemption.by_class = True
         states = [state for slot in self._refused[:_FIRST] if (state := queue.prefill(slot)) is not None]
         if len(queue.running) >= self.config.max_num_seqs:
             states += queue.first_of_highest_class()
