@@ -87,7 +87,6 @@ class BatchBuilder:
         self._queue = queue
         self._depth = depth
         self._decodes: Decodes | None = None  # all of the batch, where they were sent together
-        self._least_refused: dict[int | None, int] = {}  # least claim, by blocks of the first chunk; None: all
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
@@ -157,23 +156,6 @@ class BatchBuilder:
         """Tokens of the chunk that a request has in the batch; 0 for none."""
         index = self.chunked.get(slot)
         return 0 if index is None else self.rows[index].q_len
-
-    def most_tokens(self, state: State) -> int:
-        """Tokens that the next chunk of a request may have on the one group that there is, memory aside."""
-        return self._most(state, 0, 1)
-
-    def was_refused(self, state: State, tokens: int) -> bool:
-        """Whether a new request with a first chunk of so many tokens finds no memory, as another found none.
-
-        Who claims no less, and takes as much or brings its whole prompt, is refused as well until something enters the
-        batch. Says False where nothing is known, and with several groups or overcommitted memory.
-        """
-        if not self._least_refused or state.has_started or len(self._queue.running) >= self.config.max_num_seqs:
-            return False
-        if self.preemption.by_class and state.num_preempted:
-            return False
-        least = self._least_refused.get(self._first_blocks(state, tokens))
-        return least is not None and self._claim_blocks(state) >= least
 
     def make_room(self, state: State) -> bool:
         """Preempt lower classes for a prefill that was refused memory or a place; whether there were any."""
@@ -280,7 +262,6 @@ class BatchBuilder:
         if chosen is None:
             if open_firsts:
                 self.refused.append(state.slot)
-                self._note_refusal(state, sizes[firsts[0]])
             return 0
         self._queue.start(state)
         if state.num_scheduled_tokens:
@@ -302,21 +283,6 @@ class BatchBuilder:
         """The groups at which a request may begin; where it was swapped out, the one from which it was."""
         swapped_on = self.memory.swapped_on(state.slot)
         return self.memory.first_groups(state.request.num_kv_tokens) if swapped_on is None else (swapped_on,)
-
-    def _note_refusal(self, state: State, tokens: int) -> None:
-        """Keep what :meth:`was_refused` goes by."""
-        if self.memory.num_groups == 1 and not self.memory.overcommit:
-            blocks, claim = self._first_blocks(state, tokens), self._claim_blocks(state)
-            self._least_refused[blocks] = min(claim, self._least_refused.get(blocks, claim))
-
-    def _first_blocks(self, state: State, tokens: int) -> int | None:
-        """Blocks of a first chunk, what comes back from the host included; None where it ends the prefill, with which
-        all of the claim is set aside."""
-        kv_len = state.num_scheduled_tokens + tokens
-        return None if tokens == state.num_left else -(-kv_len // self.memory.block_size)
-
-    def _claim_blocks(self, state: State) -> int:
-        return -(-state.request.num_kv_tokens // self.memory.block_size)
 
     def _least_kv(self, state: State) -> int:
         """Tokens that must be free for a first chunk: with overcommit all that was lost, and a hundredth of the pool,
@@ -390,7 +356,6 @@ class BatchBuilder:
 
     def _append_row(self, state: State, row: Row) -> None:
         """Put a row into the batch, count it as scheduled and allocate the blocks it fills."""
-        self._least_refused.clear()
         self.rows.append(row)
         self.extents += self.memory.take(row)
         self._queue.sent(state, row, self.now_s)

@@ -30,9 +30,16 @@ from numpy.typing import NDArray
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.sched.batch_builder import BatchBuilder, Packer
-from medha.sched.budget import GroupTime, Yielding, batch_budget_s
+from medha.sched.budget import (
+    GroupTime,
+    Yielding,
+    batch_budget_s,
+    guard_limit_s,
+    guarded_rows,
+    is_guarded,
+    owed_after_s,
+)
 from medha.sched.decision import Prediction
-from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
 from medha.sched.policy import load_policy, order
 from medha.sched.queue import Queue, State
 
@@ -41,8 +48,6 @@ from medha.sched.queue import Queue, State
 _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
-# What is beyond a limit by this much is so however the sum is rounded.
-_SURELY = 1 + 1e-9
 
 
 class MedhaPacker(Packer):
@@ -152,7 +157,7 @@ class MedhaPacker(Packer):
                 last=queue.relegated,
             )
             states = queue.states_of_rows(rows)
-            if not states or self._serve(states, builder, yielding, may_exceed=True) or len(states) < _FIRST:
+            if not states or self._serve(states, builder, yielding) or len(states) < _FIRST:
                 return
             tried.update(state.slot for state in states)
 
@@ -181,20 +186,14 @@ class MedhaPacker(Packer):
             may_enter[queue.rows_of(tried)] = False
         return may_enter
 
-    def _serve(self, states: Iterable[State], builder: BatchBuilder, yielding: Yielding, *, may_exceed: bool) -> bool:
+    def _serve(self, states: Iterable[State], builder: BatchBuilder, yielding: Yielding) -> bool:
         """Give chunks to requests in turn; whether no group can take more."""
-        has_room = self._has_room(builder, may_exceed=may_exceed)
-        is_cramped = self._is_cramped(builder, may_exceed=may_exceed)
+        has_room = self._has_room(builder, may_exceed=True)
         for state in states:
             if not has_room:
-                return True
-            if state.ended or not state.prefilling:
-                continue
-            if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in builder.chunked:
-                continue
-            if self._give(state, builder, yielding, may_exceed=may_exceed):
-                has_room = self._has_room(builder, may_exceed=may_exceed)
-                is_cramped = self._is_cramped(builder, may_exceed=may_exceed)
+                break
+            if not state.ended and state.prefilling and self._give(state, builder, yielding, may_exceed=True):
+                has_room = self._has_room(builder, may_exceed=True)
         return not has_room
 
     # -- one request -------------------------------------------------------------------------------------------------
@@ -203,9 +202,6 @@ class MedhaPacker(Packer):
         """Try to put a chunk of a request into the batch."""
         is_long = self._is_long(state)
         if builder.is_held(state) or (is_long and self._is_shut_out(state)):
-            return False
-        if self._is_refused(state, builder):
-            builder.refused.append(state.slot)
             return False
         share = yielding.yielded(state) if is_long else 0.0
         has_chunk = state.slot in builder.chunked
@@ -242,7 +238,6 @@ class MedhaPacker(Packer):
             group.tick.add(
                 q_len, kv, run=row.run if row.is_shared else None, samples=row.samples and index == row.group
             )
-            group.fitting = 0
             group.is_joined |= has_chunk
             if is_long:
                 group.long_slot = state.slot
@@ -251,30 +246,6 @@ class MedhaPacker(Packer):
     def _is_shut_out(self, state: State) -> bool:
         """Whether another long prefill is in the batch of each group."""
         return all(group.long_slot not in (None, state.slot) for group in self._groups)
-
-    def _is_refused(self, state: State, builder: BatchBuilder) -> bool:
-        """Whether a request finds no memory as others before it in this batch; spares the test for each of many."""
-        if not builder.refused or len(self._groups) > 1 or state.has_started or self._is_long(state):
-            return False
-        if state.num_scheduled_tokens:  # it was swapped out, and so none of many
-            return False
-        group, most = self._groups[0], builder.most_tokens(state)
-        if most < state.num_left or not self._surely_fits(group, most):
-            tokens = self._fitting(state, builder, 0, 1, most, 0.0) if most > 0 else 0
-            if tokens < most and tokens < self.config.min_chunk:
-                return False
-            most = tokens
-        return most > 0 and builder.was_refused(state, most)
-
-    def _surely_fits(self, group: GroupTime, tokens: int) -> bool:
-        """Whether a whole prompt of so many tokens fits a group, however the sum is rounded; shorter ones then do."""
-        if tokens > group.fitting or group.limit_s != group.fitting_limit_s:
-            if tokens > self.predictor.max_tokens:
-                return False
-            if group.tick.with_chunk(tokens, 0, samples=True) * _SURELY > group.limit_s:
-                return False
-            group.fitting, group.fitting_limit_s = tokens, group.limit_s
-        return True
 
     def _grow(self, state: State, builder: BatchBuilder) -> None:
         """Let a request take its next group where the KV on its last alone would soon leave no efficient chunk.
@@ -334,20 +305,6 @@ class MedhaPacker(Packer):
             if left > 0 and ((may_exceed and not has_chunk) or group.tick.largest_chunk(0, group.limit_s, 1) > 0):
                 return True
         return False
-
-    def _is_cramped(self, builder: BatchBuilder, *, may_exceed: bool) -> bool:
-        """Whether what is left takes no efficient chunk, so that only the end of a prompt, or of a chunk, can enter.
-
-        Spares a try for each of many requests. Says False where it is not sure: with several groups, and where the
-        tokens left, or the chunk size, are what makes chunks small.
-        """
-        least = self.config.min_chunk
-        if len(self._groups) > 1 or builder.tokens_left[0] < least or (may_exceed and not builder.has_chunk[0]):
-            return False
-        if self.config.chunk_size is not None and self.config.chunk_size < least:
-            return False
-        group = self._groups[0]
-        return least <= self.predictor.max_tokens and group.tick.with_chunk(least, 0) > group.limit_s * _SURELY
 
     # -- time --------------------------------------------------------------------------------------------------------
 
