@@ -23,7 +23,7 @@ from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import CopyStream, HostCache, SyncCopy
+from medha.worker.swap import CopyStream, HostCache
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ def make_engine(
         has_scratch=has_scratch,
     )
     num_swap_blocks = scheduler.get("num_swap_blocks", 0)
-    host = HostCache(cache, num_swap_blocks, stream or SyncCopy()) if num_swap_blocks else None
+    host = HostCache(cache, num_swap_blocks, stream or CopyStream()) if num_swap_blocks else None
     return Engine(
         Runner(model, cache, backend or TorchBackend(), CPU, decode_lag=scheduler.get("decode_lag", 0), host=host),
         Scheduler(SchedulerConfig("sarathi", **scheduler), num_blocks=num_blocks, block_size=block_size),

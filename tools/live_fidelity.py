@@ -42,7 +42,7 @@ from medha.cost.prefill_time import complete_config
 from medha.engine.arrivals import Arrival, drive
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
-from medha.models.hf_config import parse_hf_overrides
+from medha.models.json_fields import parse_json_object
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.profile.calibrate import QUICK
@@ -533,9 +533,8 @@ def live_fidelity_command(
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> int:
     """Simulated against measured request times: the engine of this machine, within three minutes."""
-    return run_and_print(
-        LiveOptions(load=load, seed=seed, shape=parse_hf_overrides(hf_overrides) if hf_overrides else None), output_json
-    )
+    shape = parse_json_object(hf_overrides.encode(), "hf_overrides") if hf_overrides else None
+    return run_and_print(LiveOptions(load=load, seed=seed, shape=shape), output_json)
 
 
 def main() -> NoReturn:

@@ -353,15 +353,15 @@ def _this_program() -> str:
 
 def _load_text_side(config: EngineConfig, folder: Path, model: ModelConfig) -> tuple[ModelLimits, Tokenizer | None]:
     """What requests are checked against, and the tokenizer."""
-    generation = load_generation_config(folder, model.vocab_size)
+    sampling, eos = load_generation_config(folder, model.vocab_size)
     tokenizer = _load_tokenizer(config, folder, model)
-    eos = generation.eos_token_ids or model.eos_token_ids
+    eos = eos or model.eos_token_ids
     if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = (tokenizer.eos_token_id,)
     if not eos:
         logger.warning("%s defines no end-of-sequence token; generation ends by length or stop only", folder)
     max_model_len = _max_model_len(config, model)
-    return ModelLimits(model.vocab_size, max_model_len, eos, generation.sampling_defaults(), config.seed), tokenizer
+    return ModelLimits(model.vocab_size, max_model_len, eos, sampling, config.seed), tokenizer
 
 
 def _load_tokenizer(config: EngineConfig, folder: Path, model: ModelConfig) -> Tokenizer | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from medha.attention.flashinfer_backend import DTYPES, HEAD_DIMS, FlashInferBackend
-from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape
+from medha.attention.interface import AttentionBackend, LayerShape
 from medha.attention.torch_backend import TorchBackend
 from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from medha.errors import ConfigError
@@ -34,7 +34,7 @@ from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, pa
 from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import CudaCopyStream, HostCache, SyncCopy
+from medha.worker.swap import CopyStream, CudaCopyStream, HostCache
 
 logger = logging.getLogger("medha")
 
@@ -156,7 +156,7 @@ def build_runner(
     )
     host = None
     if num_swap_blocks:
-        host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else SyncCopy())
+        host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else CopyStream())
     if ranks is None:
         return Runner(model, cache, backend, device, decode_lag=config.scheduler.decode_lag or 0, host=host)
     pipe = StagePipe(
@@ -354,7 +354,7 @@ def _flashinfer(device: torch.device, block_size: int) -> FlashInferBackend:
 
 def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:
     """Whether decodes are captured."""
-    return config.cuda_graphs and device.type == "cuda" and isinstance(backend, GraphBackend)
+    return config.cuda_graphs and device.type == "cuda" and isinstance(backend, FlashInferBackend)
 
 
 def capture_graphs(runner: Runner, config: EngineConfig, captured: Callable[[int, int], None]) -> None:
