@@ -17,7 +17,7 @@ from medha.engine.explain import Explainer
 from medha.engine.request import ModelLimits
 from medha.models.decoder import Decoder, build_decoder
 from medha.models.hf_config import load_model_config
-from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
+from medha.models.weights import Checkpoint, check_tensors, load_parameters
 from medha.params import SamplingParams
 from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
@@ -32,7 +32,7 @@ def load_decoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder
     """The packed decoder of a folder."""
     config = load_model_config(folder)
     with Checkpoint(folder) as checkpoint:
-        check_tensors(checkpoint, expected_tensors(config), ignored=lambda name: is_ignored(name, config))
+        check_tensors(checkpoint, config)
         model = build_decoder(config, dtype=dtype, device=CPU)
         load_parameters(dict(model.named_parameters()), checkpoint)
     model.pack_()

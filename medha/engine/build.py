@@ -178,7 +178,7 @@ def _build(
         parts = {"configuration": config, "config.json": model_config, "checkpoint": checkpoint_facts(config, folder)}
         check_same_everywhere(job, parts)
         ranks = init_ranks(job, device)
-    shard = ModelShard.of(model_config, ranks)
+    shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0)
     num_blocks, num_host_blocks = _pool_sizes(config, shard, ranks, dtype, device, limits.max_model_len)
     backend, why = _choose_attention(config, shard, dtype, device)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
