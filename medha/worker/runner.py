@@ -190,7 +190,7 @@ class Runner:
         """The same, brought up to every token drawn by now on whichever rank; where prompts are kept."""
         sampling = self._sampling[slot]
         if sampling.has_penalties:
-            sampling.output_ids = list(self._drawn.get(slot, ()))
+            sampling.begin_output(self._drawn.get(slot, ()))
         return sampling
 
     def submit(self, batch: Batch) -> PendingStep:
