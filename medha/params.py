@@ -31,8 +31,8 @@ MAX_STOP_CHARS = 256
 
 # Fields of other engines' requests that change the output and that medha does not have: refused by name.
 _UNSUPPORTED = """
-    allowed_token_ids audio bad_words beam_search best_of chat_template echo extra_args flat_logprobs functions
-    guided_decoding guided_json guided_regex length_penalty logit_bias logits_processors logprob_token_ids
+    audio bad_words beam_search best_of chat_template echo extra_args flat_logprobs functions
+    guided_decoding guided_json guided_regex length_penalty logits_processors logprob_token_ids
     prompt_logprob_start prompt_logprob_token_ids prompt_logprobs repetition_detection response_format
     skip_reading_prefix_cache spaces_between_special_tokens stream_interval structured_outputs suffix
     thinking_token_budget tool_choice truncate_prompt_tokens use_beam_search
@@ -105,6 +105,8 @@ class SamplingParams:
             company in the batch or the chunking.
         stop: string or strings that end the text; not part of it unless ``include_stop_str_in_output``.
         stop_token_ids: further ids that end the sequence.
+        logit_bias: by token id, what is added to its logit, -100 to 100.
+        allowed_token_ids: the only ids that may be drawn.
         ignore_eos: go on after the model's end-of-sequence ids.
         min_tokens: before that many tokens are out, no end-of-sequence or stop id can be drawn, and no stop string
             that begins there is looked for.
@@ -133,6 +135,8 @@ class SamplingParams:
     seed: int | None = _unlisted(None, integer(-(2**63), 2**63 - 1))
     stop: str | Sequence[str] | None = _listed(None, "End at this text; may be repeated.", kind=list[str])
     stop_token_ids: Sequence[int] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     ignore_eos: bool = _listed(False, "Go on after end-of-sequence.", BOOLEAN, flags=("--ignore-eos",))
     min_tokens: int = _listed(0, "Least tokens to generate.", integer(0, 2**31 - 1))
     max_tokens: int | None = _listed(16, "Most tokens to generate.", integer(1, 2**31 - 1))
@@ -152,7 +156,12 @@ class SamplingParams:
             message = f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}"
             raise ValidationError(message, param="min_tokens", value=self.min_tokens)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise _bad("allowed_token_ids", self.allowed_token_ids, "at least one token id")
         if self.stop and not self.detokenize:
             raise _bad("stop", self.stop, "no stop strings when detokenize is false")
 
@@ -259,15 +268,32 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _stop_ids(ids: Any) -> tuple[int, ...]:
+_IS_ID, _IS_BIAS = integer(0, 2**31 - 1), finite(-100, 100)
+
+
+def _ids(name: str, ids: Any) -> tuple[int, ...]:
     ids = () if ids is None else ids
     if not isinstance(ids, (list, tuple)):
-        raise _bad("stop_token_ids", ids, "a list of token ids")
-    is_id = integer(0, 2**31 - 1)
+        raise _bad(name, ids, "a list of token ids")
     for token_id in ids:
-        if not is_id.holds(token_id):
-            raise _bad("stop_token_ids", token_id, is_id.accepted)
+        if not _IS_ID.holds(token_id):
+            raise _bad(name, token_id, _IS_ID.accepted)
     return tuple(ids)
+
+
+def _biases(given: Any) -> dict[int, float] | None:
+    """The biases by id; JSON has ids as text."""
+    if given is not None and not isinstance(given, Mapping):
+        raise _bad("logit_bias", given, "an object of token ids and numbers")
+    biases = {}
+    for key, bias in (given or {}).items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 12 else key
+        if not _IS_ID.holds(token_id):
+            raise _bad("logit_bias", key, f"token ids, {_IS_ID.accepted}")
+        if not _IS_BIAS.holds(bias):
+            raise _bad("logit_bias", {key: bias}, f"biases, {_IS_BIAS.accepted}")
+        biases[token_id] = float(bias)
+    return biases or None
 
 
 def check_priority(value: Any) -> str:

@@ -47,6 +47,8 @@ ACCEPTED = {
     "seed": "-1 0 None",
     "stop": "text None",
     "stop_token_ids": "None",
+    "logit_bias": "None",
+    "allowed_token_ids": "None",
     "ignore_eos": "True",
     "min_tokens": "0",
     "max_tokens": "None",
@@ -69,6 +71,11 @@ EDGES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "seed": ((-(2**63), 2**63 - 1), (-(2**63) - 1,)),
     "stop": ((["a"] * 16, "x" * 256, [], ()), (["a"] * 17, "x" * 257, "", [""], [1], ["a", None], b"a", {"a"})),
     "stop_token_ids": (([0, 2**31 - 1], [], ()), ([-1], [2**31], [True], [1.0], ["1"], [None], {1}, 7)),
+    "logit_bias": (
+        ({}, {3: -100, "4": 100.0}),
+        ([1], {-1: 0.0}, {"x": 1.0}, {True: 1.0}, {3: 100.1}, {3: "1"}, {3: None}),
+    ),
+    "allowed_token_ids": (([0, 2**31 - 1],), ([], [-1], ["1"], {1}, 7)),
     "ignore_eos": ((False,), (1, 0.0)),
     "min_tokens": ((16,), (2**31,)),
     "max_tokens": ((1, 2**31 - 1), (2**31,)),
@@ -230,7 +237,7 @@ def test_an_unsupported_field_is_refused_by_name_unless_it_is_empty(build: Any) 
             assert (caught.value.param, caught.value.value) == (name, value)
         for empty in (None, False, [], {}, ""):
             assert build(seed=4, **{name: empty}) == SamplingParams(seed=4)
-    assert {"logit_bias", "response_format", "guided_json", "best_of", "prompt_logprobs"} <= set(UNSUPPORTED_FIELDS)
+    assert {"response_format", "guided_json", "best_of", "prompt_logprobs"} <= set(UNSUPPORTED_FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +248,8 @@ def test_an_unsupported_field_is_refused_by_name_unless_it_is_empty(build: Any) 
         ("max_new_token", "did you mean max_tokens?"),
         ("Temperature", "did you mean temperature?"),
         ("stop_string_ids", "did you mean stop_token_ids?"),
-        ("sampling_temperatures_of_each", "accepted: one of detokenize, frequency_penalty, "),
-        ("", "accepted: one of detokenize, "),
+        ("sampling_temperatures_of_each", "accepted: one of allowed_token_ids, detokenize, "),
+        ("", "accepted: one of allowed_token_ids, "),
     ],
 )
 def test_unknown_name_is_refused(name: str, hint: str) -> None:

@@ -65,11 +65,13 @@ def prepare_request(
     params = params.resolve(limits.sampling_defaults)
     if params.stop_strings and tokenizer is None:
         raise _no_tokenizer("stop", params.stop, "use stop_token_ids")
-    _checked_ids(params.stop_token_ids or (), "stop_token_ids", limits.vocab_size)
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        _checked_ids(list(getattr(params, name) or ()), name, limits.vocab_size)
     end_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else limits.eos_token_ids)}
-    if params.min_tokens and len(end_ids) >= limits.vocab_size:
+    if params.min_tokens and end_ids.issuperset(params.allowed_token_ids or range(limits.vocab_size)):
+        num_ids = len(params.allowed_token_ids or range(limits.vocab_size))
         raise ValidationError(
-            f"min_tokens={params.min_tokens} leaves nothing to draw: each of the {limits.vocab_size} ids ends the "
+            f"min_tokens={params.min_tokens} leaves nothing to draw: each of the {num_ids} ids ends the "
             "sequence; accepted: 0, or fewer stop_token_ids",
             param="min_tokens",
             value=params.min_tokens,

@@ -78,7 +78,9 @@ class SlotSampling:
 
     def needs_more(self, index: int) -> bool:
         """Whether draw ``index`` is more than taking the largest logit."""
-        return self.holds_back(index) or self.has_penalties or not self.params.is_greedy
+        p = self.params
+        changes = p.logit_bias or p.allowed_token_ids or self.has_penalties or self.holds_back(index)
+        return bool(changes) or not p.is_greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +191,7 @@ def _draw(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices: Seque
     """Draw the tokens of rows, int64 [D]; changes the logits."""
     device, num_tokens = logits_DV.device, logits_DV.shape[-1]
     _penalise_(logits_DV, slots)
-    held_back = [
-        (row, token)
-        for row, (slot, index) in enumerate(zip(slots, indices, strict=True))
-        if slot.holds_back(index)
-        for token in slot.end_ids
-    ]
-    if held_back:
-        logits_DV[tuple(_to_device(np.array(held_back).T, device))] = -torch.inf
+    _constrain_(logits_DV, slots, indices)
     wanted = [slot.params for slot in slots]
     likeliest_D = logits_DV.argmax(dim=-1) if any(p.is_greedy for p in wanted) else None
     if likeliest_D is not None and all(p.is_greedy for p in wanted):
@@ -298,6 +293,31 @@ def _penalise_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling]) -> None:
     scaled_PV = torch.where(values_PV > 0, values_PV / repetition_P1, values_PV * repetition_P1)
     values_PV = torch.where(seen_PV > 0, scaled_PV.clamp_(-largest, largest), values_PV)
     logits_DV[at] = values_PV - torch.where(counts_PV > 0, frequency_P1 * counts_PV + presence_P1, 0.0)
+
+
+def _constrain_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> None:
+    """Add ``logit_bias``; then take out what is not allowed, and ends before ``min_tokens``."""
+    device = logits_DV.device
+    biases = [(r, *pair) for r, slot in enumerate(slots) for pair in (slot.params.logit_bias or {}).items()]
+    if biases:
+        rows, ids, values = zip(*biases, strict=True)
+        at = tuple(_to_device(np.array([rows, ids]), device))
+        logits_DV.index_put_(at, _to_device(np.array(values, np.float32), device), accumulate=True)
+    allowed = [(r, token) for r, slot in enumerate(slots) for token in slot.params.allowed_token_ids or ()]
+    if allowed:
+        rows, ids = _to_device(np.array(allowed).T, device)
+        is_out_DV = torch.zeros_like(logits_DV, dtype=torch.bool)
+        is_out_DV[rows] = True
+        is_out_DV[rows, ids] = False
+        logits_DV.masked_fill_(is_out_DV, -torch.inf)
+    held_back = [
+        (row, token)
+        for row, (slot, index) in enumerate(zip(slots, indices, strict=True))
+        if slot.holds_back(index)
+        for token in slot.end_ids
+    ]
+    if held_back:
+        logits_DV[tuple(_to_device(np.array(held_back).T, device))] = -torch.inf
 
 
 def _history(slot: SlotSampling, logits: torch.Tensor) -> torch.Tensor:

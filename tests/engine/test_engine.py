@@ -313,6 +313,29 @@ def test_min_tokens_holds_end_ids_back(bytes_model: Model, field: str) -> None:
     assert serve_one(engine, prompt, replace(params, min_tokens=0)).outputs[0].token_ids == [end_id]
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"allowed_token_ids": [1, 300]}, r"allowed_token_ids\[1\]=300; accepted: integers from 0 to 255"),
+        ({"logit_bias": {256: 1.0}}, r"logit_bias\[0\]=256; accepted: integers from 0 to 255"),
+        (
+            {"allowed_token_ids": [5], "stop_token_ids": [5, 6], "min_tokens": 1},
+            "leaves nothing to draw: each of the 1 ids",
+        ),
+    ],
+)
+def test_ids_that_cannot_be_drawn(bytes_model: Model, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        serve_one(bytes_model.engine(), PROMPTS[0], SamplingParams(**given))
+
+
+def test_only_allowed_ids_come_out(bytes_model: Model) -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=12, allowed_token_ids=[65, 66, 67], logit_bias={67: -100}
+    )
+    assert set(serve_one(bytes_model.engine(), PROMPTS[0], params).outputs[0].token_ids) == {65, 66}
+
+
 def test_max_tokens_is_capped_to_the_room(bytes_model: Model, caplog: pytest.LogCaptureFixture) -> None:
     engine = bytes_model.engine(max_model_len=45)
     with caplog.at_level("INFO", logger="medha"):

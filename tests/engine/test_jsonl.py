@@ -84,7 +84,11 @@ def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Pat
         ({"prompt": "x", "id": True}, ValidationError, "id=True; accepted"),
         ({"prompt": "x", "id": [1]}, ValidationError, "id="),
         ({"prompt": "x", "n": 2, "temperature": 0}, ValidationError, "n=2; accepted: 1 with temperature=0"),
-        ({"prompt": "x", "logit_bias": {"5": 1}}, UnsupportedFeatureError, "logit_bias is not implemented"),
+        (
+            {"prompt": "x", "response_format": {"type": "json_object"}},
+            UnsupportedFeatureError,
+            "response_format is not implemented",
+        ),
         ({"prompt": "x", "tool_choice": "auto"}, UnsupportedFeatureError, "tool_choice is not implemented"),
         ({"prompt": "x", "max_tokens": 0}, ValidationError, "max_tokens=0; accepted"),
         ({"prompt": "x", "max_tokens": "9"}, ValidationError, "max_tokens='9'; accepted"),

@@ -580,7 +580,7 @@ BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     ("[]", "ValidationError"),
     ({"prompt": ADA, "tools": [{"type": "function"}]}, "ValidationError"),
     ({"prompt": ADA, "n": 2, "temperature": 0}, "ValidationError"),
-    ({"prompt": ADA, "logit_bias": {"1": 2}}, "UnsupportedFeatureError"),
+    ({"prompt": ADA, "suffix": "x"}, "UnsupportedFeatureError"),
     ({"prompt": ADA, "temperature": 3}, "ValidationError"),
     ({"prompt": ADA, "max_tokens": True}, "ValidationError"),
     ({"prompt": ADA, "arrival_s": "soon"}, "ValidationError"),

@@ -42,6 +42,8 @@ PARAMS = st.builds(
     seed=st.none() | st.integers(0, 2**63 - 1),
     stop=st.none() | st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=2),
     stop_token_ids=st.none() | st.lists(IDS, max_size=3),
+    logit_bias=st.none() | st.dictionaries(IDS, st.floats(-100, 100), max_size=3),
+    allowed_token_ids=st.none() | st.lists(IDS, min_size=1, max_size=3),
     logprobs=st.none() | st.integers(0, 5),
     ignore_eos=st.booleans(),
 )

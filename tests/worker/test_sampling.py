@@ -219,11 +219,12 @@ def mixed_slots() -> list[Callable[[], SlotSampling]]:
     makers.append(lambda: slot(4, min_tokens=5, end_ids=(1, 2), logprobs=0))
     makers.append(lambda: slot(5, repetition_penalty=1.3, prompt=[1, 5, 9], logprobs=2))
     makers.append(lambda: slot(6, frequency_penalty=0.5, presence_penalty=-0.5))
+    makers.append(lambda: slot(7, logit_bias={3: 2.0, 9: -100.0}, allowed_token_ids=[1, 3, 9, 14]))
     return makers
 
 
 @settings(max_examples=20, derandomize=True, deadline=None)
-@given(order=st.permutations(range(len(FILTERS) + 4)), size=st.integers(1, 16), seed=st.integers(0, 2**31))
+@given(order=st.permutations(range(len(FILTERS) + 5)), size=st.integers(1, 16), seed=st.integers(0, 2**31))
 def test_company_and_order_change_nothing(order: list[int], size: int, seed: int) -> None:
     makers = mixed_slots()
     logits = logits_of(seed, len(makers), 300)
@@ -299,6 +300,23 @@ def test_min_tokens_holds_end_ids_back(temperature: float) -> None:
     assert drawn[0].logprobs is not None  # of the model's own distribution
     assert drawn[0].logprobs[1][0] == 3
     assert drawn[0].logprobs[0][2] == 3
+
+
+def test_bias_and_allowed_ids() -> None:
+    """A bias is added behind the penalties; what is not allowed has no part in the filters; log-probabilities are of
+    the model itself."""
+    logits = logits_of(4)
+    biased = logits.clone()
+    biased[0, 3] += 2.5
+    biased[0, [0, 2, *range(4, VOCAB)]] = -math.inf
+    drawing = {"logit_bias": {3: 2.5}, "allowed_token_ids": [1, 3], "top_p": 0.9}
+    expected = filtered(biased[0], slot(**drawing).params)
+    results = sample(logits.expand(500, VOCAB), [slot(i, logprobs=1, **drawing) for i in range(500)], [0] * 500)
+    assert chi_square_p(np.bincount(tokens(results), minlength=VOCAB).tolist(), [500 * p for p in expected]) > 1e-4
+    best = int(logits.argmax())
+    assert results[0].logprobs is not None and results[0].logprobs[1][0] == best
+    greedy = slot(temperature=0.0, logit_bias={best: -100.0})
+    assert tokens(sample(logits, [greedy], [0])) == [int(logits.argsort(descending=True)[0, 1])]
 
 
 def penalised(logits: list[float], prompt: list[int], output: list[int], params: SamplingParams) -> list[float]:
