@@ -7,14 +7,17 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
 
+from examples.reproduce.baselines import loongserve
 from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
 from examples.reproduce.baselines.loongserve import LoongServe, play
 from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_figures import SYSTEMS, own_figures
+from examples.reproduce.baselines.loongserve_manager import Manager
 from examples.reproduce.baselines.loongserve_plan import (
     MAX_PREFILL_S,
     Pending,
@@ -24,7 +27,7 @@ from examples.reproduce.baselines.loongserve_plan import (
     plan_batches,
     select,
 )
-from examples.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Occupied
+from examples.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Group, Prefill
 from examples.reproduce.served import Served
 from examples.reproduce.timing import MODELS, a100
 from medha.errors import ConfigError
@@ -58,9 +61,47 @@ def trace_of(*requests: tuple[float, int, int]) -> Trace:
     return Trace(np.array(arrivals), np.array(prompts), np.array(outputs))
 
 
-def played(system: LoongServe, trace: Trace, *, stop_s: float | None = None) -> tuple[Served, list[Occupied]]:
-    log: list[Occupied] = []
-    return play(system, trace, stop_s=stop_s, on_occupied=log.append), log
+class Occupied(NamedTuple):
+    """A time for which an instance served a group; its cached tokens at the end, and tokens that activations take."""
+
+    instance: int
+    kind: str
+    start_s: float
+    end_s: float
+    rows: tuple[int, ...]
+    cached_tokens: int
+    activation_tokens: float
+
+
+class Watched(Manager):
+    """A manager that notes what each instance did, as it ends."""
+
+    log: ClassVar[list[Occupied]] = []
+
+    def _end_prefill(self, prefill: Prefill) -> None:
+        rows = tuple(request.pending.row for request in prefill.requests)
+        beside = prefill.activations * self._costs.activation_tokens
+        for instance in prefill.instances:
+            cached = self._pool.used[instance]
+            self.log.append(Occupied(instance, "prefill", prefill.start_s, prefill.end_s, rows, cached, beside))
+        super()._end_prefill(prefill)
+
+    def _account(self, group: Group, num_steps: int) -> None:
+        run = group.run
+        assert run is not None
+        unused = {instance: rows * (run.num_steps - num_steps) for instance, rows in run.masters}
+        rows = tuple(request.pending.row for request in group.requests)
+        for instance in group.instances if num_steps else ():
+            cached = self._pool.used[instance] - unused.get(instance, 0)
+            self.log.append(Occupied(instance, "decode", run.start_s, run.end_s(num_steps), rows, cached, 0.0))
+        super()._account(group, num_steps)
+
+
+def played(system: LoongServe, trace: Trace) -> tuple[Served, list[Occupied]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loongserve, "Manager", Watched)
+        patch.setattr(Watched, "log", log := [])
+        return play(system, trace), log
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -476,10 +517,6 @@ def test_ordering_of_its_own_paper() -> None:
             assert mine.attained > theirs.attained
 
 
-def test_wrong_settings() -> None:
-    with pytest.raises(ConfigError, match=r"num_instances=0; accepted: a whole number of at least 1"):
-        system(num_instances=0)
-    with pytest.raises(ConfigError, match=r"reserved=8; accepted: 0 to 7"):
-        system(reserved=8)
+def test_a_model_that_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="does not fit"):
         play(system(utilization=0.05), trace_of((0.0, 1, 1)))
