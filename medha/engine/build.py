@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed import ReduceOp
 
 from medha.attention.interface import AttentionBackend
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
@@ -38,10 +38,8 @@ from medha.parallel.mesh import (
     check_layout,
     check_same_everywhere,
     init_ranks,
-    max_over_ranks,
     meet,
-    min_over_ranks,
-    once_per_node,
+    over_ranks,
     wait_for_all,
 )
 from medha.sched.policy import load_policy
@@ -161,7 +159,7 @@ def _build(
     captured: Callable[[int, int], None],
 ) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
-    folder = _resolve(config, job)
+    folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node
     model_config = load_model_config(
         folder,
         hf_overrides=config.hf_overrides,
@@ -216,7 +214,7 @@ def _build(
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
     driven = DrivingRunner(runner, ranks, sender)
     engine = Engine(driven, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
-    ranks.monitor.predicted_s = lambda: engine.predicted_s
+    ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()
     ranks.monitor.describe = engine.describe
     if timeline is not None:
         timeline.gather_from(driven.gather_records, zero_s=time.perf_counter() - engine.now())
@@ -235,7 +233,7 @@ def _pool_sizes(
     blocks = num_kv_blocks(config, shard, dtype, device, max_model_len)
     host_blocks = num_swap_blocks(config, shard, dtype)
     if ranks is not None:
-        blocks, host_blocks = min_over_ranks(ranks, blocks), min_over_ranks(ranks, host_blocks)
+        blocks, host_blocks = (over_ranks(ranks, count, ReduceOp.MIN) for count in (blocks, host_blocks))
     pool, given = blocks * config.cache.block_size, config.scheduler.max_kv_per_group
     if given is not None and given > pool:
         raise ConfigError(f"max_kv_per_group={given}; accepted: at most the pool's {pool} tokens")
@@ -289,7 +287,7 @@ def _with_swap(config: EngineConfig, runner: Runner, ranks: Ranks | None) -> Eng
     if runner.host is not None:
         num_swap_blocks, block_s = runner.host.num_blocks, runner.host.measure_block_s()
         if ranks is not None:
-            block_s = max_over_ranks(ranks, round(block_s * 1e9)) / 1e9
+            block_s = over_ranks(ranks, round(block_s * 1e9), ReduceOp.MAX) / 1e9
         logger.info("host memory for %d KV blocks of each group; one moves in %.3g ms", num_swap_blocks, 1e3 * block_s)
     scheduler = dataclasses.replace(config.scheduler, num_swap_blocks=num_swap_blocks, swap_block_s=block_s)
     return dataclasses.replace(config, scheduler=scheduler)
@@ -325,14 +323,6 @@ def _log_start(
     for line in lines:
         logger.info("%s", line)
     logger.debug("end-of-sequence ids %s", list(limits.eos_token_ids))
-
-
-def _resolve(config: EngineConfig, job: Job | None) -> Path:
-    """The model's folder; one from the hub is downloaded once a node, while no collective waits."""
-    resolve = partial(resolve_model, config.model, revision=config.revision)
-    if job is None or Path(config.model).exists():
-        return resolve()
-    return once_per_node(job, "downloaded", resolve, limit_s=_LOAD_LIMIT_S)
 
 
 def _check_is_alone(parallel: ParallelConfig) -> None:

@@ -104,7 +104,7 @@ def slot_reused_in_flight(patch: Patch) -> None:
         closed = [slot for slot in slots if (state := self._queue.running.get(slot)) is not None and state.ended]
         for slot in closed:
             self._queue.drop(slot)
-            self._leaving.frees += [slot] * self.memory.release(slot)
+            self._pending.frees += [slot] * self.memory.release(slot)
         return tuple(closed)
 
     patch.setattr(Scheduler, "_close_ended", close)
