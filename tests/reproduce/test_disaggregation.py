@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from examples.reproduce.baselines.disaggregation import largest_decode, largest_prefill, stage_memories
-from examples.reproduce.figures.disaggregation import FIGURE, LAYOUTS, OUTPUT_TOKENS, spare_factor
+from examples.reproduce.figures.disaggregation import FIGURES, LAYOUTS, OUTPUT_TOKENS, spare_factor
 from examples.reproduce.result import Options
 from examples.reproduce.timing import MODELS, M, a100
 from medha.config import ParallelConfig
@@ -38,7 +38,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_the_figure_counts_what_is_refused() -> None:
-    result = FIGURE.run(Options(quick=True))
+    result = FIGURES[0].run(Options(quick=True))
     numbers, answer = result.numbers, result.answers["disaggregated-oom"]
     assert numbers["splits"] == len(LAYOUTS) ** 2 == 100
     assert answer.ours == numbers["splits_out_of_memory_on_some_prompt"] / numbers["splits"]
@@ -53,9 +53,9 @@ def test_the_figure_counts_what_is_refused() -> None:
 
 def test_the_figure_says_by_how_much_1m_fits_and_is_drawn() -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
-    numbers = FIGURE.run(Options()).numbers
+    numbers = FIGURES[0].run(Options()).numbers
     (memory,) = stage_memories(a100(), SMALL, ParallelConfig(tp=8))
     activations = int(memory.activation_token * numbers["activations_that_fit_1m_tp8"])
     assert spare_factor([replace(memory, activation_token=activations)], M) == pytest.approx(1, rel=1e-4)
-    FIGURE.draw(numbers, figure)
+    FIGURES[0].draw(numbers, figure)
     assert len(figure.axes) == 2 and len(figure.axes[1].patches) == len(numbers["prompts"])

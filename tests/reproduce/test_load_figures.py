@@ -51,22 +51,22 @@ def patched(monkeypatch: pytest.MonkeyPatch, serve: Callable[[System, Load], Run
     monkeypatch.setattr(layouts, "serve", serve)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.FIGURE.name)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.FIGURES[0].name)
 def test_claims_are_answered_and_numbers_drawn(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     patched(monkeypatch, fake)
-    result, rows = run_figure(module.FIGURE, load_claims(), OPTIONS)
+    result, rows = run_figure(module.FIGURES[0], load_claims(), OPTIONS)
     assert all(row.sentence.endswith(".") and "nan" not in row.sentence for row in rows)
     numbers = json.loads(json.dumps(result.numbers, allow_nan=False))
     if HAS_MATPLOTLIB:
-        assert draw(module.FIGURE, numbers, tmp_path / "figure.png")
+        assert draw(module.FIGURES[0], numbers, tmp_path / "figure.png")
 
 
-@pytest.mark.parametrize("module", [capacity, pools], ids=lambda module: module.FIGURE.name)
+@pytest.mark.parametrize("module", [capacity, pools], ids=lambda module: module.FIGURES[0].name)
 def test_claims_are_answered_where_nobody_gets_a_token(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     patched(monkeypatch, nothing)
-    result, rows = run_figure(module.FIGURE, load_claims(), OPTIONS)
+    result, rows = run_figure(module.FIGURES[0], load_claims(), OPTIONS)
     json.dumps([result.numbers, [row.ours for row in rows]], allow_nan=False)
     assert all(row.verdict for row in rows)
 

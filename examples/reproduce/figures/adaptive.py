@@ -109,4 +109,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(right, title="Chunk at the same longest latency as static 512", ylabel="chunk, tokens")
 
 
-FIGURE = FigureSpec("adaptive-chunking", "Static against adaptive chunks (v5 fig. 4)", run, draw)
+FIGURES = (FigureSpec("adaptive-chunking", "Static against adaptive chunks (v5 fig. 4)", run, draw),)

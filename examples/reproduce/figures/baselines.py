@@ -78,4 +78,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(right, title="Tetris's Table 1, ring of A100s, 8B", ylabel="our prefill seconds over the published")
 
 
-FIGURE = FigureSpec("baselines", "The baselines against figures of their own authors", run, draw)
+FIGURES = (FigureSpec("baselines", "The baselines against figures of their own authors", run, draw),)

@@ -308,4 +308,4 @@ def _waits(axes: Any, tree: Mapping[str, Any]) -> None:
     axes.legend(fontsize=8, frameon=False, loc="lower center", ncols=2)
 
 
-FIGURE = FigureSpec("capacity", "TTFT under load, with and without long requests, 8B on 16 A100s", run, draw)
+FIGURES = (FigureSpec("capacity", "TTFT under load, with and without long requests, 8B on 16 A100s", run, draw),)

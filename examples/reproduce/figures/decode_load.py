@@ -140,4 +140,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     both.legend(fontsize=8, frameon=False, loc="lower right")
 
 
-FIGURE = FigureSpec("decode-under-load", "Decode latency under load, 8B on 16 A100s", run, draw)
+FIGURES = (FigureSpec("decode-under-load", "Decode latency under load, 8B on 16 A100s", run, draw),)

@@ -91,6 +91,6 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(right, title=f"Of {numbers['splits']} pairs of layouts on 16 A100s", ylabel="out of memory, %")
 
 
-FIGURE = FigureSpec(
-    "disaggregation", "The longest prompts that systems with split prefill and decode can take", run, draw
+FIGURES = (
+    FigureSpec("disaggregation", "The longest prompts that systems with split prefill and decode can take", run, draw),
 )

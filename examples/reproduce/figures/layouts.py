@@ -99,4 +99,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(right, title="All finished requests", ylabel="TPOT, ms", legend=False)
 
 
-FIGURE = FigureSpec("2d-3d", "SPP 8 against SPP 4 with KVP 2 under load, 70B on 64 H100s", run, draw)
+FIGURES = (FigureSpec("2d-3d", "SPP 8 against SPP 4 with KVP 2 under load, 70B on 64 H100s", run, draw),)

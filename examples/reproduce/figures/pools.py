@@ -128,4 +128,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(right, title="Short requests (none drawn: not in the window)", ylabel="P90 TTFT, s", legend=False)
 
 
-FIGURE = FigureSpec("pools", "A reserved pool for short requests against Medha, 8B on 16 A100s", run, draw)
+FIGURES = (FigureSpec("pools", "A reserved pool for short requests against Medha, 8B on 16 A100s", run, draw),)

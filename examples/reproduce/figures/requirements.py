@@ -119,4 +119,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(right, title="What asks for GPUs (H100 at published peaks)", ylabel="H100s needed")
 
 
-FIGURE = FigureSpec("requirements", "What 1M tokens ask of hardware, in closed form", run, draw)
+FIGURES = (FigureSpec("requirements", "What 1M tokens ask of hardware, in closed form", run, draw),)

@@ -119,4 +119,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
         finish(axes, title=f"5 % long, {qps} QPS", ylabel="% of requests")
 
 
-FIGURE = FigureSpec("schedulers", "TTFT by scheduling policy, 8B on 16 A100s", run, draw)
+FIGURES = (FigureSpec("schedulers", "TTFT by scheduling policy, 8B on 16 A100s", run, draw),)

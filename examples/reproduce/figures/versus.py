@@ -90,4 +90,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(right, title="relative to SPP", ylabel="TTFT / TTFT of SPP")
 
 
-FIGURE = FigureSpec("spp-vs-cp", "Stream pipeline against context parallelism at 1M (v5 fig. 5b)", run, draw)
+FIGURES = (FigureSpec("spp-vs-cp", "Stream pipeline against context parallelism at 1M (v5 fig. 5b)", run, draw),)
