@@ -2,20 +2,18 @@
 
     python -m tools.fit_spec --data DIR --out medha/cost/specs/a100-80g.json    # fits, and prints the errors
     python -m tools.fit_spec derive --out medha/cost/specs                      # the other specs, from that one
-    python -m tools.fit_spec anchors --data DIR                                 # whole prefills, fitted to nothing
 
-DIR holds copies of the public files that the spec's sources name, under ``vidur/``, ``aiconfigurator/`` and
-``anchors/``. Rates of one kind of kernel are fitted together by descent along one after the other, to the mean absolute
-logarithm of predicted over measured. Rows weigh as the root of their time, as a long context consists of long ones, and
-each table the same.
+DIR holds copies of the public files that the spec's sources name, under ``vidur/`` and ``aiconfigurator/``. Rates of
+one kind of kernel are fitted together by descent along one after the other, to the mean absolute logarithm of predicted
+over measured. Rows weigh as the root of their time, as a long context consists of long ones, and each table the same.
 
 Errors on the A100 tables (median of the rows, and of the sum): a layer without attention 2 to 4 % (-3 to +1 %), single
 products 4 to 6 %, prefills up to 16K 6 % (-1 % for vLLM's kernel, +11 % for SGLang's), FlashInfer chunks 8 % (-8 %),
 decodes 9 to 18 % (-5 to +1 %). Fitted to a fifth of the KV length and tested beyond: decodes 5 % (-3 %). Fitted to 8K
 and tested to 16K: prefills 3 % (vLLM) and 10 % (SGLang). Collectives are 16 to 26 % off, as no line fits their middle.
 Kernels of one GPU differ more: SGLang's decodes take a third longer, FlashAttention-2 chunks of early 2024 double.
-Whole prefills: 0.80 to 0.88 of MInference's times from 10K to 200K (a plain Hugging Face forward), 1.07 to 1.15 of
-Tetris's from 4K to 128K.
+Whole prefills, to which nothing is fitted: 0.80 to 0.88 of MInference's times from 10K to 200K (a plain Hugging Face
+forward), 1.07 to 1.15 of Tetris's from 4K to 128K (tests/cost/test_hardware.py).
 """
 
 from __future__ import annotations
@@ -30,9 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.config import ParallelConfig
 from medha.cost.hardware import AttentionRates, ElementwiseRates, GemmRates, HardwareSpec, LinkRates, load_spec
-from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import (
     Floats,
     chunk_slope_s,
@@ -41,11 +37,9 @@ from medha.cost.roofline import (
     first_chunk_s,
     gemm_s,
     linear_layer_s,
-    stage_coefficients,
     unsplit_decode_line,
 )
 from medha.errors import ConfigError
-from medha.sim.known_models import KNOWN_MODELS
 from tools.tables import FitError, read_records
 
 _VIDUR = "github.com/microsoft/vidur @7d47513 data/profiling"
@@ -506,60 +500,29 @@ def _times(part: Any, **ratios: float) -> Any:
     return replace(part, **{name: _rounded(getattr(part, name) * ratio) for name, ratio in ratios.items()})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole prefills that others measured
-
-
-def prefill_s(spec: HardwareSpec, num_tokens: int) -> float:
-    """Predicted seconds of a prompt of Llama-3 8B on one accelerator, in one piece, first token included."""
-    costs = stage_coefficients(spec, KNOWN_MODELS["llama-3-8b"], ParallelConfig(), 0)
-    return Predictor(costs, max_tokens=num_tokens).predict([Work(num_tokens, 0, False, samples=True)])
-
-
 def run(arguments: Sequence[str] | None = None) -> int:
     """The command; see the module. Returns 0, or 2 where a table or spec is bad."""
     parser = argparse.ArgumentParser(prog="python -m tools.fit_spec", description="Fit and check hardware specs.")
-    parser.add_argument("command", nargs="?", choices=("fit", "derive", "anchors"), default="fit")
-    parser.add_argument("--data", type=Path, help="folder of the tables (fit, anchors)")
-    parser.add_argument("--out", type=Path, help="file (fit) or folder (derive) to write")
+    parser.add_argument("command", nargs="?", choices=("fit", "derive"), default="fit")
+    parser.add_argument("--data", type=Path, help="folder of the tables (fit)")
+    parser.add_argument("--out", type=Path, required=True, help="file (fit) or folder (derive) to write")
     given = parser.parse_args(arguments)
-    for option, commands in (("data", ("fit", "anchors")), ("out", ("fit", "derive"))):
-        if given.command in commands and getattr(given, option) is None:
-            parser.error(f"{given.command} needs --{option}")
+    if given.command == "fit" and given.data is None:
+        parser.error("fit needs --data")
     try:
-        {"fit": _run_fit, "derive": _run_derive, "anchors": _run_anchors}[given.command](given.data, given.out)
+        if given.command == "derive":
+            for spec in derived_specs(load_spec("a100-80g")):
+                (given.out / f"{spec.name}.json").write_text(spec.to_json())
+            return 0
+        spec, errors = fit_a100(given.data)
+        given.out.write_text(spec.to_json())
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
-
-
-def _run_fit(data: Path, out: Path) -> None:
-    spec, errors = fit_a100(data)
     print(f"{'table':<44}{'':>12}{'rows':>8}{'median':>9}{'P90':>8}{'total':>9}")
     for e in errors:
         print(f"{e.table:<44}{e.split:>12}{e.rows:>8,}{e.median_error:>9.1%}{e.p90_error:>8.1%}{e.total_error:>+9.1%}")
-    out.write_text(spec.to_json())
-
-
-def _run_derive(_: Path | None, out: Path) -> None:
-    for spec in derived_specs(load_spec("a100-80g")):
-        (out / f"{spec.name}.json").write_text(spec.to_json())
-
-
-def _run_anchors(data: Path, _: Path | None) -> None:
-    """MInference's FlashAttention-2 column and Tetris's Table 1 at TP1, SP1; nothing is fitted to them."""
-    print(f"{'':<12}{'tokens':>9}{'measured s':>12}{'predicted s':>13}{'ratio':>7}")
-    for source, name in (
-        ("MInference", "minference_flashattention2_llama3_8b_a100_le_200k"),
-        ("Tetris SP1", "tetris_table1_llama3_8b_a100_tp1_sp"),
-    ):
-        for record in read_records(data / f"anchors/{name}.csv"):
-            if record.get("sp", "1") == "1":
-                tokens, measured_s = int(record["prompt_tokens"]), float(record["prefill_latency_s"])
-                predicted_s = prefill_s(load_spec("a100-80g"), tokens)
-                ratio = predicted_s / measured_s
-                print(f"{source:<12}{tokens:>9,}{measured_s:>12.2f}{predicted_s:>13.2f}{ratio:>7.2f}")
+    return 0
 
 
 if __name__ == "__main__":

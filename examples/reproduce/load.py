@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from examples.reproduce.baselines.loongserve import LoongServe, play
 from examples.reproduce.result import Options
-from examples.reproduce.served import Floats, Served, quantile_s
+from examples.reproduce.served import Floats, Served, finite, quantile_s
 from examples.reproduce.timing import MODELS, stage_predictors
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
@@ -169,6 +169,16 @@ def serve(system: System, load: Load) -> Run:
     return system.play(load.trace(), load.window_s)
 
 
+def run_of(system: System, lengths: str, qps: float, options: Options, long_share: float | None = None) -> Run:
+    """A load over the papers' window, on a system."""
+    return serve(system, Load(lengths, qps, window_s(options), options.seed, long_share))
+
+
+def runs_of(systems: Sequence[System], lengths: str, rates: Sequence[float], options: Options) -> dict[str, list[Run]]:
+    """The same at some rates, by the label of each system."""
+    return {system.label: [run_of(system, lengths, qps, options) for qps in rates] for system in systems}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The systems
 
@@ -279,7 +289,7 @@ _CURVE = tuple(np.linspace(0.0, 1.0, 101).tolist())
 
 def curve(values: Floats) -> list[float | None]:
     """101 quantiles from the least to the most; None where it is not over, or there is none."""
-    return [_finite(quantile_s(values, share)) for share in _CURVE]
+    return [finite(quantile_s(values, share)) for share in _CURVE]
 
 
 def told(run: Run) -> dict[str, Any]:
@@ -293,17 +303,18 @@ def told(run: Run) -> dict[str, Any]:
         "ttft_s": {name: _quantiles(served.ttft_s[among]) for name, among in kinds.items()},
         "ttft_at_least_s": [ttft_quantile(served, p).seconds for p in SHARES],
         "tpot_s": _quantiles(served.tpot_s),
-        "tbt_s": [_finite(served.gaps.quantile_s(p)) for p in SHARES],
+        "tbt_s": [finite(served.gaps.quantile_s(p)) for p in SHARES],
         "peak_kv_share": run.peak_kv_share,
     }
 
 
+def told_of(runs: Mapping[str, Sequence[Run]]) -> dict[str, list[dict[str, Any]]]:
+    """The numbers of several runs."""
+    return {name: [told(run) for run in row] for name, row in runs.items()}
+
+
 def _quantiles(values: Floats) -> list[float | None]:
-    return [_finite(quantile_s(values, share)) for share in SHARES]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return [finite(quantile_s(values, share)) for share in SHARES]
 
 
 def finished_share(served: Served, *, among: Mask | None = None) -> float:

@@ -23,6 +23,14 @@ def lines(
         axes.plot([at for at, _ in points], [value for _, value in points], **looks)
 
 
+def shares_below(axes: Any, rows: Mapping[str, Sequence[float | None]], *, scale: float = 1.0) -> None:
+    """Distributions from 101 quantiles each: the percent below, over the value times a scale."""
+    for index, (name, values) in enumerate(rows.items()):
+        known = [(scale * value, share) for share, value in enumerate(values) if value is not None]
+        axes.plot([value for value, _ in known], [share for _, share in known], color=COLORS[index], label=name)
+    axes.set_xscale("log")
+
+
 def log_axis(axes: Any, values: Sequence[float], *, label: str) -> None:
     """A logarithmic x axis with a written-out tick at each value."""
     axes.set(xscale="log", xlabel=label)

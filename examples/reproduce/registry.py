@@ -26,25 +26,11 @@ from examples.reproduce.figures import (
 from examples.reproduce.result import FigureSpec
 from medha.errors import ConfigError
 
-_ALL = (
-    requirements.FIGURE,
-    *chunks.FIGURES,
-    adaptive.FIGURE,
-    *stages.FIGURES,
-    versus.FIGURE,
-    *kvp.FIGURES,
-    *utilization.FIGURES,
-    example.FIGURE,
-    lengths.FIGURE,
-    baselines.FIGURE,
-    disaggregation.FIGURE,
-    capacity.FIGURE,
-    decode_load.FIGURE,
-    schedulers.FIGURE,
-    pools.FIGURE,
-    layouts.FIGURE,
+_MODULES = (
+    *(requirements, chunks, adaptive, stages, versus, kvp, utilization, example, lengths, baselines, disaggregation),
+    *(capacity, decode_load, schedulers, pools, layouts),
 )
-FIGURES: dict[str, FigureSpec] = {figure.name: figure for figure in _ALL}
+FIGURES: dict[str, FigureSpec] = {figure.name: figure for module in _MODULES for figure in module.FIGURES}
 SMALL = ("requirements", "adaptive-chunking", "example")
 """What is computed where nobody asks for more: within seconds."""
 

@@ -50,8 +50,8 @@ def run_figure(figure: FigureSpec, claims: Sequence[Claim], options: Options) ->
     own = [claim for claim in claims if claim.figure == figure.name]
     if differing := {claim.id for claim in own} ^ set(result.answers):
         raise RuntimeError(f"figure {figure.name} and claims.toml differ in {', '.join(sorted(differing))}")
-    answers = result.answers
-    return result, [Row(claim, answers[claim.id].ours, answers[claim.id].sentence) for claim in own]
+    answers = [(claim, result.answers[claim.id]) for claim in own]
+    return result, [Row(claim, answer.ours, answer.sentence) for claim, answer in answers]
 
 
 def write_all(

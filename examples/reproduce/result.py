@@ -95,12 +95,12 @@ def verdict(claim: Claim, ours: Ours) -> str:
     Raises:
         ValueError: one number for a range or two for a value.
     """
-    if claim.kind == "range":
-        low, high = claim.pair
-        ours_low, ours_high = _pair(claim, ours)
-        ends = (_of_value(low, ours_low, claim.neutral), _of_value(high, ours_high, claim.neutral))
+    if isinstance(ours, tuple) != (claim.kind == "range"):
+        raise ValueError(f"claim {claim.id} is a {claim.kind}; ours: {ours}")
+    if isinstance(ours, tuple):
+        ends = (_of_value(paper, own, claim.neutral) for paper, own in zip(claim.pair, ours, strict=True))
         return max(ends, key=VERDICTS.index)
-    number, paper = _number(claim, ours), claim.number
+    number, paper = ours, claim.number
     if claim.kind == "statement":
         return "reproduced" if number >= 1 else "partly" if number >= 1 / FACTOR else "not"
     if claim.kind == "value":
@@ -130,15 +130,3 @@ def _of_value(paper: float, ours: float, neutral: float | None) -> str:
     if abs(share - 1) <= CLOSE + _ROUNDING:
         return "reproduced"
     return "partly" if 1 / FACTOR - _ROUNDING <= share <= FACTOR + _ROUNDING else "not"
-
-
-def _number(claim: Claim, ours: Ours) -> float:
-    if isinstance(ours, tuple):
-        raise ValueError(f"claim {claim.id} is a {claim.kind}, and two numbers were given: {ours}")
-    return ours
-
-
-def _pair(claim: Claim, ours: Ours) -> tuple[float, float]:
-    if not isinstance(ours, tuple):
-        raise ValueError(f"claim {claim.id} is a range, and one number was given: {ours}")
-    return ours

@@ -57,6 +57,11 @@ class Served:
         return ~np.isnan(self.finish_s)
 
 
+def finite(value: float) -> float | None:
+    """The value; None for NaN and inf, which are no JSON."""
+    return value if math.isfinite(value) else None
+
+
 def quantile_s(values: Floats, share: float) -> float:
     """The quantile of a share, linear; inf where it is for ever; NaN are left out."""
     known = values[~np.isnan(values)]

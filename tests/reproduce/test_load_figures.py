@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
+from examples.reproduce import load
 from examples.reproduce.claims import load_claims
 from examples.reproduce.figures import capacity, decode_load, layouts, pools, schedulers
 from examples.reproduce.load import LOONGSERVE, MEDHA, Load, Run, System, fixed_batch_s, is_long
@@ -23,48 +25,54 @@ MODULES = (capacity, decode_load, layouts, pools, schedulers)
 OPTIONS = Options(quick=True)
 
 
-def fake(system: System, load: Load) -> Run:
+def fake(system: System, asked: Load) -> Run:
     """Short requests wait 0.35 s on Medha and 10.5 s elsewhere, long ones 100 s; a token takes 10 and 50 ms."""
-    trace = load.trace()
+    trace = asked.trace()
     is_ours = system.label.startswith("Medha")
     ttft_s = np.where(is_long(trace), 100.0, 0.35 if is_ours else 10.5)
-    ttft_s[trace.arrival_s + ttft_s > load.window_s] = np.nan
+    ttft_s[trace.arrival_s + ttft_s > asked.window_s] = np.nan
     first_s = trace.arrival_s + ttft_s
     finish_s = first_s + (0.01 if is_ours else 0.05) * (trace.output_tokens - 1)
     gaps = Gaps()
     gaps.add(0.01)
-    return Run(Served(trace, first_s, np.where(finish_s <= load.window_s, finish_s, np.nan), load.window_s, gaps))
+    return Run(Served(trace, first_s, np.where(finish_s <= asked.window_s, finish_s, np.nan), asked.window_s, gaps))
 
 
-def nothing(system: System, load: Load) -> Run:
+def nothing(system: System, asked: Load) -> Run:
     """Nobody gets a token."""
-    trace = load.trace()
+    trace = asked.trace()
     never = np.full(len(trace), np.nan)
-    return Run(Served(trace, never, never, load.window_s, Gaps()))
+    return Run(Served(trace, never, never, asked.window_s, Gaps()))
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.FIGURE.name)
+def patched(monkeypatch: pytest.MonkeyPatch, serve: Callable[[System, Load], Run]) -> None:
+    """Have all figures play on this."""
+    monkeypatch.setattr(load, "serve", serve)
+    monkeypatch.setattr(layouts, "serve", serve)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.FIGURES[0].name)
 def test_claims_are_answered_and_numbers_drawn(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "serve", fake)
-    result, rows = run_figure(module.FIGURE, load_claims(), OPTIONS)
+    patched(monkeypatch, fake)
+    result, rows = run_figure(module.FIGURES[0], load_claims(), OPTIONS)
     assert all(row.sentence.endswith(".") and "nan" not in row.sentence for row in rows)
     numbers = json.loads(json.dumps(result.numbers, allow_nan=False))
     if HAS_MATPLOTLIB:
-        assert draw(module.FIGURE, numbers, tmp_path / "figure.png")
+        assert draw(module.FIGURES[0], numbers, tmp_path / "figure.png")
 
 
-@pytest.mark.parametrize("module", [capacity, pools], ids=lambda module: module.FIGURE.name)
+@pytest.mark.parametrize("module", [capacity, pools], ids=lambda module: module.FIGURES[0].name)
 def test_claims_are_answered_where_nobody_gets_a_token(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "serve", nothing)
-    result, rows = run_figure(module.FIGURE, load_claims(), OPTIONS)
+    patched(monkeypatch, nothing)
+    result, rows = run_figure(module.FIGURES[0], load_claims(), OPTIONS)
     json.dumps([result.numbers, [row.ours for row in rows]], allow_nan=False)
     assert all(row.verdict for row in rows)
 
 
 def test_answers_of_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "serve", fake)
+    patched(monkeypatch, fake)
     answers = capacity.run(OPTIONS).answers
     assert answers["ttft-median-30"].ours == pytest.approx(30)
     assert answers["ttft-tail-174"].ours == pytest.approx(30)  # 5 % long: P90 is of short requests
@@ -78,7 +86,7 @@ def test_answers_of_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_load, "serve", fake)
+    patched(monkeypatch, fake)
     answers = decode_load.run(OPTIONS).answers
     assert answers["tpot-5"].ours == pytest.approx(5)
     assert answers["ttft-order"].ours == pytest.approx(30)
@@ -86,7 +94,7 @@ def test_answers_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_of_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "serve", fake)
+    patched(monkeypatch, fake)
     assert {name: answer.ours for name, answer in layouts.run(OPTIONS).answers.items()} == {
         "3d-tpot-2": pytest.approx(1),
         "3d-ttft-alike": 1.0,
@@ -95,7 +103,7 @@ def test_answers_of_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_of_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedulers, "serve", fake)
+    patched(monkeypatch, fake)
     answers = schedulers.run(OPTIONS).answers
     assert answers["multi-prefill-throughput"].ours == 1.0
     assert answers["multi-prefill-median"].ours == (1.0, 1.0)
@@ -104,8 +112,8 @@ def test_answers_of_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    def half_with_a_pool(system: System, load: Load) -> Run:
-        run = fake(system, load)
+    def half_with_a_pool(system: System, asked: Load) -> Run:
+        run = fake(system, asked)
         if system in (MEDHA, LOONGSERVE):
             return run
         served = run.served
@@ -113,7 +121,7 @@ def test_answers_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:
         finish_s[np.flatnonzero(is_long(served.trace) & served.is_finished)[1::2]] = np.nan
         return Run(Served(served.trace, served.first_token_s, finish_s, served.end_s, served.gaps))
 
-    monkeypatch.setattr(pools, "serve", half_with_a_pool)
+    patched(monkeypatch, half_with_a_pool)
     result = pools.run(OPTIONS)
     ends = result.numbers["long_finished"]
     worst = max(1 - b / a for a, b in zip(ends["LoongServe"], ends["LoongServe, reserved"], strict=True))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeA
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from tests.bench.shapes import TINY
+from tests.tools import write
 from tools.comparison import Times
 from tools.fidelity import app, fidelity
 from tools.kernels import fit_kernels, read_kernels
@@ -46,11 +46,6 @@ def mixed_us(chunk: float, kv: float, count: float, kv_decode: float) -> float:
 
 def dense_us(tokens: float) -> float:
     return max(100.0, 0.5 * tokens)
-
-
-def write(path: Path, header: str, rows: Iterable[Sequence[object]]) -> None:
-    data = "\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n"
-    path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
 
 
 def write_profile(folder: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 
 from medha.cli.command import run_app
 from medha.errors import ConfigError
+from tests.tools import write
 from tools.predictor import SPLITS, app, bench_predictor
 from tools.tables import read_tables
 
@@ -38,133 +37,59 @@ def mixed_s(chunk: float, kv: float, count: float, kv_decode: float) -> float:
     return max(prefill_s(chunk, kv) + count * (1e-6 + 3e-9 * kv_decode), 2e-8 * kv_decode)
 
 
-def write(path: Path, rows: Iterable[dict[str, object]]) -> Path:
-    rows = list(rows)
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    data = text.getvalue().encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return path
-
-
 def vidur_attention(path: Path) -> Path:
-    def row(prefill: bool, size: int, kv: int, seconds: float) -> dict[str, object]:
-        return {
-            "time_stats.attn_decode.median": "" if prefill else seconds * 1e3,
-            "time_stats.attn_prefill.median": seconds * 1e3 if prefill else "",
-            "num_tensor_parallel_workers": 2,
-            "batch_size": 1 if prefill else size,
-            "prefill_chunk_size": size if prefill else 0,
-            "kv_cache_size": kv,
-            "is_prefill": prefill,
-        }
-
-    rows = [row(True, chunk, kv, prefill_s(chunk, kv)) for chunk in CHUNKS for kv in KVS]
-    rows += [row(False, batch, kv, decode_s(batch, kv)) for batch in BATCHES for kv in KVS[1:]]
-    return write(path, [*rows, row(True, 64, 0, 0.0)])  # a failed one
+    rows: list[tuple[object, ...]] = [(True, 1, c, kv, prefill_s(c, kv) * 1e3, "") for c in CHUNKS for kv in KVS]
+    rows += [(False, n, 0, kv, "", decode_s(n, kv) * 1e3) for n in BATCHES for kv in KVS[1:]]
+    rows += [(True, 1, 64, 0, 0.0, "")]  # a failed one
+    header = "is_prefill,batch_size,prefill_chunk_size,kv_cache_size"
+    times = "time_stats.attn_prefill.median,time_stats.attn_decode.median"
+    return write(path, f"num_tensor_parallel_workers,{header},{times}", [(2, *row) for row in rows])
 
 
 def vidur_mlp(path: Path) -> Path:
-    return write(
-        path,
-        [
-            {
-                "time_stats.emb.median": 100.0,
-                "time_stats.mlp_up_proj.median": linear_s(tokens) * 600 / tp,
-                "time_stats.mlp_down_proj.median": linear_s(tokens) * 400 / tp,
-                "num_tokens": tokens,
-                "num_tensor_parallel_workers": tp,
-            }
-            for tp in (1, 2)
-            for tokens in range(32, 2049, 32)
-        ],
-    )
+    header = "time_stats.emb.median,time_stats.mlp_up_proj.median,time_stats.mlp_down_proj.median"
+    rows = [
+        (100.0, linear_s(tokens) * 600 / tp, linear_s(tokens) * 400 / tp, tokens, tp)
+        for tp in (1, 2)
+        for tokens in range(32, 2049, 32)
+    ]
+    return write(path, f"{header},num_tokens,num_tensor_parallel_workers", rows)
 
 
 def chunk_sample(path: Path) -> Path:
-    return write(
-        path,
-        [
-            {"prefill_chunk_size": chunk, "kv_cache_size": kv, "attn_prefill_median_ms": prefill_s(chunk, kv) * 1e3}
-            for chunk in CHUNKS
-            for kv in KVS
-        ],
-    )
+    rows = [(chunk, kv, prefill_s(chunk, kv) * 1e3) for chunk in CHUNKS for kv in KVS]
+    return write(path, "prefill_chunk_size,kv_cache_size,attn_prefill_median_ms", rows)
+
+
+AICONFIGURATOR = "batch_size,isl,num_heads,num_key_value_heads,step,latency"
 
 
 def aiconfigurator_context(path: Path) -> Path:
-    return write(
-        path,
-        [
-            {
-                "batch_size": batch,
-                "isl": isl,
-                "num_heads": 32,
-                "num_key_value_heads": kv_heads,
-                "step": 0,
-                "latency": batch * prefill_s(isl, 0) * 1e3,
-            }
-            for kv_heads in (1, 8)
-            for batch in (1, 2)
-            for isl in CHUNKS
-        ],
-    )
+    rows = [(n, isl, 32, kv, 0, n * prefill_s(isl, 0) * 1e3) for kv in (1, 8) for n in (1, 2) for isl in CHUNKS]
+    return write(path, AICONFIGURATOR, rows)
 
 
 def aiconfigurator_generation(path: Path) -> Path:
-    return write(
-        path,
-        [
-            {
-                "batch_size": batch,
-                "isl": 1,
-                "num_heads": 32,
-                "num_key_value_heads": 8,
-                "step": step,
-                "latency": decode_s(batch, step) * 1e3,
-            }
-            for batch in BATCHES
-            for step in KVS[1:]
-        ],
-    )
+    rows = [(n, 1, 32, 8, step, decode_s(n, step) * 1e3) for n in BATCHES for step in KVS[1:]]
+    return write(path, AICONFIGURATOR, rows)
+
+
+SERVINGSIM = "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us"
 
 
 def servingsim_attention(path: Path) -> Path:
-    chunks, kvs, counts = (0, 64, 256, 512, 1024), (0, 512, 1024, 4096), (0, 1, 4, 16, 64)
-    rows: list[dict[str, object]] = []
-    for chunk in chunks:
-        for kv in kvs if chunk else (0,):
-            for count in counts:
-                for kv_decode in (16, 256, 1024, 2048, 8192) if count else (0,):
-                    if chunk and count:
-                        seconds = mixed_s(chunk, kv, count, kv_decode)
-                    elif chunk or count:
-                        seconds = prefill_s(chunk, kv) if chunk else decode_s(count, kv_decode)
-                    else:
-                        continue
-                    rows.append(
-                        {
-                            "prefill_chunk": chunk,
-                            "kv_prefill": kv,
-                            "n_decode": count,
-                            "kv_decode": kv_decode,
-                            "time_us": seconds * 1e6,
-                        }
-                    )
-    return write(path, rows)
+    before, decodes = (0, 512, 1024, 4096), list(product((1, 4, 16, 64), (16, 256, 1024, 2048, 8192)))
+    chunks = list(product((64, 256, 512, 1024), before))
+    rows = [(c, kv, 0, 0, prefill_s(c, kv) * 1e6) for c, kv in chunks]
+    rows += [(0, 0, n, kv, decode_s(n, kv) * 1e6) for n, kv in decodes]
+    rows += [(c, kv, n, own, mixed_s(c, kv, n, own) * 1e6) for c, kv in chunks for n, own in decodes]
+    return write(path, SERVINGSIM, rows)
 
 
 def servingsim_dense(path: Path) -> Path:
-    return write(
-        path,
-        [
-            {"layer": layer, "tokens": tokens, "time_us": linear_s(tokens) * 5e5}
-            for layer in ("qkv_proj", "down_proj", "embedding")
-            for tokens in range(16, 1025, 16)
-        ],
-    )
+    layers, sizes = ("qkv_proj", "down_proj", "embedding"), range(16, 1025, 16)
+    rows = [(layer, tokens, linear_s(tokens) * 5e5) for layer, tokens in product(layers, sizes)]
+    return write(path, "layer,tokens,time_us", rows)
 
 
 FORMATS: dict[str, tuple[Callable[[Path], Path], dict[str, float]]] = {
@@ -231,10 +156,6 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, data: by
 
 
 def test_mixed_rows_need_their_parts(tmp_path: Path) -> None:
-    rows: list[dict[str, object]] = [
-        {"prefill_chunk": 64, "kv_prefill": 0, "n_decode": n, "kv_decode": kv, "time_us": 10.0}
-        for n in BATCHES
-        for kv in KVS
-    ]
+    rows = [(64, 0, n, kv, 10.0) for n in BATCHES for kv in KVS]
     with pytest.raises(ConfigError, match="needs rows of a chunk alone and of decodes alone"):
-        bench_predictor([write(tmp_path / "mixed.csv", rows)])
+        bench_predictor([write(tmp_path / "mixed.csv", SERVINGSIM, rows)])

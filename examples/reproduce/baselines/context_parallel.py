@@ -25,7 +25,6 @@ from medha.config import ModelConfig, ParallelConfig
 from medha.cost.hardware import HardwareSpec, LinkRates
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import chunk_slope_s, first_chunk_s, stage_coefficients
-from medha.errors import ConfigError
 
 KINDS = ("ring", "striped")
 STEP_S = 0.6e-3
@@ -56,12 +55,6 @@ class ContextParallel:
     link: LinkRates | None = None
     step_s: float = STEP_S
 
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"kind={self.kind!r}; accepted: {', '.join(KINDS)}")
-        if not isinstance(self.cp, int) or self.cp < 1:
-            raise ConfigError(f"cp={self.cp!r}; accepted: a whole number of at least 1")
-
     @property
     def num_gpus(self) -> int:
         """Accelerators in all."""
@@ -79,7 +72,8 @@ def prefill_s(layout: ContextParallel, tokens: int) -> float:
     own = tokens / layout.cp
     attention_s, exposed_s = attention_parts_s(layout, own)
     overhead_s = layout.model.num_layers * (layout.cp - 1) * layout.step_s
-    return _linear_s(layout, own) + layout.model.num_layers * (attention_s + exposed_s) + overhead_s
+    linear_s = LinearCosts(layout.spec, layout.model, layout.tp)(own)
+    return linear_s + layout.model.num_layers * (attention_s + exposed_s) + overhead_s
 
 
 def attention_parts_s(layout: ContextParallel, own: float) -> tuple[float, float]:
@@ -96,33 +90,35 @@ def attention_parts_s(layout: ContextParallel, own: float) -> tuple[float, float
     later_s = causal_s if layout.kind == "striped" else whole_s
     if layout.cp == 1:
         return causal_s, 0.0
-    link = layout.link or _link(layout)
+    link = link_of(layout)
     send_s = link.alpha_s + block_bytes(layout, own) / link.bytes_per_s
     hidden_in = [causal_s, *([later_s] * (layout.cp - 2))]  # the last block sends nothing on
     exposed_s = sum(max(0.0, send_s - block_s) for block_s in hidden_in)
     return causal_s + (layout.cp - 1) * later_s, exposed_s
 
 
-def _link(layout: ContextParallel) -> LinkRates:
+def link_of(layout: ContextParallel) -> LinkRates:
     """The slowest hop of the ring, on which all wait."""
-    return layout.spec.node_send if layout.num_gpus > layout.spec.gpus_per_node else layout.spec.send
+    return layout.link or (layout.spec.node_send if layout.num_gpus > layout.spec.gpus_per_node else layout.spec.send)
 
 
-def _linear_s(layout: ContextParallel, own: float) -> float:
-    """Seconds of all layers without attention, in pieces of the largest size that the coefficients are made for."""
-    whole = stage_coefficients(layout.spec, layout.model, ParallelConfig(tp=layout.tp), 0)
-    no_attention = replace(
-        whole,
-        chunks=replace(whole.chunks, a_s=(0.0,) * len(whole.chunks.a_s), first_s=(0.0,) * len(whole.chunks.first_s)),
-        host_s=0.0,
-    )
-    predictor = Predictor(no_attention, max_tokens=_PIECE)
-    pieces, rest = divmod(round(own), _PIECE)
-    seconds = pieces * predictor.predict([Work(_PIECE, 0, False)])
-    if rest:
-        seconds += predictor.predict([Work(rest, 0, False)])
-    head_s = predictor.predict([Work(1, 0, False, None, True)]) - predictor.predict([Work(1, 0, False)])
-    return layout.spec.host_s + seconds + head_s
+class LinearCosts:
+    """Seconds of all layers without attention on ``tp`` accelerators, in pieces of at most 16K tokens."""
+
+    def __init__(self, spec: HardwareSpec, model: ModelConfig, tp: int) -> None:
+        whole = stage_coefficients(spec, model, ParallelConfig(tp=tp), 0)
+        nothing = (0.0,) * len(whole.chunks.a_s)
+        chunks = replace(whole.chunks, a_s=nothing, first_s=nothing)
+        self._predictor = Predictor(replace(whole, chunks=chunks, host_s=0.0), max_tokens=_PIECE)
+        self._piece_s = self._predictor.predict([Work(_PIECE, 0, False)])
+        with_head, without = (self._predictor.predict([Work(1, 0, False, None, samples)]) for samples in (True, False))
+        self._fixed_s = spec.host_s + (with_head - without)
+
+    def __call__(self, tokens: float) -> float:
+        """Of a prompt, first token and the host's step included."""
+        pieces, rest = divmod(round(tokens), _PIECE)
+        seconds = self._fixed_s + pieces * self._piece_s
+        return seconds + self._predictor.predict([Work(rest, 0, False)]) if rest else seconds
 
 
 def hidden_tokens(flops_per_s: float, bytes_per_s: float, *, query_heads_per_kv_head: float = 1.0) -> float:

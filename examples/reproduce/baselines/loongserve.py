@@ -29,11 +29,9 @@ import numpy as np
 
 from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_manager import Manager
-from examples.reproduce.baselines.loongserve_pool import OnOccupied
 from examples.reproduce.served import Served
 from medha.config import ModelConfig
 from medha.cost.hardware import HardwareSpec
-from medha.errors import ConfigError
 from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
 
@@ -62,58 +60,28 @@ class LoongServe:
     utilization: float = 0.9
     is_elastic: bool = True
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.num_instances, int) or self.num_instances < 1:
-            raise ConfigError(f"num_instances={self.num_instances!r}; accepted: a whole number of at least 1")
-        if not isinstance(self.reserved, int) or not 0 <= self.reserved < self.num_instances:
-            raise ConfigError(f"reserved={self.reserved!r}; accepted: 0 to {self.num_instances - 1}")
 
-    @property
-    def num_gpus(self) -> int:
-        """Accelerators in all."""
-        return self.num_instances * self.tp
-
-
-def play(
-    system: LoongServe, trace: Trace, *, stop_s: float | None = None, on_occupied: OnOccupied | None = None
-) -> Served:
+def play(system: LoongServe, trace: Trace, *, stop_s: float | None = None) -> Served:
     """Play a trace on it; the same trace gives the same result.
 
     Args:
         system: who serves.
         trace: what is asked.
         stop_s: time of the clock at which to stop; None is the end.
-        on_occupied: is told what each instance did, as it ends.
 
     Raises:
         ConfigError: the model does not fit an instance.
     """
-    count = len(trace)
-    first_token_s, finish_s = np.full(count, np.nan), np.full(count, np.nan)
+    first_token_s, finish_s = np.full((2, len(trace)), np.nan)
     gaps, is_stopped = Gaps(), False
-    costs = EspCosts(
-        system.spec,
-        system.model,
-        num_instances=system.num_instances,
-        tp=system.tp,
-        utilization=system.utilization,
-    )
+    count, tp = system.num_instances, system.tp
+    costs = EspCosts(system.spec, system.model, num_instances=count, tp=tp, utilization=system.utilization)
     is_short = trace.prompt_tokens < system.reserved_below
-    pools = [(range(system.num_instances), np.ones(count, np.bool_))]
+    pools = [(range(count), np.ones(len(trace), np.bool_))]
     if system.reserved:
-        pools = [
-            (range(system.reserved), is_short),
-            (range(system.reserved, system.num_instances), ~is_short),
-        ]
+        pools = [(range(system.reserved), is_short), (range(system.reserved, count), ~is_short)]
     for instances, mask in pools:
-        manager = Manager(
-            costs,
-            trace,
-            instances,
-            is_elastic=system.is_elastic,
-            gaps=gaps,
-            on_occupied=on_occupied,
-        )
+        manager = Manager(costs, trace, instances, is_elastic=system.is_elastic, gaps=gaps)
         is_stopped |= manager.play(np.flatnonzero(mask).tolist(), math.inf if stop_s is None else stop_s)
         first_token_s[mask], finish_s[mask] = manager.first_token_s[mask], manager.finish_s[mask]
     if is_stopped and stop_s is not None:

@@ -15,21 +15,19 @@ instances pays for the way back of partial results alone, as if the way there we
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.reproduce.baselines.context_parallel import ContextParallel, block_bytes
+from examples.reproduce.baselines.context_parallel import ContextParallel, LinearCosts, block_bytes, link_of
 from medha.config import ModelConfig, ParallelConfig
-from medha.cost.hardware import HardwareSpec, LinkRates
-from medha.cost.predictor import Predictor, Work
+from medha.cost.hardware import HardwareSpec
+from medha.cost.predictor import Predictor
 from medha.cost.roofline import first_chunk_s, stage_coefficients
 from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens
 
 Floats = NDArray[np.float64]
 
-_PIECE = 16384
 _DECODE_ROWS = 1024
 _LENGTHS = tuple(2**k for k in range(8, 21))
 _BATCHES = (1, 4, 16)
@@ -66,12 +64,9 @@ class EspCosts:
         self.activation_tokens = (two - one) / self._kv_bytes
         whole = stage_coefficients(spec, model, parallel, 0)
         self._decodes = Predictor(whole, max_tokens=1)
-        nothing = (0.0,) * len(whole.chunks.a_s)
-        chunks = replace(whole.chunks, a_s=nothing, first_s=nothing)
-        self._linear = Predictor(replace(whole, chunks=chunks, host_s=0.0), max_tokens=_PIECE)
-        self._piece_s = self._linear.predict([Work(_PIECE, 0, False)])
-        self._head_s = self._linear.predict([Work(1, 0, False, None, True)]) - self._linear.predict([Work(1, 0, False)])
-        self._rings = [self._ring(max(degree, 1)) for degree in range(num_instances + 1)]
+        self._linear_s = LinearCosts(spec, model, tp)
+        degrees = (1, *range(1, num_instances + 1))
+        self._rings = [ContextParallel(spec, model, cp=degree, tp=tp) for degree in degrees]
         self.fit = np.array([[np.nan] * 3, *(self._fitted(degree) for degree in range(1, num_instances + 1))])
         self._rows = [tuple(row) for row in self.fit.tolist()]
 
@@ -84,8 +79,9 @@ class EspCosts:
         causal_s = float(each_s.sum()) - (len(own) - 1) * spec.attention.launch_s
         steps = degree - 1
         exposed_s = 0.0
-        if steps and ring.link is not None:
-            send_s = ring.link.alpha_s + block_bytes(ring, own_sum) / ring.link.bytes_per_s
+        if steps:
+            link = link_of(ring)
+            send_s = link.alpha_s + block_bytes(ring, own_sum) / link.bytes_per_s
             exposed_s = steps * max(0.0, send_s - causal_s)
         layers_s = model.num_layers * (degree * causal_s + exposed_s + steps * ring.step_s)
         return self._linear_s(own_sum) + layers_s
@@ -116,7 +112,7 @@ class EspCosts:
         if rows < num_requests:
             seconds += self._decodes.steady_decodes(rows)(0.0, 0) - steady(0.0, 0)
         if num_instances > 1:
-            link = self._link(num_instances)
+            link = link_of(self._rings[num_instances])
             partial = 2 * num_requests * self.model.num_heads / self.tp * self.model.head_dim
             seconds += self.model.num_layers * (link.alpha_s + partial / link.bytes_per_s)
         return seconds
@@ -146,19 +142,6 @@ class EspCosts:
     def room_tokens(self, used: int, activations: float) -> int:
         """Tokens that an instance has room for beside those cached and the activations of a share of a prefill."""
         return int(self.pool_tokens - activations * self.activation_tokens) - used
-
-    def _ring(self, degree: int) -> ContextParallel:
-        link = self._link(degree) if degree > 1 else None
-        return ContextParallel(self.spec, self.model, cp=degree, tp=self.tp, link=link)
-
-    def _link(self, num_instances: int) -> LinkRates:
-        in_node = num_instances * self.tp <= self.spec.gpus_per_node
-        return self.spec.send if in_node else self.spec.node_send
-
-    def _linear_s(self, own: float) -> float:
-        pieces, rest = divmod(round(own), _PIECE)
-        seconds = self.spec.host_s + self._head_s + pieces * self._piece_s
-        return seconds + self._linear.predict([Work(rest, 0, False)]) if rest else seconds
 
     def _fitted(self, degree: int) -> list[float]:
         """Least squares of the relative error; a coefficient that would be negative is 0 and the others fitted anew."""

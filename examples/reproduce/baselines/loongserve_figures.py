@@ -60,14 +60,10 @@ class Point:
 
     Attributes:
         token_s: mean seconds from arrival to end over tokens of prompt and output.
-        prompt_s: mean seconds to the first token over tokens of the prompt.
-        output_s: mean seconds between tokens.
         attained: share of requests within the limits of the ablation.
     """
 
     token_s: float
-    prompt_s: float
-    output_s: float
     attained: float
 
 
@@ -135,8 +131,6 @@ def _point(served: Served, alone_s: Floats) -> Point:
     is_steady = np.isnan(tpot_s) | (tpot_s <= _STEADY_S)
     return Point(
         token_s=float(per_token_s.mean()),
-        prompt_s=float((served.ttft_s / trace.prompt_tokens).mean()),
-        output_s=float(np.nanmean(tpot_s)),
         attained=float((is_soon & is_steady).mean()),
     )
 

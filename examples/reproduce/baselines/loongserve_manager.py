@@ -19,8 +19,6 @@ from examples.reproduce.baselines.loongserve_pool import (
     MASTER_REQUESTS,
     Group,
     KvPool,
-    Occupied,
-    OnOccupied,
     Prefill,
     Request,
     Run,
@@ -55,25 +53,15 @@ class Manager:
         instances: their numbers.
         is_elastic: groups are not always of all instances.
         gaps: where waits between tokens are counted.
-        on_occupied: is told what each instance did, as it ends.
 
     Attributes:
         first_token_s, finish_s: by row of the trace; NaN for what did not happen.
     """
 
-    def __init__(
-        self,
-        costs: EspCosts,
-        trace: Trace,
-        instances: range,
-        *,
-        is_elastic: bool,
-        gaps: Gaps,
-        on_occupied: OnOccupied | None,
-    ) -> None:
+    def __init__(self, costs: EspCosts, trace: Trace, instances: range, *, is_elastic: bool, gaps: Gaps) -> None:
         self.first_token_s, self.finish_s = np.full((2, len(trace)), np.nan)
         self._gaps = gaps
-        self._costs, self._is_elastic, self._on_occupied = costs, is_elastic, on_occupied
+        self._costs, self._is_elastic = costs, is_elastic
         self._prompts, self._outputs = trace.prompt_tokens.tolist(), trace.output_tokens.tolist()
         self._arrivals: list[float] = trace.arrival_s.tolist()
         self._instances = list(instances)
@@ -307,7 +295,6 @@ class Manager:
         end_s = prefill.end_s
         self._prefills.remove(prefill)
         for instance in prefill.instances:
-            self._report(instance, "prefill", prefill.start_s, end_s, prefill.requests, prefill.activations)
             self._pool.owner[instance], self._pool.ready_s[instance] = None, end_s
         for request in prefill.requests:
             self.first_token_s[request.pending.row] = request.last_s = end_s
@@ -393,7 +380,6 @@ class Manager:
             return
         end_s, first_s = run.end_s(num_steps), run.end_s(1)
         for instance in group.instances:
-            self._report(instance, "decode", run.start_s, end_s, group.requests, 0.0)
             self._pool.ready_s[instance] = end_s
         num_even = num_steps * len(group.requests)
         for request in group.requests:
@@ -428,14 +414,6 @@ class Manager:
         self._claims -= request.pending.claim_tokens
         self._ended_tokens += request.done
         self._num_ended += 1
-
-    def _report(
-        self, instance: int, kind: str, start_s: float, end_s: float, requests: Sequence[Request], activations: float
-    ) -> None:
-        if self._on_occupied is not None:
-            rows = tuple(request.pending.row for request in requests)
-            beside = activations * self._costs.activation_tokens
-            self._on_occupied(Occupied(instance, kind, start_s, end_s, rows, self._pool.used[instance], beside))
 
 
 def _sums(pendings: Sequence[Pending]) -> tuple[int, int, float]:

@@ -6,38 +6,13 @@ Who is served when is the affair of :mod:`examples.reproduce.baselines.loongserv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from examples.reproduce.baselines.loongserve_plan import Pending
 
 MASTER_REQUESTS = 128
 """Requests of a master from which a group takes another instance: ``min_comp_bound_decoding_batch_size``."""
-
-
-class Occupied(NamedTuple):
-    """A time for which an instance served one group.
-
-    Attributes:
-        instance: its number.
-        kind: ``prefill``, or ``decode`` for a number of steps.
-        start_s, end_s: of the virtual clock.
-        rows: of the trace, of all requests of the group.
-        cached_tokens: that the instance holds at the end, those of a group that the prefill stopped included.
-        activation_tokens: what the activations take meanwhile, in tokens.
-    """
-
-    instance: int
-    kind: str
-    start_s: float
-    end_s: float
-    rows: tuple[int, ...]
-    cached_tokens: int
-    activation_tokens: float
-
-
-OnOccupied = Callable[[Occupied], None]
 
 
 @dataclass(slots=True, eq=False)

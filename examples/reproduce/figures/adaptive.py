@@ -90,7 +90,7 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     for index, name in enumerate(("static", "adaptive")):
         rows = numbers[name]
         left.plot(
-            [1e3 * s for s in rows["worst_s"]], rows["prefill_s"], marker="os"[index], color=COLORS[index], label=name
+            [1e3 * s for s in rows["worst_s"]], rows["prefill_s"], "os"[index] + "-", color=COLORS[index], label=name
         )
     for size, x, y in zip(SIZES, numbers["static"]["worst_s"], numbers["static"]["prefill_s"], strict=True):
         left.annotate(str(size), (1e3 * x, y), textcoords="offset points", xytext=(5, 5), fontsize=8)
@@ -101,17 +101,12 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     left.set_ylim(0.85 * min(numbers["adaptive"]["prefill_s"]), 1.25 * max(numbers["static"]["prefill_s"]))
     title = f"{token_label(numbers['tokens'])} prompt beside 8 decodes, Llama-3 8B, 8 H100s"
     finish(left, title=title, ylabel="prefill, s")
-    right.step(
-        [position / M for position in numbers["example"]["position"]],
-        numbers["example"]["chunk"],
-        color=COLORS[1],
-        where="post",
-        label="adaptive",
-    )
+    done = [position / M for position in numbers["example"]["position"]]
+    right.step(done, numbers["example"]["chunk"], color=COLORS[1], where="post", label="adaptive")
     right.axhline(512, color=COLORS[0], linestyle="--", label="static, 512")
     right.set(yscale="log", xlabel="tokens done, M (2^20)")
     plain_ticks(right.yaxis, (128, 256, 512, 1024, 2048, 4096, 8192))
     finish(right, title="Chunk at the same longest latency as static 512", ylabel="chunk, tokens")
 
 
-FIGURE = FigureSpec("adaptive-chunking", "Static against adaptive chunks (v5 fig. 4)", run, draw)
+FIGURES = (FigureSpec("adaptive-chunking", "Static against adaptive chunks (v5 fig. 4)", run, draw),)

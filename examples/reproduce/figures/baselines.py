@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from examples.reproduce.baselines import loongserve_figures
 from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, plain_ticks, token_axis
+from examples.reproduce.plotting import PAPER, finish, lines, plain_ticks, token_axis
 from examples.reproduce.result import FigureResult, FigureSpec, Options
+from examples.reproduce.served import finite
 from examples.reproduce.timing import MODELS, a100
 from medha.cost.hardware import LinkRates
 
@@ -42,8 +42,8 @@ def run(options: Options) -> FigureResult:
             "token_s": {name: [one.token_s for one in points] for name, points in loongserve.points.items()},
             "attained": {name: [one.attained for one in points] for name, points in loongserve.points.items()},
             "limit_s": loongserve_figures.LIMIT * loongserve.light.token_s,
-            "token_qps": {name: _finite(loongserve.token_qps(name)) for name in loongserve.points},
-            "attained_qps": {name: _finite(loongserve.attained_qps(name)) for name in loongserve.points},
+            "token_qps": {name: finite(loongserve.token_qps(name)) for name in loongserve.points},
+            "attained_qps": {name: finite(loongserve.attained_qps(name)) for name in loongserve.points},
         },
         "context_parallel": {
             "tokens": list(TETRIS_TOKENS),
@@ -54,26 +54,22 @@ def run(options: Options) -> FigureResult:
     return FigureResult(numbers)
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     """A panel each: share of requests in time, goodput, ratio of prefill seconds."""
     left, right = figure.subplots(1, 2)
-    for index, (name, row) in enumerate(numbers["loongserve"]["attained"].items()):
-        style = {"color": COLORS[index], "marker": MARKERS[index], "label": name}
-        left.plot(numbers["loongserve"]["rates_qps"], [100 * share for share in row], **style)
+    lines(left, numbers["loongserve"]["rates_qps"], numbers["loongserve"]["attained"], scale=100)
     left.axhline(100 * loongserve_figures.ATTAINED, color=PAPER, linestyle=":")
     left.set(xlabel="load, QPS", ylim=(0, 105))
     finish(left, title="LoongServe's mixed load, 7B on 8 A100s", ylabel="requests within its limits, %")
 
     table = numbers["context_parallel"]
-    for index, (ranks, row) in enumerate(table["published_s"].items()):
-        cells = zip(table["tokens"], table["ours_s"][ranks], row, strict=True)
-        known = [(tokens, ours / published) for tokens, ours, published in cells if published is not None]
-        label = f"{ranks} rank{'s' if ranks != '1' else ''}"
-        right.plot(*zip(*known, strict=True), color=COLORS[index], marker=MARKERS[index], label=label)
+    ratios = {
+        f"{ranks} rank{'s' if ranks != '1' else ''}": [
+            theirs and ours / theirs for ours, theirs in zip(table["ours_s"][ranks], row, strict=True)
+        ]
+        for ranks, row in table["published_s"].items()
+    }
+    lines(right, table["tokens"], ratios)
     right.axhspan(0.85, 1.15, color=PAPER, alpha=0.15)
     right.set_yscale("log")
     plain_ticks(right.yaxis, (0.7, 0.85, 1, 1.15, 1.4))
@@ -82,4 +78,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(right, title="Tetris's Table 1, ring of A100s, 8B", ylabel="our prefill seconds over the published")
 
 
-FIGURE = FigureSpec("baselines", "The baselines against figures of their own authors", run, draw)
+FIGURES = (FigureSpec("baselines", "The baselines against figures of their own authors", run, draw),)

@@ -27,21 +27,20 @@ from examples.reproduce.load import (
     SHORT,
     WHOLE,
     Bounded,
-    Load,
-    Run,
     System,
     finished_share,
     is_early,
     is_long,
     num_active,
     ratio_says,
-    serve,
+    run_of,
+    runs_of,
     stretches_s,
-    told,
+    told_of,
     ttft_quantile,
     window_s,
 )
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, plain_ticks
+from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, lines, plain_ticks
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.served import Served
 
@@ -105,7 +104,7 @@ def run(options: Options) -> FigureResult:
     """All systems at the papers' rates; ``quick`` plays 5 minutes instead of 60, and fewer low rates."""
     low_qps = LOW_QPS[1::2] if options.quick else LOW_QPS
     rows = {
-        name: {system.label: [told(_run(system, lengths, qps, options)) for qps in RATES_QPS] for system in SYSTEMS}
+        name: told_of(runs_of(SYSTEMS, lengths, RATES_QPS, options))
         for name, lengths in (("none", SHORT), ("5 %", MIX))
     }
     capacities = {
@@ -130,12 +129,8 @@ def run(options: Options) -> FigureResult:
     return FigureResult(numbers, answers)
 
 
-def _run(system: System, lengths: str, qps: float, options: Options, long_share: float | None = None) -> Run:
-    return serve(system, Load(lengths, qps, window_s(options), options.seed, long_share))
-
-
 def _served(system: System, lengths: str, qps: float, options: Options, long_share: float | None = None) -> Served:
-    return _run(system, lengths, qps, options, long_share).served
+    return run_of(system, lengths, qps, options, long_share).served
 
 
 def _capacity_answer(capacities: Mapping[str, Capacity]) -> Answer:
@@ -276,9 +271,8 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
         _by_rate(axes, numbers["qps"], rows)
         finish(axes, title=f"long requests: {share}", ylabel="TTFT, s: P50 solid, P90 dotted", legend=axes is left)
     _waits(waits, numbers["over_time"])
-    for index, (name, one) in enumerate(numbers["over_time"]["systems"].items()):
-        minutes = [second / 60 for second in numbers["over_time"]["times_s"]]
-        active.plot(minutes, one["active"], color=COLORS[index], label=name)
+    minutes = [second / 60 for second in numbers["over_time"]["times_s"]]
+    lines(active, minutes, {name: one["active"] for name, one in numbers["over_time"]["systems"].items()}, marker="")
     active.set_xlabel("time, min")
     finish(active, title="Active requests, queued ones included", ylabel="requests")
 
@@ -301,21 +295,12 @@ def _by_rate(axes: Any, qps: Sequence[float], rows: Mapping[str, Any]) -> None:
 
 def _waits(axes: Any, tree: Mapping[str, Any]) -> None:
     for index, (name, one) in enumerate(tree["systems"].items()):
-        points = [
-            (arrival_s / 60, ttft_s, long)
-            for arrival_s, ttft_s, long in zip(one["arrival_s"], one["ttft_s"], one["is_long"], strict=True)
-            if ttft_s is not None
-        ]
+        points = list(zip(one["arrival_s"], one["ttft_s"], one["is_long"], strict=True))
         for long, size in ((False, 3), (True, 14)):
-            some = [(x, y) for x, y, is_long_one in points if is_long_one == long]
-            label = f"{name}, {'long' if long else 'short'}"
-            axes.scatter(
-                *zip(*some, strict=True) if some else ([], []),
-                s=size,
-                color=COLORS[index],
-                label=label,
-                marker=MARKERS[2] if long else MARKERS[0],
-            )
+            some = [(at_s / 60, ttft_s) for at_s, ttft_s, is_long in points if ttft_s is not None and is_long == long]
+            label, marker = f"{name}, {'long' if long else 'short'}", MARKERS[2] if long else MARKERS[0]
+            x, y = [x for x, _ in some], [y for _, y in some]
+            axes.scatter(x, y, s=size, color=COLORS[index], label=label, marker=marker)
     axes.set_yscale("log")
     axes.set_xlabel("arrival, min")
     axes.set_ylim(bottom=1e-3)
@@ -323,4 +308,4 @@ def _waits(axes: Any, tree: Mapping[str, Any]) -> None:
     axes.legend(fontsize=8, frameon=False, loc="lower center", ncols=2)
 
 
-FIGURE = FigureSpec("capacity", "TTFT under load, with and without long requests, 8B on 16 A100s", run, draw)
+FIGURES = (FigureSpec("capacity", "TTFT under load, with and without long requests, 8B on 16 A100s", run, draw),)

@@ -13,7 +13,7 @@ import numpy as np
 
 from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
 from examples.reproduce.flops import chunk_intensity
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, token_axis, token_label
+from examples.reproduce.plotting import PAPER, finish, lines, token_axis, token_label
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.timing import MODELS, M, a100, chunk_seconds, h100, pipeline_ends, stage_predictors
 from medha.config import ModelConfig, ParallelConfig
@@ -65,9 +65,8 @@ def run_intensity(options: Options) -> FigureResult:
 def draw_intensity(numbers: Mapping[str, Any], figure: Any) -> None:
     """FLOPs a byte over the chunk (v5 eq. 1)."""
     axes = figure.subplots()
-    for index, (name, values) in enumerate(numbers["intensity"].items()):
-        axes.plot(numbers["chunks"], values, marker=MARKERS[index], color=COLORS[index], label=f"attention, {name}")
-    axes.plot(numbers["chunks"], numbers["intensity_linear"], marker="^", color=COLORS[2], label="linear layers")
+    rows = {f"attention, {name}": values for name, values in numbers["intensity"].items()}
+    lines(axes, numbers["chunks"], rows | {"linear layers": numbers["intensity_linear"]})
     axes.axhline(numbers["ridge_flops_per_byte"], color="black", linestyle="--", label="H100, peak over bandwidth")
     axes.axvline(40, color=PAPER, linestyle=":", label="40 tokens (v5 section 3.1)")
     axes.set_yscale("log")
@@ -142,21 +141,18 @@ def run_overhead(options: Options) -> FigureResult:
 def draw_overhead(numbers: Mapping[str, Any], figure: Any) -> None:
     """Left: attention; right: whole prefills (v5 figure 3b)."""
     left, right = figure.subplots(1, 2)
-    for index, (length, values) in enumerate(numbers["attention_overhead_70b_tp8"].items()):
-        left.plot(
-            numbers["chunks"],
-            [100 * value for value in values],
-            marker=MARKERS[index],
-            color=COLORS[index],
-            label=f"spec, {token_label(int(length))} context",
-        )
-    roofline = [100 * value for value in numbers["roofline_overhead_70b"]]
-    left.plot(numbers["chunks"], roofline, color="black", linestyle="--", label="reading hidden in full")
+    rows = {
+        f"spec, {token_label(int(length))} context": values
+        for length, values in numbers["attention_overhead_70b_tp8"].items()
+    }
+    lines(left, numbers["chunks"], rows, scale=100)
+    hidden = {"reading hidden in full": numbers["roofline_overhead_70b"]}
+    lines(left, numbers["chunks"], hidden, scale=100, color="black", marker="", linestyle="--")
     left.scatter([32], [11], marker="x", s=60, color=PAPER, zorder=3, label="v5 section 3.1: 11 %")
     left.set_yscale("symlog", linthresh=10)
     token_axis(left, numbers["chunks"], label="chunk, tokens")
     finish(left, title="Attention, Llama-3 70B, TP 8, H100", ylabel="longer than with 2K chunks, %")
-    right.plot(numbers["chunks"], numbers["prefill_1m_8b_tp8_s"], marker="o", color=COLORS[0])
+    lines(right, numbers["chunks"], {"": numbers["prefill_1m_8b_tp8_s"]})
     right.set_ylim(bottom=0)
     token_axis(right, numbers["chunks"], label="chunk, tokens")
     finish(right, title="Whole prefill of 1M, Llama-3 8B, TP 8, H100", ylabel="TTFT, s", legend=False)
@@ -193,9 +189,7 @@ def draw_mixed(numbers: Mapping[str, Any], figure: Any) -> None:
     for index, (axes, (name, rows)) in enumerate(
         zip(figure.subplots(1, 2, sharey=True), numbers["batch_s"].items(), strict=True)
     ):
-        for row, (chunk, seconds) in enumerate(rows.items()):
-            values = [1e3 * value for value in seconds]
-            axes.plot(numbers["lengths"], values, marker=MARKERS[row], color=COLORS[row], label=f"chunk of {chunk}")
+        lines(axes, numbers["lengths"], {f"chunk of {chunk}": s for chunk, s in rows.items()}, scale=1e3)
         if not index:
             axes.scatter([M], [250], marker="x", s=60, color=PAPER, zorder=3, label="v5 section 2.6: chunk of 512")
         axes.axhline(30, color=PAPER, linestyle=":", label="30 ms, a usual objective")
@@ -232,17 +226,10 @@ def run_preemption(options: Options) -> FigureResult:
 def draw_preemption(numbers: Mapping[str, Any], figure: Any) -> None:
     """Seconds until something else can run (v4 figure 5a)."""
     axes = figure.subplots()
-    for index, (chunk, seconds) in enumerate(numbers["chunk_s_a100_8b_tp8"].items()):
-        axes.plot(
-            numbers["lengths"], seconds, marker=MARKERS[index], color=COLORS[index], label=f"chunk of {chunk}, 8 A100s"
-        )
-    axes.plot(
-        numbers["lengths"],
-        numbers["whole_s_a100_8b_tp2_cp8"],
-        marker="D",
-        color="black",
-        label="whole prompt, context parallel, 16 A100s",
-    )
+    held = {f"chunk of {chunk}, 8 A100s": seconds for chunk, seconds in numbers["chunk_s_a100_8b_tp8"].items()}
+    lines(axes, numbers["lengths"], held)
+    whole = {"whole prompt, context parallel, 16 A100s": numbers["whole_s_a100_8b_tp2_cp8"]}
+    lines(axes, numbers["lengths"], whole, marker="D", color="black")
     axes.set_yscale("log")
     token_axis(axes, numbers["lengths"], label="prompt, tokens")
     finish(axes, title="Longest time without preemption, Llama-3 8B", ylabel="time, s")

@@ -19,17 +19,15 @@ from examples.reproduce.load import (
     SARATHI_512,
     SARATHI_2048,
     SHORT,
-    Load,
     System,
     curve,
     fixed_batch_s,
     ratio_says,
-    serve,
+    run_of,
     told,
     ttft_quantile,
-    window_s,
 )
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, plain_ticks
+from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, plain_ticks, shares_below
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.served import Served, quantile_s
 
@@ -44,23 +42,17 @@ _CASES = (("no long requests", SHORT, TOP), ("5 % long", MIX, 0.75))
 
 def run(options: Options) -> FigureResult:
     """TPOT of all systems, as :mod:`examples.reproduce.figures.capacity` plays them."""
-    plays = {
-        case: {system.label: serve(system, Load(lengths, qps, window_s(options), options.seed)) for system in SYSTEMS}
-        for case, lengths, qps in _CASES
-    }
-    numbers = {
-        "qps": {case: qps for case, _, qps in _CASES},
-        "told": {case: {name: told(one) for name, one in runs.items()} for case, runs in plays.items()},
-        "tpot_curve_s": {
-            case: {name: curve(one.served.tpot_s) for name, one in runs.items()} for case, runs in plays.items()
-        },
-    }
+    numbers: dict[str, Any] = {"qps": {case: qps for case, _, qps in _CASES}, "told": {}, "tpot_curve_s": {}}
+    for case, lengths, qps in _CASES:
+        runs = {system.label: run_of(system, lengths, qps, options) for system in SYSTEMS}
+        numbers["told"][case] = {name: told(run) for name, run in runs.items()}
+        numbers["tpot_curve_s"][case] = {name: curve(run.served.tpot_s) for name, run in runs.items()}
     answers = {"tpot-5": _without_long(options), "sarathi-1s": _sarathi(options), **_with_long(options)}
     return FigureResult(numbers, answers)
 
 
 def _served(system: System, lengths: str, qps: float, options: Options) -> Served:
-    return serve(system, Load(lengths, qps, window_s(options), options.seed)).served
+    return run_of(system, lengths, qps, options).served
 
 
 def _without_long(options: Options) -> Answer:
@@ -122,25 +114,19 @@ def _sarathi(options: Options) -> Answer:
 def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     """TPOT distributions without and with long requests, and TTFT against TPOT."""
     *curves, both = figure.subplots(1, 3)
-    shares = np.linspace(0, 100, 101)
     for axes, (case, rows) in zip(curves, numbers["tpot_curve_s"].items(), strict=True):
-        for index, (name, values) in enumerate(rows.items()):
-            known = [(1e3 * value, share) for value, share in zip(values, shares, strict=True) if value is not None]
-            axes.plot(*zip(*known, strict=True) if known else ([], []), color=COLORS[index], label=name)
-        axes.set_xscale("log")
+        shares_below(axes, rows, scale=1e3)
         values_ms = [1e3 * value for values in rows.values() for value in values if value is not None]
         plain_ticks(axes.xaxis, [tick for tick in _TICKS_MS if min(values_ms) / 2 < tick < 2 * max(values_ms)])
         axes.set_xlabel("TPOT of a finished request, ms")
         finish(axes, title=f"{case}, {numbers['qps'][case]:g} QPS", ylabel="% of finished requests")
     case = _CASES[1][0]
     for index, (name, one) in enumerate(numbers["told"][case].items()):
-        tpot_s, ttft_s = one["tpot_s"][0], one["ttft_at_least_s"][0]
-        if tpot_s is None:
+        if (tpot_s := one["tpot_s"][0]) is None:
             continue
-        hollow = one["ttft_s"]["all"][0] is None
-        face = "white" if hollow else COLORS[index]
+        face = "white" if one["ttft_s"]["all"][0] is None else COLORS[index]
         style = {"color": COLORS[index], "markerfacecolor": face, "markersize": 9, "linestyle": "", "label": name}
-        both.plot([1e3 * tpot_s], [ttft_s], marker=MARKERS[index], **style)
+        both.plot([1e3 * tpot_s], [one["ttft_at_least_s"][0]], marker=MARKERS[index], **style)
     both.set(xscale="log", yscale="log", xlabel="median TPOT, ms")
     plain_ticks(both.xaxis, _TICKS_MS)
     both.margins(0.25)
@@ -154,4 +140,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     both.legend(fontsize=8, frameon=False, loc="lower right")
 
 
-FIGURE = FigureSpec("decode-under-load", "Decode latency under load, 8B on 16 A100s", run, draw)
+FIGURES = (FigureSpec("decode-under-load", "Decode latency under load, 8B on 16 A100s", run, draw),)

@@ -6,14 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from examples.reproduce.baselines.disaggregation import (
-    Disaggregated,
-    StageMemory,
-    is_refused,
-    largest_decode,
-    largest_prefill,
-    stage_memories,
-)
+from examples.reproduce.baselines.disaggregation import StageMemory, largest_decode, largest_prefill, stage_memories
 from examples.reproduce.plotting import COLORS, PAPER, finish, plain_ticks, token_label
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.timing import MODELS, M, a100
@@ -30,15 +23,6 @@ LAYOUTS = tuple(
 """Of an instance, within a node of eight."""
 
 
-def splits() -> list[Disaggregated]:
-    """Every pair of layouts, half of the 16 A100s to either phase; memory does not depend on how many instances."""
-    half = NUM_GPUS // 2
-    return [
-        Disaggregated(a100(), _8B, half // prefill.world_size, half // decode.world_size, prefill, decode)
-        for prefill, decode in itertools.product(LAYOUTS, repeat=2)
-    ]
-
-
 def label(layout: ParallelConfig) -> str:
     """``TP 4, PP 2``."""
     return f"TP {layout.tp}" + (f", PP {layout.spp}" if layout.spp > 1 else "")
@@ -51,36 +35,37 @@ def spare_factor(memories: list[StageMemory], tokens: int) -> float:
 
 def run(options: Options) -> FigureResult:
     """Closed forms; ``quick`` changes nothing."""
-    systems = splits()
-    refused = {n: [is_refused(system, n, OUTPUT_TOKENS) is not None for system in systems] for n in PROMPTS}
-    num_cases, num_refused = len(PROMPTS) * len(systems), sum(map(sum, refused.values()))
     memories = {label(layout): stage_memories(a100(), _8B, layout) for layout in LAYOUTS}
     prefill = {name: largest_prefill(found) for name, found in memories.items()}
-    num_by_prefill = sum(n > prefill[label(system.prefill)] for n in PROMPTS for system in systems)
+    decode = {name: largest_decode(found) for name, found in memories.items()}
+    pairs = list(itertools.product(memories, repeat=2))  # half of the GPUs to either phase, of any number of instances
+    refused = {n: [n > prefill[one] or n + OUTPUT_TOKENS - 1 > decode[two] for one, two in pairs] for n in PROMPTS}
+    num_cases, num_refused = len(PROMPTS) * len(pairs), sum(map(sum, refused.values()))
+    num_by_prefill = sum(n > prefill[one] for n in PROMPTS for one, _ in pairs)
     num_failing = sum(any(column) for column in zip(*refused.values(), strict=True))
     spare = spare_factor(memories["TP 8"], M)
     numbers = {
         "prompts": list(PROMPTS),
         "largest_prefill_tokens": prefill,
-        "largest_decode_tokens": {name: largest_decode(found) for name, found in memories.items()},
+        "largest_decode_tokens": decode,
         "share_out_of_memory": {str(n): sum(row) / len(row) for n, row in refused.items()},
         "cases": num_cases,
         "cases_out_of_memory": num_refused,
         "cases_out_of_memory_in_prefill": num_by_prefill,
-        "splits": len(systems),
+        "splits": len(pairs),
         "splits_out_of_memory_on_some_prompt": num_failing,
         "activations_that_fit_1m_tp8": spare,
         "bytes_a_token": {name: [found[0].activation_token, found[0].kv_token] for name, found in memories.items()},
     }
     sentence = (
-        f"Cases are {len(systems)} pairs of layouts (TP and stages of either phase, instances within a node): "
+        f"Cases are {len(pairs)} pairs of layouts (TP and stages of either phase, instances within a node): "
         f"{num_failing} run out on some of the workload's prompts of 128K to 1M tokens; of the {num_cases} pairs of "
         f"layouts and one of four prompts it is {num_refused}, {num_by_prefill} of them in prefill. Yet an instance of "
         f"TP 1 reads {prefill['TP 1'] / 1000:.0f}K tokens whole, one of TP 8 {prefill['TP 8'] / 1000:,.0f}K: with TP 8 "
         "in both phases, as on SplitWise's machines, any prompt of these fits. That counts what a layer's widest point "
         f"needs and nothing beside it; at {spare:.2f} times the activations 1M would not fit either."
     )
-    return FigureResult(numbers, {"disaggregated-oom": Answer(num_failing / len(systems), sentence)})
+    return FigureResult(numbers, {"disaggregated-oom": Answer(num_failing / len(pairs), sentence)})
 
 
 def draw(numbers: Mapping[str, Any], figure: Any) -> None:
@@ -106,6 +91,6 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(right, title=f"Of {numbers['splits']} pairs of layouts on 16 A100s", ylabel="out of memory, %")
 
 
-FIGURE = FigureSpec(
-    "disaggregation", "The longest prompts that systems with split prefill and decode can take", run, draw
+FIGURES = (
+    FigureSpec("disaggregation", "The longest prompts that systems with split prefill and decode can take", run, draw),
 )

@@ -127,4 +127,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-FIGURE = FigureSpec("example", "The worked example of v5 section 4.1", run, draw)
+FIGURES = (FigureSpec("example", "The worked example of v5 section 4.1", run, draw),)

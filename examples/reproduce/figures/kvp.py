@@ -5,13 +5,14 @@ v5 section 3.3 and appendix B.2, B.3, figures 6, 7, 19 and 20; v4 sections 3.4 a
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, token_label
+from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, lines, token_label
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.timing import (
     MODELS,
@@ -45,6 +46,11 @@ def run_decode(options: Options) -> FigureResult:
         tpot_s[name] = {str(n): [decode_s(stages[p], n, kvp=p) for p in GROUPS] for n in lengths}
     at_4m, at_10m = (tpot_s["Llama-3 8B"][str(n)] for n in (4 * M, 10 * M))
     numbers = {"lengths": lengths, "groups": list(GROUPS), "stages": _STAGES, "tpot_s": tpot_s}
+    longer = [
+        rows[str(4 * M)][0] / rows[str(4 * M)][i] < rows[str(10 * M)][0] / rows[str(10 * M)][i]
+        for rows in tpot_s.values()
+        for i in (1, 2)
+    ]
     part = "More of a decode than in the paper is reading keys, which is what is divided."
     answers = {
         "kvp-4m": Answer(at_4m[0] / at_4m[2], f"{1e3 * at_4m[0]:.0f} to {1e3 * at_4m[2]:.0f} ms. {part} {_DERIVED}"),
@@ -59,18 +65,7 @@ def run_decode(options: Options) -> FigureResult:
             f"{1e3 * at_10m[0]:.0f} to {1e3 * at_10m[2]:.0f} ms; 40 % is what degree 2 gives. {_DERIVED}",
         ),
         "kvp-30-tokens": Answer(1 / at_10m[1], f"{1e3 * at_10m[1]:.1f} ms a token with 2 groups. {_DERIVED}"),
-        "kvp-longer-gains-more": Answer(
-            float(
-                np.mean(
-                    [
-                        rows[str(4 * M)][0] / rows[str(4 * M)][i] < rows[str(10 * M)][0] / rows[str(10 * M)][i]
-                        for rows in tpot_s.values()
-                        for i in (1, 2)
-                    ]
-                )
-            ),
-            "Both models, 2 and 4 groups, 10M against 4M.",
-        ),
+        "kvp-longer-gains-more": Answer(float(np.mean(longer)), "Both models, 2 and 4 groups, 10M against 4M."),
     }
     return FigureResult(numbers, answers)
 
@@ -139,8 +134,8 @@ def draw_growth(numbers: Mapping[str, Any], figure: Any) -> None:
     left.step(done, numbers["servers"], where="post", color=COLORS[0])
     left.set(ylim=(0, 18), yticks=(4, 8, 12, 16), xlabel="tokens done, M (2^20)")
     finish(left, title="2M prompt, Llama-3 8B, TP 8, SPP 4, KVP up to 4", ylabel="servers of 8 H100s", legend=False)
-    right.plot(done, [1e3 * s for s in numbers["iteration_s_one_group"]], color=COLORS[1], label="one group")
-    right.plot(done, [1e3 * s for s in numbers["iteration_s"]], color=COLORS[0], label="growing groups")
+    seconds = {"growing groups": numbers["iteration_s"], "one group": numbers["iteration_s_one_group"]}
+    lines(right, done, seconds, scale=1e3, marker="")
     right.set(xlabel="tokens done, M (2^20)")
     right.set_ylim(bottom=0)
     finish(right, title=f"chunks of {numbers['chunk']}", ylabel="time of a stage for a chunk, ms")
@@ -161,25 +156,19 @@ def run_trade_off(options: Options) -> FigureResult:
             rows += [_point(stages, tokens, chunk, kvp) for chunk in chunks]
     found = {(row["tokens"], row["chunk"], row["kvp"]): row for row in rows}
     p95 = found[4 * M, 128, 1]["tbt_p95_s"]
-    both = [
-        found[n, c, p]["ttft_s"] < found[n, c, p // 2]["ttft_s"]
-        and found[n, c, p]["tbt_p95_s"] < found[n, c, p // 2]["tbt_p95_s"]
-        for n in lengths
-        for c in chunks
-        for p in GROUPS[1:]
-    ]
+
+    def better(which: str, n: int, c: int, p: int, than: tuple[int, int]) -> bool:
+        return bool(found[n, c, p][which] < found[(n, *than)][which])
+
+    def lowers_both(n: int, c: int, p: int) -> bool:
+        """Doubling the groups to p."""
+        return better("ttft_s", n, c, p, (c, p // 2)) and better("tbt_p95_s", n, c, p, (c, p // 2))
+
+    both = [lowers_both(n, c, p) for n in lengths for c in chunks for p in GROUPS[1:]]
+    small = [not lowers_both(lengths[0], c, p) for c in chunks[:2] for p in GROUPS[1:]]
     larger = [
-        found[n, 2 * c, p]["ttft_s"] < found[n, c, p]["ttft_s"]
-        and found[n, 2 * c, p]["tbt_p95_s"] > found[n, c, p]["tbt_p95_s"]
-        for n in lengths
-        for c in chunks[:-1]
-        for p in GROUPS
-    ]
-    small = [
-        found[lengths[0], c, p]["ttft_s"] >= found[lengths[0], c, p // 2]["ttft_s"]
-        or found[lengths[0], c, p]["tbt_p95_s"] >= found[lengths[0], c, p // 2]["tbt_p95_s"]
-        for c in chunks[:2]
-        for p in GROUPS[1:]
+        better("ttft_s", n, 2 * c, p, (c, p)) and better("tbt_p95_s", n, c, p, (2 * c, p))
+        for n, c, p in itertools.product(lengths, chunks[:-1], GROUPS)
     ]
     answers = {
         "kvp-crossover": Answer(
@@ -220,10 +209,9 @@ def draw_trade_off(numbers: Mapping[str, Any], figure: Any) -> None:
         for line, kvp in enumerate(GROUPS):
             some = [row for row in numbers["rows"] if row["tokens"] == tokens and row["kvp"] == kvp]
             x, y = [row["ttft_s"] for row in some], [1e3 * row["tbt_p95_s"] for row in some]
-            axes.plot(x, y, marker=MARKERS[line], color=COLORS[line], label=f"KVP {kvp}")
-            if kvp == 1:
-                for row, at in zip(some, zip(x, y, strict=True), strict=True):
-                    axes.annotate(str(row["chunk"]), at, textcoords="offset points", xytext=(5, 4), fontsize=8)
+            lines(axes, x, {f"KVP {kvp}": y}, marker=MARKERS[line], color=COLORS[line])
+            for row, at in zip(some if kvp == 1 else (), zip(x, y, strict=True), strict=False):
+                axes.annotate(str(row["chunk"]), at, textcoords="offset points", xytext=(5, 4), fontsize=8)
         axes.set(xlabel="TTFT, s")
         axes.set_ylim(bottom=0)
         finish(axes, title=f"{token_label(tokens)}, Llama-3 8B, TP 4, SPP 4", ylabel="" if index else "P95 TBT, ms")

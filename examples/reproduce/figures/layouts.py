@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.reproduce.load import MEDHA, MIX_2M, RATES_QPS, Bounded, Engine, Load, serve, told, ttft_quantile
-from examples.reproduce.plotting import COLORS, MARKERS, finish, plain_ticks
+from examples.reproduce.load import MEDHA, MIX_2M, RATES_QPS, Bounded, Engine, Load, serve, told_of, ttft_quantile
+from examples.reproduce.plotting import finish, lines, plain_ticks
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.served import Served, quantile_s
 from medha.config import ParallelConfig
@@ -38,7 +38,7 @@ def run(options: Options) -> FigureResult:
     numbers = {
         "window_s": stop_s,
         "qps": rates,
-        "told": {name: [told(one) for one in row] for name, row in runs.items()},
+        "told": told_of(runs),
     }
     at_top = [runs[system.label][-1].served for system in SYSTEMS]
     pairs = [
@@ -85,16 +85,12 @@ def _alike(one: Bounded, other: Bounded) -> bool:
 def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     """TTFT and TPOT by rate: P50 solid, P90 dotted."""
     left, right = figure.subplots(1, 2)
-    for index, (name, row) in enumerate(numbers["told"].items()):
-        for at, line in ((0, "-"), (1, ":")):
-            style = {"color": COLORS[index], "marker": MARKERS[index], "linestyle": line}
-            label = f"{name}, {'P50' if at == 0 else 'P90'}"
-            for axes, values in (
-                (left, [one["ttft_s"]["short"][at] for one in row]),
-                (right, [None if one["tpot_s"][at] is None else 1e3 * one["tpot_s"][at] for one in row]),
-            ):
-                known = [(x, y) for x, y in zip(numbers["qps"], values, strict=True) if y is not None]
-                axes.plot(*zip(*known, strict=True) if known else ([], []), label=label, **style)
+    for at, (percentile, style) in enumerate((("P50", "-"), ("P90", ":"))):
+        told = {f"{name}, {percentile}": row for name, row in numbers["told"].items()}
+        ttft_s = {name: [one["ttft_s"]["short"][at] for one in row] for name, row in told.items()}
+        lines(left, numbers["qps"], ttft_s, linestyle=style)
+        tpot_s = {name: [one["tpot_s"][at] for one in row] for name, row in told.items()}
+        lines(right, numbers["qps"], tpot_s, scale=1e3, linestyle=style)
     for axes in (left, right):
         axes.set_ylim(bottom=0)
         plain_ticks(axes.xaxis, numbers["qps"])
@@ -103,4 +99,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(right, title="All finished requests", ylabel="TPOT, ms", legend=False)
 
 
-FIGURE = FigureSpec("2d-3d", "SPP 8 against SPP 4 with KVP 2 under load, 70B on 64 H100s", run, draw)
+FIGURES = (FigureSpec("2d-3d", "SPP 8 against SPP 4 with KVP 2 under load, 70B on 64 H100s", run, draw),)

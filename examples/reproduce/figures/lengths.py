@@ -58,4 +58,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
         finish(axes, title=f"{part} lengths", ylabel="" if index else "percentile")
 
 
-FIGURE = FigureSpec("lengths", "Lengths of the papers' workload", run, draw)
+FIGURES = (FigureSpec("lengths", "Lengths of the papers' workload", run, draw),)

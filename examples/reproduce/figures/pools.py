@@ -17,14 +17,12 @@ from examples.reproduce.load import (
     MIX,
     RATES_QPS,
     Bounded,
-    Load,
     Run,
     System,
     is_long,
-    serve,
-    told,
+    runs_of,
+    told_of,
     ttft_quantile,
-    window_s,
 )
 from examples.reproduce.plotting import finish, lines, plain_ticks
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
@@ -40,17 +38,14 @@ def num_long_finished(served: Served) -> int:
 
 def run(options: Options) -> FigureResult:
     """Three systems at the papers' rates, 5 % long requests."""
-    runs = {
-        system.label: [serve(system, Load(MIX, qps, window_s(options), options.seed)) for qps in RATES_QPS]
-        for system in SYSTEMS
-    }
+    runs = runs_of(SYSTEMS, MIX, RATES_QPS, options)
     ends = {name: [num_long_finished(one.served) for one in row] for name, row in runs.items()}
     asked = [int(is_long(one.served.trace).sum()) for one in runs[MEDHA.label]]
     numbers = {
         "qps": list(RATES_QPS),
         "long_requests": asked,
         "long_finished": ends,
-        "told": {name: [told(one) for one in row] for name, row in runs.items()},
+        "told": told_of(runs),
     }
     answers = {
         "pool-20": _fewer(ends, MEDHA.label, asked, runs),
@@ -133,4 +128,4 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(right, title="Short requests (none drawn: not in the window)", ylabel="P90 TTFT, s", legend=False)
 
 
-FIGURE = FigureSpec("pools", "A reserved pool for short requests against Medha, 8B on 16 A100s", run, draw)
+FIGURES = (FigureSpec("pools", "A reserved pool for short requests against Medha, 8B on 16 A100s", run, draw),)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from examples.reproduce.flops import attention_flops, kv_bytes, linear_parameters, prefill_flops, weight_bytes
-from examples.reproduce.plotting import COLORS, PAPER, finish
+from examples.reproduce.plotting import COLORS, PAPER, finish, lines, log_axis
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.timing import MODELS, h100
 
@@ -112,13 +112,11 @@ def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     finish(
         left, title="Llama-3 8B on one DGX-H100, TTFT 30 s, TPOT 20 ms", ylabel="tokens that fit, million", legend=False
     )
-    for index, (name, gpus) in enumerate(numbers["gpus_needed"].items()):
-        right.plot(numbers["lengths_million"], gpus, marker="o", color=COLORS[index], label=name)
+    lines(right, numbers["lengths_million"], numbers["gpus_needed"], marker="o")
     right.scatter([1, 2], [10, 40], marker="x", s=60, color=PAPER, zorder=3, label="v4 section 2.1")
-    right.set(xscale="log", yscale="log", xlabel="tokens, million")
-    right.set_xticks(numbers["lengths_million"], [f"{length:g}" for length in numbers["lengths_million"]])
-    right.minorticks_off()
+    right.set_yscale("log")
+    log_axis(right, numbers["lengths_million"], label="tokens, million")
     finish(right, title="What asks for GPUs (H100 at published peaks)", ylabel="H100s needed")
 
 
-FIGURE = FigureSpec("requirements", "What 1M tokens ask of hardware, in closed form", run, draw)
+FIGURES = (FigureSpec("requirements", "What 1M tokens ask of hardware, in closed form", run, draw),)

@@ -21,15 +21,14 @@ from examples.reproduce.load import (
     MIX,
     RATES_QPS,
     Bounded,
-    Load,
     curve,
     fixed_batch_s,
-    serve,
+    run_of,
     told,
     ttft_quantile,
     window_s,
 )
-from examples.reproduce.plotting import COLORS, finish
+from examples.reproduce.plotting import finish, shares_below
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.served import Served
 
@@ -41,10 +40,7 @@ _CLOSE = 1.15
 
 def run(options: Options) -> FigureResult:
     """Five ways at the lowest and the highest rate, 5 % long requests."""
-    plays = {
-        qps: {system.label: serve(system, Load(MIX, qps, window_s(options), options.seed)) for system in SYSTEMS}
-        for qps in (LOW, TOP)
-    }
+    plays = {qps: {system.label: run_of(system, MIX, qps, options) for system in SYSTEMS} for qps in (LOW, TOP)}
     served = {qps: {name: one.served for name, one in runs.items()} for qps, runs in plays.items()}
     medians = {qps: {name: ttft_quantile(one, 0.5) for name, one in runs.items()} for qps, runs in served.items()}
     numbers = {
@@ -114,16 +110,13 @@ def _policies(medians: Mapping[float, Mapping[str, Bounded]], served: Mapping[fl
 
 def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     """TTFT distributions at both rates (v5 figure 13)."""
-    shares = np.linspace(0, 100, 101)
     for axes, (qps, rows) in zip(figure.subplots(1, 2), numbers["ttft_curve_s"].items(), strict=True):
-        for index, (name, values) in enumerate(rows.items()):
-            known = [(value, share) for value, share in zip(values, shares, strict=True) if value is not None]
-            label = "Medha (several prefills)" if name == MEDHA.label else f"{name.removeprefix('Medha-')}, one prefill"
-            axes.plot(*zip(*known, strict=True) if known else ([], []), color=COLORS[index], label=label)
-        axes.set_xscale("log")
+        names = {name: f"{name.removeprefix('Medha-')}, one prefill" for name in rows}
+        names[MEDHA.label] = "Medha (several prefills)"
+        shares_below(axes, {names[name]: values for name, values in rows.items()})
         axes.set_ylim(0, 100)
         axes.set_xlabel("TTFT, s (ends where none came within the window)")
         finish(axes, title=f"5 % long, {qps} QPS", ylabel="% of requests")
 
 
-FIGURE = FigureSpec("schedulers", "TTFT by scheduling policy, 8B on 16 A100s", run, draw)
+FIGURES = (FigureSpec("schedulers", "TTFT by scheduling policy, 8B on 16 A100s", run, draw),)

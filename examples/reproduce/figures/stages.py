@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, token_label
+from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, lines, log_axis, token_label
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.timing import CHUNK, MODELS, M, decode_s, fits, h100, simulate, stage_predictors
 from medha.config import ParallelConfig
@@ -102,9 +102,8 @@ def draw_scaling(numbers: Mapping[str, Any], figure: Any) -> None:
             axes.plot(numbers["stages"], ideal, color=PAPER, linestyle=":", linewidth=1)
         axes.plot([], [], color=PAPER, linestyle=":", label="linear")
         axes.scatter([], [], marker="x", color="red", label="does not fit into memory")
-        axes.set(xscale="log", yscale="log", xlabel="stages of 8 H100s (TP 8)")
-        axes.set_xticks(numbers["stages"], [str(s) for s in numbers["stages"]])
-        axes.minorticks_off()
+        axes.set_yscale("log")
+        log_axis(axes, numbers["stages"], label="stages of 8 H100s (TP 8)")
         finish(axes, title=f"{name}, 4K chunks", ylabel="" if index else "TTFT, s", legend=False)
         axes.set_ylim(bottom=min(min(row) for row in numbers["ttft_s"][name].values()) / 20)
         axes.legend(fontsize=8, frameon=False, loc="lower left", ncols=2)
@@ -143,17 +142,12 @@ def run_decode(options: Options) -> FigureResult:
 def draw_decode(numbers: Mapping[str, Any], figure: Any) -> None:
     """TPOT over stages (v5 figure 18)."""
     axes = figure.subplots()
-    for index, (name, seconds) in enumerate(numbers["tpot_s"].items()):
-        values = [1e3 * s for s in seconds]
-        axes.plot(numbers["stages"], values, marker=MARKERS[index], color=COLORS[index], label=name)
-        points = list(zip(numbers["stages"], values, numbers["rise_percent"][name], strict=True))
-        for s, value, rise in points[1:]:
-            axes.annotate(
-                f"{rise:+.0f} %", (s, value), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8
-            )
-    axes.set(xscale="log", xlabel="stages of 8 H100s (TP 8)")
-    axes.set_xticks(numbers["stages"], [str(s) for s in numbers["stages"]])
-    axes.minorticks_off()
+    lines(axes, numbers["stages"], numbers["tpot_s"], scale=1e3)
+    for name, seconds in numbers["tpot_s"].items():
+        for s, t, rise in list(zip(numbers["stages"], seconds, numbers["rise_percent"][name], strict=True))[1:]:
+            at = {"textcoords": "offset points", "xytext": (0, 7), "ha": "center", "fontsize": 8}
+            axes.annotate(f"{rise:+.0f} %", (s, 1e3 * t), **at)
+    log_axis(axes, numbers["stages"], label="stages of 8 H100s (TP 8)")
     axes.set_ylim(bottom=0)
     axes.margins(y=0.12)
     finish(axes, title="Decode of one 2M request alone", ylabel="TPOT, ms")
@@ -166,23 +160,24 @@ def draw_decode(numbers: Mapping[str, Any], figure: Any) -> None:
 def run_equations(options: Options) -> FigureResult:
     """v4 eqs. 4 to 6 against the simulated times; ``quick`` takes the 8B model alone."""
     models = {"Llama-3 8B": MODELS["Llama-3 8B"]} if options.quick else MODELS
-    prefill = [_eq4(name, s, n) for name in models for s in STAGES[1:] for n in (M, 4 * M, 10 * M)]
-    decode = [_eq5(name, kvp, n) for name in models for kvp in (2, 4) for n in (M, 4 * M, 10 * M)]
-    chunk = [_eq6(name, kvp, n) for name in models for kvp in (2, 4) for n in (M, 4 * M, 10 * M)]
-    numbers: dict[str, Any] = {"eq4": prefill, "eq5": decode, "eq6": chunk}
+    rows = {
+        "eq4": [_eq4(name, s, n) for name in models for s in STAGES[1:] for n in (M, 4 * M, 10 * M)],
+        "eq5": [_eq5(name, kvp, n) for name in models for kvp in (2, 4) for n in (M, 4 * M, 10 * M)],
+        "eq6": [_eq6(name, kvp, n) for name in models for kvp in (2, 4) for n in (M, 4 * M, 10 * M)],
+    }
     sentences = {
         "eq4": "The formula leaves out the filling of the pipeline, which shows at 1M and 16 stages.",
         "eq5": "Only the part of attention that grows with the keys is divided in the simulation.",
         "eq6": "512-token chunks.",
     }
     answers = {}
-    for name, rows in (("eq4", prefill), ("eq5", decode), ("eq6", chunk)):
-        off = [abs(row["simulated_s"] / row["formula_s"] - 1) for row in rows]
+    for name, sentence in sentences.items():
+        off = [abs(row["simulated_s"] / row["formula_s"] - 1) for row in rows[name]]
         answers[name] = Answer(
             float(np.mean([error <= 0.15 for error in off])),
-            f"Share of {len(rows)} layouts and lengths within 15 %; worst {100 * max(off):.0f} %. {sentences[name]}",
+            f"Share of {len(off)} layouts and lengths within 15 %; worst {100 * max(off):.0f} %. {sentence}",
         )
-    return FigureResult(numbers, answers)
+    return FigureResult(rows, answers)
 
 
 def _eq4(name: str, spp: int, tokens: int) -> dict[str, Any]:
@@ -192,7 +187,11 @@ def _eq4(name: str, spp: int, tokens: int) -> dict[str, Any]:
     assert link is not None, "the first of several stages sends"
     send_s = link.fixed_s + link.token_s * CHUNK
     formula = (one + send_s * tokens / CHUNK) / spp
-    return {"model": name, "degree": spp, "tokens": tokens, "simulated_s": many, "formula_s": formula}
+    return _row(name, spp, tokens, many, formula)
+
+
+def _row(name: str, degree: int, tokens: int, simulated_s: float, formula_s: float) -> dict[str, Any]:
+    return {"model": name, "degree": degree, "tokens": tokens, "simulated_s": simulated_s, "formula_s": formula_s}
 
 
 def _eq5(name: str, kvp: int, tokens: int) -> dict[str, Any]:
@@ -202,15 +201,8 @@ def _eq5(name: str, kvp: int, tokens: int) -> dict[str, Any]:
     assert link is not None, "groups merge"
     attention_s = table.a_s[0] + table.b_s[0] * tokens
     merge_s = link.fixed_s + (kvp - 1) * link.token_s
-    whole_s = decode_s(one, tokens)
-    formula = attention_s / kvp + whole_s - attention_s + merge_s
-    return {
-        "model": name,
-        "degree": kvp,
-        "tokens": tokens,
-        "simulated_s": decode_s(many, tokens, kvp=kvp),
-        "formula_s": formula,
-    }
+    formula = attention_s / kvp + decode_s(one, tokens) - attention_s + merge_s
+    return _row(name, kvp, tokens, decode_s(many, tokens, kvp=kvp), formula)
 
 
 def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> dict[str, Any]:
@@ -223,7 +215,7 @@ def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> dict[str, Any]:
     merge_s = link.fixed_s + (kvp - 1) * link.token_s * chunk
     formula = attention_s / kvp + one.predict([Work(chunk, tokens, False)]) - attention_s + merge_s
     simulated = many.predict([Work(chunk, tokens // kvp, False, (0, kvp - 1))])
-    return {"model": name, "degree": kvp, "tokens": tokens, "simulated_s": simulated, "formula_s": formula}
+    return _row(name, kvp, tokens, simulated, formula)
 
 
 def draw_equations(numbers: Mapping[str, Any], figure: Any) -> None:
@@ -234,19 +226,13 @@ def draw_equations(numbers: Mapping[str, Any], figure: Any) -> None:
         for column, tokens in enumerate(sorted({row["tokens"] for row in rows})):
             for name in sorted({row["model"] for row in rows}, reverse=True):
                 some = [row for row in rows if row["tokens"] == tokens and row["model"] == name]
-                axes.plot(
-                    [row["degree"] for row in some],
-                    [row["simulated_s"] / row["formula_s"] for row in some],
-                    marker="o" if name.endswith("8B") else "s",
-                    linestyle="-" if name.endswith("8B") else "--",
-                    color=COLORS[column],
-                    label=f"{name[8:]}, {token_label(tokens)}",
-                )
+                marker, style = ("o", "-") if name.endswith("8B") else ("s", "--")
+                ratios = {f"{name[8:]}, {token_label(tokens)}": [row["simulated_s"] / row["formula_s"] for row in some]}
+                at = [row["degree"] for row in some]
+                lines(axes, at, ratios, marker=marker, linestyle=style, color=COLORS[column])
         degrees = sorted({row["degree"] for row in rows})
         axes.axhspan(0.85, 1.15, color="#EEEEEE", zorder=0)
-        axes.set(xscale="log", xlabel="stages" if key == "eq4" else "KVP groups")
-        axes.set_xticks(degrees, [str(degree) for degree in degrees])
-        axes.minorticks_off()
+        log_axis(axes, degrees, label="stages" if key == "eq4" else "KVP groups")
         finish(axes, title=f"v4 {title}", ylabel="" if index else "simulated / formula", legend=not index)
 
 

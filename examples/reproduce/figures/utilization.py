@@ -10,7 +10,7 @@ import numpy as np
 
 from examples.reproduce.figures.stages import STAGES, layout
 from examples.reproduce.flops import kv_bytes, prefill_flops, weight_bytes
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, token_axis, token_label
+from examples.reproduce.plotting import PAPER, finish, lines, log_axis, token_axis, token_label
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.timing import MODELS, M, decode_s, fits, h100, simulate, stage_predictors
 from medha.config import ParallelConfig
@@ -65,19 +65,15 @@ def draw_mfu(numbers: Mapping[str, Any], figure: Any) -> None:
     """MFU over GPUs (v5 figure 15)."""
     for index, (axes, name) in enumerate(zip(figure.subplots(1, 2, sharey=True), MODELS, strict=True)):
         mine = [row for row in numbers["rows"] if row["model"] == name and row["fits"]]
-        for line, tokens in enumerate(sorted({row["tokens"] for row in mine})):
-            some = [row for row in mine if row["tokens"] == tokens]
-            axes.plot(
-                [row["gpus"] for row in some],
-                [100 * row["mfu"] for row in some],
-                marker=MARKERS[line],
-                color=COLORS[line],
-                label=f"{token_label(tokens)} tokens",
-            )
+        rows = {
+            f"{token_label(tokens)} tokens": {row["gpus"]: row["mfu"] for row in mine if row["tokens"] == tokens}
+            for tokens in sorted({row["tokens"] for row in mine})
+        }
+        gpus = [8 * s for s in STAGES]
+        lines(axes, gpus, {name: [row.get(at) for at in gpus] for name, row in rows.items()}, scale=100)
         axes.axhspan(50, 60, color="#E8E8E8", zorder=0, label="50 to 60 % (70B, v5 B.4)" if index else None)
-        axes.set(xscale="log", xlabel="H100s (TP 8)", ylim=(0, 70))
-        axes.set_xticks([8 * s for s in STAGES], [str(8 * s) for s in STAGES])
-        axes.minorticks_off()
+        axes.set_ylim(0, 70)
+        log_axis(axes, gpus, label="H100s (TP 8)")
         finish(axes, title=f"{name}, 4K chunks", ylabel="" if index else "MFU, causal FLOPs, %")
 
 
@@ -109,18 +105,12 @@ def draw_mbu(numbers: Mapping[str, Any], figure: Any) -> None:
     """MBU over the context (v5 figure 16)."""
     for index, (axes, name) in enumerate(zip(figure.subplots(1, 2, sharey=True), MODELS, strict=True)):
         mine = [row for row in numbers["rows"] if row["model"] == name]
-        for line, kvp in enumerate(_GROUPS):
-            some = [row for row in mine if row["kvp"] == kvp]
-            axes.plot(
-                [row["tokens"] for row in some],
-                [100 * row["mbu"] for row in some],
-                marker=MARKERS[line],
-                color=COLORS[line],
-                label=f"KVP {kvp}",
-            )
+        lengths = sorted({row["tokens"] for row in mine})
+        rows = {f"KVP {kvp}": [row["mbu"] for row in mine if row["kvp"] == kvp] for kvp in _GROUPS}
+        lines(axes, lengths, rows, scale=100)
         axes.axhline(92, color=PAPER, linestyle=":", label="92 % (v5 B.4)")
         axes.set_ylim(0, 100)
-        token_axis(axes, sorted({row["tokens"] for row in mine}), label="context, tokens")
+        token_axis(axes, lengths, label="context, tokens")
         finish(axes, title=f"{name}, TP 8, one stage", ylabel="" if index else "MBU, %")
 
 

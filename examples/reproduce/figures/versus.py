@@ -8,7 +8,7 @@ from typing import Any
 from examples.reproduce.baselines.context_parallel import KINDS, ContextParallel, hidden_tokens, prefill_s
 from examples.reproduce.figures.stages import STAGES, layout
 from examples.reproduce.flops import prefill_flops
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, plain_ticks
+from examples.reproduce.plotting import PAPER, finish, lines, log_axis, plain_ticks
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
 from examples.reproduce.timing import MODELS, M, h100, simulate
 
@@ -74,22 +74,20 @@ def _mfu(seconds: float) -> float:
 def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     """TTFT over GPUs, and relative to SPP."""
     left, right = figure.subplots(1, 2)
-    for index, (name, seconds) in enumerate(numbers["ttft_s"].items()):
-        style = {"marker": MARKERS[index], "color": COLORS[index], "label": name}
-        left.plot(numbers["gpus"], seconds, **style)
-        relative = [t / s for t, s in zip(seconds, numbers["ttft_s"]["SPP"], strict=True)]
-        right.plot(numbers["gpus"], relative, **style)
+    spp = numbers["ttft_s"]["SPP"]
+    lines(left, numbers["gpus"], numbers["ttft_s"])
+    relative = {n: [t / s for t, s in zip(row, spp, strict=True)] for n, row in numbers["ttft_s"].items()}
+    lines(right, numbers["gpus"], relative)
     right.scatter([128], [1.64], marker="x", s=60, color=PAPER, zorder=3, label="v5 section 3.3: 1.64")
     left.axhline(15, color=PAPER, linestyle=":", label="15 s (v4 section 3.3)")
     left.set_yscale("log")
     plain_ticks(left.yaxis, (5, 10, 20, 50, 100))
     left.set_ylim(4, 100)
     for axes in (left, right):
-        axes.set(xscale="log", xlabel="H100s (TP 8)")
-        plain_ticks(axes.xaxis, numbers["gpus"])
+        log_axis(axes, numbers["gpus"], label="H100s (TP 8)")
     right.set_ylim(bottom=0)
     finish(left, title="1M tokens, Llama-3 8B", ylabel="TTFT, s")
     finish(right, title="relative to SPP", ylabel="TTFT / TTFT of SPP")
 
 
-FIGURE = FigureSpec("spp-vs-cp", "Stream pipeline against context parallelism at 1M (v5 fig. 5b)", run, draw)
+FIGURES = (FigureSpec("spp-vs-cp", "Stream pipeline against context parallelism at 1M (v5 fig. 5b)", run, draw),)
