@@ -17,7 +17,7 @@ import torch.distributed as dist
 from medha.attention.merge import merge_partials
 from medha.batch import Batch, Row
 from medha.errors import PlanDivergenceError
-from medha.parallel.spp import TAIL_BYTES, digest
+from medha.parallel.spp import TAIL_BYTES
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
@@ -120,7 +120,7 @@ def shared_rows(batch: Batch, device: torch.device) -> list[Shared]:
             batch.batch_id,
             run,
             torch.cat([torch.arange(start, start + row.q_len) for start, row in located]).to(device),
-            digest(Batch(batch.batch_id, tuple(row for _, row in located))),
+            Batch(batch.batch_id, tuple(row for _, row in located)).digest(),
         )
         for run, located in sorted(runs.items())
     ]

@@ -9,7 +9,6 @@ index in the stage before. Both sides know the number of rows from the batch, wh
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 
 import torch
@@ -80,7 +79,7 @@ class StagePipe:
         self._received = buffer
         size = self._hidden_bytes(batch)
         theirs = tuple(buffer[size:].clone().view(torch.int64).tolist())
-        ours = (batch.batch_id, digest(batch))
+        ours = (batch.batch_id, batch.digest())
         if theirs != ours:
             raise PlanDivergenceError(
                 f"batch {batch.batch_id}: the stage before ran batch {theirs[0]} with digest {theirs[1]:08x}, "
@@ -102,7 +101,7 @@ class StagePipe:
         buffer = self._sized(batch, self._free_sends)
         size = self._hidden_bytes(batch)
         buffer[:size].view(self._dtype).view(x_TD.shape).copy_(x_TD)
-        tail = torch.tensor([batch.batch_id, digest(batch)], dtype=torch.int64)
+        tail = torch.tensor([batch.batch_id, batch.digest()], dtype=torch.int64)
         buffer[size:].copy_(tail.view(torch.uint8))
         work = dist.isend(buffer, dst=self._following, group=self._group)
         assert work is not None, "the sender is in the group"
@@ -123,8 +122,3 @@ class StagePipe:
 
     def _hidden_bytes(self, batch: Batch) -> int:
         return batch.num_tokens * self._dim * self._dtype.itemsize
-
-
-def digest(batch: Batch) -> int:
-    """CRC-32 of a batch's integers."""
-    return zlib.crc32(batch.to_ints().tobytes())

@@ -22,10 +22,11 @@ from medha.cost.predictor import Predictor, Work
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
 from medha.errors import DeadlineError
 from medha.sched.baselines import classical_packer
-from medha.sched.batch_builder import BatchBuilder, LearningPacker, Packer
-from medha.sched.decision import Admitted, Decision, PendingFrees, Prediction, SchedulerRequest
+from medha.sched.batch_builder import BatchBuilder, Packer
+from medha.sched.decision import Admitted, Decision, Prediction, SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker
+from medha.sched.preempt import Preemption
 from medha.sched.queue import Queue
 
 
@@ -75,7 +76,6 @@ class Scheduler:
             swap_block_s=config.swap_block_s,
         )
         self.packer = _packer(config, predictor, self.depth)
-        self._learner = self.packer if isinstance(self.packer, LearningPacker) else None
         times = None if predictor is None else _prefill_times(config, predictor, max_prompt_tokens)
         self._queue = Queue(
             times,
@@ -84,7 +84,7 @@ class Scheduler:
             decode_lag=bool(config.decode_lag),
         )
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
-        self._pending = PendingFrees()
+        self._preemption = Preemption(self._queue, self.memory, predictor)
         self._next_batch_id = 0
 
     def fresh(self) -> Scheduler:
@@ -199,8 +199,7 @@ class Scheduler:
         self._queue.end(state)
         if not state.has_started:
             self._queue.drop(slot)
-            if self.memory.forget_swapped(slot):  # also what has not gone out yet: its host blocks are others' now
-                self._pending.swaps_out = [extent for extent in self._pending.swaps_out if extent.slot != slot]
+            self.memory.forget_swapped(slot)
             return (slot,)
         return self._close_ended((slot,))
 
@@ -215,30 +214,24 @@ class Scheduler:
         if len(self._in_flight) >= self.depth:
             return Decision()
         builder = BatchBuilder(
-            self.config,
-            self._queue,
-            self.memory,
-            depth=self._period,
-            now_s=now_s,
-            pending=self._pending,
-            predictor=self.predictor,
+            self.config, self._queue, self.memory, depth=self._period, now_s=now_s, preemption=self._preemption
         )
-        self.packer.fill(self._queue, builder, now_s)
-        preempted, refused = tuple(builder.preempted), tuple(builder.refused)
+        self.packer.fill(self._queue, builder)
+        preempted, refused = tuple(self._preemption.preempted), tuple(builder.refused)
+        self._preemption.preempted.clear()
         if not builder.rows:
             return Decision(preempted=preempted, refused=refused)
         batch = Batch(
             self._next_batch_id,
             tuple(builder.rows),
             tuple(builder.extents),
-            tuple(self._pending.frees),
-            tuple(self._pending.swaps_out),
+            tuple(self.memory.frees),
+            tuple(self.memory.swaps_out),
             tuple(builder.swaps_in),
         )
-        self.memory.give_back()
+        self.memory.batch_sent()
         self._next_batch_id += 1
-        self._pending.clear()
-        prediction = getattr(self.packer, "prediction", None)
+        prediction = self.packer.prediction
         self._in_flight.append((batch, prediction))
         slack_s = tuple([self._slack_s(slot, now_s) for slot in builder.chunked])
         return Decision(batch, prediction, preempted, refused, slack_s)
@@ -266,8 +259,7 @@ class Scheduler:
         prediction = self._take_in_flight(batch)
         if prediction is not None and self.predictor is not None and not batch.moves:  # moves say nothing of compute
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
-        if self._learner is not None:
-            self._learner.completed(batch, busy_s)
+        self.packer.completed(batch, busy_s)
         self._queue.computed(batch.rows)
         for slot, num_new_tokens, finished in results:
             state = self._queue.running[slot]
@@ -298,8 +290,7 @@ class Scheduler:
             if state is None or not state.ended or state.num_in_flight:
                 continue
             self._queue.drop(slot)
-            if self.memory.release(slot):
-                self._pending.frees.append(slot)
+            self.memory.release(slot)
             closed.append(slot)
         return tuple(closed)
 
