@@ -114,6 +114,8 @@ def find(name: str, workers: WorkerPool, *, first: int, limit_s: float) -> str:
     while (seconds := time.monotonic() - begin_s) < limit_s:
         failure = failure_of(draw(seed, ranks), workers if ranks > 1 else None, mutation=name)
         seed += 1
+        if failure is not None and failure.kind in ("AttributeError", "TypeError", "NameError"):
+            return f"does not fit the code: {failure}"
         if failure is not None:
             seconds = time.monotonic() - begin_s
             return (
