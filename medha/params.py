@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from functools import partial, wraps
 from numbers import Number
 from typing import Any, Literal, TypeVar
 
-from medha.config.fields import POSITIVE, SAMPLING, Check, check_options, finite, integer, option
+from medha.config.fields import BOOLEAN, POSITIVE, SAMPLING, Check, check_options, finite, integer, option
 from medha.errors import UnsupportedFeatureError, ValidationError
 
 T = TypeVar("T")
@@ -29,43 +30,17 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 
 # Fields of other engines' requests that change the output and that medha does not have: refused by name.
-UNSUPPORTED_FIELDS = (
-    "allowed_token_ids",
-    "audio",
-    "bad_words",
-    "beam_search",
-    "best_of",
-    "chat_template",
-    "echo",
-    "extra_args",
-    "flat_logprobs",
-    "functions",
-    "guided_decoding",
-    "guided_json",
-    "guided_regex",
-    "length_penalty",
-    "logit_bias",
-    "logits_processors",
-    "logprob_token_ids",
-    "prompt_logprob_start",
-    "prompt_logprob_token_ids",
-    "prompt_logprobs",
-    "repetition_detection",
-    "response_format",
-    "skip_reading_prefix_cache",
-    "spaces_between_special_tokens",
-    "stream_interval",
-    "structured_outputs",
-    "suffix",
-    "thinking_token_budget",
-    "tool_choice",
-    "truncate_prompt_tokens",
-    "use_beam_search",
-)
+_UNSUPPORTED = """
+    allowed_token_ids audio bad_words beam_search best_of chat_template echo extra_args flat_logprobs functions
+    guided_decoding guided_json guided_regex length_penalty logit_bias logits_processors logprob_token_ids
+    prompt_logprob_start prompt_logprob_token_ids prompt_logprobs repetition_detection response_format
+    skip_reading_prefix_cache spaces_between_special_tokens stream_interval structured_outputs suffix
+    thinking_token_budget tool_choice truncate_prompt_tokens use_beam_search
+"""
+UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED.split())
 
 
-MOST_COMPLETIONS = 16384
-"""Most completions of a request."""
+MOST_COMPLETIONS = 16384  # of a request
 
 _listed = partial(option, SAMPLING)  # among the options of a command line
 
@@ -74,7 +49,6 @@ def _unlisted(default: Any, check: Check, name: str = "") -> Any:
     return option("", default, "", check, name=name)
 
 
-_BOOLEAN = Check("true or false", lambda value: isinstance(value, bool))
 _OUTPUT_KIND = Check(
     "'cumulative', 'delta' or 'final_only'", lambda value: value in ("cumulative", "delta", "final_only")
 )
@@ -159,13 +133,13 @@ class SamplingParams:
     seed: int | None = _unlisted(None, integer(-(2**63), 2**63 - 1))
     stop: str | Sequence[str] | None = _listed(None, "End at this text; may be repeated.", kind=list[str])
     stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = _listed(False, "Go on after end-of-sequence.", _BOOLEAN, flags=("--ignore-eos",))
+    ignore_eos: bool = _listed(False, "Go on after end-of-sequence.", BOOLEAN, flags=("--ignore-eos",))
     min_tokens: int = _listed(0, "Least tokens to generate.", integer(0, 2**31 - 1))
     max_tokens: int | None = _listed(16, "Most tokens to generate.", integer(1, 2**31 - 1))
     logprobs: int | None = _listed(None, "Log-probabilities per token in output lines.", integer(0, MAX_LOGPROBS))
-    detokenize: bool = _unlisted(True, _BOOLEAN)
-    skip_special_tokens: bool = _unlisted(True, _BOOLEAN)
-    include_stop_str_in_output: bool = _unlisted(False, _BOOLEAN)
+    detokenize: bool = _unlisted(True, BOOLEAN)
+    skip_special_tokens: bool = _unlisted(True, BOOLEAN)
+    include_stop_str_in_output: bool = _unlisted(False, BOOLEAN)
     output_kind: OutputKind = _unlisted("cumulative", _OUTPUT_KIND)
 
     def __post_init__(self) -> None:
@@ -175,11 +149,8 @@ class SamplingParams:
         if self.n > 1 and self.is_greedy:
             raise _bad("n", self.n, "1 with temperature=0: the completions would all be the same")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValidationError(
-                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}",
-                param="min_tokens",
-                value=self.min_tokens,
-            )
+            message = f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}"
+            raise ValidationError(message, param="min_tokens", value=self.min_tokens)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         if self.stop and not self.detokenize:
@@ -203,9 +174,8 @@ class SamplingParams:
         """
         values: dict[str, Any] = {}
         for name, last in _RESOLVED_DEFAULTS.items():
-            if getattr(self, name) is None:
-                given = defaults.get(name)
-                values[name] = last if given is None else given
+            found = (getattr(self, name), defaults.get(name), last)
+            values[name] = next(value for value in found if value is not None)
         return dataclasses.replace(self, **values)
 
     def capped(self, max_tokens: int) -> SamplingParams:
@@ -220,12 +190,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """Build from a JSON object; unknown names are an error.
-
-        Raises:
-            ValidationError: a value or a name is wrong.
-            UnsupportedFeatureError: a known field that medha does not implement has a value.
-        """
+        """Build from a JSON object, whose fields may have the names of :data:`FIELD_ALIASES`."""
         return cls(**{FIELD_ALIASES.get(name, name): value for name, value in fields.items()})
 
 
@@ -247,14 +212,8 @@ def refuse_unsupported(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Service-level objective of one request, in seconds; None is no objective of that kind.
-
-    Args:
-        ttft_s: arrival to first token.
-        tpot_s: between tokens after the first, on average.
-
-    Raises:
-        ValidationError: not a finite number above 0.
+    """Objectives of one request, in seconds, each a finite number above 0 or None: ``ttft_s`` from arrival to first
+    token, ``tpot_s`` between tokens after the first, on average.
     """
 
     ttft_s: float | None = _unlisted(None, POSITIVE, name="slo.ttft_s")
@@ -272,12 +231,8 @@ def _unknown(name: str, value: Any, known: Iterable[str]) -> ValidationError:
 
 
 def check_seconds(name: str, value: Any) -> float:
-    """A time.
-
-    Raises:
-        ValidationError: not a finite number.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+    """A time; raises ValidationError where it is not a finite number."""
+    if not finite(-math.inf).holds(value) or value < -sys.float_info.max:
         raise _bad(name, value, "seconds, a finite number")
     return float(value)
 
@@ -295,9 +250,7 @@ def _shown(value: Any) -> str:
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    stops = (stop,) if isinstance(stop, str) else stop
+    stops = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(stops, (list, tuple)) or len(stops) > MAX_STOP_STRINGS:
         raise _bad("stop", stop, f"a string or at most {MAX_STOP_STRINGS} strings")
     for text in stops:
@@ -307,8 +260,7 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def _stop_ids(ids: Any) -> tuple[int, ...]:
-    if ids is None:
-        return ()
+    ids = () if ids is None else ids
     if not isinstance(ids, (list, tuple)):
         raise _bad("stop_token_ids", ids, "a list of token ids")
     is_id = integer(0, 2**31 - 1)
@@ -319,11 +271,7 @@ def _stop_ids(ids: Any) -> tuple[int, ...]:
 
 
 def check_priority(value: Any) -> str:
-    """A priority class.
-
-    Raises:
-        ValidationError: not one of :data:`PRIORITIES`.
-    """
+    """A priority class; raises ValidationError where it is none."""
     if value not in PRIORITIES:
         raise _bad("priority", value, f"one of {', '.join(PRIORITIES)}")
     return str(value)

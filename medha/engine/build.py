@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ReduceOp
 
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
@@ -38,10 +38,8 @@ from medha.parallel.mesh import (
     check_layout,
     check_same_everywhere,
     init_ranks,
-    max_over_ranks,
     meet,
-    min_over_ranks,
-    once_per_node,
+    over_ranks,
     wait_for_all,
 )
 from medha.sched.policy import load_policy
@@ -156,7 +154,7 @@ def _build(
     captured: Callable[[int, int], None],
 ) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
-    folder = _resolve(config, job)
+    folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node
     options: dict[str, Any] = {"rope_scaling": config.rope_scaling, "max_model_len": config.max_model_len}
     model_config = load_model_config(folder, hf_overrides=config.hf_overrides, **options)
     check_layout(config.parallel, model_config, 1 if job is None else job.launch.world_size)
@@ -169,7 +167,7 @@ def _build(
         parts = {"configuration": config, "config.json": model_config, "checkpoint": checkpoint_facts(config, folder)}
         check_same_everywhere(job, parts)
         ranks = init_ranks(job, device)
-    shard = ModelShard.of(model_config, ranks)
+    shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0)
     num_blocks, num_host_blocks = _pool_sizes(config, shard, ranks, dtype, device, limits.max_model_len)
     block_size = config.cache.block_size
     backend, why = choose_backend(config.attention_backend, shard.layer_shape(dtype), device, block_size=block_size)
@@ -211,7 +209,7 @@ def _build(
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
     driven = DrivingRunner(runner, ranks, sender)
     engine = Engine(driven, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
-    ranks.monitor.predicted_s = lambda: engine.predicted_s
+    ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()
     ranks.monitor.describe = engine.describe
     if timeline is not None:
         timeline.gather_from(driven.gather_records, zero_s=time.perf_counter() - engine.now())
@@ -230,7 +228,7 @@ def _pool_sizes(
     blocks = num_kv_blocks(config, shard, dtype, device, max_model_len)
     host_blocks = num_swap_blocks(config, shard, dtype)
     if ranks is not None:
-        blocks, host_blocks = min_over_ranks(ranks, blocks), min_over_ranks(ranks, host_blocks)
+        blocks, host_blocks = (over_ranks(ranks, count, ReduceOp.MIN) for count in (blocks, host_blocks))
     pool, given = blocks * config.cache.block_size, config.scheduler.max_kv_per_group
     if given is not None and given > pool:
         raise ConfigError(f"max_kv_per_group={given}; accepted: at most the pool's {pool} tokens")
@@ -267,7 +265,7 @@ def _with_swap(config: EngineConfig, runner: Runner, ranks: Ranks | None) -> Eng
         return _scheduling(config, num_swap_blocks=0, swap_block_s=0.0)
     num_blocks, block_s = runner.host.num_blocks, runner.host.measure_block_s()
     if ranks is not None:
-        block_s = max_over_ranks(ranks, round(block_s * 1e9)) / 1e9
+        block_s = over_ranks(ranks, round(block_s * 1e9), ReduceOp.MAX) / 1e9
     logger.info("host memory for %d KV blocks of each group; one moves in %.3g ms", num_blocks, 1e3 * block_s)
     return _scheduling(config, num_swap_blocks=num_blocks, swap_block_s=block_s)
 
@@ -296,14 +294,6 @@ def _log_start(config: EngineConfig, limits: ModelLimits, scheduler: Scheduler, 
         logger.info("%s", line)
 
 
-def _resolve(config: EngineConfig, job: Job | None) -> Path:
-    """The model's folder; one from the hub is downloaded once a node, while no collective waits."""
-    resolve = partial(resolve_model, config.model, revision=config.revision)
-    if job is None or Path(config.model).exists():
-        return resolve()
-    return once_per_node(job, "downloaded", resolve, limit_s=_LOAD_LIMIT_S)
-
-
 def _check_is_alone(parallel: ParallelConfig) -> None:
     if parallel.world_size > 1:
         raise ParallelConfigError(
@@ -322,14 +312,14 @@ def _this_program() -> str:
 
 def _load_text_side(config: EngineConfig, folder: Path, model: ModelConfig) -> tuple[ModelLimits, Tokenizer | None]:
     """What requests are checked against, and the tokenizer."""
-    generation = load_generation_config(folder, model.vocab_size)
+    sampling, eos = load_generation_config(folder, model.vocab_size)
     text_folder = folder if config.tokenizer is None else resolve_model(config.tokenizer)
     tokenizer = load_tokenizer(text_folder)
     if tokenizer is None and config.tokenizer is not None:
         raise TokenizerError(f"tokenizer={config.tokenizer!r}: {text_folder} has no tokenizer.json")
     if tokenizer is not None:
         tokenizer.check_vocab(model.vocab_size)
-    eos = generation.eos_token_ids or model.eos_token_ids
+    eos = eos or model.eos_token_ids
     if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = (tokenizer.eos_token_id,)
     if not eos:
@@ -340,4 +330,4 @@ def _load_text_side(config: EngineConfig, folder: Path, model: ModelConfig) -> t
             f"max_model_len={wanted} exceeds the model's {most} positions; "
             "accepted: at most that, or rope_scaling='yarn' to stretch it"
         )
-    return ModelLimits(model.vocab_size, wanted or most, eos, generation.sampling_defaults(), config.seed), tokenizer
+    return ModelLimits(model.vocab_size, wanted or most, eos, sampling, config.seed), tokenizer

@@ -217,7 +217,7 @@ class Follower:
         """The batches that have come and not run, and the last message; for another thread."""
         queued = [str(message.batch) for message in list(self._queue)]
         last = "none" if self._newest is None else f"{self._newest.kind} {dict(self._newest.fields)!r:.200}"
-        return "\n".join([f"{self.ranks.place}: {len(queued)} batches are here; last message: {last}", *queued])
+        return "\n".join([f"{self.ranks.monitor.place}: {len(queued)} batches are here; last message: {last}", *queued])
 
     def follow(self) -> Message:
         """Run batches until a message of another kind comes; returns that message.
@@ -301,7 +301,8 @@ class Follower:
     def _mismatch(self, name: str, message: Message) -> EngineDeadError:
         theirs = {"call": str(message.fields.get("name")), "stop": "close"}.get(message.kind, message.kind)
         error = EngineDeadError(
-            f"{self.ranks.place} called {name} where rank 0 called {theirs}; accepted: the same calls on every rank"
+            f"{self.ranks.monitor.place} called {name} where rank 0 called {theirs}; "
+            "accepted: the same calls on every rank"
         )
         give_up(self.ranks.monitor, error)
         return error

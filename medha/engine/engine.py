@@ -127,11 +127,6 @@ class Engine:
         """Whether a request of this id is queued or running."""
         return request_id in self._live
 
-    @property
-    def predicted_s(self) -> float:
-        """Seconds that the longest batch in flight is predicted to take; 0 where there is none."""
-        return max((prediction.seconds for _, prediction, _ in list(self._in_flight) if prediction), default=0.0)
-
     def describe(self) -> str:
         """The unfinished requests and the batches in flight, a line each; for another thread, while :meth:`step` is
         stuck."""

@@ -67,7 +67,7 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
 
     groups = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control"}
     monitor = SimpleNamespace(leave=lambda: True, doing=lambda activity: None)
-    ranks: Any = SimpleNamespace(**groups, run_groups={(0, 1): "run"}, monitor=monitor, place="rank 0")
+    ranks: Any = SimpleNamespace(**groups, run_groups={(0, 1): "run"}, monitor=monitor)
     runner: Any = SimpleNamespace(graphs=Graph())
     quiet: Any = SimpleNamespace(send=lambda message: None, drain=lambda: None)
     dist = SimpleNamespace(
