@@ -105,17 +105,9 @@ class DrivingRunner:
         embedders = {rank for group in self._embedders for rank in group}
         self._others = [rank for rank in range(1, ranks.config.world_size) if rank not in embedders]
 
-    def open(
-        self,
-        slot: int,
-        prompt_ids: npt.NDArray[np.int32],
-        params: SamplingParams,
-        *,
-        seed: int,
-        end_ids: tuple[int, ...],
-    ) -> None:
+    def open(self, slot: int, prompt_ids: npt.NDArray[np.int32], params: SamplingParams, **its: Any) -> None:
         """See :meth:`medha.worker.runner.Runner.open`; the others hear of it with the rows that concern them."""
-        self._runner.open(slot, prompt_ids, params, seed=seed, end_ids=end_ids)
+        self._runner.open(slot, prompt_ids, params, **its)
         self._sampled_on.pop(slot, None)
 
     def close(self, slot: int) -> None:
