@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -199,17 +199,9 @@ def unserved(
     slo: SLO | None,
     error: Exception | None,
     finished_s: float | None = None,
-    prompt: str | None = None,
-    prompt_token_ids: Sequence[int] = (),
 ) -> RequestOutput:
     """The output of a request that the engine never took; without an error it is aborted."""
     slo = slo or SLO()
     completion = CompletionOutput(0, text=None, token_ids=[], finish_reason="abort" if error is None else "error")
-    metrics = RequestMetrics(
-        arrival_s,
-        finished=finished_s,
-        num_prompt_tokens=len(prompt_token_ids),
-        ttft_slo_s=slo.ttft_s,
-        tpot_slo_s=slo.tpot_s,
-    )
-    return RequestOutput(request_id, prompt, list(prompt_token_ids), [completion], True, metrics, error)
+    metrics = RequestMetrics(arrival_s, finished=finished_s, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
+    return RequestOutput(request_id, None, [], [completion], True, metrics, error)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
+from numbers import Number
 from typing import Any, Literal, TypeVar
 
 from medha.config.fields import BOOLEAN, POSITIVE, SAMPLING, Check, check_options, finite, integer, option
@@ -51,6 +52,13 @@ def _unlisted(default: Any, check: Check, name: str = "") -> Any:
 _OUTPUT_KIND = Check(
     "'cumulative', 'delta' or 'final_only'", lambda value: value in ("cumulative", "delta", "final_only")
 )
+
+PROMPT_FORMS = {
+    "prompt": "text",
+    "prompt_token_ids": "a list of token ids, or text as prompt",
+    "messages": "a list of messages",
+}
+"""The forms of a prompt, and what each takes."""
 
 CHAT_OPTIONS = ("add_generation_prompt", "tools", "chat_template_kwargs")
 """What a prompt of ``messages`` may have beside them: arguments of the chat template."""
@@ -267,3 +275,33 @@ def check_priority(value: Any) -> str:
     if value not in PRIORITIES:
         raise _bad("priority", value, f"one of {', '.join(PRIORITIES)}")
     return str(value)
+
+
+def prompt_form(prompt: Any) -> tuple[str, Any, dict[str, Any]]:
+    """Which of :data:`PROMPT_FORMS` a prompt has, the text, ids or messages, and the chat options beside messages.
+
+    Raises:
+        ValidationError: it has none of them, several, or not what the form takes, as far as the type says.
+    """
+    if not isinstance(prompt, Mapping):
+        return ("prompt" if isinstance(prompt, str) else "prompt_token_ids"), prompt, {}
+    given = {name: value for name, value in prompt.items() if value is not None}
+    options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
+    form, value = next(iter(given.items()), ("", None))
+    if len(given) != 1 or form not in PROMPT_FORMS:
+        found = " and ".join(map(str, given)) or "no prompt"
+        raise ValidationError(f"{found}; accepted: one of {', '.join(PROMPT_FORMS)}", param="prompt", value=prompt)
+    if form != "messages" and any(options.values()):
+        name = next(name for name, option in options.items() if option)
+        raise ValidationError(f"{name} beside {form}; accepted: beside messages", param=name, value=options[name])
+    if form == "prompt" and isinstance(value, list):  # as OpenAI has it
+        form = "prompt_token_ids"
+    if not isinstance(value, str) if form == "prompt" else isinstance(value, (str, Mapping, Number)):
+        raise wrong_prompt(form, value)
+    return form, value, options
+
+
+def wrong_prompt(form: str, value: Any) -> ValidationError:
+    """What is wrong with a prompt whose type does not fit its form."""
+    message = f"{form} of type {type(value).__name__}; accepted: {PROMPT_FORMS[form]}"
+    return ValidationError(message, param=form, value=value)

@@ -110,6 +110,7 @@ def compare(options: CompareOptions, *, on_run: Callable[[], None] = lambda: Non
     longest, names = max(max(one.lengths) for one in cases), ("dtype", "num_threads", "enable_prefix_caching", "seed")
     settings = {name: getattr(options, name) for name in names}
     settings["kv_blocks"] = max(sum(one.lengths) // PAGE + len(one.lengths) + 1 for one in cases)
+    settings["kv_bytes"] = settings["kv_blocks"] * PAGE * model.kv_bytes_per_token(TORCH_DTYPES[options.dtype].itemsize)
     pythons = {"medha": sys.executable, options.peer: options.peer_python}
     with options.subject.folder(longest, weights=(options.dtype, options.seed)) as folder, ExitStack() as stack:
         settings |= {"model": folder, "max_model_len": longest}

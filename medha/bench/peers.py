@@ -8,7 +8,6 @@ there at once (the first one is for prompts of one length), each with exactly so
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -50,6 +49,7 @@ def vllm(given: dict[str, Any]) -> Engine:
     from vllm import LLM, SamplingParams
 
     options = {name: given[name] for name in ("dtype", "max_model_len", "enable_prefix_caching", "seed")}
+    options["kv_cache_memory_bytes"] = 2 * given["kv_bytes"]  # its blocks hold 32 to 128 tokens, and one stays empty
     llm = LLM(given["model"], skip_tokenizer_init=True, **options)
 
     def complete(prompts: Prompts, num_outputs: list[int]) -> Prompts:
@@ -124,7 +124,7 @@ def main() -> None:
             if not ways:
                 options, ways, packages = make(request)
                 answer: dict[str, Any] = {"options": options, "ways": list(ways)}
-                answer["versions"] = {name: importlib.metadata.version(name) for name in packages}
+                answer["versions"] = {name: str(__import__(name).__version__) for name in packages}
             else:
                 start = time.perf_counter()
                 tokens = ways[request["way"]](request["prompts"], request["num_outputs"])

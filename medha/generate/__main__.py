@@ -203,8 +203,6 @@ def _serve(
         sys.stdout.flush()
         lost = stdout_failure()
     role.close()
-    if engine.mean_host_s is not None:
-        logger.debug("host %.2f ms a step beside the compute", 1e3 * engine.mean_host_s)
     if interrupted:
         logger.warning("interrupted; what was produced is kept")
         return 128 + interrupted[0]

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 from medha.cli.options import SAMPLING
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival
-from medha.engine.jsonl import PROMPT_FORMS, STDIN, read_input, read_requests
+from medha.engine.jsonl import STDIN, read_input, read_requests
 from medha.errors import ConfigError, ValidationError
 from medha.generate.resume import Earlier, drop_lines, read_earlier
 from medha.parallel.launch import is_launched
-from medha.params import SamplingParams
+from medha.params import PROMPT_FORMS, SamplingParams
 
 if TYPE_CHECKING:
     from medha.text import Tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 from medha.config import DTYPES, ModelConfig
 from medha.errors import ConfigError, UnsupportedModelError
 from medha.models.hf_rope import ROPE_FIELDS, merge_rope, read_rope
-from medha.models.json_fields import MAX_LENGTH, Fields, parse_json_object, read_json_object, short_repr
+from medha.models.json_fields import MAX_LENGTH, Fields, read_json_object, short_repr
 
 logger = logging.getLogger("medha")
 
@@ -210,15 +210,6 @@ def load_generation_config(folder: Path, vocab_size: int) -> GenerationDefaults:
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
         max_new_tokens=reader.optional("max_new_tokens", int, 1, MAX_LENGTH),
     )
-
-
-def parse_hf_overrides(text: str) -> dict[str, Any]:
-    """The overrides of ``config.json`` as given on a command line: one JSON object.
-
-    Raises:
-        ConfigError: not JSON, or not an object.
-    """
-    return parse_json_object(text.encode(errors="replace"), f"hf_overrides {short_repr(text)}")
 
 
 def _merge_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -304,7 +304,6 @@ def load_parameters(
     checkpoint: Checkpoint,
     *,
     index: Callable[[str], tuple[slice, ...] | None] = lambda name: None,
-    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Copy each named tensor of the checkpoint, or a slice of it, into its parameter, in place, cast to its dtype.
 
@@ -312,7 +311,6 @@ def load_parameters(
         module_params: allocated plain tensors by their names in the checkpoint, on any device.
         checkpoint: where from; files are read in order of their offsets.
         index: which slice of a tensor is wanted, None for the whole; only that slice is read.
-        progress: called with the bytes read for each parameter.
 
     Raises:
         WeightsError: a tensor is missing, has another shape or dtype, or cannot be read.
@@ -321,11 +319,8 @@ def load_parameters(
     check_tensors(checkpoint, whole, ignored=lambda _: True)
     for name in checkpoint.names:
         if name in module_params:
-            before = checkpoint.bytes_read
             with torch.no_grad():
                 module_params[name].copy_(checkpoint.read(name, index(name)))
-            if progress is not None:
-                progress(checkpoint.bytes_read - before)
 
 
 def _listing(names: Iterable[str]) -> str:

@@ -25,7 +25,6 @@ dimension.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -246,7 +245,7 @@ class Runner:
         if not self.samples:
             return None
         busy_s = record.end_s - entered - record.hidden_wait_s
-        return StepResult(rows, sampled, busy_s, busy_s)
+        return StepResult(rows, sampled, busy_s)
 
     @torch.inference_mode()
     def _start(self, batch: Batch, last_tokens: torch.Tensor) -> PendingStep:
@@ -283,13 +282,11 @@ class Runner:
             host_s: seconds that the host took for it; all of the compute where the device does not run behind.
         """
         start, end = events
-        busy_s = host_wait_s = host_s
+        busy_s = host_s
         if start is not None and end is not None:
-            asked_s = time.perf_counter()
             end.synchronize()
-            host_wait_s = time.perf_counter() - asked_s
             busy_s = start.elapsed_time(end) / 1e3  # milliseconds
-        result = StepResult(rows, [] if drawing is None else drawing.read(), busy_s, host_wait_s)
+        result = StepResult(rows, [] if drawing is None else drawing.read(), busy_s)
         self.take_tokens(result)
         return result
 

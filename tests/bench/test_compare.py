@@ -28,6 +28,7 @@ ALONE = ["--input-len", "none", "--batch-size", "0"]
 # vLLM as far as the worker uses it: prompts continue by counting, and what it was given is part of the answer.
 FAKE_VLLM = """
 import sys
+__version__ = "9.9"
 class SamplingParams:
     def __init__(self, *, max_tokens, temperature, ignore_eos, detokenize):
         assert (temperature, ignore_eos, detokenize) == (0.0, True, False)
@@ -35,7 +36,8 @@ class SamplingParams:
 class Made:
     def __init__(self, **fields): self.__dict__.update(fields)
 class LLM:
-    def __init__(self, model, *, skip_tokenizer_init, enable_prefix_caching, dtype, max_model_len, seed):
+    def __init__(self, model, *, skip_tokenizer_init, enable_prefix_caching, dtype, max_model_len, seed,
+                 kv_cache_memory_bytes):
         assert skip_tokenizer_init and not enable_prefix_caching
         assert not {"medha", "torch"} & set(sys.modules)
         print("vLLM is chatty")
@@ -78,9 +80,7 @@ def fake_python(tmp_path: Path) -> str:
     """An interpreter whose only engine is the made-up vLLM."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text(FAKE_VLLM)
-    for name in ("vllm", "torch"):
-        (tmp_path / f"{name}-9.9.dist-info").mkdir()
-        (tmp_path / f"{name}-9.9.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 9.9\n")
+    (tmp_path / "torch.py").write_text("__version__ = '9.9'\n")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -88,9 +88,9 @@ def fake_python(tmp_path: Path) -> str:
 
 
 def test_the_worker_of_vllm_speaks_the_protocol(tmp_path: Path) -> None:
-    """With a made-up vLLM: no vLLM has run here. Its interpreter needs no medha, and its chatter is kept apart."""
+    """With a made-up vLLM. Its interpreter needs no medha, and its chatter is kept apart."""
     python = fake_python(tmp_path)
-    settings = {"model": "x", "dtype": "float32", "max_model_len": 9, "num_threads": 1, "seed": 0}
+    settings = {"model": "x", "dtype": "float32", "max_model_len": 9, "num_threads": 1, "seed": 0, "kv_bytes": 64}
     with start_peer("vllm", python, settings | {"enable_prefix_caching": False}) as worker:
         assert worker.ready["versions"] == {"vllm": "9.9", "torch": "9.9"}
         assert worker.ready["options"]["skip_tokenizer_init"] is True

@@ -13,7 +13,7 @@ import transformers
 
 from medha.config import ModelConfig, RopeConfig
 from medha.errors import ConfigError, UnsupportedModelError
-from medha.models.hf_config import GenerationDefaults, load_generation_config, load_model_config, parse_hf_overrides
+from medha.models.hf_config import GenerationDefaults, load_generation_config, load_model_config
 from medha.models.json_fields import read_json_object
 from tests.models.hf_folders import LLAMA, REMOVE, YARN, family, load, refused
 
@@ -358,16 +358,6 @@ def test_overrides_leave_the_mapping_alone(tmp_path: Path) -> None:
 )
 def test_wrong_overrides(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -> None:
     refused(tmp_path, ConfigError, {}, ["hf_overrides", *parts], hf_overrides=overrides)
-
-
-def test_overrides_on_the_command_line() -> None:
-    assert parse_hf_overrides('{"rope_theta": 5e5}') == {"rope_theta": 5e5}
-
-
-@pytest.mark.parametrize(("text", "reason"), [("{rope_theta: 5}", "not JSON"), ("[1]", "accepted: a JSON object")])
-def test_wrong_overrides_on_the_command_line(text: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=rf"hf_overrides.*{reason}"):
-        parse_hf_overrides(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
