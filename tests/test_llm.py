@@ -72,9 +72,13 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
 # generate
 
 
-def test_the_first_five_minutes(needle_folder: Path) -> None:
+def test_the_first_five_minutes(needle_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with LLM(str(needle_folder), num_kv_blocks=8) as llm:
         (output,) = llm.generate(question())
+        assert llm.generate([]) == []
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer is not None and tokenizer.encode("ab") == [97, 98]
+    assert capfd.readouterr() == ("", "")
     assert output.outputs[0].text == ANSWER
     assert output.finished
     assert (output.prompt, output.prompt_token_ids) == (question(), list(question().encode()))
@@ -116,25 +120,20 @@ FORMS: dict[str, Any] = {
     "prompt_token_ids array": {"prompt_token_ids": np.array(IDS)},
     "others are None": {"prompt": None, "prompt_token_ids": IDS, "messages": None},
     "mappings": [{"prompt": TEXTS[1]}],
+    "mixed": [TEXTS[0], IDS, {"prompt": TEXTS[2]}, {"prompt_token_ids": list(TEXTS[3].encode())}],
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_prompt_in_every_form(llm: LLM, expected: list[list[int]], form: str) -> None:
     outputs = llm.generate(FORMS[form], GREEDY)
+    if form == "mixed":
+        assert token_ids(outputs) == expected
+        return
     assert token_ids(outputs) == [expected[1]]
     assert outputs[0].prompt_token_ids == IDS
     given_as_text = form in ("text", "texts", "prompt", "mappings")
     assert outputs[0].prompt == (TEXTS[1] if given_as_text else None)
-
-
-def test_prompts_of_mixed_forms(llm: LLM, expected: list[list[int]]) -> None:
-    prompts = [TEXTS[0], IDS, {"prompt": TEXTS[2]}, {"prompt_token_ids": list(TEXTS[3].encode())}]
-    assert token_ids(llm.generate(prompts, GREEDY)) == expected
-
-
-def test_no_prompts(llm: LLM) -> None:
-    assert llm.generate([]) == []
 
 
 def test_slo(llm: LLM) -> None:
@@ -295,17 +294,6 @@ def test_progress_bar(
     assert ("Processed prompts" in screen.getvalue() and "4/4" in screen.getvalue()) == shown
 
 
-def test_nothing_is_printed(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
-    llm.generate(TEXTS, GREEDY)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_tokenizer(needle: LLM) -> None:
-    tokenizer = needle.get_tokenizer()
-    assert tokenizer is not None
-    assert tokenizer.encode("ab") == [97, 98]
-
-
 @pytest.mark.parametrize(
     ("generation", "defaults"),
     [
@@ -347,8 +335,8 @@ def test_stream(needle: LLM) -> None:
     assert not needle.engine.has_unfinished
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("taken", [0, 1, 5])
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("taken", [0, 5])
 def test_leaving_a_stream_early_aborts(
     byte_folder: tuple[Path, Any], expected: list[list[int]], depth: int, taken: int
 ) -> None:
@@ -565,22 +553,17 @@ USES: dict[str, Callable[[LLM], Any]] = {
 
 
 def test_use_after_close(needle_folder: Path) -> None:
-    with LLM(str(needle_folder), **SMALL) as llm:
-        open_stream = llm.stream(question())
-        next(open_stream)
+    llm = LLM(str(needle_folder), **SMALL)
+    open_stream = llm.stream(question())
+    next(open_stream)
+    with pytest.raises(ZeroDivisionError), llm:
+        _ = 1 / 0
     llm.close()
     for use in USES.values():
         with pytest.raises(EngineDeadError, match="this LLM is closed"):
             use(llm)
     with pytest.raises(EngineDeadError, match="this LLM is closed"):
         next(open_stream)
-
-
-def test_close_after_an_error_in_the_body(needle_folder: Path) -> None:
-    with pytest.raises(ZeroDivisionError), LLM(str(needle_folder), **SMALL) as llm:
-        _ = 1 / 0
-    with pytest.raises(EngineDeadError):
-        llm.generate("x")
 
 
 def test_two_at_once(needle_folder: Path, byte_folder: tuple[Path, Any], expected: list[list[int]]) -> None:
@@ -750,7 +733,7 @@ def test_a_request_that_fails_alone(llm: LLM, expected: list[list[int]], monkeyp
 
 
 @pytest.mark.parametrize("block_size", [16, 256])
-@pytest.mark.parametrize("chunk_size", [64, 200, 512])
+@pytest.mark.parametrize("chunk_size", [64, 200])
 def test_needle_at_3000_tokens(needle_folder: Path, chunk_size: int, block_size: int) -> None:
     haystacks = [make_haystack(3000, depth=depth, seed=chunk_size) for depth in (0.0, 0.5, 0.99)]
     with LLM(
