@@ -21,7 +21,7 @@ from medha.engine.jsonl import STDIN, read_input, read_requests
 from medha.errors import ConfigError, ValidationError
 from medha.generate.resume import Earlier, drop_lines, read_earlier
 from medha.parallel.launch import is_launched
-from medha.params import PROMPT_FORMS, SamplingParams
+from medha.params import PROMPT_FORMS, SamplingParams, prompt_form
 
 if TYPE_CHECKING:
     from medha.text import Tokenizer
@@ -102,9 +102,7 @@ def _checked(config: EngineConfig, arrivals: list[Arrival]) -> list[Arrival]:
 
 def _text_error(arrival: Arrival, tokenizer: Tokenizer | None) -> ValidationError | None:
     """Why the text of a request cannot be served, if it cannot."""
-    prompt = {"prompt": arrival.prompt} if isinstance(arrival.prompt, str) else arrival.prompt
-    assert isinstance(prompt, Mapping), "prompts of a command are text, or say what they are"
-    name, value = next(iter(prompt.items()))
+    name, value, _ = prompt_form(arrival.prompt)
     if name == "prompt_token_ids":
         return None
     if tokenizer is None:

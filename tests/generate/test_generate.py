@@ -377,8 +377,10 @@ def test_engine_options_in_both_spellings(
     assert found(configured(f"--{name}={text}"), name) == value
 
 
-def test_flags(configured: Callable[..., EngineConfig]) -> None:
-    assert configured("--cuda-graphs", "--stream") == configured()
+def test_flags(configured: Callable[..., EngineConfig], folder: Path) -> None:
+    assert (
+        configured("--cuda-graphs", "--stream") == configured() == EngineConfig.from_flat(str(folder), num_kv_blocks=64)
+    )
     config = configured("--enforce-eager", "--no-stream", "--overcommit")  # the first as vLLM calls it
     assert (config.cuda_graphs, config.scheduler.stream, config.scheduler.overcommit) == (False, False, True)
 
@@ -389,10 +391,6 @@ def test_other_names_of_options(configured: Callable[..., EngineConfig]) -> None
             text = {"policy": "edf", "gpu_memory_utilization": "0.5"}.get(name, "32")
             for spelling in (alias, alias.replace("_", "-")):
                 assert str(found(configured(f"--{spelling}", text), name)) == text
-
-
-def test_defaults_are_those_of_the_configuration(configured: Callable[..., EngineConfig], folder: Path) -> None:
-    assert configured() == EngineConfig.from_flat(str(folder), num_kv_blocks=64)
 
 
 def test_kv_memory_and_model_path(bare: Command, configured: Callable[..., EngineConfig], folder: Path) -> None:
@@ -465,23 +463,12 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
         ),
         (["{model}", "--prompt", "x", "--output", "{tmp}/o", "--timeline", "{tmp}/./o"], "which is written too"),
         (["{model}", "--prompt", "x", "--output", "{tmp}/o", "--journal", "{tmp}/o"], "which is written too"),
-        (["{model}", "--prompt", "x", "--timeline", "{tmp}/o", "--journal", "{tmp}/o"], "which is written too"),
         (["{model}", "--prompt", "x", "--hf-overrides", "[1]"], "ConfigError: hf_overrides"),
-        (["{model}", "--prompt", "x", "--hf-overrides", "{{"], "ConfigError: hf_overrides"),
         (["{model}", "--prompt", "x", "--rope-scaling", "{{"], "ConfigError: "),
         (["{model}", "--prompt", "x", "--kv-memory", "lots"], "ConfigError: kv_memory='lots'; accepted: as in '4GiB'"),
-        (["{model}", "--prompt", "x", "--dtype", "bogus"], "ConfigError: dtype='bogus'; accepted: auto, float32"),
-        (["{model}", "--prompt", "x", "--device", "tpu"], "ConfigError: device='tpu'; accepted"),
-        (["{model}", "--prompt", "x", "--attention-backend", "x"], "ConfigError: attention_backend='x'; accepted"),
         (["{model}", "--prompt", "x", "--max-num-seqs", "0"], "ConfigError: max_num_seqs=0; accepted"),
-        (["{model}", "--prompt", "x", "--admission", "some"], "admission='some'; accepted: all, refuse, relegate"),
-        (
-            ["{model}", "--prompt", "x", "--admission", "refuse", "--scheduler", "orca"],
-            "admission='refuse' needs predictions, which scheduler='orca' does not make; accepted: all",
-        ),
         (["{model}", "--prompt", "x", "--journal", "{tmp}/gone/j"], "gone/j: No such file or directory"),
         (["{model}", "--prompt", "x", "--log-level", "bogus"], "ConfigError: log_level='bogus'; accepted: debug, info"),
-        (["{model}", "--prompt", "x", "--temperature", "nan"], "ValidationError: temperature=nan; accepted"),
         (["{model}", "--requests", "{requests}", "--top-p", "7"], "ValidationError: top_p=7.0; accepted"),
         (["{model}", "--prompt", "x", "--max-tokens", "many"], "Invalid value for '--max-tokens': "),
         (["{model}", "--prompt", "x", "--bogus"], "No such option"),
