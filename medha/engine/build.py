@@ -167,7 +167,7 @@ def _build(
         parts = {"configuration": config, "config.json": model_config, "checkpoint": checkpoint_facts(config, folder)}
         check_same_everywhere(job, parts)
         ranks = init_ranks(job, device)
-    shard = ModelShard.of(model_config, ranks)
+    shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0)
     num_blocks, num_host_blocks = _pool_sizes(config, shard, ranks, dtype, device, limits.max_model_len)
     block_size = config.cache.block_size
     backend, why = choose_backend(config.attention_backend, shard.layer_shape(dtype), device, block_size=block_size)
@@ -312,14 +312,14 @@ def _this_program() -> str:
 
 def _load_text_side(config: EngineConfig, folder: Path, model: ModelConfig) -> tuple[ModelLimits, Tokenizer | None]:
     """What requests are checked against, and the tokenizer."""
-    generation = load_generation_config(folder, model.vocab_size)
+    sampling, eos = load_generation_config(folder, model.vocab_size)
     text_folder = folder if config.tokenizer is None else resolve_model(config.tokenizer)
     tokenizer = load_tokenizer(text_folder)
     if tokenizer is None and config.tokenizer is not None:
         raise TokenizerError(f"tokenizer={config.tokenizer!r}: {text_folder} has no tokenizer.json")
     if tokenizer is not None:
         tokenizer.check_vocab(model.vocab_size)
-    eos = generation.eos_token_ids or model.eos_token_ids
+    eos = eos or model.eos_token_ids
     if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = (tokenizer.eos_token_id,)
     if not eos:
@@ -330,4 +330,4 @@ def _load_text_side(config: EngineConfig, folder: Path, model: ModelConfig) -> t
             f"max_model_len={wanted} exceeds the model's {most} positions; "
             "accepted: at most that, or rope_scaling='yarn' to stretch it"
         )
-    return ModelLimits(model.vocab_size, wanted or most, eos, generation.sampling_defaults(), config.seed), tokenizer
+    return ModelLimits(model.vocab_size, wanted or most, eos, sampling, config.seed), tokenizer

@@ -29,7 +29,7 @@ from medha.verify.collectives import collective_rows
 from medha.verify.kernels import attention_rows, merge_rows
 from medha.verify.rows import FAIL, NOT_RUN, PASS, Crew, Row, Setting, attempted, failed, machine_rows, timed
 from medha.verify.serving import Show, needle_rows, parity_rows, random_llama
-from medha.worker.shard import TORCH_DTYPES, own_device, pick_backend, pick_device
+from medha.worker.shard import TORCH_DTYPES, choose_backend, own_device, pick_device
 
 Add = Callable[[Sequence[Row]], None]
 
@@ -136,7 +136,7 @@ def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, ad
         device = own_device(pick_device(setting.device), launch)
         dtype = TORCH_DTYPES[setting.dtype]
         backends = {
-            each: pick_backend(setting.attention_backend, LayerShape(8, 2, 64, each), device)
+            each: choose_backend(setting.attention_backend, LayerShape(8, 2, 64, each), device)[0]
             for each in (torch.float32, dtype)
         }
         backend = backends[dtype]

@@ -22,7 +22,7 @@ from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.models.needle import write_needle
 from medha.parallel.launch import Launch
-from medha.worker.shard import own_device, pick_backend, pick_device, wants_graphs
+from medha.worker.shard import choose_backend, own_device, pick_device, wants_graphs
 from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
 from tests.serving import ANSWER, GREEDY, question, write_byte_model
 
@@ -169,9 +169,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_backends(good: Path) -> None:
     shape, cpu = LayerShape(8, 2, 64, torch.bfloat16), torch.device("cpu")
-    assert pick_backend("auto", shape, cpu).name == pick_backend("torch", shape, cpu).name == "torch"
+    assert [choose_backend(name, shape, cpu)[0].name for name in ("auto", "torch")] == ["torch", "torch"]
     with pytest.raises(ConfigError, match=r"needs a CUDA device, not cpu; accepted here: auto, torch"):
-        pick_backend("flashinfer", shape, cpu)
+        choose_backend("flashinfer", shape, cpu)
     with pytest.raises(ConfigError, match=r"attention_backend='flashinfer' needs a CUDA device"):
         build(good, attention_backend="flashinfer", device="cpu", num_kv_blocks=2)
 

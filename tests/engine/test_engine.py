@@ -18,7 +18,7 @@ from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
 from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
-from medha.worker.sampling import uniform
+from medha.worker.sampling import uniforms
 from tests.checkpoints import reference_greedy, reference_logits
 from tests.sched.virtual import make_predictor
 from tests.serving import (
@@ -618,7 +618,7 @@ def plain_draws(model: Model, prompt: list[int], params: SamplingParams, seed: i
     ids = list(prompt)
     for index in range(params.max_tokens):
         probs = (reference_logits(model.reference, ids)[-1].double() / params.temperature).softmax(dim=-1)
-        target = uniform(seed, index)
+        target = uniforms([seed], [index])[0]
         total = 0.0
         probabilities = iter(probs.tolist())
         ids.append(-1)
