@@ -44,36 +44,18 @@ def make_engine(model: Model, *, with_tokenizer: bool = True) -> Engine:
 PROMPTS: dict[str, tuple[Any, str, str]] = {
     "empty text": ("", "prompt", r"^prompt='' has no token; accepted: at least one$"),
     "empty ids": ([], "prompt_token_ids", r"^prompt_token_ids=\[\] has no token; accepted: at least one$"),
-    "empty tuple": ((), "prompt_token_ids", "no token"),
     "empty array": (np.array([], dtype=np.int64), "prompt_token_ids", "no token"),
-    "empty prompt field": ({"prompt": ""}, "prompt", "no token"),
-    "empty ids field": ({"prompt_token_ids": []}, "prompt_token_ids", "no token"),
     "negative": ([5, -1], "prompt_token_ids", r"^prompt_token_ids\[1\]=-1; accepted: integers from 0 to 255$"),
-    "vocabulary size": ([5, 6, 256], "prompt_token_ids", r"^prompt_token_ids\[2\]=256; accepted"),
-    "true": ([5, True], "prompt_token_ids", r"^prompt_token_ids\[1\]=True; accepted"),
-    "true first": ([True, 5], "prompt_token_ids", r"^prompt_token_ids\[0\]=True; accepted"),
-    "float": ([5, 1.0], "prompt_token_ids", r"^prompt_token_ids\[1\]=1\.0; accepted"),
-    "NaN": ([float("nan")], "prompt_token_ids", r"^prompt_token_ids\[0\]=nan; accepted"),
-    "2**63": ([2**63], "prompt_token_ids", r"^prompt_token_ids\[0\]=9223372036854775808; accepted"),
-    "None inside": ([5, None], "prompt_token_ids", r"^prompt_token_ids\[1\]=None; accepted"),
-    "text inside": ([5, "6"], "prompt_token_ids", r"^prompt_token_ids\[1\]='6'; accepted"),
     "nested": ({"prompt_token_ids": [[5]]}, "prompt_token_ids", r"^prompt_token_ids\[0\]=\[5\]; accepted"),
-    "array of floats": (np.array([1.0]), "prompt_token_ids", r"^prompt_token_ids\[0\]=1\.0; accepted"),
-    "array of booleans": (torch.tensor([True]), "prompt_token_ids", r"^prompt_token_ids\[0\]=True; accepted"),
     "array field of two axes": ({"prompt_token_ids": np.array([[5]])}, "prompt_token_ids", r"^prompt_token_ids\[0\]="),
     "array without values": (torch.empty(3, dtype=torch.int64, device="meta"), "prompt_token_ids", "cannot be read"),
     "array as text": ({"prompt": np.array([1])}, "prompt", "^prompt of type ndarray; accepted: text$"),
     "array field of no axis": ({"prompt_token_ids": np.array(5)}, "prompt_token_ids", "of type ndarray; accepted"),
     "text as ids": ({"prompt_token_ids": "hello"}, "prompt_token_ids", "of type str; accepted"),
-    "mapping as ids": ({"prompt_token_ids": {"prompt": "hello"}}, "prompt_token_ids", "of type dict; accepted"),
-    "mapping as text": ({"prompt": {"prompt": "hello"}}, "prompt", "^prompt of type dict; accepted: text$"),
     "two forms": ({"prompt": "a", "prompt_token_ids": [1]}, "prompt", "^prompt and prompt_token_ids; accepted: one of"),
     "no form": ({}, "prompt", "^no prompt; accepted: one of prompt, prompt_token_ids, messages$"),
-    "only None": ({"prompt": None}, "prompt", "^no prompt; accepted"),
     "unknown field": ({"prompt": "a", "multi_modal_data": 1}, "prompt", "^prompt and multi_modal_data; accepted"),
-    "unknown field alone": ({"text": "a"}, "prompt", "^text; accepted: one of prompt, "),
     "no messages": ({"messages": []}, "messages", "non-empty list"),
-    "text as messages": ({"messages": "hi"}, "messages", "^messages of type str; accepted: a list"),
     "mapping as messages": ({"messages": {"role": "user"}}, "messages", "^messages of type dict; accepted: a list"),
     "tools beside text": ({"prompt": "a", "tools": [{}]}, "tools", "^tools beside prompt; accepted: beside messages$"),
     "tools that are none": (
@@ -95,7 +77,7 @@ def test_bad_prompt(model: Model, llm: LLM, case: str) -> None:
     assert caught.value.param == param
     assert_empty(engine)
     assert len(serve_one(engine, "good").outputs[0].token_ids) == 16
-    if case not in ("empty ids", "empty tuple", "empty array"):  # to LLM those are a list of no prompts
+    if case not in ("empty ids", "empty array"):  # to LLM those are a list of no prompts
         with pytest.raises(ValidationError, match=message) as caught:
             llm.generate(prompt)
         assert (caught.value.param, caught.value.index) == (param, 0)
@@ -119,13 +101,6 @@ def test_not_a_prompt_at_all(model: Model, llm: LLM, case: str) -> None:
     assert_empty(engine)
     with pytest.raises(ValidationError, match=f"prompts of type {name}; accepted: a prompt or a list of prompts"):
         llm.generate(value)
-
-
-@pytest.mark.parametrize("prompt", [" ", "\n\n", "\0", "\u202eabc", "é" * 20])
-def test_odd_text_is_text(llm: LLM, prompt: str) -> None:
-    (output,) = llm.generate(prompt, GREEDY)
-    assert output.prompt_token_ids == list(prompt.encode())
-    assert len(output.outputs[0].token_ids) == 16
 
 
 @pytest.mark.parametrize("length", [MAX_MODEL_LEN, MAX_MODEL_LEN + 1, 5000])
@@ -262,7 +237,7 @@ def test_max_tokens_of_none_is_what_there_is_room_for(model: Model, length: int,
 
 
 @pytest.mark.parametrize("bad", ["prompt", "context", "pool"])
-@pytest.mark.parametrize("index", [0, 777, 999])
+@pytest.mark.parametrize("index", [0, 777])
 def test_one_bad_prompt_among_a_thousand(llm: LLM, index: int, bad: str) -> None:
     prompts: list[Any] = [f"prompt number {i}" for i in range(1000)]
     prompts[index] = {"prompt": [7, -1], "context": [1] * 500, "pool": [1] * 300}[bad]
@@ -274,12 +249,6 @@ def test_one_bad_prompt_among_a_thousand(llm: LLM, index: int, bad: str) -> None
     assert_empty(llm.engine)
     assert not llm.engine.has_unfinished
     assert llm.generate("good", GREEDY)[0].finished
-
-
-def test_the_rest_of_the_thousand_is_fine(llm: LLM) -> None:
-    outputs = llm.generate([[i % 256] for i in range(1000)], SamplingParams(temperature=0.0, max_tokens=1))
-    assert [output.prompt_token_ids for output in outputs] == [[i % 256] for i in range(1000)]
-    assert_empty(llm.engine)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Scheduling options and objectives that are wrong, from Python and from the command line; and hard but right ones."""
+"""Policies and profiles that are wrong, from Python and from the command line; and hard but right requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from medha.config import EngineConfig, SchedulerConfig
 from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
-from medha.errors import ConfigError, ValidationError
+from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.sched.scheduler import Scheduler
 from medha.worker.sampling import Sampled
@@ -35,23 +35,7 @@ from tests.serving import GREEDY, Model, make_byte_model, write_byte_model
 
 # -- options -----------------------------------------------------------------------------------------------------
 
-SHARE = "; accepted: a number from 0 to below 1"
-SECONDS = "; accepted: a finite number above 0"
 POLICIES = "; accepted: edf, fcfs, ilrs, lars, lrs, sjf, srpt, priority, priority:NAME or package.module:name"
-BAD_OPTIONS: list[tuple[str, str, str]] = [
-    ("rho_max", "1", f"rho_max=1.0{SHARE}"),
-    ("rho_max", "-0.1", f"rho_max=-0.1{SHARE}"),
-    ("rho_max", "nan", f"rho_max=nan{SHARE}"),
-    ("late_share", "1", f"late_share=1.0{SHARE}"),
-    ("t_target_s", "0", f"t_target_s=0.0{SECONDS}"),
-    ("t_target_s", "-1", f"t_target_s=-1.0{SECONDS}"),
-    ("t_target_s", "nan", f"t_target_s=nan{SECONDS}"),
-    ("t_target_s", "inf", f"t_target_s=inf{SECONDS}"),
-    ("quantum_s", "0", f"quantum_s=0.0{SECONDS}"),
-    ("patience_s", "nan", "patience_s=nan; accepted: a number above 0"),
-    ("scheduler", "sarathy", "scheduler='sarathy'; accepted: medha, static, orca, sarathi, vllm, token-budget"),
-    ("scheduler", "lars", "scheduler='lars'; accepted: medha, static"),
-]
 BAD_POLICIES: list[tuple[str, str]] = [
     ("larz", f"policy='larz'{POLICIES}; did you mean lars?"),
     ("", f"policy=''{POLICIES}"),
@@ -94,21 +78,6 @@ def _same_threads_after() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("name", "text", "message"), BAD_OPTIONS)
-def test_a_bad_option_is_named_from_python_and_from_the_command_line(
-    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch,
-    name: str, text: str, message: str,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
-    value = text if name == "scheduler" else float(text)
-    with pytest.raises(ConfigError) as caught:
-        LLM(folder, **{name: value})
-    assert str(caught.value).startswith(message)
-    code, out, error = command(folder, "--prompt", "x", f"--{name.replace('_', '-')}={text}")
-    assert (code, out, error.count("\n")) == (2, "", 1)
-    assert error.startswith(f"error: ConfigError: {message}")
-
-
 @pytest.mark.parametrize(("policy", "message"), BAD_POLICIES)
 def test_an_unknown_policy_is_named_before_the_weights_are_read(
     folder: Path,
@@ -127,40 +96,6 @@ def test_an_unknown_policy_is_named_before_the_weights_are_read(
 
 
 # -- objectives --------------------------------------------------------------------------------------------------
-
-BAD_OBJECTIVES: list[tuple[str, str, str]] = [
-    (field, text, f"slo.{field}={shown}; accepted: a finite number above 0")
-    for field in ("ttft_s", "tpot_s")
-    for text, shown in [
-        ("NaN", "nan"), ("0", "0"), ("-1", "-1"), ("-0.0", "-0.0"), ("Infinity", "inf"), ('"1"', "'1'"),
-        ("true", "True"), ("1e999", "inf"),
-    ]
-]  # fmt: skip
-
-
-def test_a_bad_objective_in_a_file_is_an_error_line_and_the_others_run(
-    folder: Path, tmp_path: Path, command: Command
-) -> None:
-    lines = [
-        f'{{"id": "{i}", "prompt": "x", "slo": {{"{f}": {text}}}}}' for i, (f, text, _) in enumerate(BAD_OBJECTIVES)
-    ]
-    requests = tmp_path / "requests.jsonl"
-    requests.write_text("\n".join([*lines, '{"id": "good", "prompt": "x", "slo": {"ttft_s": 60}}\n']))
-    code, out, _ = command(folder, "--requests", requests, "--max-tokens", "2", "--json")
-    rows = {row["id"]: row for row in map(json.loads, out.splitlines())}
-    assert code == 3
-    assert rows.pop("good")["finish_reason"] == "length"
-    assert len(rows) == len(BAD_OBJECTIVES)
-    for i, (_, _, message) in enumerate(BAD_OBJECTIVES):
-        assert rows[str(i)]["finish_reason"] == "error"
-        assert message in str(rows[str(i)]["error"])
-
-
-@pytest.mark.parametrize("value", [float("nan"), 0, -1])
-def test_a_bad_objective_in_python_reaches_no_engine(value: float) -> None:
-    for field in ("ttft_s", "tpot_s"):
-        with pytest.raises(ValidationError, match=rf"^slo\.{field}={value}; accepted: a finite number above 0$"):
-            SLO(**{field: value})
 
 
 @pytest.fixture(scope="module")
@@ -221,13 +156,11 @@ def test_a_profile_of_something_else_is_refused_from_python_and_from_the_command
     assert error.startswith(f"error: ConfigError: profile {other} was measured for something else: {message}")
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"format": "medha-coefficients"}', '{"format": "x"}'])
+@pytest.mark.parametrize("text", [None, "{", '{"format": "x"}'])
 def test_a_profile_that_is_none_is_refused(folder: Path, tmp_path: Path, command: Command, text: str | None) -> None:
     path = tmp_path / "profile.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=str(path)):
-        build_engine(config(folder, profile=str(path)))
     code, out, error = command(folder, "--prompt", "x", "--profile", path)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert str(path) in error

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +24,6 @@ from medha import LLM, SLO, RequestOutput, SamplingParams
 from medha.engine.journal import replay
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
 from medha.models.needle import make_haystack, write_needle
-from medha.timeline import Timeline
 from tests.checkpoints import reference_greedy
 from tests.serving import ANSWER, GREEDY, assert_empty, question, write_byte_model
 
@@ -72,9 +70,13 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
 # generate
 
 
-def test_the_first_five_minutes(needle_folder: Path) -> None:
+def test_the_first_five_minutes(needle_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with LLM(str(needle_folder), num_kv_blocks=8) as llm:
         (output,) = llm.generate(question())
+        assert llm.generate([]) == []
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer is not None and tokenizer.encode("ab") == [97, 98]
+    assert capfd.readouterr() == ("", "")
     assert output.outputs[0].text == ANSWER
     assert output.finished
     assert (output.prompt, output.prompt_token_ids) == (question(), list(question().encode()))
@@ -116,25 +118,20 @@ FORMS: dict[str, Any] = {
     "prompt_token_ids array": {"prompt_token_ids": np.array(IDS)},
     "others are None": {"prompt": None, "prompt_token_ids": IDS, "messages": None},
     "mappings": [{"prompt": TEXTS[1]}],
+    "mixed": [TEXTS[0], IDS, {"prompt": TEXTS[2]}, {"prompt_token_ids": list(TEXTS[3].encode())}],
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_prompt_in_every_form(llm: LLM, expected: list[list[int]], form: str) -> None:
     outputs = llm.generate(FORMS[form], GREEDY)
+    if form == "mixed":
+        assert token_ids(outputs) == expected
+        return
     assert token_ids(outputs) == [expected[1]]
     assert outputs[0].prompt_token_ids == IDS
     given_as_text = form in ("text", "texts", "prompt", "mappings")
     assert outputs[0].prompt == (TEXTS[1] if given_as_text else None)
-
-
-def test_prompts_of_mixed_forms(llm: LLM, expected: list[list[int]]) -> None:
-    prompts = [TEXTS[0], IDS, {"prompt": TEXTS[2]}, {"prompt_token_ids": list(TEXTS[3].encode())}]
-    assert token_ids(llm.generate(prompts, GREEDY)) == expected
-
-
-def test_no_prompts(llm: LLM) -> None:
-    assert llm.generate([]) == []
 
 
 def test_slo(llm: LLM) -> None:
@@ -186,30 +183,6 @@ def test_ttft_includes_tokenisation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     (output,) = llm.generate(TEXTS[0], GREEDY)
     assert output.metrics.ttft is not None
     assert output.metrics.ttft > 500
-
-
-def test_timeline(needle_folder: Path, tmp_path: Path) -> None:
-    timeline = Timeline()
-    with LLM(needle_folder, timeline=timeline, scheduler="sarathi", **SMALL) as llm:
-        llm.generate(question(), GREEDY)
-    timeline.write(tmp_path / "trace.json")
-    names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
-    assert {"chunk [0:64]", "chunk [64:128]", "chunk [128:192]", "chunk [192:200]", "decode"} <= set(names)
-
-
-def test_n_completions(llm: LLM) -> None:
-    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8)
-    wanted = [token_ids(llm.generate(TEXTS[0], replace(params, n=1, seed=5 + i)))[0] for i in range(3)]
-    two = llm.generate(TEXTS[:2], params)
-    assert [[completion.index for completion in output.outputs] for output in two] == [[0, 1, 2]] * 2
-    assert [completion.token_ids for completion in two[0].outputs] == wanted
-    streamed: list[list[int]] = [[], [], []]
-    for piece in llm.stream(TEXTS[0], params):
-        for completion in piece.outputs:
-            streamed[completion.index] += completion.token_ids
-    assert piece.finished
-    assert streamed == wanted
-    assert_empty(llm.engine)
 
 
 def test_chat_options_reach_the_template(byte_folder: tuple[Path, Any], tmp_path: Path) -> None:
@@ -295,17 +268,6 @@ def test_progress_bar(
     assert ("Processed prompts" in screen.getvalue() and "4/4" in screen.getvalue()) == shown
 
 
-def test_nothing_is_printed(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
-    llm.generate(TEXTS, GREEDY)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_tokenizer(needle: LLM) -> None:
-    tokenizer = needle.get_tokenizer()
-    assert tokenizer is not None
-    assert tokenizer.encode("ab") == [97, 98]
-
-
 @pytest.mark.parametrize(
     ("generation", "defaults"),
     [
@@ -347,8 +309,8 @@ def test_stream(needle: LLM) -> None:
     assert not needle.engine.has_unfinished
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("taken", [0, 1, 5])
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("taken", [0, 5])
 def test_leaving_a_stream_early_aborts(
     byte_folder: tuple[Path, Any], expected: list[list[int]], depth: int, taken: int
 ) -> None:
@@ -383,6 +345,10 @@ def test_a_stream_is_checked_when_it_is_made(llm: LLM) -> None:
             llm.stream(prompt)  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="sampling_params"):
         llm.stream("x", {"temperature": 0})  # type: ignore[arg-type]
+    prompts: Any
+    for prompts in (["a"], ("a", "b"), [[1, 2]], [{"prompt": "a"}]):
+        with pytest.raises(ValidationError, match=rf"^stream takes one prompt, and this is a list of {len(prompts)};"):
+            llm.stream(prompts)
 
 
 def test_a_stream_goes_on_while_generate_tokenises(
@@ -405,12 +371,6 @@ def test_a_stream_goes_on_while_generate_tokenises(
     assert token_ids(llm.generate(TEXTS[1], GREEDY)) == [expected[1]]
     assert threads and threading.get_ident() not in threads
     assert tokens + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[0]
-
-
-@pytest.mark.parametrize("prompts", [["a"], ("a", "b"), [[1, 2]], [{"prompt": "a"}]])
-def test_a_stream_is_of_one_prompt(llm: LLM, prompts: Any) -> None:
-    with pytest.raises(ValidationError, match=rf"^stream takes one prompt, and this is a list of {len(prompts)};"):
-        llm.stream(prompts)
 
 
 def test_requests_of_ones_own_go_on_beside_others(llm: LLM, expected: list[list[int]]) -> None:
@@ -565,22 +525,17 @@ USES: dict[str, Callable[[LLM], Any]] = {
 
 
 def test_use_after_close(needle_folder: Path) -> None:
-    with LLM(str(needle_folder), **SMALL) as llm:
-        open_stream = llm.stream(question())
-        next(open_stream)
+    llm = LLM(str(needle_folder), **SMALL)
+    open_stream = llm.stream(question())
+    next(open_stream)
+    with pytest.raises(ZeroDivisionError), llm:
+        _ = 1 / 0
     llm.close()
     for use in USES.values():
         with pytest.raises(EngineDeadError, match="this LLM is closed"):
             use(llm)
     with pytest.raises(EngineDeadError, match="this LLM is closed"):
         next(open_stream)
-
-
-def test_close_after_an_error_in_the_body(needle_folder: Path) -> None:
-    with pytest.raises(ZeroDivisionError), LLM(str(needle_folder), **SMALL) as llm:
-        _ = 1 / 0
-    with pytest.raises(EngineDeadError):
-        llm.generate("x")
 
 
 def test_two_at_once(needle_folder: Path, byte_folder: tuple[Path, Any], expected: list[list[int]]) -> None:
@@ -726,31 +681,12 @@ def test_a_step_that_fails(byte_folder: tuple[Path, Any], expected: list[list[in
             assert again.value is dead
 
 
-def test_a_request_that_fails_alone(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = llm.engine.runner.model.logits
-    calls = iter(range(10**9))
-
-    def poisoned(x_SD: torch.Tensor) -> torch.Tensor:
-        result = logits(x_SD)
-        if next(calls) == 3:
-            result[1, 0] = torch.nan
-        return result
-
-    monkeypatch.setattr(llm.engine.runner.model, "logits", poisoned)
-    outputs = llm.generate(TEXTS, GREEDY)
-    reasons = [output.outputs[0].finish_reason for output in outputs]
-    assert sorted(reasons) == ["error", "length", "length", "length"]
-    failed = reasons.index("error")  # which row is whose is up to the policy
-    assert token_ids(outputs) == [tokens[: 3 if i == failed else 16] for i, tokens in enumerate(expected)]
-    assert "request '" in str(outputs[failed].error)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The needle
 
 
 @pytest.mark.parametrize("block_size", [16, 256])
-@pytest.mark.parametrize("chunk_size", [64, 200, 512])
+@pytest.mark.parametrize("chunk_size", [64, 200])
 def test_needle_at_3000_tokens(needle_folder: Path, chunk_size: int, block_size: int) -> None:
     haystacks = [make_haystack(3000, depth=depth, seed=chunk_size) for depth in (0.0, 0.5, 0.99)]
     with LLM(

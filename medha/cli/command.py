@@ -155,16 +155,7 @@ def _canonical(option: str) -> str:
 
 
 def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; an error of ours becomes one line on stderr.
-
-    Args:
-        app: what :func:`make_app` returned.
-        prog_name: what help calls the program.
-        arguments: ``sys.argv`` by default.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command line of :func:`make_app`, by default that of this process; returns the exit code."""
     # Read when torch is imported. A thread that spins while it waits takes the core from what it waits for: beside one
     # busy program two threads took 75 times as long. Without one, sleeping costs up to 10 % with layers 1,024 wide or
     # more, and a third of a small model's decode.
@@ -291,12 +282,9 @@ def first_interrupt() -> Iterator[list[int]]:
 
 @contextmanager
 def state_on_signal(describe: Callable[[], str]) -> Iterator[None]:
-    """Within, SIGUSR1 makes this process write what it works on, and where its threads are, to stderr.
+    """Within, SIGUSR1 makes this process write what it works on, in words, and where its threads are, to stderr.
 
     A thread of its own does it, since the main thread may be stuck in a transfer, where no handler of Python runs.
-
-    Args:
-        describe: what this process works on, as text.
     """
     here, there = socket.socketpair()
     there.setblocking(False)
@@ -324,11 +312,7 @@ def state_on_signal(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def start_logging(level: str) -> None:
-    """Log medha's own messages to stderr.
-
-    Raises:
-        ConfigError: no such level.
-    """
+    """Log medha's own messages to stderr; raises ConfigError where there is no such level."""
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise ConfigError(f"log_level={level!r}; accepted: debug, info, warning, error")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -81,21 +82,15 @@ def but(group: Group, *without: str, **defaults: Any) -> Group:
     for name, default in defaults.items():
         hint, declared = get_args(group[name][0])
         default, shown = default if isinstance(default, tuple) else (default, default is not None)
-        flags = (*([] if declared.default is ... else [declared.default]), *(declared.param_decls or ()))
-        declared = typer.Option(
-            *flags, help=declared.help, rich_help_panel=declared.rich_help_panel, show_default=shown
-        )
+        declared = copy(declared)
+        declared.show_default = shown
         kind = next(kind for kind in (hint, *get_args(hint)) if kind is not type(None))
         changed[name] = _parameter(hint if get_args(hint) and default is not None else kind, declared, default)
     return changed
 
 
 def parse_lengths(name: str, text: str) -> tuple[int, ...]:
-    """``2048,16K`` as integers.
-
-    Raises:
-        ConfigError: not a list of positive integers.
-    """
+    """``2048,16K`` as integers; raises ConfigError where it is no list of positive ones."""
     parts = text.replace("_", "").split(",")
     with suppress(ConfigError):
         if all(part.strip().isdecimal() or part.strip()[-1:].isalpha() for part in parts):
@@ -122,11 +117,7 @@ def takes(*groups: Group) -> Callable[[Callable[..., int]], Callable[..., int]]:
 
 
 def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a command was given for :meth:`medha.config.EngineConfig.from_flat`, the model included.
-
-    Raises:
-        ConfigError: text that stands for a JSON object is none.
-    """
+    """What a command was given for :meth:`medha.config.EngineConfig.from_flat`, with text that is JSON read."""
     options = {name: given[name] for name in ENGINE if given.get(name) is not None}
     for name in ("hf_overrides", "rope_scaling"):
         text = options.get(name)

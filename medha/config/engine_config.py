@@ -163,9 +163,7 @@ class EngineConfig:
             section, of = _OPTIONS[canonical]
             said = option_of(of)
             if canonical == "swap_space":
-                value = _swap_bytes(given := value)
-                if value is math.nan:
-                    raise ConfigError(f"{name}={given!r}; accepted: GiB from 0 to {2**30}, or text as in '512MiB'")
+                value = _swap_bytes(name, value)
             elif canonical == "kv_memory":
                 value = parsed_size(name, value, "4GiB")
             elif said is not None and said.is_length:
@@ -230,10 +228,12 @@ def whole_blocks(max_kv_per_group: int | None, block_size: int) -> int | None:
     return whole
 
 
-def _swap_bytes(value: Any) -> Any:
-    """Bytes of ``swap_space``: a number, be it text, is GiB as in vLLM; what is none is left to its check."""
+def _swap_bytes(name: str, value: Any) -> int:
+    """Bytes of ``swap_space``: a number, be it text, is GiB as in vLLM."""
     try:
         gib = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
-        return parsed_size("swap_space", value, "4GiB")
-    return int(gib * 2**30) if 0 <= gib <= 2**30 else math.nan
+        return int(parsed_size("swap_space", value, "4GiB"))
+    if not 0 <= gib <= 2**30:
+        raise ConfigError(f"{name}={value!r}; accepted: GiB from 0 to {2**30}, or text as in '512MiB'")
+    return int(gib * 2**30)

@@ -26,12 +26,7 @@ SIMULATED = "Simulated memory"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a value may be.
-
-    Attributes:
-        accepted: in words.
-        holds: whether a value is that.
-    """
+    """What a value may be: in words, and whether one is that."""
 
     accepted: str
     holds: Callable[[Any], bool]
@@ -78,10 +73,9 @@ def _config_error(name: str, value: Any, accepted: str) -> Exception:
 
 
 def check_options(config: Any, error: Callable[[str, Any, str], Exception] = _config_error) -> None:
-    """Hold every field of a dataclass to its check; None passes where its type has it.
+    """Hold every field of a dataclass to its check, None apart where its type has it.
 
-    Raises:
-        ConfigError: a value is not accepted; or what ``error`` makes of its name, the value and what is accepted.
+    Raises ConfigError, or what ``error`` makes of the field's name, the value and what is accepted.
     """
     for field in dataclasses.fields(config):
         said, value = option_of(field), getattr(config, field.name)

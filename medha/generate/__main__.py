@@ -210,10 +210,9 @@ def _serve(
 
 
 def _end_of(num_failed: int, lost: OSError | None, *, has_file: bool) -> int:
-    """The exit code of a run whose stdout may have failed; where its reader had enough, nothing is said of it.
+    """The exit code of a run; RequestError where stdout could not be written, and the answers are nowhere else.
 
-    Raises:
-        RequestError: stdout could not be written, and the answers are nowhere else.
+    Nothing is said of a reader that had enough.
     """
     if lost is not None and has_file:
         logger.warning("stdout could not be written (%s); all answers are in the output file", lost.strerror)

@@ -21,7 +21,7 @@ from medha.engine.jsonl import STDIN, read_input, read_requests
 from medha.errors import ConfigError, ValidationError
 from medha.generate.resume import Earlier, drop_lines, read_earlier
 from medha.parallel.launch import is_launched
-from medha.params import PROMPT_FORMS, SamplingParams
+from medha.params import PROMPT_FORMS, SamplingParams, prompt_form
 
 if TYPE_CHECKING:
     from medha.text import Tokenizer
@@ -81,12 +81,15 @@ def _checked(config: EngineConfig, arrivals: list[Arrival]) -> list[Arrival]:
     Raises:
         ConfigError: the model's folder is wrong.
     """
+    from medha.models.hf_config import load_model_config
     from medha.models.hub import resolve_model
     from medha.text import load_tokenizer  # here because it loads tokenizers
 
     if not arrivals or (is_launched() and not Path(config.model).is_dir()):
         return arrivals  # a model from the hub: the other ranks wait for this one, and do not while it downloads
     folder = resolve_model(config.model, revision=config.revision)
+    overrides = {name: getattr(config, name) for name in ("hf_overrides", "rope_scaling", "max_model_len")}
+    load_model_config(folder, **overrides)  # a model that cannot be served is said before what it lacks
     tokenizer = load_tokenizer(folder if config.tokenizer is None else resolve_model(config.tokenizer))
     if tokenizer is None:
         logger.warning("%s has no tokenizer.json: prompts and answers are token ids", config.tokenizer or config.model)
@@ -99,9 +102,7 @@ def _checked(config: EngineConfig, arrivals: list[Arrival]) -> list[Arrival]:
 
 def _text_error(arrival: Arrival, tokenizer: Tokenizer | None) -> ValidationError | None:
     """Why the text of a request cannot be served, if it cannot."""
-    prompt = {"prompt": arrival.prompt} if isinstance(arrival.prompt, str) else arrival.prompt
-    assert isinstance(prompt, Mapping), "prompts of a command are text, or say what they are"
-    name, value = next(iter(prompt.items()))
+    name, value, _ = prompt_form(arrival.prompt)
     if name == "prompt_token_ids":
         return None
     if tokenizer is None:

@@ -16,7 +16,6 @@ from medha.__main__ import app
 from medha.cli.command import make_app, run_app
 from medha.cost.machine import environment
 from medha.errors import ConfigError, EngineDeadError, RequestError, ValidationError
-from medha.models.needle import write_needle
 
 ROOT = Path(medha.__file__).parents[1]
 
@@ -28,11 +27,10 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-v"], ["generate", "-h"], ["env", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["-v"], ["generate", "-h"], ["env", "--help"]])
 def test_help_and_version_load_no_torch(arguments: list[str]) -> None:
-    code = (
-        "import sys, medha.__main__ as c\ntry: c.main()\nfinally: assert not {'torch', 'tokenizers'} & set(sys.modules)"
-    )
+    code = "import runpy, sys; sys.argv[0] = 'medha'\ntry: runpy.run_module('medha', run_name='__main__')\n"
+    code += "finally: assert not {'torch', 'tokenizers'} & set(sys.modules)"
     done = run_python(code, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     if arguments == ["-v"]:
@@ -56,15 +54,6 @@ def test_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(verb in out for verb in ("generate", "env", "bench", "--version"))
     assert run_app(app, "medha", ["--version"]) == 0
     assert capsys.readouterr().out == f"medha {medha.__version__}\n"
-
-
-def test_generate_is_the_same_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = str(write_needle(tmp_path / "needle"))
-    prompt = "The code of Ada is 31-plum.\nThe code of Ada is"
-    arguments = ["generate", model, "--num_kv_blocks=8", "--log_level", "error", "--prompt", prompt]
-    assert run_app(app, "medha", arguments) == 0
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == (" 31-plum.\n", "")
 
 
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,16 +85,8 @@ def test_threads_sleep_while_they_wait(given: str | None, seen: str, monkeypatch
     monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
     if given is None:
         monkeypatch.delenv("OMP_WAIT_POLICY")
-    found = []
-    looking = make_app()
-
-    @looking.command()
-    def look() -> int:
-        found.append(os.environ["OMP_WAIT_POLICY"])
-        return 0
-
-    assert run_app(looking, "looking", []) == 0
-    assert found == [seen]
+    assert run_app(app, "medha", ["--version"]) == 0
+    assert os.environ["OMP_WAIT_POLICY"] == seen
 
 
 @pytest.mark.parametrize(
@@ -127,11 +108,6 @@ def test_verbs_of_other_engines(arguments: list[str], instead: str, capsys: pyte
     assert f"│ {arguments[0]} " not in capsys.readouterr().out
 
 
-def test_the_package_is_the_command() -> None:
-    done = run_python("import runpy, sys; sys.argv[0] = 'medha'; runpy.run_module('medha', run_name='__main__')", "-v")
-    assert (done.returncode, done.stdout) == (0, f"medha {medha.__version__}\n")
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -140,28 +116,22 @@ def test_the_package_is_the_command() -> None:
         (RequestError("x"), 3),
         (EngineDeadError("x"), 4),
         (KeyboardInterrupt(), 130),
+        (ZeroDivisionError(), None),  # not hidden
     ],
 )
-def test_errors_become_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_become_exit_codes(error: BaseException, code: int | None, capsys: pytest.CaptureFixture[str]) -> None:
     failing = make_app()
 
     @failing.command()
     def fail() -> int:
         raise error
 
+    if code is None:
+        with pytest.raises(ZeroDivisionError):
+            run_app(failing, "failing", [])
+        return
     assert run_app(failing, "failing", []) == code
     err = capsys.readouterr().err
     assert "\n" not in err[:-1]
     if code == 2:
         assert err == f"error: {type(error).__name__}: {' '.join(str(error).split())}\n"
-
-
-def test_other_errors_are_not_hidden() -> None:
-    failing = make_app()
-
-    @failing.command()
-    def fail() -> int:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run_app(failing, "failing", [])

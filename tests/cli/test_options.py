@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from medha.cli.command import make_app, run_app
-from medha.cli.options import ENGINE, SAMPLING, SIMULATED, but, engine_options, options_of, pick, takes
+from medha.cli.options import ENGINE, SAMPLING, SIMULATED, but, engine_options, options_of, takes
 from medha.config import EngineConfig, option_of
 from medha.config.engine_config import SECTIONS
 from medha.config.fields import option
@@ -109,9 +109,3 @@ def test_options_reach_the_engine() -> None:
     for wrong in ("[1]", "{", '{"a": 1, "a": 2}'):
         with pytest.raises(ConfigError, match="hf_overrides"):
             engine_options({"hf_overrides": wrong})
-
-
-def test_some_by_name() -> None:
-    assert list(pick("tp", "num_swap_blocks")) == ["tp", "num_swap_blocks"]
-    with pytest.raises(KeyError):
-        pick("nothing")

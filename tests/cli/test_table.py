@@ -10,7 +10,7 @@ import pytest
 from rich.table import Table
 
 from medha.cli.report import STDOUT, check_writable, deliver, machine_line, stamp
-from medha.cli.table import counted, print_report, report_console, text_of
+from medha.cli.table import print_report, report_console, text_of
 from medha.errors import ConfigError
 from tests.parallel.workers import launch_environment
 
@@ -124,12 +124,3 @@ def test_text_in_a_file_has_80_columns_and_tables_what_they_need(
     assert row
     lines = [line for line in text.splitlines() if "word" in line]
     assert 60 < max(map(len, lines)) <= 80
-
-
-def test_numbers_of_things() -> None:
-    assert [counted(number, "thread") for number in (0, 1, 2, 1000)] == [
-        "0 threads",
-        "1 thread",
-        "2 threads",
-        "1,000 threads",
-    ]

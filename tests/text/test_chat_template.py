@@ -101,7 +101,8 @@ def rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: An
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_render_equals_jinja2(name: str, add_generation_prompt: bool) -> None:
     tokenizer = chat_tokenizer(TEMPLATES[name])
-    for messages in (CHAT, CHAT[1:2], CHAT[1:]):
+    many = [{"role": ("user", "assistant")[i % 2], "content": f"message {i} " * 20} for i in range(1000)]
+    for messages in (CHAT, CHAT[1:2], CHAT[1:], many):
         mine = rendered(tokenizer, messages, add_generation_prompt=add_generation_prompt)
         assert mine == hf_render(TEMPLATES[name], joined(messages), add_generation_prompt)
 
@@ -115,18 +116,6 @@ def test_encode_chat_equals_transformers(name: str) -> None:
     mine = chat_tokenizer(TEMPLATES[name])
     ids = theirs.apply_chat_template(joined(CHAT), tokenize=True, add_generation_prompt=True, return_dict=False)
     assert mine.encode_chat(CHAT)[1].tolist() == ids
-
-
-def test_long_literals_render_unchanged() -> None:
-    text = "Follow the rules below. { not a tag } 100% # \n  " * 20
-    template = "{# c {{ ' #}" + text + "{% raw %}{{ ' {% endraw %}\n  {% if true %}\n" + text + "{% endif %}"
-    assert rendered(chat_tokenizer(template), CHAT) == hf_render(template, joined(CHAT), True)
-
-
-def test_a_thousand_messages_render() -> None:
-    messages = [{"role": ("user", "assistant")[i % 2], "content": f"message {i} " * 20} for i in range(1000)]
-    for name, template in TEMPLATES.items():
-        assert len(rendered(chat_tokenizer(template), messages)) > 200_000, name
 
 
 @pytest.mark.parametrize(
@@ -190,11 +179,14 @@ HOSTILE = {
 }
 
 
+REASONS = {"raise": "no tools here", "loops": "fuel", "syntax": "syntax error", "missing": "has no chat template"}
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates(name: str) -> None:
     tokenizer = chat_tokenizer(HOSTILE[name])
     start = time.monotonic()
-    with pytest.raises(ChatTemplateError):
+    with pytest.raises(ChatTemplateError, match=REASONS.get(name, "")):
         tokenizer.encode_chat([{"role": "user", "content": "hi <|eot_id|>"}])
     assert time.monotonic() - start < HOSTILE_SECONDS
 
@@ -243,15 +235,3 @@ def test_a_renderer_that_died_is_followed_by_another() -> None:
         with pytest.raises(ChatTemplateError, match=r"^chat template of tokenizer: the process ended with SIG"):
             rendered(tokenizer, [{"role": "user", "content": "bad"}])
         assert rendered(tokenizer, [{"role": "user", "content": "good"}]) == "fine"
-
-
-def test_template_errors_say_why() -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    for template, reason in {
-        HOSTILE["raise"]: "no tools here",
-        HOSTILE["loops"]: "fuel",
-        HOSTILE["syntax"]: "syntax error",
-        None: "has no chat template",
-    }.items():
-        with pytest.raises(ChatTemplateError, match=reason):
-            rendered(chat_tokenizer(template), messages)

@@ -62,10 +62,7 @@ def test_stop_checker_overlaps() -> None:
     assert StopChecker(["aab"], include_stop_str_in_output=True).push("aaabz") == ("aaab", "aab")
 
 
-def test_stop_checker_without_stops_and_with_bad_ones() -> None:
-    checker = StopChecker([])
-    assert checker.push("anything") == ("anything", None)
-    assert checker.finish() == ""
+def test_a_bad_stop_string() -> None:
     with pytest.raises(ValidationError) as caught:
         StopChecker(["ok", ""])
     assert caught.value.param == "stop"

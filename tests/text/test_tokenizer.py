@@ -41,6 +41,9 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
 
 def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load_tokenizer(tmp_path) is None
+    bare = load_tokenizer(save(tmp_path, byte_level(), {"eos_token": "not in the vocabulary"}))
+    assert bare is not None
+    assert (bare.eos_token_id, bare.bos_token_id, bare.has_chat_template) == (None, None, False)
     named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
     config = {"bos_token": {"content": "<|bos|>"}, "chat_template": named}
     special_map = {"bos_token": "<|im_end|>", "eos_token": "<|eot_id|>"}
@@ -55,14 +58,6 @@ def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptur
     assert tokenizer is not None
     assert tokenizer.has_chat_template
     assert tokenizer.encode_chat(CHAT)[0] == "F"
-
-
-def test_missing_eos_is_none(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(save(tmp_path, byte_level(), {"eos_token": "not in the vocabulary"}))
-    assert tokenizer is not None
-    assert tokenizer.eos_token_id is None
-    assert tokenizer.bos_token_id is None
-    assert not tokenizer.has_chat_template
 
 
 @pytest.mark.parametrize("text", ["", "{}", "nonsense", "[" * 100_000, '{"model": {"type": "BPE"'])
