@@ -102,10 +102,8 @@ def tile_tokens(spec: HardwareSpec, heads: float, kv_heads: float) -> int:
     return max(1, round(rates.tile_rows * kv_heads / heads)) if rates.splits_kv else rates.tile_rows
 
 
-def decode_lines(
-    spec: HardwareSpec, units: ArrayLike, *, head_dim: int, dtype_bytes: int = 2
-) -> tuple[Floats, Floats, Floats, Floats]:
-    """Attention of decodes with a split KV over their mean KV, of one layer: a line for long ones, one for short ones.
+def decode_lines(spec: HardwareSpec, units: ArrayLike, *, head_dim: int, dtype_bytes: int = 2) -> tuple[Floats, ...]:
+    """Attention of decodes over their mean KV, of one layer: a line for long ones, one for short ones.
 
     Args:
         spec: rates.
@@ -114,22 +112,17 @@ def decode_lines(
         dtype_bytes: of a key or value element.
 
     Returns:
-        Seconds and seconds per cached token of long decodes, then of those up to ``short_kv``.
+        Seconds and seconds per cached token: with a split KV of long decodes, then of those up to ``short_kv``; else of
+        all, as one thread block reads all keys of a KV head.
     """
     rates, units = spec.attention, np.asarray(units, dtype=np.float64)
     read = _read_s(head_dim, dtype_bytes, rates.bytes_per_s) * units
+    launch_s = rates.decode_launch_s + rates.decode_head_s * units
+    if not rates.splits_kv:
+        return launch_s, np.maximum(read, _read_s(head_dim, dtype_bytes, rates.block_bytes_per_s))
     short_read = np.maximum(read, _read_s(head_dim, dtype_bytes, rates.short_bytes_per_s))
     long_a = rates.decode_split_s * (1 + 1 / units) + rates.decode_head_s * units
-    return long_a, read, rates.decode_launch_s + rates.decode_head_s * units, short_read
-
-
-def unsplit_decode_line(
-    spec: HardwareSpec, units: ArrayLike, *, head_dim: int, dtype_bytes: int = 2
-) -> tuple[Floats, Floats]:
-    """The same where one thread block reads all keys of a KV head; arguments as of :func:`decode_lines`."""
-    rates = spec.attention
-    _, read, launch_s, _ = decode_lines(spec, units, head_dim=head_dim, dtype_bytes=dtype_bytes)
-    return launch_s, np.maximum(read, _read_s(head_dim, dtype_bytes, rates.block_bytes_per_s))
+    return long_a, read, launch_s, short_read
 
 
 def elementwise_s(spec: HardwareSpec, num_bytes: ArrayLike, *, kernels: int) -> Floats:
@@ -301,8 +294,7 @@ def _chunks(spec: HardwareSpec, model: ModelConfig, shard: Shard, dtype_bytes: i
 
 def _decodes(spec: HardwareSpec, model: ModelConfig, shard: Shard, dtype_bytes: int) -> DecodeAttention:
     batch, rates = _grid(1, MAX_SAMPLES), spec.attention
-    lines_of = decode_lines if rates.splits_kv else unsplit_decode_line
-    lines = lines_of(spec, batch * shard.kv_heads, head_dim=model.head_dim, dtype_bytes=dtype_bytes)
+    lines = decode_lines(spec, batch * shard.kv_heads, head_dim=model.head_dim, dtype_bytes=dtype_bytes)
     a, b, *short = (_seconds(shard.layers * line) for line in lines)
     return DecodeAttention(_seconds(batch), a, b, rates.short_kv if short else 0.0, *short)
 
