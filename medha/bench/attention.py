@@ -25,7 +25,7 @@ from medha.config import ModelConfig
 from medha.errors import ConfigError
 from medha.profile.steps import fill_pools
 from medha.worker.kv_cache import KVCache
-from medha.worker.shard import TORCH_DTYPES, pick_backend, pick_device
+from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
 
 _BLOCK_SIZE = 256
 _PRODUCT = "matrix product"
@@ -162,7 +162,7 @@ class _Pool:
         fill_pools(self._cache, longest, seed=0)
         shape = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype)
         name = options.subject.options.get("attention_backend", "auto")
-        self.backend = pick_backend(name, shape, device, block_size=_BLOCK_SIZE)
+        self.backend = choose_backend(name, shape, device, block_size=_BLOCK_SIZE)[0]
 
     def attend(self, chunk: int, kv_len: int) -> Callable[[], None]:
         """What attends with a chunk and waits for the device."""

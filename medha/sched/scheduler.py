@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import Predictor, Work
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
 from medha.errors import DeadlineError
 from medha.sched.baselines import classical_packer
@@ -113,6 +113,25 @@ class Scheduler:
     def in_flight(self) -> tuple[Batch, ...]:
         """Batches scheduled and not yet complete, oldest first."""
         return tuple(batch for batch, _ in self._in_flight)
+
+    def longest_s(self) -> float:
+        """Seconds that the longest batch in flight is predicted to take, 0 where there is none; any thread may ask.
+
+        A batch of a packer that predicts nothing counts as if one group ran all of it.
+        """
+        return max((self._seconds_of(*sent) for sent in list(self._in_flight)), default=0.0)
+
+    def _seconds_of(self, batch: Batch, prediction: Prediction | None) -> float:
+        if prediction is not None or self.predictor is None:
+            return 0.0 if prediction is None else prediction.seconds
+        most = self.predictor.max_tokens  # of one chunk; whole prompts may be longer
+        return self.predictor.predict(
+            [
+                Work(min(most, row.q_len - done), row.position + done, row.is_decode, None, row.samples)
+                for row in batch.rows
+                for done in range(0, row.q_len, most)
+            ]
+        )
 
     def prediction_of(self, batch: Batch) -> Prediction | None:
         """What was predicted of a batch in flight, where the packer predicts."""
