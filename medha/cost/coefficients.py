@@ -175,11 +175,7 @@ class ProfileKey:
         check_fields("key", self)
 
     def check(self, expected: ProfileKey, *, source: str = "profile") -> None:
-        """Compare with what is to be run.
-
-        Raises:
-            ConfigError: naming each field that differs.
-        """
+        """Raise a ConfigError that names each field in which ``expected``, what is to be run, differs."""
         differing = [
             f"{item.name} is {getattr(self, item.name)!r}, running {getattr(expected, item.name)!r}"
             for item in fields(self)
@@ -227,15 +223,10 @@ class Coefficients:
 
     @classmethod
     def from_json(cls, text: str, *, expected: ProfileKey | None = None, source: str = "profile") -> Coefficients:
-        """Read the text of a JSON file.
-
-        Args:
-            text: what :meth:`to_json` gave.
-            expected: what is to be run, or None to accept any.
-            source: how a message names the text.
+        """Read what :meth:`to_json` gave; ``source`` names it in messages.
 
         Raises:
-            ConfigError: not such a file, a bad value, or measured for something else.
+            ConfigError: not such a file, a bad value, or measured for something else than ``expected``.
         """
         found = from_json(cls, text, format=_FORMAT, source=source)
         if expected is not None:
@@ -244,11 +235,7 @@ class Coefficients:
 
     @classmethod
     def load(cls, path: Path, *, expected: ProfileKey | None = None) -> Coefficients:
-        """Read a JSON file; see :meth:`from_json`.
-
-        Raises:
-            ConfigError: the file cannot be read or does not fit.
-        """
+        """Read a JSON file; see :meth:`from_json`."""
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:

@@ -21,13 +21,7 @@ def to_json(thing: Any, format: str) -> str:
 
 
 def from_json(kind: type[T], text: str, *, format: str, source: str) -> T:
-    """Read a file.
-
-    Args:
-        kind: the dataclass to make; it checks its own values.
-        text: JSON.
-        format: its name.
-        source: how a message names the file.
+    """Read a file as a dataclass, which checks its own values; ``source`` names the file in messages.
 
     Raises:
         ConfigError: not such a file, or naming the field that is unknown, missing or wrong.

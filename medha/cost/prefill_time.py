@@ -85,15 +85,8 @@ class PrefillTimes:
 def budgeted_chunk(
     predictor: Predictor, budget_s: float, max_tokens: int, *, granularity: int = 1, min_tokens: int = 1
 ) -> ChunkRule:
-    """The rule of a packer for a request that runs alone: the largest chunk within the budget, at factor 1.
-
-    Args:
-        predictor: of the slowest stage.
-        budget_s: seconds of a batch.
-        max_tokens: of a batch.
-        granularity: of chunks.
-        min_tokens: taken where less fits.
-    """
+    """The rule of a packer for a request that runs alone: the largest chunk within the budget of a batch, at factor 1;
+    ``min_tokens`` where less fits."""
     tick = predictor.uncorrected().tick()
 
     def chunk(kv_before: int) -> int:
@@ -127,12 +120,7 @@ def complete_config(
     Tokens on a group: as many as an efficient chunk fills a batch's time with, at least an even share of the longest
     request, at most the pool.
 
-    Args:
-        config: what was asked for.
-        predictor: of the slowest stage.
-        parallel: the layout.
-        longest: tokens of the longest request.
-        num_blocks, block_size: of each group's pool.
+    ``longest`` is the tokens of the longest request, ``num_blocks`` and ``block_size`` are of each group's pool.
     """
     depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else 2 if config.decode_lag else 1)
     most = config.max_kv_per_group
