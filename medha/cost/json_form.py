@@ -69,7 +69,7 @@ def check_fields(where: str, thing: Any) -> None:
     """Check the numbers, texts and flags of a dataclass: each field by its declared type and its name.
 
     Raises:
-        ConfigError: a number is not finite, or not above 0 where that is needed; a text is empty; a type is another.
+        ConfigError: a number is not finite, or not above 0 where that is needed, or a type is another.
     """
     for item in fields(thing):
         name, value = f"{where}.{item.name}", getattr(thing, item.name)
@@ -80,7 +80,7 @@ def check_fields(where: str, thing: Any) -> None:
             check_number(name, value, least, 1.0 if item.name == "wave_share" else math.inf)
         elif item.type == "bool" and not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r}; accepted: true or false")
-        elif item.type == "str" and (not isinstance(value, str) or not value):
+        elif item.type == "str" and not isinstance(value, str):
             raise ConfigError(f"{name}={value!r}; accepted: a text")
 
 
