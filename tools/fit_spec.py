@@ -37,7 +37,6 @@ from medha.cost.roofline import (
     first_chunk_s,
     gemm_s,
     linear_layer_s,
-    unsplit_decode_line,
 )
 from medha.errors import ConfigError
 from tools.tables import FitError, read_records
@@ -271,7 +270,8 @@ def _decodes(data: Path) -> list[_Rows]:
         return np.asarray(np.minimum(short, long), dtype=np.float64)
 
     def predict_unsplit(spec: HardwareSpec, sizes: Floats) -> Floats:
-        a, b = unsplit_decode_line(spec, sizes[:, 0], head_dim=_HEAD_DIM)
+        whole = replace(spec, attention=replace(spec.attention, splits_kv=False))
+        a, b = decode_lines(whole, sizes[:, 0], head_dim=_HEAD_DIM)
         return np.asarray(a + b * sizes[:, 1], dtype=np.float64)
 
     tables = []

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
-from medha.cost.json_form import check_number, from_json, to_json
+from medha.cost.json_form import check_fields, check_number, from_json, to_json
 from medha.errors import ConfigError
 
 _FORMAT = "medha-coefficients"
@@ -67,8 +67,7 @@ class ChunkAttention:
 
     def __post_init__(self) -> None:
         _check_table("chunks", self.tokens, a_s=self.a_s, b_s=self.b_s, first_s=self.first_s)
-        if not isinstance(self.tile, int) or isinstance(self.tile, bool) or self.tile < 1:
-            raise ConfigError(f"chunks.tile={self.tile!r}; accepted: an integer of at least 1")
+        check_fields("chunks", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class DecodeAttention:
     short_b_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_number("decodes.short_kv", self.short_kv, 0.0)
+        check_fields("decodes", self)
         short = {"short_a_s": self.short_a_s, "short_b_s": self.short_b_s} if self.short_kv else {}
         _check_table("decodes", self.batch, rising=False, a_s=self.a_s, b_s=self.b_s, **short)
 
@@ -119,9 +118,7 @@ class MixedAttention:
     straggler_b_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number("mixed.prefill_factor", self.prefill_factor, 0.0)
-        check_number("mixed.straggler_a_s", self.straggler_a_s, 0.0)
-        check_number("mixed.straggler_b_s", self.straggler_b_s, 0.0)
+        check_fields("mixed", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +138,7 @@ class Link:
     bytes_per_token: float
 
     def __post_init__(self) -> None:
-        for name in ("calls", "alpha_s", "bytes_per_token"):
-            check_number(f"link.{name}", getattr(self, name), 0.0)
-        check_number("link.bytes_per_s", self.bytes_per_s)
+        check_fields("link", self)
 
     @property
     def fixed_s(self) -> float:
@@ -177,18 +172,10 @@ class ProfileKey:
     torch_version: str
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            kind = int if item.name in ("num_threads", "block_size") else str
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise ConfigError(f"profile key {item.name}={value!r}; accepted: {kind.__name__}")
+        check_fields("key", self)
 
     def check(self, expected: ProfileKey, *, source: str = "profile") -> None:
-        """Compare with what is to be run.
-
-        Raises:
-            ConfigError: naming each field that differs.
-        """
+        """Raise a ConfigError that names each field in which ``expected``, what is to be run, differs."""
         differing = [
             f"{item.name} is {getattr(self, item.name)!r}, running {getattr(expected, item.name)!r}"
             for item in fields(self)
@@ -228,9 +215,7 @@ class Coefficients:
     kvp: Link | None = None
 
     def __post_init__(self) -> None:
-        check_number("host_s", self.host_s, 0.0)
-        if not isinstance(self.splits_kv, bool):
-            raise ConfigError(f"splits_kv={self.splits_kv!r}; accepted: true or false")
+        check_fields("stage", self)
 
     def to_json(self) -> str:
         """As the text of a JSON file; see :meth:`from_json`."""
@@ -238,28 +223,19 @@ class Coefficients:
 
     @classmethod
     def from_json(cls, text: str, *, expected: ProfileKey | None = None, source: str = "profile") -> Coefficients:
-        """Read the text of a JSON file.
-
-        Args:
-            text: what :meth:`to_json` gave.
-            expected: what is to be run, or None to accept any.
-            source: how a message names the text.
+        """Read what :meth:`to_json` gave; ``source`` names it in messages.
 
         Raises:
-            ConfigError: not such a file, a bad value, or measured for something else.
+            ConfigError: not such a file, a bad value, or measured for something else than ``expected``.
         """
-        found = from_json(cls, text, formats=(_FORMAT,), source=source)
+        found = from_json(cls, text, format=_FORMAT, source=source)
         if expected is not None:
             found.key.check(expected, source=source)
         return found
 
     @classmethod
     def load(cls, path: Path, *, expected: ProfileKey | None = None) -> Coefficients:
-        """Read a JSON file; see :meth:`from_json`.
-
-        Raises:
-            ConfigError: the file cannot be read or does not fit.
-        """
+        """Read a JSON file; see :meth:`from_json`."""
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:

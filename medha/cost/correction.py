@@ -66,12 +66,10 @@ class Correction:
     of speed is approached from one side. A kind that has not been seen borrows the factor of the kind seen most.
 
     Attributes:
-        num_ignored: observations that were not finite, not above 0 or absurd.
         errors: of the predictions as they were made.
     """
 
     def __init__(self) -> None:
-        self.num_ignored = 0
         self.errors = RunningError()
         self._log = dict.fromkeys(KINDS, 0.0)
         self._seen = dict.fromkeys(KINDS, 0)
@@ -105,7 +103,7 @@ class Correction:
                 predicted after the last observation.
 
         Returns:
-            False if the observation was ignored (and counted).
+            False if the observation was ignored: not finite, not above 0 or absurd.
         """
         start = self._log[self._source(kind)]
         if predicted_s == busy_s and factor == 1.0 and start == 0.0 and 0 < busy_s < math.inf:
@@ -115,11 +113,9 @@ class Correction:
             return True
         within = math.exp(start) if factor is None else factor
         if not (0 < predicted_s < math.inf and 0 < busy_s < math.inf and 0 < within < math.inf):
-            self.num_ignored += 1
             return False
         target = math.log(busy_s) - math.log(predicted_s) + math.log(within)
         if abs(target) > math.log(_MAX_RATIO):
-            self.num_ignored += 1
             return False
         self.errors.add(kind, predicted_s, busy_s)
         self._seen[kind] += 1

@@ -8,20 +8,18 @@ is one thread of a CPU, assumed. :mod:`medha.cost.roofline` makes costs of them.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
-from medha.cost.json_form import check_int, check_number, from_json, to_json
+from medha.cost.json_form import check_fields, check_int, check_number, from_json, to_json
 from medha.errors import ConfigError
 
 SPECS = Path(__file__).parent / "specs"
 GEMM_TILES = ((64, 64), (128, 128), (128, 256))
 """Rows and columns of the output that one thread block of a GPU computes."""
 _PROVENANCES = ("measured", "derived", "assumed")
-_FORMATS = ("medha-hardware-spec", "medha-hardware-sheet")
+_FORMAT = "medha-hardware-spec"
 _DEFAULT_GPU, _CPU = "a100-80g", "cpu"
 
 
@@ -46,13 +44,15 @@ class GemmRates:
     tiles: tuple[tuple[int, int], ...] = GEMM_TILES
 
     def __post_init__(self) -> None:
-        _check_part("gemm", self)
-        if not isinstance(self.tiles, tuple) or any(not isinstance(t, tuple) or len(t) != 2 for t in self.tiles):
+        check_fields("gemm", self)
+        if any(not isinstance(tile, tuple) or len(tile) != 2 for tile in self.tiles):
             raise ConfigError(f"gemm.tiles={self.tiles!r}; accepted: a list of pairs of rows and columns")
         for size in (size for tile in self.tiles for size in tile):
             check_int("gemm.tiles", size)
-        if len(self.flops_per_s) != len(self.tiles):
+        if not isinstance(self.flops_per_s, tuple) or len(self.flops_per_s) != len(self.tiles):
             raise ConfigError(f"gemm.flops_per_s={self.flops_per_s!r}; accepted: {len(self.tiles)} numbers")
+        for rate in self.flops_per_s:
+            check_number("gemm.flops_per_s", rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class AttentionRates:
     block_bytes_per_s: float
 
     def __post_init__(self) -> None:
-        _check_part("attention", self)
+        check_fields("attention", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class ElementwiseRates:
     launch_s: float
 
     def __post_init__(self) -> None:
-        _check_part("elementwise", self)
+        check_fields("elementwise", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class LinkRates:
     ranks: int = 2
 
     def __post_init__(self) -> None:
-        _check_part("link", self)
+        check_fields("link", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +174,16 @@ class HardwareSpec:
     sources: dict[str, str] = field(repr=False)
 
     def __post_init__(self) -> None:
-        _check_part("spec", self)
+        check_fields("spec", self)
         if self.provenance not in _PROVENANCES:
             raise ConfigError(f"spec.provenance={self.provenance!r}; accepted: {', '.join(_PROVENANCES)}")
         for name in ("all_reduce", "all_gather"):
-            ranks = [link.ranks for link in getattr(self, name)]
+            links = getattr(self, name)
+            if not isinstance(links, tuple):
+                raise ConfigError(f"spec.{name}={links!r}; accepted: a list of links, one for each number of ranks")
+            ranks = [link.ranks for link in links]
             if not ranks or ranks != sorted(set(ranks)):
                 raise ConfigError(f"{name}: ranks {ranks}; accepted: at least one, increasing")
-        self._check_sources()
-
-    def _check_sources(self) -> None:
         needed = {item.name for item in fields(self)} - {"name", "machine", "provenance", "sources"}
         given = self.sources if isinstance(self.sources, dict) else {}
         without = sorted(name for name in needed if not isinstance(given.get(name), str) or not given[name])
@@ -193,7 +193,7 @@ class HardwareSpec:
 
     def to_json(self) -> str:
         """As the text of a JSON file; see :meth:`from_json`."""
-        return to_json(self, _FORMATS[0])
+        return to_json(self, _FORMAT)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "hardware spec") -> HardwareSpec:
@@ -202,7 +202,7 @@ class HardwareSpec:
         Raises:
             ConfigError: not such a file, or naming the field that is unknown, missing or wrong.
         """
-        return from_json(cls, text, formats=_FORMATS, source=source)
+        return from_json(cls, text, format=_FORMAT, source=source)
 
     def times(self, count: int) -> HardwareSpec:
         """So many of it as one machine: threads of a CPU, whose links stay as they are."""
@@ -253,33 +253,3 @@ def spec_of_device(name: str | None, num_threads: int) -> HardwareSpec:
     words = re.split(r"[^a-z0-9]+", name.lower())
     known = (path.stem for path in sorted(SPECS.glob("*.json")))
     return load_spec(next((stem for stem in known if stem.split("-")[0] in words), _DEFAULT_GPU))
-
-
-_BOUNDS: dict[str, tuple[float | None, float]] = {
-    "overlap_power": (1.0, math.inf),
-    "wave_share": (0.0, 1.0),
-    "host_s": (0.0, math.inf),
-    "sample_s": (0.0, math.inf),
-}
-_TYPES: dict[str, tuple[type, str]] = {"bool": (bool, "true or false"), "str": (str, "a text")}
-
-
-def _check_part(where: str, part: Any) -> None:
-    """Check each field of a part by its declared type and its name."""
-    for item in fields(part):
-        name, value = f"{where}.{item.name}", getattr(part, item.name)
-        if item.type == "int":
-            check_int(name, value, least=2 if item.name == "ranks" else 1)
-        elif item.type == "float":
-            check_number(name, value, *_BOUNDS.get(item.name, (None, math.inf)))
-        elif item.type == "tuple[float, ...]":
-            for number in value if isinstance(value, tuple) else (value,):
-                check_number(name, number)
-        elif item.type in _TYPES:
-            kind, accepted = _TYPES[item.type]
-            if not isinstance(value, kind) or value == "":
-                raise ConfigError(f"{name}={value!r}; accepted: {accepted}")
-        elif item.type == "tuple[LinkRates, ...]" and (
-            not isinstance(value, tuple) or not all(isinstance(link, LinkRates) for link in value)
-        ):
-            raise ConfigError(f"{name}={value!r}; accepted: a list of links, one for each number of ranks")

@@ -1,11 +1,11 @@
-"""Frozen dataclasses as JSON files and back, with errors that name the field: hardware specs and measured profiles."""
+"""Frozen dataclasses as JSON files and back, and checks of their values, with errors that name the field."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -20,14 +20,8 @@ def to_json(thing: Any, format: str) -> str:
     return json.dumps({"format": format, "version": _VERSION, **asdict(thing)}, indent=2) + "\n"
 
 
-def from_json(kind: type[T], text: str, *, formats: tuple[str, ...], source: str) -> T:
-    """Read a file.
-
-    Args:
-        kind: the dataclass to make; it checks its own values.
-        text: JSON.
-        formats: names of the format; the first is the present one, the others are what it was called before.
-        source: how a message names the file.
+def from_json(kind: type[T], text: str, *, format: str, source: str) -> T:
+    """Read a file as a dataclass, which checks its own values; ``source`` names the file in messages.
 
     Raises:
         ConfigError: not such a file, or naming the field that is unknown, missing or wrong.
@@ -37,8 +31,8 @@ def from_json(kind: type[T], text: str, *, formats: tuple[str, ...], source: str
     except ValueError as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
     head = (tree.pop("format", None), tree.pop("version", None)) if isinstance(tree, dict) else None
-    if head not in [(name, _VERSION) for name in formats]:
-        raise ConfigError(f"{source}; accepted: a file of format {formats[0]!r}, version {_VERSION}")
+    if head != (format, _VERSION):
+        raise ConfigError(f"{source}; accepted: a file of format {format!r}, version {_VERSION}")
     try:
         found: T = _value(kind, tree, "the file")
     except ConfigError as error:
@@ -59,22 +53,39 @@ def _value(kind: Any, tree: Any, where: str) -> Any:
     types = get_type_hints(kind)
     if unknown := sorted(set(tree) - set(types)):
         raise ConfigError(f"{where} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(types))}")
-    needed = {item.name for item in fields(kind) if item.default is MISSING or item.name not in _MAY_LACK}
-    if missing := sorted(needed - set(tree)):
+    if missing := sorted(set(types) - set(tree)):
         raise ConfigError(f"{where} lacks {', '.join(missing)}")
     return kind(**{name: _value(types[name], value, name) for name, value in tree.items()})  # type: ignore[operator]
 
 
-_MAY_LACK = ("tiles",)
-"""Fields that files of before do not have."""
+_LEAST: dict[str, float] = {"overlap_power": 1.0, "ranks": 2}
+_MAY_BE_0 = (
+    *("wave_share", "host_s", "sample_s", "alpha_s", "bytes_per_token", "calls", "num_threads"),
+    *("short_kv", "prefill_factor", "straggler_a_s", "straggler_b_s"),
+)
+
+
+def check_fields(where: str, thing: Any) -> None:
+    """Check the numbers, texts and flags of a dataclass: each field by its declared type and its name.
+
+    Raises:
+        ConfigError: a number is not finite, or not above 0 where that is needed, or a type is another.
+    """
+    for item in fields(thing):
+        name, value = f"{where}.{item.name}", getattr(thing, item.name)
+        least = 0.0 if item.name in _MAY_BE_0 else _LEAST.get(item.name)
+        if item.type == "int":
+            check_int(name, value, least=1 if least is None else int(least))
+        elif item.type == "float":
+            check_number(name, value, least, 1.0 if item.name == "wave_share" else math.inf)
+        elif item.type == "bool" and not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}; accepted: true or false")
+        elif item.type == "str" and not isinstance(value, str):
+            raise ConfigError(f"{name}={value!r}; accepted: a text")
 
 
 def check_number(name: str, value: object, least: float | None = None, most: float = math.inf) -> None:
-    """Refuse what is not a finite number above 0, or of at least ``least``, and at most ``most``.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Refuse what is not a finite number above 0, or of at least ``least``, and at most ``most``."""
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     above = number > 0 if least is None else number >= least
     if not math.isfinite(number) or not above or number > most:
@@ -85,10 +96,6 @@ def check_number(name: str, value: object, least: float | None = None, most: flo
 
 
 def check_int(name: str, value: object, *, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least ``least``.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Refuse what is not a whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r}; accepted: a whole number of at least {least}")

@@ -153,7 +153,7 @@ class Predictor:
         return self.correction.observe(kind, predicted_s, busy_s, factor=factor)
 
     def uncorrected(self) -> Predictor:
-        """The same coefficients at factor 1 for good, as :class:`medha.cost.prefill_time.PrefillTimes` wants them."""
+        """The same coefficients at factor 1 for good, as prefill times want them."""
         return Predictor(self.coefficients, max_tokens=self.max_tokens)
 
 
@@ -182,26 +182,6 @@ class Tick:
         predictor: whose coefficients.
         decodes: the batch's decodes; None for none.
     """
-
-    __slots__ = (
-        "_alpha",
-        "_beside_s",
-        "_chunk_factor",
-        "_chunks_s",
-        "_decode_factor",
-        "_fixed_s",
-        "_floor_s",
-        "_head",
-        "_kvp",
-        "_line",
-        "_num_chunks",
-        "_num_decodes",
-        "_num_samples",
-        "_runs",
-        "_tiles",
-        "num_tokens",
-        "seconds",
-    )
 
     def __init__(self, predictor: Predictor, decodes: Decodes | None) -> None:
         coefficients = predictor.coefficients

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor, Run
@@ -64,49 +64,19 @@ class PrefillTimes:
             more, at, last = steps.integrated(starts[-1], done[-1], max_tokens)
             lengths, totals = [*lengths, *more], [*totals, *(at + last / 2)]
             starts, done = [*starts, *more], [*done, *at]
-        self._lengths, self._totals = _floats(lengths), np.maximum.accumulate(_floats(totals))
-        self._starts, self._done = _floats(starts), np.maximum.accumulate(_floats(done))
-        self._of_total: _Line = self._lengths.tolist(), self._totals.tolist()
-        self._of_done: _Line = self._starts.tolist(), self._done.tolist()
+        self._of_total: _Line = lengths, np.maximum.accumulate(totals).tolist()
+        self._of_done: _Line = starts, np.maximum.accumulate(done).tolist()
 
-    @property
-    def num_points(self) -> int:
-        """Lengths at which the total is kept."""
-        return len(self._lengths)
-
-    def total_s(self, num_prompt: ArrayLike) -> Floats:
-        """Seconds to prefill prompts from their first token.
-
-        Args:
-            num_prompt: lengths in tokens; a number or an array of any shape.
-
-        Returns:
-            Float64 of that shape; 0 where the length is 0.
-        """
-        return _interpolated(num_prompt, self._lengths, self._totals)
-
-    def remaining_s(self, num_computed: ArrayLike, num_prompt: ArrayLike) -> Floats:
-        """Seconds to prefill the tokens that are left.
-
-        Exact to interpolation where a chunk of the rule begins at ``num_computed``, and within one chunk elsewhere.
-
-        Args:
-            num_computed: tokens done, or in flight; a number or an array.
-            num_prompt: lengths, of the same shape.
-
-        Returns:
-            Float64 of that shape; 0 where nothing is left, at least one token's step where something is.
-        """
-        left_s = self.total_s(num_prompt) - _interpolated(num_computed, self._starts, self._done)
-        tokens_left = np.asarray(num_prompt) > np.asarray(num_computed)
-        return np.where(tokens_left, np.maximum(left_s, self.least_s), 0.0)
-
-    def one_total_s(self, num_prompt: int) -> float:
-        """As :meth:`total_s` of a single prompt, much faster."""
+    def total_s(self, num_prompt: int) -> float:
+        """Seconds to prefill a prompt of so many tokens from the first one."""
         return _at(num_prompt, self._of_total)
 
-    def one_remaining_s(self, num_computed: int, num_prompt: int) -> float:
-        """As :meth:`remaining_s` of a single prompt, much faster."""
+    def remaining_s(self, num_computed: int, num_prompt: int) -> float:
+        """Seconds to prefill what is left of a prompt of which ``num_computed`` tokens are done or in flight.
+
+        Exact to interpolation where a chunk of the rule begins there, and within one chunk elsewhere; at least one
+        token's step where something is left.
+        """
         if num_prompt <= num_computed:
             return 0.0
         return max(_at(num_prompt, self._of_total) - _at(num_computed, self._of_done), self.least_s)
@@ -115,15 +85,8 @@ class PrefillTimes:
 def budgeted_chunk(
     predictor: Predictor, budget_s: float, max_tokens: int, *, granularity: int = 1, min_tokens: int = 1
 ) -> ChunkRule:
-    """The rule of a packer for a request that runs alone: the largest chunk within the budget, at factor 1.
-
-    Args:
-        predictor: of the slowest stage.
-        budget_s: seconds of a batch.
-        max_tokens: of a batch.
-        granularity: of chunks.
-        min_tokens: taken where less fits.
-    """
+    """The rule of a packer for a request that runs alone: the largest chunk within the budget of a batch, at factor 1;
+    ``min_tokens`` where less fits."""
     tick = predictor.uncorrected().tick()
 
     def chunk(kv_before: int) -> int:
@@ -155,14 +118,9 @@ def complete_config(
 
     Depth: one batch more than there are stages where there are several, so that no stage waits for the control plane.
     Tokens on a group: as many as an efficient chunk fills a batch's time with, at least an even share of the longest
-    request, so that it fits, and at most the pool.
+    request, at most the pool.
 
-    Args:
-        config: what was asked for.
-        predictor: of the slowest stage.
-        parallel: the layout.
-        longest: tokens of the longest request.
-        num_blocks, block_size: of each group's pool.
+    ``longest`` is the tokens of the longest request, ``num_blocks`` and ``block_size`` are of each group's pool.
     """
     depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else 2 if config.decode_lag else 1)
     most = config.max_kv_per_group
@@ -269,18 +227,10 @@ class _Steps:
         return np.array(sizes, dtype=np.float64), np.array(steps_s)
 
 
-def _interpolated(at: ArrayLike, x: Floats, y: Floats) -> Floats:
-    return np.asarray(np.interp(np.asarray(at, dtype=np.float64), x, y), dtype=np.float64)
-
-
 def _at(at: int, line: _Line) -> float:
-    """What numpy.interp says of one number, no less than the first ``x``."""
+    """As numpy.interp of one number, no less than the first ``x``; much faster."""
     x, y = line
     i = bisect_right(x, at) - 1
     if i + 1 == len(x):
         return y[-1]
     return (y[i + 1] - y[i]) / (x[i + 1] - x[i]) * (at - x[i]) + y[i]
-
-
-def _floats(values: list[float]) -> Floats:
-    return np.asarray(values, dtype=np.float64)

@@ -42,17 +42,12 @@ _DTYPES = {1: "8 bits", 2: "bfloat16", 4: "float32"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels: seconds of one layer's launches
+# Kernels: seconds of one layer's launches. ``tokens`` are those of the chunk or batch, ``heads`` and ``kv_heads`` the
+# query and KV heads of one rank, ``head_dim`` the features of a head, ``dtype_bytes`` those of an element.
 
 
 def gemm_s(spec: HardwareSpec, m: ArrayLike, n: ArrayLike, k: ArrayLike, *, dtype_bytes: int = 2) -> Floats:
-    """Seconds of [m, k] times [k, n].
-
-    Args:
-        spec: rates.
-        m, n, k: numbers or arrays that broadcast.
-        dtype_bytes: of an element.
-    """
+    """Seconds of [m, k] times [k, n]; numbers or arrays that broadcast."""
     rates, (m, n, k) = spec.gemm, (np.asarray(size, dtype=np.float64) for size in (m, n, k))
     arithmetic: Floats = np.full((), np.inf)
     for (rows, columns), flops_per_s in zip(rates.tiles, rates.flops_per_s, strict=True):
@@ -64,14 +59,7 @@ def gemm_s(spec: HardwareSpec, m: ArrayLike, n: ArrayLike, k: ArrayLike, *, dtyp
 
 
 def first_chunk_s(spec: HardwareSpec, tokens: ArrayLike, *, heads: ArrayLike, head_dim: int) -> Floats:
-    """Seconds of causal attention with nothing cached, of one layer.
-
-    Args:
-        spec: rates.
-        tokens: of the chunk.
-        heads: query heads of one rank.
-        head_dim: features of a head.
-    """
+    """Seconds of causal attention with nothing cached, of one layer."""
     rates, c = spec.attention, np.asarray(tokens, dtype=np.float64)
     all_blocks = np.asarray(heads) * 2 * head_dim * c * (c + rates.tile_rows) / rates.flops_per_s
     return rates.launch_s + _beside(all_blocks, _block_s(spec, head_dim) * c, rates.overlap_power)
@@ -80,15 +68,7 @@ def first_chunk_s(spec: HardwareSpec, tokens: ArrayLike, *, heads: ArrayLike, he
 def chunk_slope_s(
     spec: HardwareSpec, tokens: ArrayLike, *, heads: float, kv_heads: float, head_dim: int, dtype_bytes: int = 2
 ) -> Floats:
-    """Seconds that each cached token adds to the attention of a chunk, of one layer.
-
-    Args:
-        spec: rates.
-        tokens: of the chunk.
-        heads, kv_heads: query and KV heads of one rank.
-        head_dim: features of a head.
-        dtype_bytes: of a key or value element.
-    """
+    """Seconds that each cached token adds to the attention of a chunk, of one layer."""
     rates, tile = spec.attention, tile_tokens(spec, heads, kv_heads)
     rows = np.ceil(np.asarray(tokens, dtype=np.float64) / tile) * tile * heads
     read = _read_s(kv_heads * head_dim, dtype_bytes, rates.bytes_per_s)
@@ -102,34 +82,20 @@ def tile_tokens(spec: HardwareSpec, heads: float, kv_heads: float) -> int:
     return max(1, round(rates.tile_rows * kv_heads / heads)) if rates.splits_kv else rates.tile_rows
 
 
-def decode_lines(
-    spec: HardwareSpec, units: ArrayLike, *, head_dim: int, dtype_bytes: int = 2
-) -> tuple[Floats, Floats, Floats, Floats]:
-    """Attention of decodes with a split KV over their mean KV, of one layer: a line for long ones, one for short ones.
+def decode_lines(spec: HardwareSpec, units: ArrayLike, *, head_dim: int, dtype_bytes: int = 2) -> tuple[Floats, ...]:
+    """Attention of decodes over their mean KV, of one layer: a line for long ones, one for short ones.
 
-    Args:
-        spec: rates.
-        units: decodes times KV heads of one rank.
-        head_dim: features of a head.
-        dtype_bytes: of a key or value element.
-
-    Returns:
-        Seconds and seconds per cached token of long decodes, then of those up to ``short_kv``.
+    ``units`` are decodes times KV heads of one rank. Returns seconds and seconds per cached token: with a split KV of
+    long decodes, then of those up to ``short_kv``; else of all, as one thread block reads all keys of a KV head.
     """
     rates, units = spec.attention, np.asarray(units, dtype=np.float64)
     read = _read_s(head_dim, dtype_bytes, rates.bytes_per_s) * units
+    launch_s = rates.decode_launch_s + rates.decode_head_s * units
+    if not rates.splits_kv:
+        return launch_s, np.maximum(read, _read_s(head_dim, dtype_bytes, rates.block_bytes_per_s))
     short_read = np.maximum(read, _read_s(head_dim, dtype_bytes, rates.short_bytes_per_s))
     long_a = rates.decode_split_s * (1 + 1 / units) + rates.decode_head_s * units
-    return long_a, read, rates.decode_launch_s + rates.decode_head_s * units, short_read
-
-
-def unsplit_decode_line(
-    spec: HardwareSpec, units: ArrayLike, *, head_dim: int, dtype_bytes: int = 2
-) -> tuple[Floats, Floats]:
-    """The same where one thread block reads all keys of a KV head; arguments as of :func:`decode_lines`."""
-    rates = spec.attention
-    _, read, launch_s, _ = decode_lines(spec, units, head_dim=head_dim, dtype_bytes=dtype_bytes)
-    return launch_s, np.maximum(read, _read_s(head_dim, dtype_bytes, rates.block_bytes_per_s))
+    return long_a, read, launch_s, short_read
 
 
 def elementwise_s(spec: HardwareSpec, num_bytes: ArrayLike, *, kernels: int) -> Floats:
@@ -252,13 +218,8 @@ def linear_layer_s(
 ) -> Floats:
     """Seconds of a layer without its attention.
 
-    Args:
-        spec: rates.
-        tokens: of the batch.
-        hidden: model dimension.
-        heads_width, kv_width: features of this rank's query heads, and of its key heads.
-        intermediate: this rank's MLP features.
-        dtype_bytes: of an element.
+    Features: ``hidden`` of the model, ``heads_width`` and ``kv_width`` of this rank's query and key heads,
+    ``intermediate`` of its part of the MLP.
     """
     m = np.asarray(tokens, dtype=np.float64)
     shapes = (
@@ -301,8 +262,7 @@ def _chunks(spec: HardwareSpec, model: ModelConfig, shard: Shard, dtype_bytes: i
 
 def _decodes(spec: HardwareSpec, model: ModelConfig, shard: Shard, dtype_bytes: int) -> DecodeAttention:
     batch, rates = _grid(1, MAX_SAMPLES), spec.attention
-    lines_of = decode_lines if rates.splits_kv else unsplit_decode_line
-    lines = lines_of(spec, batch * shard.kv_heads, head_dim=model.head_dim, dtype_bytes=dtype_bytes)
+    lines = decode_lines(spec, batch * shard.kv_heads, head_dim=model.head_dim, dtype_bytes=dtype_bytes)
     a, b, *short = (_seconds(shard.layers * line) for line in lines)
     return DecodeAttention(_seconds(batch), a, b, rates.short_kv if short else 0.0, *short)
 

@@ -16,7 +16,7 @@ token-budget    as sarathi, with a budget of tokens that follows a moving averag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import MappingProxyType
 
 from medha.batch import Batch
@@ -31,25 +31,20 @@ def _all(first: int, count: int, most: int) -> int:
     return most
 
 
-def _start_waiting(queue: Queue, builder: BatchBuilder) -> None:
+_Add = Callable[[State, SizeFn], int]  # a builder's add_chunk or add_prompt
+
+
+def _start_waiting(queue: Queue, add: _Add, size: SizeFn = _all) -> None:
     """First chunks in order of arrival, until one is refused."""
-    while queue.waiting and max(builder.tokens_left) > 0:
-        if not builder.add_chunk(next(iter(queue.waiting.values())), _all):
-            return
+    while queue.waiting and add(next(iter(queue.waiting.values())), size):
+        pass
 
 
-def _start_whole(queue: Queue, builder: BatchBuilder, size: SizeFn) -> None:
-    """Whole prompts in order of arrival, until one is refused."""
-    while queue.waiting:
-        if not builder.add_prompt(next(iter(queue.waiting.values())), size):
-            return
-
-
-def _continue_started(prefills: Iterable[State], builder: BatchBuilder) -> None:
+def _continue_started(queue: Queue, add: _Add, size: SizeFn = _all) -> None:
     """Next chunks of prefills that have begun; one that gets no memory waits, those behind it do not."""
-    for state in prefills:
+    for state in list(queue.prefills()):
         if state.has_started:  # it may have been preempted for one before it
-            builder.add_chunk(state, _all)
+            add(state, size)
 
 
 class StaticPacker(Packer):
@@ -58,12 +53,10 @@ class StaticPacker(Packer):
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         if not queue.running:
-            _start_whole(queue, builder, _all)
+            _start_waiting(queue, builder.add_prompt)
             return
         builder.add_decodes()
-        for state in list(queue.prefills()):  # cut at the end of a shard, or refused memory
-            if state.has_started:
-                builder.add_prompt(state, _all)
+        _continue_started(queue, builder.add_prompt)  # cut at the end of a shard, or refused memory
 
 
 class OrcaPacker(Packer):
@@ -81,10 +74,8 @@ class OrcaPacker(Packer):
             return most if is_first or all(builder.tokens_left[group] >= most for group in groups) else 0
 
         builder.add_decodes()
-        for state in list(queue.prefills()):  # cut at the end of a shard, or refused memory
-            if state.has_started:
-                builder.add_prompt(state, if_it_fits)
-        _start_whole(queue, builder, if_it_fits)
+        _continue_started(queue, builder.add_prompt, if_it_fits)  # cut at the end of a shard, or refused memory
+        _start_waiting(queue, builder.add_prompt, if_it_fits)
 
 
 class SarathiPacker(Packer):
@@ -93,8 +84,8 @@ class SarathiPacker(Packer):
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         builder.add_decodes()
-        _continue_started(list(queue.prefills()), builder)
-        _start_waiting(queue, builder)
+        _continue_started(queue, builder.add_chunk)
+        _start_waiting(queue, builder.add_chunk)
 
 
 class VllmPacker(Packer):
@@ -109,7 +100,7 @@ class VllmPacker(Packer):
                 builder.add_decode(state)
             elif state.has_started and state.prefilling and not state.ended:
                 builder.add_chunk(state, _all)
-        _start_waiting(queue, builder)
+        _start_waiting(queue, builder.add_chunk)
         builder.put_decodes_first()
 
 

@@ -47,11 +47,6 @@ class BlockPool:
         """Blocks not held by any slot; promised ones count as free."""
         return self.num_blocks - self.num_used
 
-    def held(self, slot: int) -> int:
-        """Number of blocks that ``slot`` holds."""
-        holding = self._holdings.get(slot)
-        return sum(count for _, count in holding.extents) if holding else 0
-
     def allocate(self, slot: int, count: int, *, claim: int) -> list[Extent]:
         """Give ``slot`` ``count`` more blocks, adjacent to its last ones where possible.
 
@@ -64,7 +59,7 @@ class BlockPool:
             The new extents in position order.
 
         Raises:
-            RuntimeError: fewer than ``count`` blocks are free.
+            RuntimeError: fewer are free.
         """
         if count > self.num_free:
             raise RuntimeError(f"slot {slot} asks for {count} KV blocks, {self.num_free} are free")

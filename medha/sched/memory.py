@@ -13,13 +13,11 @@ somebody is preempted (:mod:`medha.sched.preempt`).
 
 The host may have a pool for each group as well: a preempted request that lies on one group can be *swapped out* to it,
 and comes back to the same group.
-
-The file is longer than most until the scheduler has one rule for what it reserves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from medha.batch import Extent, Row
@@ -59,9 +57,7 @@ class KVMemory:
         num_blocks: blocks in the pool of each group.
         block_size: tokens a block.
         max_kv_per_group: tokens of one request on one group, a multiple of the block size; None is the whole pool.
-        overcommit: let requests take what is free, whatever others have claimed.
-        num_swap_blocks: blocks of host memory of each group.
-        swap_block_s: seconds in which a block moves to host memory or back.
+        overcommit, num_swap_blocks, swap_block_s: as of the options; the blocks are of each group.
 
     Attributes:
         pools: by group.
@@ -140,12 +136,8 @@ class KVMemory:
     ) -> bool:
         """Whether a request of ``num_tokens`` in all may begin on group ``first`` with its first ``kv_len`` tokens.
 
-        Args:
-            first: one of :meth:`first_groups`.
-            num_tokens: its claim.
-            kv_len: tokens that it has with its first chunk, those included that come back from the host.
-            set_aside: the chunk is the last of its prompt.
-            gone: slots of requests that would be preempted for it.
+        ``kv_len`` counts what comes back from the host; ``set_aside``: the chunk is the last of its prompt; ``gone``:
+        slots of requests that would be preempted for it.
         """
         claim = self.claim(num_tokens)
         account = _Account(first, claim, [0] * len(claim))
@@ -177,8 +169,7 @@ class KVMemory:
         index = group - account.first
         if index >= len(account.starts):
             return 0
-        end = account.starts[index + 1] if index + 1 < len(account.starts) else position
-        return end - account.starts[index]
+        return next(iter(account.starts[index + 1 :]), position) - account.starts[index]
 
     def room(self, slot: int, position: int) -> int:
         """Tokens from ``position`` to the end of the shard that takes it: no row may cross that end."""
@@ -189,14 +180,8 @@ class KVMemory:
     def grow(self, slot: int, position: int, num_tokens: int) -> bool:
         """Let a prefill go on on the next group of its run from the end of the present block on (growth for latency).
 
-        Args:
-            slot: of a bound request whose claim is not set aside.
-            position: of its next token.
-            num_tokens: its claim.
-
-        Returns:
-            Whether it will; not on the last group of its run, and not if the rest would not fit or might never come to
-            its end.
+        Returns whether it will: not on the last group of its run, and not if the rest of its ``num_tokens`` would not
+        fit or might never come to its end.
         """
         account = self._accounts[slot]
         index = len(account.starts) - 1
@@ -219,9 +204,7 @@ class KVMemory:
     def can_take(self, row: Row, *, gone: Collection[int] = ()) -> bool:
         """Whether a row finds its blocks and leaves a safe state; a decode always does, unless memory is overcommitted.
 
-        Args:
-            row: of a bound request.
-            gone: slots of requests that would be preempted for it.
+        ``gone``: slots of requests that would be preempted for it.
         """
         account = self._accounts[row.slot]
         if account.is_set_aside and not self.overcommit:
@@ -268,10 +251,7 @@ class KVMemory:
     # -- swapping ----------------------------------------------------------------------------------------------------
 
     def swappable(self, slot: int) -> int:
-        """Blocks of a started request if it can be swapped out, else 0.
-
-        It lies on one group and goes on there, and the host has room for it.
-        """
+        """Blocks of a started request that lies on one group, goes on there, and finds room on the host; else 0."""
         if not self.host_pools:
             return 0
         account = self._accounts[slot]
@@ -290,16 +270,12 @@ class KVMemory:
 
     def swapped_on(self, slot: int) -> int | None:
         """The group whose host pool holds a request; None for one that is not swapped out."""
-        swapped = self._swapped.get(slot)
-        return None if swapped is None else swapped[0]
+        return self._swapped[slot][0] if slot in self._swapped else None
 
     def swap_in(self, slot: int, num_tokens: int) -> tuple[list[Extent], list[Extent]]:
         """Bind a request of ``num_tokens`` in all that is swapped out to its group again, with blocks for what it has.
 
-        Its host blocks are its own until :meth:`batch_sent`.
-
-        Returns:
-            Its blocks, and the host blocks that fill them, in position order.
+        Returns its blocks and the host blocks that fill them, its own until :meth:`batch_sent`; both in position order.
         """
         group, host = self._swapped.pop(slot)
         blocks = sum(extent.count for extent in host)
@@ -315,10 +291,9 @@ class KVMemory:
     def forget_swapped(self, slot: int) -> None:
         """Take the host blocks back from a request, if it is swapped out."""
         swapped = self._swapped.pop(slot, None)
-        if swapped is None:
-            return
-        self.host_pools[swapped[0]].release(slot)
-        self.swaps_out = [extent for extent in self.swaps_out if extent.slot != slot]  # not gone out yet
+        if swapped is not None:
+            self.host_pools[swapped[0]].release(slot)
+            self.swaps_out = [extent for extent in self.swaps_out if extent.slot != slot]  # not gone out yet
 
     def batch_sent(self) -> None:
         """A batch takes ``frees`` and ``swaps_out`` along, and reads the host blocks of what was swapped in.
@@ -366,10 +341,6 @@ class KVMemory:
         What decodes may still take must be free, all at once. Their blocks then come back, and the prefills, one after
         the other in some order, must each find free what they may still take. With overcommit: whether they are free.
         """
-        if len(self.pools) == 1 and not gone and not self.overcommit:
-            new = taker.claim[0] - taker.held[0] if is_new else 0
-            if self._open[0] + new <= self.pools[0].num_free:
-                return True  # enough for everybody at once, as below
         free = [pool.num_free for pool in self.pools]
         wanted, promised = list(self._open), list(self._set_aside)
         for account in (self._accounts[slot] for slot in gone):
@@ -399,12 +370,8 @@ class KVMemory:
             if not a.is_set_aside and a is not taker and slot not in gone
         ]
         if not set_aside:
-            prefills.append(
-                (
-                    [(g, blocks - num_blocks * (g == group)) for g, blocks in rest],
-                    [(g, blocks + num_blocks * (g == group)) for g, blocks in _held(taker)],
-                )
-            )
+            left = [(g, blocks - num_blocks * (g == group)) for g, blocks in rest]
+            prefills.append((left, [(g, blocks + num_blocks * (g == group)) for g, blocks in _held(taker)]))
         available = [pool.num_blocks for pool in self.pools]
         for _, held in prefills:
             for g, blocks in held:
@@ -419,17 +386,14 @@ def _held(account: _Account) -> _Blocks:
     return [(account.first + i, blocks) for i, blocks in enumerate(account.held)]
 
 
-def _all_can_end(waiting: Sequence[tuple[_Blocks, _Blocks]], available: list[int]) -> bool:
+def _all_can_end(waiting: list[tuple[_Blocks, _Blocks]], available: list[int]) -> bool:
     """Whether all can end one after the other: each takes its rest of what is available and gives back what it held."""
     while waiting:
-        still = []
-        for rest, held in waiting:
-            if all(blocks <= available[group] for group, blocks in rest):
-                for group, blocks in held:
-                    available[group] += blocks
-            else:
-                still.append((rest, held))
-        if len(still) == len(waiting):
+        can = [all(blocks <= available[group] for group, blocks in rest) for rest, _ in waiting]
+        if not any(can):
             return False
-        waiting = still
+        for (_, held), ends in zip(waiting, can, strict=True):
+            for group, blocks in held if ends else ():
+                available[group] += blocks
+        waiting = [one for one, ends in zip(waiting, can, strict=True) if not ends]
     return True

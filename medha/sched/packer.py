@@ -22,8 +22,6 @@ Departures from the paper, and why:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -157,7 +155,12 @@ class MedhaPacker(Packer):
                 last=queue.relegated,
             )
             states = queue.states_of_rows(rows)
-            if not states or self._serve(states, builder, yielding) or len(states) < _FIRST:
+            for state in states:
+                if not self._has_room(builder, may_exceed=True):
+                    return
+                if not state.ended and state.prefilling:
+                    self._give(state, builder, yielding, may_exceed=True)
+            if len(states) < _FIRST:
                 return
             tried.update(state.slot for state in states)
 
@@ -186,22 +189,12 @@ class MedhaPacker(Packer):
             may_enter[queue.rows_of(tried)] = False
         return may_enter
 
-    def _serve(self, states: Iterable[State], builder: BatchBuilder, yielding: Yielding) -> bool:
-        """Give chunks to requests in turn; whether no group can take more."""
-        has_room = self._has_room(builder, may_exceed=True)
-        for state in states:
-            if not has_room:
-                break
-            if not state.ended and state.prefilling and self._give(state, builder, yielding, may_exceed=True):
-                has_room = self._has_room(builder, may_exceed=True)
-        return not has_room
-
     # -- one request -------------------------------------------------------------------------------------------------
 
     def _give(self, state: State, builder: BatchBuilder, yielding: Yielding, *, may_exceed: bool) -> bool:
         """Try to put a chunk of a request into the batch."""
         is_long = self._is_long(state)
-        if builder.is_held(state) or (is_long and self._is_shut_out(state)):
+        if builder.is_held(state) or (is_long and all(g.long_slot not in (None, state.slot) for g in self._groups)):
             return False
         share = yielding.yielded(state) if is_long else 0.0
         has_chunk = state.slot in builder.chunked
@@ -242,10 +235,6 @@ class MedhaPacker(Packer):
             if is_long:
                 group.long_slot = state.slot
         return True
-
-    def _is_shut_out(self, state: State) -> bool:
-        """Whether another long prefill is in the batch of each group."""
-        return all(group.long_slot not in (None, state.slot) for group in self._groups)
 
     def _grow(self, state: State, builder: BatchBuilder) -> None:
         """Let a request take its next group where the KV on its last alone would soon leave no efficient chunk.

@@ -18,6 +18,8 @@ from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import Columns, Floats, Ints
 
+Bools = NDArray[np.bool_]
+
 
 @dataclass(slots=True)
 class State:
@@ -85,9 +87,10 @@ def prefill_work(num_computed_tokens: int, num_prompt_tokens: int) -> float:
     return (end - start) + (end * end - start * start) / (2.0 * _EVEN_CONTEXT)
 
 
-# The columns: rows of two arrays, so that a request moves as two slices.
+# The columns: rows of three arrays, so that a request moves as three slices.
 _ARRIVAL, _DEADLINE, _TOTAL, _LEFT, _LAST_CHUNK = range(5)  # seconds
 _PROMPT, _COMPUTED, _PRIORITY, _SLOT = range(4)
+_GUARDED, _STARTED, _RELEGATED = range(3)
 
 
 class Queue:
@@ -122,9 +125,7 @@ class Queue:
         self._row_of: dict[int, int] = {}
         self._floats = np.empty((5, 64), np.float64)
         self._ints = np.empty((4, 64), np.int64)
-        self._guarded = np.zeros(64, np.bool_)
-        self._started = np.zeros(64, np.bool_)
-        self._relegated = np.zeros(64, np.bool_)
+        self._flags = np.zeros((3, 64), np.bool_)
         self._num_relegated = 0
         self._columns: tuple[float, Columns] | None = None  # those handed out last, until a row changes
 
@@ -168,19 +169,19 @@ class Queue:
         return self._ints[_PROMPT, : self.num_prefills]
 
     @property
-    def started(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def started(self) -> Bools:
         """Which rows have begun."""
-        return self._started[: self.num_prefills]
+        return self._flags[_STARTED, : self.num_prefills]
 
     @property
-    def relegated(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+    def relegated(self) -> Bools | None:
         """Which rows come after all others; None where there is none."""
-        return self._relegated[: self.num_prefills] if self._num_relegated else None
+        return self._flags[_RELEGATED, : self.num_prefills] if self._num_relegated else None
 
     @property
-    def guarded(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def guarded(self) -> Bools:
         """Which rows the guard looks after; written by the packer."""
-        return self._guarded[: self.num_prefills]
+        return self._flags[_GUARDED, : self.num_prefills]
 
     def rows_of(self, slots: Iterable[int]) -> list[int]:
         """The rows of the columns of those that have one."""
@@ -251,7 +252,7 @@ class Queue:
     def start(self, state: State) -> None:
         """A request gets its first chunk."""
         state.has_started = True
-        self._started[self._row_of[state.slot]] = True
+        self._flags[_STARTED, self._row_of[state.slot]] = True
         self.running[state.slot] = self.waiting.pop(state.slot)
 
     def sent(self, state: State, row: Row, now_s: float) -> None:
@@ -308,12 +309,12 @@ class Queue:
         """Seconds that a prefill of so many tokens takes alone, uncorrected; without ``times`` its work."""
         if self._times is None:
             return prefill_work(0, num_tokens)
-        return self._times.one_total_s(num_tokens)
+        return self._times.total_s(num_tokens)
 
     def _left_s(self, num_done: int, num_tokens: int) -> float:
         if self._times is None:
             return prefill_work(num_done, num_tokens)
-        return self._times.one_remaining_s(num_done, num_tokens)
+        return self._times.remaining_s(num_done, num_tokens)
 
     def _deadline_s(self, request: SchedulerRequest, total_s: float) -> float:
         if request.is_relegated:
@@ -325,26 +326,20 @@ class Queue:
     def _append(self, state: State, total_s: float, last_chunk_s: float) -> None:
         """A row for a request that has not started; what was kept of it counts as done."""
         row = self.num_prefills
-        if row == len(self._guarded):
-            self._grow()
+        if row == self._flags.shape[1]:
+            self._floats, self._ints, self._flags = (
+                np.concatenate([array, array], axis=1) for array in (self._floats, self._ints, self._flags)
+            )
         request, num_kept = state.request, state.num_computed_tokens
         left_s = self._left_s(num_kept, state.num_prefill_tokens) if num_kept else total_s
         self._floats[:, row] = request.arrival_s, state.deadline_s, total_s, left_s, last_chunk_s
         self._ints[:, row] = state.num_prefill_tokens, num_kept, request.priority, state.slot
-        self._guarded[row] = self._started[row] = False
-        self._relegated[row] = request.is_relegated
+        self._flags[:, row] = False, False, request.is_relegated
         self._num_relegated += request.is_relegated
         self._states.append(state)
         self._row_of[state.slot] = row
         self.num_prefills += 1
         self._columns = None
-
-    def _grow(self) -> None:
-        self._floats = np.concatenate([self._floats, self._floats], axis=1)
-        self._ints = np.concatenate([self._ints, self._ints], axis=1)
-        self._guarded = np.concatenate([self._guarded, self._guarded])
-        self._started = np.concatenate([self._started, self._started])
-        self._relegated = np.concatenate([self._relegated, self._relegated])
 
     def _remove(self, slot: int) -> None:
         """Take a request's row out; the last row takes its place."""
@@ -353,11 +348,8 @@ class Queue:
         self._num_relegated -= self._states[row].request.is_relegated
         moved = self._states.pop()
         if row != last:
-            self._relegated[row] = self._relegated[last]
-            self._floats[:, row] = self._floats[:, last]
-            self._ints[:, row] = self._ints[:, last]
-            self._guarded[row] = self._guarded[last]
-            self._started[row] = self._started[last]
+            for array in (self._floats, self._ints, self._flags):
+                array[:, row] = array[:, last]
             self._states[row] = moved
             self._row_of[moved.slot] = row
         self.num_prefills = last

@@ -7,7 +7,7 @@ schedulers share: the life of a request and of a batch. A packer decides whose t
 the paper's (:mod:`medha.sched.packer`) or a classical one (:mod:`medha.sched.baselines`).
 
 Memory: :mod:`medha.sched.memory`. Groups: with KV parallelism a batch spans all groups; a request is bound to a run of
-them at its first chunk (:mod:`medha.sched.balancer`).
+them at its first chunk (:mod:`medha.sched.batch_builder`).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def changed(path: str, value: Any) -> str:
         (changed("host_s", math.nan), "host_s=nan"),
         (changed("host_s", -1), "host_s=-1"),
         (changed("splits_kv", 1), "splits_kv=1; accepted: true or false"),
-        (changed("key.num_threads", "2"), "num_threads='2'; accepted: int"),
+        (changed("key.num_threads", "2"), "num_threads='2'; accepted: a whole number"),
     ],
 )
 def test_a_bad_file_is_a_named_error(text: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from medha.config import ModelConfig, ParallelConfig
@@ -27,7 +28,6 @@ from tools.fit_spec import _fit, _rows, derived_specs, run
 NAMES = ("a100-80g", "b200-180g", "h100-80g", "h200-141g")
 A100, H100 = load_spec("a100-80g"), load_spec("h100-80g")
 LLAMA_8B, LLAMA_70B, QWEN = (KNOWN_MODELS[name] for name in ("llama-3-8b", "llama-3-70b", "qwen2.5-14b-1m"))
-LAYOUTS = [ParallelConfig(*degrees) for degrees in ((1, 1, 1), (2, 2, 2), (8, 1, 1), (8, 4, 4), (4, 3, 1))]
 
 
 def predictor(
@@ -92,16 +92,13 @@ def test_every_rate_is_below_what_is_published() -> None:
     ("text", "message"),
     [
         ("", "is not JSON"),
-        ("[]", "accepted: a file of format 'medha-hardware-spec', version 1"),
         (changed("version", 2), "version 1"),
         (changed("gemm", 1), "gemm is 1; accepted: an object"),
         (changed("gemm.launch_s", ...), "gemm lacks launch_s"),
         (changed("gemm.speed", 1), "gemm has unknown fields speed; known: bytes_per_s"),
         (changed("gemm.launch_s", 0), "gemm.launch_s=0; accepted: a finite number above 0"),
-        (changed("gemm.launch_s", "1"), "gemm.launch_s='1'"),
         (changed("gemm.flops_per_s", [1e12]), "gemm.flops_per_s=.*; accepted: 3 numbers"),
         (changed("gemm.tiles", [[64], [64, 64], [64, 64]]), "gemm.tiles=.*; accepted: a list of pairs"),
-        (changed("gemm.flops_per_s", [1e12, 1e12, None]), "gemm.flops_per_s=None"),
         (changed("gemm.wave_share", 1.5), "gemm.wave_share=1.5; accepted: a finite number of at least 0, at most 1"),
         (
             changed("attention.overlap_power", 0.5),
@@ -110,21 +107,14 @@ def test_every_rate_is_below_what_is_published() -> None:
         (changed("attention.splits_kv", 1), "attention.splits_kv=1; accepted: true or false"),
         (changed("attention.tile_rows", 1.5), "attention.tile_rows=1.5; accepted: a whole number of at least 1"),
         (changed("all_reduce", []), "all_reduce: ranks .*; accepted: at least one, increasing"),
-        (changed("all_reduce", [1]), "all_reduce is 1; accepted: an object"),
-        (changed("all_gather.1.ranks", 2), "all_gather: ranks .2, 2, 8."),
         (changed("all_gather.0.ranks", 1), "link.ranks=1; accepted: a whole number of at least 2"),
-        (changed("send", 3), "send is 3"),
-        (changed("gemm", []), "gemm is .*; accepted: an object"),
         (changed("all_reduce", {"alpha_s": 1.0, "bytes_per_s": 1.0, "ranks": 2}), "spec.all_reduce=.*a list of links"),
         (changed("memory_bytes", 8e10), "spec.memory_bytes=80000000000.0; accepted: a whole number"),
-        (changed("num_sms", True), "spec.num_sms=True"),
         (changed("provenance", "guessed"), "spec.provenance='guessed'; accepted: measured, derived, assumed"),
-        (changed("machine", ""), "spec.machine=''; accepted: a text"),
+        (changed("machine", 1), "spec.machine=1; accepted: a text"),
         (changed("host_s", -1), "spec.host_s=-1; accepted: a finite number of at least 0"),
-        (changed("peak_flops_per_s", ...), "the file lacks peak_flops_per_s"),
         (changed("sources.gemm", ...), "sources: none for gemm; accepted: a text for each of"),
         (changed("sources.gem", "?"), "sources: unknown gem; accepted"),
-        (changed("sources", []), "sources: none for all_gather"),
     ],
 )
 def test_a_bad_spec_is_refused_by_field(text: str, message: str) -> None:
@@ -198,43 +188,31 @@ def test_bad_arguments(arguments: tuple[Any, ...], options: dict[str, Any], mess
         stage_coefficients(A100, LLAMA_8B, *arguments, **options)
 
 
-@pytest.mark.parametrize("backend", ["split-kv", "no-split-kv"])
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: f"tp{p.tp}spp{p.spp}kvp{p.kvp}")
-@pytest.mark.parametrize("model", [LLAMA_8B, QWEN], ids=["llama", "qwen"])
-@settings(max_examples=60, deadline=None)
+@functools.cache
+def cached_predictor(model: str, parallel: ParallelConfig, backend: str) -> Predictor:
+    return predictor(A100, KNOWN_MODELS[model], parallel, backend=backend)
+
+
+@settings(max_examples=400, deadline=None)
 @given(
-    tokens=st.integers(1, 16383),
-    more_tokens=st.integers(1, 4096),
-    kv=st.integers(0, 10_000_000),
-    more_kv=st.integers(1, 1_000_000),
+    st.sampled_from(["llama-3-8b", "qwen2.5-14b-1m"]),
+    st.sampled_from([ParallelConfig(*degrees) for degrees in ((1, 1, 1), (2, 2, 2), (8, 1, 1), (8, 4, 4), (4, 3, 1))]),
+    st.sampled_from(["split-kv", "no-split-kv"]),
+    st.integers(1, 16383),
+    st.integers(1, 4096),
+    st.integers(0, 10_000_000),
+    st.integers(1, 1_000_000),
 )
 def test_never_cheaper_with_more_tokens_or_kv(
-    model: ModelConfig, parallel: ParallelConfig, backend: str, tokens: int, more_tokens: int, kv: int, more_kv: int
+    model: str, parallel: ParallelConfig, backend: str, tokens: int, more_tokens: int, kv: int, more_kv: int
 ) -> None:
-    if model.num_heads % parallel.tp or model.intermediate_size % parallel.tp:
-        return
-    costs = PREDICTORS.get(model, parallel, backend)
+    assume(KNOWN_MODELS[model].num_heads % parallel.tp == 0)
+    costs = cached_predictor(model, parallel, backend)
     more = min(tokens + more_tokens, 16384)
     assert 0 < chunk_s(costs, tokens, kv) <= chunk_s(costs, more, kv)
     assert chunk_s(costs, tokens, kv) <= chunk_s(costs, tokens, kv + more_kv)
     few = tokens % 128 + 1
     assert costs.predict([Work(1, kv, True)] * few) <= costs.predict([Work(1, kv + more_kv, True)] * few)
-
-
-class Predictors:
-    """Made once for all examples."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, ParallelConfig, str], Predictor] = {}
-
-    def get(self, model: ModelConfig, parallel: ParallelConfig, backend: str) -> Predictor:
-        key = (model.num_layers, parallel, backend)
-        if key not in self._made:
-            self._made[key] = predictor(A100, model, parallel, backend=backend)
-        return self._made[key]
-
-
-PREDICTORS = Predictors()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -324,14 +302,6 @@ def test_tables_follow_the_forms_between_their_points(backend: str) -> None:
         assert rise == pytest.approx(32e6 * slope, rel=0.02)
 
 
-def test_the_largest_chunk_within_a_budget_is_found() -> None:
-    tick = predictor(H100, LLAMA_70B, ParallelConfig(tp=8, spp=4)).tick([Work(1, 4096, True)] * 16)
-    for kv in (0, 100_000, 10_000_000):
-        tokens = tick.largest_chunk(kv, 0.1, 16384)
-        assert 0 < tokens < 16384
-        assert tick.with_chunk(tokens, kv) <= 0.1 < tick.with_chunk(tokens + 1, kv)
-
-
 def test_eight_bits_halve_what_is_read() -> None:
     kv, one, two = 1_000_000, *(predictor(A100, LLAMA_8B, ParallelConfig(), dtype_bytes=n) for n in (1, 2))
     both = [costs.predict([Work(1, kv, True)]) - A100.host_s for costs in (one, two)]
@@ -365,12 +335,6 @@ def test_weights_are_those_that_the_engine_loads(model: ModelConfig, degrees: tu
         assert kv_bytes_per_token(model, parallel, stage) == 4 * len(part.layers) * part.num_kv_heads * model.head_dim
 
 
-def test_kv_heads_are_repeated_beyond_their_number() -> None:
-    assert kv_bytes_per_token(LLAMA_8B, ParallelConfig(tp=8), 0) == kv_bytes_per_token(
-        LLAMA_8B, ParallelConfig(tp=16), 0
-    )
-
-
 def test_pool_is_what_is_left() -> None:
     parallel = ParallelConfig(tp=8, spp=2)
     tokens = kv_pool_tokens(H100, LLAMA_70B, parallel, utilization=0.8, max_batch_tokens=4096)
@@ -382,11 +346,6 @@ def test_pool_is_what_is_left() -> None:
     ]
     assert tokens == min(left) // (2 * 40 * 1 * 128 * 2)
     assert kv_pool_tokens(H100, LLAMA_70B, replace(parallel, kvp=4), utilization=0.8, max_batch_tokens=4096) == tokens
-
-
-def test_activations_grow_with_the_batch() -> None:
-    one, two = (activation_bytes(LLAMA_8B, ParallelConfig(tp=2), 0, n) for n in (1000, 2000))
-    assert two - one == 1000 * 2 * (4 * 4096 + 3 * 7168)
 
 
 def test_a_model_that_does_not_fit_says_by_how_much() -> None:

@@ -122,9 +122,6 @@ def test_a_full_pool_for_an_hour_corrupts_and_stalls_nothing(overcommit: bool) -
     assert np.diff(ends_s, prepend=0.0).max() < 300 * STEP_S  # the longest output, and some
 
 
-# -- B18: cancelled with chunks in three stages ------------------------------------------------------------------
-
-
 # -- B20: deadlines that have passed, and no work ----------------------------------------------------------------
 
 

@@ -43,13 +43,6 @@ def test_the_late_the_passed_over_and_those_guarded_before_are_guarded(now_s: fl
     assert found.tolist() == guarded
 
 
-def test_without_patience_for_being_passed_over_only_the_late_are_guarded() -> None:
-    columns = columns_of([0.0, 0.0], [2.0, np.inf])
-    none = np.zeros(2, np.bool_)
-    found = is_guarded(columns, 1e9, last_chunk_s=np.zeros(2), was_guarded=none, patience_s=np.inf)
-    assert found.tolist() == [True, False]
-
-
 def test_the_guarded_are_served_by_arrival_then_slot() -> None:
     columns = columns_of([3.0, 1.0, 2.0, 1.0, 0.0], [1.0] * 5)
     guarded, slots = np.array([True, True, True, True, False]), np.array([1, 9, 3, 4, 5])

