@@ -13,8 +13,7 @@ With ``decode_lag`` a batch is only started: its tokens are drawn where the logi
 can read them from there, and the host reads them when they are asked for. Until then nothing waits for the device.
 
 The phases of a step are named for PyTorch's profiler: ``medha.schedule`` (by the engine), ``medha.prepare``,
-``medha.receive``, ``medha.forward``, ``medha.sample`` and ``medha.send``. The file is longer than most until the step
-input takes the building of positions, targets and segments.
+``medha.receive``, ``medha.forward``, ``medha.sample`` and ``medha.send``.
 
 What a step's kernels need to know is copied to the device at once (:mod:`medha.attention.staging`). Batches of decodes
 alone run from a captured graph where there is one (:mod:`medha.worker.graphs`).
@@ -48,7 +47,7 @@ from medha.timeline import Recorder
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, Decodes
 from medha.worker.kv_cache import BlockTables, KVCache, WritePlan
 from medha.worker.sampling import Drawing, SlotSampling, draw, sample
-from medha.worker.step import PendingStep, StepResult, last_tokens_of, sampling_rows
+from medha.worker.step import PendingStep, StepResult, last_tokens_of, positions_of, sampling_rows
 from medha.worker.swap import HostCache, SwapCopies
 
 
@@ -148,14 +147,9 @@ class Runner:
         seed: int,
         end_ids: tuple[int, ...],
     ) -> None:
-        """Take the tokens and sampling parameters of a request, ahead of its first batch.
+        """Take the tokens (kept, not copied) and resolved sampling parameters of a request, ahead of its first batch.
 
-        Args:
-            slot: its handle; a former occupant is forgotten.
-            prompt_ids: token ids, kept and not copied.
-            params: resolved sampling parameters.
-            seed: of its draws.
-            end_ids: ids that end it, which ``min_tokens`` holds back.
+        A former occupant of the slot is forgotten; ``end_ids`` are the ids that ``min_tokens`` holds back.
         """
         prompt = torch.from_numpy(prompt_ids)
         self._prompts[slot] = prompt
@@ -195,8 +189,7 @@ class Runner:
         return sampling
 
     def submit(self, batch: Batch) -> PendingStep:
-        """Run a batch as sent, on the one rank that there is; its result is there when this returns, or may be waited
-        for where there is a decode lag."""
+        """Run a batch on the one rank that there is, or with a decode lag start it."""
         if self._last_tokens is not None:
             return self._start(batch, self._last_tokens)
         result = self.run(batch, self.input_ids(batch))
@@ -353,7 +346,7 @@ class Runner:
         """:meth:`_forward`, one kernel after the other."""
         staging = Staging(self.device)
         with record_function("medha.prepare"):
-            positions = staging.add(self._positions(batch))
+            positions = staging.add(positions_of(batch))
             sampled = staging.add(np.array(last_tokens_of(batch, self.group), np.int64))
             sampled_slots = staging.add(np.array([row.slot for row in sampling_rows(batch, self.group)], np.int64))
             decode_slots = staging.add(np.array([row.slot for row in batch.rows if row.is_decode], np.int64))
@@ -395,9 +388,9 @@ class Runner:
         located = list(zip(batch.rows, range(len(batch.rows)), strict=True))
         with record_function("medha.prepare"):
             decodes = Decodes(
-                segments=[self._segment(row, start) for row, start in located],
-                positions=self._positions(batch),
-                targets=self._targets(located)[0],
+                segments=[self.tables.segment(row, start) for row, start in located],
+                positions=positions_of(batch),
+                targets=self.tables.targets(located, in_pieces=self.device.type == "cpu")[0],
                 token_ids=None if ids is None else ids.astype(np.int64),
                 slots=np.array([row.slot for row in batch.rows], np.int64),
             )
@@ -410,12 +403,12 @@ class Runner:
         """What writes a layer's new keys and values and attends over all of them; sends what is staged."""
         starts = np.cumsum([0, *(row.q_len for row in batch.rows)]).tolist()
         located = list(zip(batch.rows, starts[:-1], strict=True))
-        single_tokens, source_tokens, spans = self._targets(located)
+        single_tokens, source_tokens, spans = self.tables.targets(located, in_pieces=self.device.type == "cpu")
         singles = staging.add(single_tokens)
         sources = None if source_tokens is None else staging.add(source_tokens)
         runs = shared_rows(batch, self.device)
         alone, shared = (
-            [self._segment(row, start) for row, start in located if row.is_shared == is_shared]
+            [self.tables.segment(row, start) for row, start in located if row.is_shared == is_shared]
             for is_shared in (False, True)
         )
         plan = self.backend.plan(alone, staging)
@@ -439,46 +432,6 @@ class Runner:
             return out_TNH
 
         return attend
-
-    def _segment(self, row: Row, start: int) -> Segment:
-        """What a row sees here: of a shared one this group's shard, whose last part is its own on the group that
-        takes its keys."""
-        if not row.is_shared:
-            return Segment(start, row.q_len, self.tables.ranges(row.slot, 0, row.kv_len), causal=True)
-        shard = self.tables.shard(row.slot)
-        return Segment(start, row.q_len, self.tables.ranges(row.slot, *shard), causal=row.holder == self.group)
-
-    def _positions(self, batch: Batch) -> npt.NDArray[np.int64]:
-        """Position of each token of the batch."""
-        return np.concatenate([np.arange(row.position, row.kv_len, dtype=np.int64) for row in batch.rows])
-
-    def _targets(
-        self, located: list[tuple[Row, int]]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None, tuple[tuple[int, int, int], ...]]:
-        """Where the new keys go, from each row and the index of its first token in the batch.
-
-        On the CPU a chunk is copied in one piece; elsewhere every token is one of the singles, so that a layer's keys
-        are one launch.
-
-        Returns:
-            (singles, sources, spans) as in :class:`WritePlan`, on the host.
-        """
-        singles: list[int] = []
-        sources: list[int] = []
-        spans: list[tuple[int, int, int]] = []
-        in_pieces = self.device.type == "cpu"
-        for row, start in located:
-            if row.holder != self.group:
-                continue
-            for first, count in self.tables.ranges(row.slot, row.position, row.kv_len):
-                if in_pieces and not row.is_decode:
-                    spans.append((start, first, count))
-                else:
-                    singles.extend(range(first, first + count))
-                    sources.extend(range(start, start + count))
-                start += count
-        are_first = sources == list(range(len(sources)))
-        return np.array(singles, np.int64), None if are_first else np.array(sources, np.int64), tuple(spans)
 
 
 def _with_room(last_tokens: torch.Tensor, slot: int) -> torch.Tensor:
