@@ -105,9 +105,8 @@ class FlashInferPlan:
         self.segments = [segment for segment in segments if segment.kv_len]
         self.empty = [slice(s.q_start, s.q_start + s.q_len) for s in segments if not s.kv_len]
         self.table = PageTable.of(self.segments, _page_size(self.segments, block_size))
-        has_gaps = any(a.q_start + a.q_len != b.q_start for a, b in pairwise(self.segments))
         tokens = [np.arange(s.q_start, s.q_start + s.q_len, dtype=np.int64) for s in self.segments]
-        self._tokens = np.concatenate(tokens) if has_gaps else None
+        self._tokens = None if _are_adjacent(self.segments) else np.concatenate(tokens)
         self.starts = np.concatenate([[0], np.cumsum([segment.q_len for segment in self.segments])]).astype(np.int32)
         self._staged_indices: Staged | None = None
         self._staged_tokens: Staged | None = None
@@ -137,7 +136,7 @@ class FlashInferPlan:
     def rows_of(self, first: int, last: int) -> slice | torch.Tensor:
         """Batch tokens of the segments [first, last): a slice if they are adjacent, else int64 on the device."""
         segments = self.segments[first:last]
-        if all(a.q_start + a.q_len == b.q_start for a, b in pairwise(segments)):
+        if _are_adjacent(segments):
             return slice(segments[0].q_start, segments[-1].q_start + segments[-1].q_len)
         assert self._staged_tokens is not None, "rows with gaps have been sent"
         return self._staged_tokens.tensor[self.starts[first] : self.starts[last]]
@@ -151,11 +150,7 @@ class _Launch:
     rows: slice | torch.Tensor
 
     def run(
-        self,
-        q_TNH: torch.Tensor,
-        kv: tuple[torch.Tensor, torch.Tensor],
-        out_TNH: torch.Tensor,
-        lse_TN: torch.Tensor,
+        self, q_TNH: torch.Tensor, kv: tuple[torch.Tensor, ...], out_TNH: torch.Tensor, lse_TN: torch.Tensor
     ) -> None:
         """Attend; the log-sum-exp has base 2."""
         if isinstance(self.rows, slice):
@@ -243,10 +238,7 @@ class FlashInferBackend:
     def workspace(self, shape: LayerShape, device: torch.device, *, num_decodes: int = 0) -> torch.Tensor:
         """Zeroed memory for partial results of split KV, shared by every launch of one stream.
 
-        Args:
-            shape: of a layer.
-            device: where.
-            num_decodes: rows of the largest decode in a CUDA graph, which reserves a tile for each.
+        A CUDA graph reserves a tile for each row of its largest decode, ``num_decodes``.
         """
         size = workspace_bytes(shape, num_sms=self.num_sms, num_decodes=num_decodes)
         if self._workspace is None or self._workspace.nbytes < size or self._workspace.device != device:
@@ -418,6 +410,10 @@ def _page_size(segments: Sequence[Segment], block_size: int) -> int:
         ranges = [(first, count) for first, count in segment.ranges if count]
         page_size = math.gcd(page_size, *(first for first, _ in ranges), *(count for _, count in ranges[:-1]))
     return page_size
+
+
+def _are_adjacent(segments: Sequence[Segment]) -> bool:
+    return all(a.q_start + a.q_len == b.q_start for a, b in pairwise(segments))
 
 
 def _part(indptr: npt.NDArray[np.int32], first: int, last: int) -> torch.Tensor:

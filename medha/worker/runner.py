@@ -35,7 +35,7 @@ import torch
 from torch.profiler import record_function
 
 from medha.attention.flashinfer_backend import FlashInferBackend
-from medha.attention.interface import AttentionBackend, LayerShape, Segment
+from medha.attention.interface import AttentionBackend, LayerShape
 from medha.attention.staging import Staging, record_event
 from medha.batch import Batch, Row
 from medha.models.decoder import Decoder, LayerAttendFn
