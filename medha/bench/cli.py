@@ -458,11 +458,11 @@ def _run(
     Returns:
         0, or 3 where requests have failed, or tokens are wrong.
     """
+    output_json = given["output_json"]
+    check_writable(output_json)
     if not is_first_rank():
         measure(on_run=lambda: None)
         return 0
-    output_json = given["output_json"]
-    check_writable(output_json)
     with progress(what, total) as advance:
         report = measure(on_run=advance)
     assert report is not None, "rank 0 has the report"

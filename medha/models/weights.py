@@ -266,7 +266,6 @@ def load_parameters(
     checkpoint: Checkpoint,
     *,
     index: Callable[[str], tuple[slice, ...] | None] = lambda name: None,
-    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Copy each named tensor of the checkpoint, or a slice of it, into its parameter, in place, cast to its dtype.
 
@@ -274,18 +273,14 @@ def load_parameters(
         module_params: allocated plain tensors by their names in the checkpoint, on any device.
         checkpoint: where from, checked; files are read in order of their offsets.
         index: which slice of a tensor is wanted, None for the whole; only that slice is read.
-        progress: called with the bytes read for each parameter.
 
     Raises:
         WeightsError: a tensor cannot be read.
     """
     for name in checkpoint.tensors:
         if name in module_params:
-            tensor = checkpoint.read(name, index(name))
             with torch.no_grad():
-                module_params[name].copy_(tensor)
-            if progress is not None:
-                progress(tensor.nbytes)
+                module_params[name].copy_(checkpoint.read(name, index(name)))
 
 
 def _listing(names: Iterable[str]) -> str:

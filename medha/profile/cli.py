@@ -61,7 +61,7 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
     from medha.profile.calibrate import QUICK, Effort
     from medha.profile.measure import measure
 
-    check_writable(output if is_first_rank() else None)
+    check_writable(output)
     load = os.getloadavg()[0]
     columns = TextColumn("measuring"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_first_rank()) as bar:

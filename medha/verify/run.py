@@ -20,7 +20,6 @@ from medha.attention.interface import LayerShape
 from medha.cli.command import FAILED_REQUESTS, first_interrupt, ignore_signals
 from medha.cli.report import deliver, stamp
 from medha.cli.table import counted
-from medha.errors import RankFailedError
 from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
 from medha.parallel.health import failures_named
@@ -44,7 +43,7 @@ def resolved(setting: Setting) -> Setting:
 
 
 def run_and_report(setting: Setting, launch: Launch | None, output_json: Path | None) -> int:
-    """Run the checks and print the table, which rank 0 does; every rank calls it.
+    """Run the checks; rank 0 prints the table. Every rank calls it.
 
     Returns:
         The exit code; the other ranks leave the verdict to rank 0, since a launcher ends all when one has failed.
@@ -171,6 +170,5 @@ def _of_every_rank(setting: Setting, launch: Launch | None, value: Any) -> list[
     job = meet(setting.parallel, launch)
     with failures_named(job.monitor, activity="verify"):
         values = Crew(job).gather("values", value)
-        if not job.monitor.leave():
-            raise RankFailedError(job.monitor.first_error() or f"{job.monitor.place}: not every rank has left in time")
+        job.monitor.leave()
     return values

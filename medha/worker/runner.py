@@ -24,7 +24,6 @@ dimension.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -185,7 +184,7 @@ class Runner:
         """The same, brought up to every token drawn by now on whichever rank; where prompts are kept."""
         sampling = self._sampling[slot]
         if sampling.has_penalties:
-            sampling.output_ids = list(self._drawn.get(slot, ()))
+            sampling.begin_output(self._drawn.get(slot, ()))
         return sampling
 
     def submit(self, batch: Batch) -> PendingStep:
@@ -231,7 +230,7 @@ class Runner:
         if not self.samples:
             return None
         busy_s = record.end_s - entered - record.hidden_wait_s
-        return StepResult(rows, sampled, busy_s, busy_s)
+        return StepResult(rows, sampled, busy_s)
 
     @torch.inference_mode()
     def _start(self, batch: Batch, last_tokens: torch.Tensor) -> PendingStep:
@@ -266,13 +265,11 @@ class Runner:
         seconds for it, which elsewhere is all of the compute.
         """
         start, end = events
-        busy_s = host_wait_s = host_s
+        busy_s = host_s
         if start is not None and end is not None:
-            asked_s = time.perf_counter()
             end.synchronize()
-            host_wait_s = time.perf_counter() - asked_s
             busy_s = start.elapsed_time(end) / 1e3  # milliseconds
-        result = StepResult(rows, [] if drawing is None else drawing.read(), busy_s, host_wait_s)
+        result = StepResult(rows, [] if drawing is None else drawing.read(), busy_s)
         self.take_tokens(result)
         return result
 

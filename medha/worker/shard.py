@@ -107,7 +107,6 @@ def build_runner(
     num_swap_blocks: int,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Callable[[int], None] | None,
 ) -> Runner:
     """Load this rank's part of the model, and put pools and pipe around it.
 
@@ -116,9 +115,8 @@ def build_runner(
         num_blocks: KV blocks of the pool.
         num_swap_blocks: KV blocks of host memory; 0 for none.
         dtype, device: of model and pools.
-        progress: called with the bytes of each parameter as it is loaded.
     """
-    model = _load_model(config, shard, ranks, folder, dtype=dtype, device=device, progress=progress)
+    model = _load_model(config, shard, ranks, folder, dtype=dtype, device=device)
     cache = KVCache(
         num_layers=len(shard.layers),
         num_blocks=num_blocks,
@@ -164,7 +162,6 @@ def _load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Callable[[int], None] | None,
 ) -> Decoder:
     tp_ranks = ranks if ranks is not None and ranks.config.tp > 1 else None
     shard_ = partial(parallelize_, mesh=tp_ranks.tp_mesh, plan=TP_PLAN) if tp_ranks else None
@@ -181,7 +178,6 @@ def _load_model(
                 {name: local_part(parameter) for name, parameter in parameters.items()},
                 checkpoint,
                 index=lambda name: shard.index(name, parameters[name]),
-                progress=progress,
             )
     if config.parallel.tp_forward == "local":
         tensor_shard = None
