@@ -25,7 +25,6 @@ dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -48,19 +47,6 @@ from medha.worker.kv_cache import BlockTables, KVCache, WritePlan
 from medha.worker.sampling import Drawing, SlotSampling, draw, sample
 from medha.worker.step import PendingStep, StepResult, last_tokens_of, positions_of, sampling_rows
 from medha.worker.swap import HostCache, SwapCopies
-
-
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """What the layers held here made of a batch.
-
-    Attributes:
-        rows: logits [S, V] of the rows that sample, float32, where the head is and some do; else hidden states [T, D].
-        slots: of the rows that sample, int64 [S] on the device.
-    """
-
-    rows: torch.Tensor
-    slots: torch.Tensor
 
 
 class Runner:
@@ -214,7 +200,7 @@ class Runner:
             if copies is not None:
                 copies.wait()
             return None
-        out = self._forward(batch, None if input_ids is None else input_ids.numpy(), copies).rows
+        out, _ = self._forward(batch, None if input_ids is None else input_ids.numpy(), copies)
         if not self.model.has_head:
             assert self.pipe is not None, "a stage without the head passes its hidden states on"
             self.recorder.end(batch)
@@ -241,12 +227,12 @@ class Runner:
         last_tokens = self._last_tokens = _with_room(last_tokens, max(row.slot for row in batch.rows))
         rows = sampling_rows(batch, self.group)
         ids = self._ids(batch, [0] * batch.num_decodes).numpy()  # the decodes' tokens lie on the device
-        forward = self._forward(batch, ids, copies, last_tokens=last_tokens)
+        logits, slots = self._forward(batch, ids, copies, last_tokens=last_tokens)
         drawing = None
         if rows:
             with record_function("medha.sample"):
-                drawing = draw(forward.rows, *self._draws(rows))
-                last_tokens[forward.slots] = drawing.tokens
+                drawing = draw(logits, *self._draws(rows))
+                last_tokens[slots] = drawing.tokens
         host_s = self.recorder.end(batch).end_s - entered
         return PendingStep(
             partial(self._finish, rows, drawing, (before, record_event(self.device, timing=True)), host_s)
@@ -317,7 +303,7 @@ class Runner:
         copies: SwapCopies | None,
         *,
         last_tokens: torch.Tensor | None = None,
-    ) -> _Forward:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers held here, from a graph or one kernel after the other.
 
         Args:
@@ -325,6 +311,10 @@ class Runner:
             ids: of the rows in order, on a rank that embeds them.
             copies: of blocks that are swapped meanwhile; a layer waits for its own, a graph for all.
             last_tokens: int64 on the device, the token of each slot, which decodes read in place of ``ids``.
+
+        Returns:
+            Logits [S, V] of the rows that sample, float32, where the head is and some do; else hidden states [T, D].
+            The slots of the rows that sample, int64 [S] on the device.
         """
         is_fixed = batch.num_decodes == len(batch.rows) and not any(row.is_shared for row in batch.rows)
         if self.graphs is not None and is_fixed and self.graphs.size_for(len(batch.rows)) is not None:
@@ -339,7 +329,7 @@ class Runner:
         ids: npt.NDArray[np.int32] | None,
         copies: SwapCopies | None,
         last_tokens: torch.Tensor | None,
-    ) -> _Forward:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`_forward`, one kernel after the other."""
         staging = Staging(self.device)
         with record_function("medha.prepare"):
@@ -364,7 +354,7 @@ class Runner:
             x_TD = self.model(x_TD, cos, sin, attend)
             if self.model.has_head and len(sampled.ints):
                 x_TD = self.model.logits(x_TD[sampled.tensor])
-        return _Forward(x_TD, sampled_slots.tensor)
+        return x_TD, sampled_slots.tensor
 
     def _received(self, batch: Batch) -> torch.Tensor:
         """Hidden states of the stage before, [T, D] on the device; the compute begins when they are here."""
@@ -380,7 +370,7 @@ class Runner:
         batch: Batch,
         ids: npt.NDArray[np.int32] | None,
         last_tokens: torch.Tensor | None,
-    ) -> _Forward:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`_forward` of decodes alone, from a graph."""
         located = list(zip(batch.rows, range(len(batch.rows)), strict=True))
         with record_function("medha.prepare"):
@@ -394,7 +384,7 @@ class Runner:
         hidden = None if self.model.has_embedding else self._received(batch)
         with record_function("medha.forward"):
             out = graphs.run(decodes, hidden_TD=hidden, last_tokens=last_tokens)
-        return _Forward(out, graphs.slots[: len(batch.rows)])
+        return out, graphs.slots[: len(batch.rows)]
 
     def _attention(self, batch: Batch, staging: Staging) -> LayerAttendFn:
         """What writes a layer's new keys and values and attends over all of them; sends what is staged."""
