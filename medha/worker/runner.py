@@ -2,12 +2,9 @@
 
 The runner keeps a replica of the block tables, the prompts' tokens and those drawn for each slot. Given a Batch it
 gathers the input tokens, runs every linear layer once over all rows together (decodes and chunks of several prefills),
-writes the new keys and values, attends, and samples the rows that end at the last known token.
-
-With KV parallelism the runner is handed the part of a batch that concerns its group. Rows that lie on several groups
-are attended to over this group's shard and merged with the others', while the other rows are computed.
-
-Blocks that are swapped to host memory or back move beside the compute of the batch that says so (:mod:`.swap`).
+writes the new keys and values, attends, and samples the rows that end at the last known token. With KV parallelism it
+is handed its group's part of a batch; rows that lie on several groups are attended to over this group's shard and
+merged with the others', while the other rows are computed.
 
 With ``decode_lag`` a batch is only started: its tokens are drawn where the logits lie and noted there, the next batch
 can read them from there, and the host reads them when they are asked for. Until then nothing waits for the device.
@@ -15,8 +12,8 @@ can read them from there, and the host reads them when they are asked for. Until
 The phases of a step are named for PyTorch's profiler: ``medha.schedule`` (by the engine), ``medha.prepare``,
 ``medha.receive``, ``medha.forward``, ``medha.sample`` and ``medha.send``.
 
-What a step's kernels need to know is copied to the device at once (:mod:`medha.attention.staging`). Batches of decodes
-alone run from a captured graph where there is one (:mod:`medha.worker.graphs`).
+What a step's kernels need to know is copied to the device at once (:mod:`medha.attention.staging`); batches of decodes
+alone run from a captured graph where there is one (:mod:`.graphs`); blocks are swapped meanwhile (:mod:`.swap`).
 
 Legend: T tokens of a batch, D model dimension, V vocabulary, S rows to sample, N query heads, K KV heads, H head
 dimension.
@@ -25,15 +22,15 @@ dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch.profiler import record_function
 
 from medha.attention.flashinfer_backend import FlashInferBackend
-from medha.attention.interface import AttentionBackend, LayerShape
+from medha.attention.interface import AttentionBackend
 from medha.attention.staging import Staging, record_event
 from medha.batch import Batch, Row
 from medha.models.decoder import Decoder, LayerAttendFn
@@ -44,7 +41,7 @@ from medha.params import SamplingParams
 from medha.timeline import Recorder
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, Decodes
 from medha.worker.kv_cache import BlockTables, KVCache, WritePlan
-from medha.worker.sampling import Drawing, SlotSampling, draw, sample
+from medha.worker.sampling import SlotSampling, draw, sample
 from medha.worker.step import PendingStep, StepResult, last_tokens_of, positions_of, sampling_rows
 from medha.worker.swap import HostCache, SwapCopies
 
@@ -53,10 +50,7 @@ class Runner:
     """Runs batches on one rank: all layers of the model, or one stage of a pipeline.
 
     Args:
-        model: the decoder's layers held here, loaded; they run in inference mode.
-        cache: pools for those layers.
-        backend: attention over those pools.
-        device: of model and cache.
+        model, cache, backend, device: the decoder's layers held here, loaded; pools for them, and attention over those.
         pipe: where hidden states come from and go to; None when the whole model is here.
         samples: whether this rank draws tokens; it must hold the head.
         group: this rank's KV-parallel group.
@@ -110,17 +104,7 @@ class Runner:
     ) -> None:
         """Capture graphs of decodes; see :meth:`medha.worker.graphs.DecodeGraphs.capture`."""
         assert isinstance(self.backend, FlashInferBackend), f"a graph cannot hold the attention of {self.backend.name}"
-        config, pool = self.model.config, self.cache.k[0]
-        num_heads = config.num_heads * pool.shape[1] // config.num_kv_heads
-        self.graphs = DecodeGraphs(
-            self.model,
-            self.cache,
-            self.backend,
-            LayerShape(num_heads, pool.shape[1], config.head_dim, pool.dtype),
-            inv_freq=self._inv_freq,
-            attention_factor=self._attention_factor,
-            most_decodes=max(sizes),
-        )
+        self.graphs = DecodeGraphs(self.model, self.cache, self.backend, self._inv_freq, most_decodes=max(sizes))
         self.graphs.capture(maker, sizes, on_captured, is_alone=is_alone)
 
     def open(
@@ -151,10 +135,7 @@ class Runner:
         self._drawn.pop(slot, None)
 
     def reset(self) -> None:
-        """Forget every request and block table, after a step that did not finish.
-
-        Copies that it began, and that no compute of it came behind, end first: their blocks are given out anew.
-        """
+        """Forget every request and block table after a step that did not finish, once the copies that it began end."""
         if self.host is not None:
             self.host.finish()
         self._prompts.clear()
@@ -224,7 +205,9 @@ class Runner:
         entered = self.recorder.begin()
         before = record_event(self.device, timing=True)
         copies = self._apply(batch)
-        last_tokens = self._last_tokens = _with_room(last_tokens, max(row.slot for row in batch.rows))
+        missing = 1 + max(row.slot for row in batch.rows) - len(last_tokens)
+        if missing > 0:
+            last_tokens = self._last_tokens = F.pad(last_tokens, (0, max(missing, len(last_tokens))))
         rows = sampling_rows(batch, self.group)
         ids = self._ids(batch, [0] * batch.num_decodes).numpy()  # the decodes' tokens lie on the device
         logits, slots = self._forward(batch, ids, copies, last_tokens=last_tokens)
@@ -234,30 +217,18 @@ class Runner:
                 drawing = draw(logits, *self._draws(rows))
                 last_tokens[slots] = drawing.tokens
         host_s = self.recorder.end(batch).end_s - entered
-        return PendingStep(
-            partial(self._finish, rows, drawing, (before, record_event(self.device, timing=True)), host_s)
-        )
+        after = record_event(self.device, timing=True)
 
-    def _finish(
-        self,
-        rows: tuple[Row, ...],
-        drawing: Drawing | None,
-        events: tuple[torch.cuda.Event | None, torch.cuda.Event | None],
-        host_s: float,
-    ) -> StepResult:
-        """Wait for the device to compute a batch of :meth:`_start`, and take its tokens.
+        def finish() -> StepResult:
+            busy_s = host_s  # all of the compute, unless the device runs behind the host
+            if before is not None and after is not None:
+                after.synchronize()
+                busy_s = before.elapsed_time(after) / 1e3  # milliseconds
+            result = StepResult(rows, [] if drawing is None else drawing.read(), busy_s)
+            self.take_tokens(result)
+            return result
 
-        ``events`` lie before and after its compute where a device runs behind the host; the host took ``host_s``
-        seconds for it, which elsewhere is all of the compute.
-        """
-        start, end = events
-        busy_s = host_s
-        if start is not None and end is not None:
-            end.synchronize()
-            busy_s = start.elapsed_time(end) / 1e3  # milliseconds
-        result = StepResult(rows, [] if drawing is None else drawing.read(), busy_s)
-        self.take_tokens(result)
-        return result
+        return PendingStep(finish)
 
     def _apply(self, batch: Batch) -> SwapCopies | None:
         """Change the block tables, and begin to move what the batch swaps, if anything."""
@@ -419,12 +390,3 @@ class Runner:
             return out_TNH
 
         return attend
-
-
-def _with_room(last_tokens: torch.Tensor, slot: int) -> torch.Tensor:
-    """The tensor, or one of twice the length or more with the same beginning, so that a slot has its place."""
-    if slot < len(last_tokens):
-        return last_tokens
-    longer = last_tokens.new_zeros(max(slot + 1, 2 * len(last_tokens)))
-    longer[: len(last_tokens)] = last_tokens
-    return longer
