@@ -211,7 +211,7 @@ class ToyAttention:
 
     name = "toy"
 
-    def plan(self, segments: Any) -> Any:
+    def plan(self, segments: Any, staging: Any = None) -> Any:
         return segments
 
     def run(self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: Any) -> Any:
