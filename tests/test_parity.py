@@ -30,7 +30,7 @@ from medha.config import RopeConfig
 from medha.models.decoder import Decoder
 from medha.models.rope import inverse_frequencies
 from medha.params import SamplingParams
-from medha.worker.runner import Runner
+from medha.worker import runner
 from tests.checkpoints import FAMILIES, make_checkpoint, random_prompt, reference_greedy
 from tests.engines import load_decoder, make_engine, run_to_end, run_with_logits
 
@@ -187,7 +187,7 @@ def test_chunk_of_one_token(case: Case) -> None:
 
 LOG2_E = 1.4426950408889634
 plan = TorchBackend.plan
-positions = Runner._positions
+positions_of = runner.positions_of
 
 
 def check_parity(case: Case) -> None:
@@ -209,7 +209,9 @@ def dropped_block(patch: pytest.MonkeyPatch) -> None:
         drops = segment.kv_len - segment.q_len >= 16 and count > 16
         return replace(segment, ranges=((first + 16, count - 16), *rest)) if drops else segment
 
-    patch.setattr(TorchBackend, "plan", lambda self, segments: plan(self, [without_first_block(s) for s in segments]))
+    patch.setattr(
+        TorchBackend, "plan", lambda self, segments, *_: plan(self, [without_first_block(s) for s in segments])
+    )
 
 
 def shifted_extent(patch: pytest.MonkeyPatch) -> None:
@@ -217,17 +219,17 @@ def shifted_extent(patch: pytest.MonkeyPatch) -> None:
         (first, count), *rest = segment.ranges
         return replace(segment, ranges=((first + 1, count), *rest)) if segment.kv_len > segment.q_len else segment
 
-    patch.setattr(TorchBackend, "plan", lambda self, segments: plan(self, [shifted(s) for s in segments]))
+    patch.setattr(TorchBackend, "plan", lambda self, segments, *_: plan(self, [shifted(s) for s in segments]))
 
 
 def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """In every chunk but the first: a shift of all positions alike would be invisible to RoPE."""
 
-    def shifted(self: Runner, batch: Batch) -> npt.NDArray[np.int64]:
+    def shifted(batch: Batch) -> npt.NDArray[np.int64]:
         later = np.concatenate([np.full(row.q_len, int(row.position > 0)) for row in batch.rows])
-        return positions(self, batch) + later
+        return positions_of(batch) + later
 
-    patch.setattr(Runner, "_positions", shifted)
+    patch.setattr(runner, "positions_of", shifted)
 
 
 def test_parity_holds_without_mutation(case: Case) -> None:

@@ -65,11 +65,7 @@ class PageTable:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], page_size: int) -> PageTable:
-        """The table of segments that have keys.
-
-        Args:
-            segments: their ranges begin with a page, and all but each one's last end with one.
-            page_size: tokens a page.
+        """The table of segments that have keys, in ranges that begin with a page and, but for the last, end with one.
 
         Raises:
             OverflowError: a page or their number does not fit 32 bits.
@@ -105,9 +101,8 @@ class FlashInferPlan:
         self.segments = [segment for segment in segments if segment.kv_len]
         self.empty = [slice(s.q_start, s.q_start + s.q_len) for s in segments if not s.kv_len]
         self.table = PageTable.of(self.segments, _page_size(self.segments, block_size))
-        has_gaps = any(a.q_start + a.q_len != b.q_start for a, b in pairwise(self.segments))
         tokens = [np.arange(s.q_start, s.q_start + s.q_len, dtype=np.int64) for s in self.segments]
-        self._tokens = np.concatenate(tokens) if has_gaps else None
+        self._tokens = None if _are_adjacent(self.segments) else np.concatenate(tokens)
         self.starts = np.concatenate([[0], np.cumsum([segment.q_len for segment in self.segments])]).astype(np.int32)
         self._staged_indices: Staged | None = None
         self._staged_tokens: Staged | None = None
@@ -137,7 +132,7 @@ class FlashInferPlan:
     def rows_of(self, first: int, last: int) -> slice | torch.Tensor:
         """Batch tokens of the segments [first, last): a slice if they are adjacent, else int64 on the device."""
         segments = self.segments[first:last]
-        if all(a.q_start + a.q_len == b.q_start for a, b in pairwise(segments)):
+        if _are_adjacent(segments):
             return slice(segments[0].q_start, segments[-1].q_start + segments[-1].q_len)
         assert self._staged_tokens is not None, "rows with gaps have been sent"
         return self._staged_tokens.tensor[self.starts[first] : self.starts[last]]
@@ -151,11 +146,7 @@ class _Launch:
     rows: slice | torch.Tensor
 
     def run(
-        self,
-        q_TNH: torch.Tensor,
-        kv: tuple[torch.Tensor, torch.Tensor],
-        out_TNH: torch.Tensor,
-        lse_TN: torch.Tensor,
+        self, q_TNH: torch.Tensor, kv: tuple[torch.Tensor, ...], out_TNH: torch.Tensor, lse_TN: torch.Tensor
     ) -> None:
         """Attend; the log-sum-exp has base 2."""
         if isinstance(self.rows, slice):
@@ -243,10 +234,7 @@ class FlashInferBackend:
     def workspace(self, shape: LayerShape, device: torch.device, *, num_decodes: int = 0) -> torch.Tensor:
         """Zeroed memory for partial results of split KV, shared by every launch of one stream.
 
-        Args:
-            shape: of a layer.
-            device: where.
-            num_decodes: rows of the largest decode in a CUDA graph, which reserves a tile for each.
+        A CUDA graph reserves a tile for each row of its largest decode, ``num_decodes``.
         """
         size = workspace_bytes(shape, num_sms=self.num_sms, num_decodes=num_decodes)
         if self._workspace is None or self._workspace.nbytes < size or self._workspace.device != device:
@@ -271,31 +259,19 @@ class FlashInferBackend:
                 kinds.append(kind)
                 bounds.append(index)
             bounds[-1] = index + 1
-        ranges = zip(kinds, pairwise(bounds), strict=True)
-        return [self._launch(plan, shape, device, kind, first, last) for kind, (first, last) in ranges]
-
-    def _launch(
-        self,
-        plan: FlashInferPlan,
-        shape: LayerShape,
-        device: torch.device,
-        kind: tuple[Kernel, bool],
-        first: int,
-        last: int,
-    ) -> _Launch:
-        """A wrapper planned for the segments [first, last)."""
-        kernel, causal = kind
-        leased = self._lease(kernel, shape, device)
-        indptr = _part(plan.table.indptr, first, last)
-        last_page_len = torch.from_numpy(plan.table.last_page_len[first:last])
-        pages = indptr, plan.indices_of(first, last), last_page_len
         sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, plan.table.page_size
         dtypes = {"q_data_type": shape.dtype, "kv_data_type": shape.dtype, "sm_scale": shape.head_dim**-0.5}
-        if kernel == "decode":
-            leased.plan(plan, device, *pages, *sizes, **dtypes)
-        else:
-            leased.plan(plan, device, _part(plan.starts, first, last), *pages, *sizes, causal=causal, **dtypes)
-        return _Launch(leased.wrapper, plan.rows_of(first, last))
+        launches = []
+        for (kernel, causal), (first, last) in zip(kinds, pairwise(bounds), strict=True):
+            leased = self._lease(kernel, shape, device)
+            last_page_len = torch.from_numpy(plan.table.last_page_len[first:last])
+            pages = _part(plan.table.indptr, first, last), plan.indices_of(first, last), last_page_len
+            if kernel == "decode":
+                leased.plan(plan, device, *pages, *sizes, **dtypes)
+            else:
+                leased.plan(plan, device, _part(plan.starts, first, last), *pages, *sizes, causal=causal, **dtypes)
+            launches.append(_Launch(leased.wrapper, plan.rows_of(first, last)))
+        return launches
 
     def _lease(self, kernel: Kernel, shape: LayerShape, device: torch.device) -> _Wrapper:
         """A wrapper that no living plan uses: the one that has been free for longest, or a new one."""
@@ -323,8 +299,7 @@ class FlashInferBackend:
             indices: int32 on the device, where the page table will lie.
             most_decodes: the largest batch size that this is called with; first, so that they share one workspace.
         """
-        workspace = self.workspace(shape, indices.device, num_decodes=most_decodes)
-        return FixedDecodes(self.api, workspace, shape, batch_size, indices, page_size=self.block_size)
+        return FixedDecodes(self, shape, batch_size, indices, most_decodes=most_decodes)
 
 
 class FixedDecodes:
@@ -332,21 +307,21 @@ class FixedDecodes:
 
     def __init__(
         self,
-        api: Any,
-        workspace: torch.Tensor,
+        backend: FlashInferBackend,
         shape: LayerShape,
         batch_size: int,
         indices: torch.Tensor,
         *,
-        page_size: int,
+        most_decodes: int,
     ) -> None:
+        workspace = backend.workspace(shape, indices.device, num_decodes=most_decodes)
         self._shape = shape
         self._batch_size = batch_size
         self._indices = indices
-        self._page_size = page_size
+        self._page_size = backend.block_size
         self._table: PageTable | None = None
         self._copied: torch.cuda.Event | None = None
-        self._wrapper = api.BatchDecodeWithPagedKVCacheWrapper(
+        self._wrapper = backend.api.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",
             use_cuda_graph=True,
@@ -389,11 +364,7 @@ def workspace_bytes(shape: LayerShape, *, num_sms: int, num_decodes: int = 0) ->
 
     Read off FlashInfer's ``PrefillSplitQOKVIndptr``: at most two tiles a multiprocessor, shared by the KV heads; in a
     CUDA graph at least one for every tile of queries.
-
-    Args:
-        shape: of a layer.
-        num_sms: multiprocessors.
-        num_decodes: most rows of a decode in a CUDA graph; 0 for none.
+    ``num_sms`` are multiprocessors, ``num_decodes`` the most rows of a decode in a CUDA graph; 0 for none.
     """
     row_bytes = 4 * (shape.head_dim + 1)
     tiles = max(_FA2_BLOCKS_PER_SM * num_sms // shape.num_kv_heads, 1)
@@ -418,6 +389,10 @@ def _page_size(segments: Sequence[Segment], block_size: int) -> int:
         ranges = [(first, count) for first, count in segment.ranges if count]
         page_size = math.gcd(page_size, *(first for first, _ in ranges), *(count for _, count in ranges[:-1]))
     return page_size
+
+
+def _are_adjacent(segments: Sequence[Segment]) -> bool:
+    return all(a.q_start + a.q_len == b.q_start for a, b in pairwise(segments))
 
 
 def _part(indptr: npt.NDArray[np.int32], first: int, last: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -100,16 +100,11 @@ class Decoder(nn.Module):
             layer.self_attn.pack_(shard)
             layer.mlp.pack_(shard)
         if self.has_embedding and shard is not None:
-            self._embed = _vocab_parallel_embedding(local_part(self._embedding_weight), self.config.vocab_size, shard)
+            rows_VD = local_part(cast(torch.Tensor, self.model["embed_tokens"].weight))
+            self._embed = _vocab_parallel_embedding(rows_VD, self.config.vocab_size, shard)
         if self.lm_head is not None:
             self._head = _vocab_parallel_head(local_part(self.lm_head.weight), self.config.vocab_size, shard)
             self.lm_head = None
-
-    @property
-    def _embedding_weight(self) -> torch.Tensor:
-        weight = self.model["embed_tokens"].weight
-        assert isinstance(weight, torch.Tensor)
-        return weight
 
 
 def _vocab_parallel_embedding(rows_VD: torch.Tensor, vocab_size: int, shard: TensorShard) -> LinearFn:

@@ -78,6 +78,10 @@ _MATCH_GAIN = 256.0
 _LOGIT_GAIN = 4.0
 
 
+Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of queries and keys, each [heads, H, D], and of the output [D, heads, H]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Haystack:
     """A prompt with a fact hidden in it.
@@ -148,13 +152,17 @@ def write_needle(out: Path) -> Path:
         "clean_up_tokenization_spaces": False,
         "model_max_length": MAX_POSITIONS,
     }
-    generation_config = {"do_sample": False, "eos_token_id": EOS_TOKEN_ID}
-
-    _replace(out / "model.safetensors", save(needle_weights(), metadata={"format": "pt"}))
-    _replace(out / "tokenizer.json", _byte_tokenizer().to_str(pretty=True).encode())
-    _replace(out / "tokenizer_config.json", _json(tokenizer_config))
-    _replace(out / "generation_config.json", _json(generation_config))
-    _replace(out / "config.json", _json(needle_config()))
+    files: dict[str, bytes | dict[str, Any]] = {
+        "model.safetensors": save(needle_weights(), metadata={"format": "pt"}),
+        "tokenizer.json": _byte_tokenizer().to_str(pretty=True).encode(),
+        "tokenizer_config.json": tokenizer_config,
+        "generation_config.json": {"do_sample": False, "eos_token_id": EOS_TOKEN_ID},
+        "config.json": needle_config(),
+    }
+    for name, content in files.items():
+        part = out / f"{name}.{os.getpid()}.part"
+        part.write_bytes(content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode())
+        os.replace(part, out / name)
     return out
 
 
@@ -200,7 +208,14 @@ def make_haystack(
     position = filler.rfind("\n", 0, int(depth * num_filler)) + 1
     prompt = filler[:position] + needle + filler[position:] + question
     answer = needle[needle.index(key) + len(key) :]
-    _check_single_match(prompt, answer)
+    text = prompt + answer
+    for end in range(len(prompt), len(text)):
+        window = text[end - MATCH_LEN : end]
+        if text.count(window) != 2:
+            raise ValidationError(
+                f"{window!r} occurs {text.count(window)} times; accepted: once in the needle and once at the end",
+                param="needle",
+            )
     return Haystack(prompt=prompt, answer=answer, needle_position=position)
 
 
@@ -210,11 +225,9 @@ def _byte_codes() -> torch.Tensor:
     return 2.0 * bits - 1.0
 
 
-def _offset_attention() -> dict[str, torch.Tensor]:
+def _offset_attention() -> Projections:
     """Layer 1: head h copies the code h + 1 positions back to group h + 1."""
-    q = torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE)
-    k = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
-    o = torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM)
+    q, k, o = _zeros()
     pairs = torch.arange(_NUM_FAST_PAIRS, dtype=torch.float64)
     inv_freq = ROPE_THETA ** (-pairs / _NUM_PAIRS)
     gain = torch.full((_NUM_FAST_PAIRS,), _OFFSET_GAIN, dtype=torch.float64)
@@ -229,14 +242,12 @@ def _offset_attention() -> dict[str, torch.Tensor]:
         group = NUM_BITS * (head + 1)
         o[group : group + NUM_BITS, head, :NUM_BITS] = torch.eye(NUM_BITS)
     k[:, :_NUM_FAST_PAIRS, _CONSTANT] = gain.sqrt().float()
-    return {"q_proj": q.flatten(0, 1), "k_proj": k.flatten(0, 1), "v_proj": _code_values(), "o_proj": o.flatten(1)}
+    return q, k, o
 
 
-def _match_attention() -> dict[str, torch.Tensor]:
+def _match_attention() -> Projections:
     """Layer 2: every head finds the position after the best match, and head h copies bit h of the byte there."""
-    q = torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE)
-    k = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
-    o = torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM)
+    q, k, o = _zeros()
     # Slowest first: the nearest byte weighs most, so its dimensions must turn least.
     slow_dims = [dim for pair in range(_NUM_PAIRS - 1, _FIRST_SLOW_PAIR - 1, -1) for dim in (pair, pair + _NUM_PAIRS)]
     root = math.sqrt(_MATCH_GAIN)
@@ -247,26 +258,34 @@ def _match_attention() -> dict[str, torch.Tensor]:
             k[:, dim, NUM_BITS * (back + 1) + bit] = root
     for head in range(NUM_HEADS):
         o[_ANSWER + head, head, head] = 1.0
-    return {"q_proj": q.flatten(0, 1), "k_proj": k.flatten(0, 1), "v_proj": _code_values(), "o_proj": o.flatten(1)}
+    return q, k, o
 
 
-def _code_values() -> torch.Tensor:
-    """The value projection of both layers: the byte's code in the first eight dimensions of each KV head."""
-    v = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
-    v[:, :NUM_BITS, :NUM_BITS] = torch.eye(NUM_BITS)
-    return v.flatten(0, 1)
+def _zeros() -> Projections:
+    return (
+        torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE),
+        torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE),
+        torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM),
+    )
 
 
-def _layer(index: int, attention: dict[str, torch.Tensor], *, num_filled: int) -> dict[str, torch.Tensor]:
+def _layer(index: int, attention: Projections, *, num_filled: int) -> dict[str, torch.Tensor]:
     """A layer's weights by name: its attention, norms for an input of ``num_filled`` channels of +-1, a zero MLP."""
-    prefix = f"model.layers.{index}"
-    weights = {f"{prefix}.self_attn.{name}.weight": tensor for name, tensor in attention.items()}
-    weights[f"{prefix}.input_layernorm.weight"] = _norm_weight(num_filled)
-    weights[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(HIDDEN_SIZE)
-    weights[f"{prefix}.mlp.gate_proj.weight"] = torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE)
-    weights[f"{prefix}.mlp.up_proj.weight"] = torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE)
-    weights[f"{prefix}.mlp.down_proj.weight"] = torch.zeros(HIDDEN_SIZE, INTERMEDIATE_SIZE)
-    return weights
+    q, k, o = attention
+    v = torch.zeros_like(k)  # in both layers the byte's code, in the first eight dimensions of each KV head
+    v[:, :NUM_BITS, :NUM_BITS] = torch.eye(NUM_BITS)
+    weights = {
+        "self_attn.q_proj": q.flatten(0, 1),
+        "self_attn.k_proj": k.flatten(0, 1),
+        "self_attn.v_proj": v.flatten(0, 1),
+        "self_attn.o_proj": o.flatten(1),
+        "input_layernorm": _norm_weight(num_filled),
+        "post_attention_layernorm": torch.ones(HIDDEN_SIZE),
+        "mlp.gate_proj": torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE),
+        "mlp.up_proj": torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE),
+        "mlp.down_proj": torch.zeros(HIDDEN_SIZE, INTERMEDIATE_SIZE),
+    }
+    return {f"model.layers.{index}.{name}.weight": tensor for name, tensor in weights.items()}
 
 
 def _norm_weight(num_filled: int) -> torch.Tensor:
@@ -287,17 +306,6 @@ def _byte_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_bytes(data)
-    os.replace(part, path)
-
-
 _WORDS = (
     "about above across after again along amber among answer apple autumn barrel basket before below better "
     "between bottle branch bread bridge bright brother butter candle canvas carpet carry castle cellar chair cherry "
@@ -314,8 +322,6 @@ _WORDS = (
 
 def _filler(num_bytes: int, rng: random.Random) -> str:
     """Lines of random sentences, exactly ``num_bytes`` of ASCII; the last ends in a newline, cut where it must."""
-    if num_bytes == 0:
-        return ""
     words = _WORDS.split()
     pieces: list[str] = []
     size = 0
@@ -323,19 +329,7 @@ def _filler(num_bytes: int, rng: random.Random) -> str:
         sentence = " ".join(rng.choices(words, k=rng.randint(4, 12))).capitalize()
         pieces.append(sentence + (".\n" if rng.random() < 0.5 else ". "))
         size += len(pieces[-1])
-    return "".join(pieces)[: num_bytes - 1] + "\n"
-
-
-def _check_single_match(prompt: str, answer: str) -> None:
-    """Check that every step of the answer has one earlier match of its eight bytes."""
-    text = prompt + answer
-    for end in range(len(prompt), len(text)):
-        window = text[end - MATCH_LEN : end]
-        if text.count(window) != 2:
-            raise ValidationError(
-                f"{window!r} occurs {text.count(window)} times; accepted: once in the needle and once at the end",
-                param="needle",
-            )
+    return "".join(pieces)[: num_bytes - 1] + "\n" if num_bytes else ""
 
 
 def main() -> None:

@@ -81,19 +81,14 @@ def next_token_logprobs(config: Mapping[str, Any], weights: Weights, ids: list[i
     eps = config["rms_norm_eps"]
     x_TD = doubles["model.embed_tokens.weight"][torch.tensor(ids)]
     for i in range(config["num_hidden_layers"]):
-        layer = {name: doubles[f"model.layers.{i}.{name}.weight"] for name in _LAYER}
+        prefix = f"model.layers.{i}."
+        layer = {n[len(prefix) : -len(".weight")]: w for n, w in doubles.items() if n.startswith(prefix)}
         x_TD = x_TD + _attention(config, layer, _norm(x_TD, layer["input_layernorm"], eps))
         y_TD = _norm(x_TD, layer["post_attention_layernorm"], eps)
         gated = F.silu(y_TD @ layer["mlp.gate_proj"].T) * (y_TD @ layer["mlp.up_proj"].T)
         x_TD = x_TD + gated @ layer["mlp.down_proj"].T
     logits_TV = _norm(x_TD, doubles["model.norm.weight"], eps) @ doubles["lm_head.weight"].T
     return torch.log_softmax(logits_TV, dim=-1)
-
-
-_LAYER = (
-    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -99,8 +99,7 @@ class DecodeGraphs:
         model: the layers held here.
         cache: their pools, with a scratch block.
         backend: attention that a graph can hold.
-        shape: of a layer.
-        inv_freq, attention_factor: of the rotary embedding, on the device.
+        inv_freq: of the rotary embedding, on the device.
         most_decodes: rows of the largest batch.
 
     Attributes:
@@ -112,18 +111,17 @@ class DecodeGraphs:
         model: Decoder,
         cache: KVCache,
         backend: FlashInferBackend,
-        shape: LayerShape,
-        *,
         inv_freq: torch.Tensor,
-        attention_factor: float,
+        *,
         most_decodes: int,
     ) -> None:
         self._model = model
         self._cache = cache
         self._backend = backend
-        self._shape = shape
+        config, num_kv_heads = model.config, cache.k[0].shape[1]
+        num_heads = config.num_heads * num_kv_heads // config.num_kv_heads
+        self._shape = LayerShape(num_heads, num_kv_heads, config.head_dim, cache.k[0].dtype)
         self._inv_freq = inv_freq
-        self._attention_factor = attention_factor
         self._most = most_decodes
         self._graphs: dict[int, _Graph] = {}
         self._allocate(inv_freq.device)
@@ -229,7 +227,7 @@ class DecodeGraphs:
 
     def _forward(self, size: int, attention: FixedDecodes) -> torch.Tensor:
         """What a graph holds."""
-        cos, sin = cos_sin(self._positions[:size], self._inv_freq, self._attention_factor)
+        cos, sin = cos_sin(self._positions[:size], self._inv_freq, self._model.config.rope.attention_factor)
         writes = WritePlan(self._targets[:size], ())
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:

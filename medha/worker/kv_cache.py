@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from medha.batch import Batch, Extent, append_extent
+from medha.attention.interface import Segment
+from medha.batch import Batch, Extent, Row, append_extent
 from medha.errors import ConfigError
 
 
@@ -33,13 +36,11 @@ class WritePlan:
 
 
 class KVCache:
-    """Pools of keys and values.
+    """Pools of keys and values; on the CPU the system commits pages as they are first written.
 
     Args:
-        num_layers: layers held here.
+        num_layers, num_kv_heads: held here.
         num_blocks, block_size: size of each pool.
-        num_kv_heads, head_dim: shape of a token's keys.
-        dtype, device: of the pools. On the CPU, pages are committed by the system as they are first written.
         has_scratch: whether one more block lies behind the pool, which no table names: what rows that only fill a batch
             up read and write.
 
@@ -197,3 +198,38 @@ class BlockTables:
         if end > offset:
             raise IndexError(f"slot {slot} has blocks for {offset} tokens, position {end - 1} is asked for")
         return tuple(runs)
+
+    def segment(self, row: Row, start: int) -> Segment:
+        """What a row, whose first token is ``start`` in the batch, sees here.
+
+        Of a shared row that is this group's shard, whose last part is the row's own on the group that takes its keys.
+        """
+        if not row.is_shared:
+            return Segment(start, row.q_len, self.ranges(row.slot, 0, row.kv_len), causal=True)
+        return Segment(start, row.q_len, self.ranges(row.slot, *self.shard(row.slot)), row.holder == self._group)
+
+    def targets(
+        self, located: Sequence[tuple[Row, int]], *, in_pieces: bool
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None, tuple[tuple[int, int, int], ...]]:
+        """Where a batch's new keys go: singles, sources and spans as in :class:`WritePlan`, on the host.
+
+        Args:
+            located: each row, and the index of its first token in the batch.
+            in_pieces: a chunk is copied in one piece, as on the CPU; elsewhere every token is one of the singles, so
+                that a layer's keys are one launch.
+        """
+        singles: list[int] = []
+        sources: list[int] = []
+        spans: list[tuple[int, int, int]] = []
+        for row, start in located:
+            if row.holder != self._group:
+                continue
+            for first, count in self.ranges(row.slot, row.position, row.kv_len):
+                if in_pieces and not row.is_decode:
+                    spans.append((start, first, count))
+                else:
+                    singles.extend(range(first, first + count))
+                    sources.extend(range(start, start + count))
+                start += count
+        are_first = sources == list(range(len(sources)))
+        return np.array(singles, np.int64), None if are_first else np.array(sources, np.int64), tuple(spans)

@@ -2,22 +2,18 @@
 
 The runner keeps a replica of the block tables, the prompts' tokens and those drawn for each slot. Given a Batch it
 gathers the input tokens, runs every linear layer once over all rows together (decodes and chunks of several prefills),
-writes the new keys and values, attends, and samples the rows that end at the last known token.
-
-With KV parallelism the runner is handed the part of a batch that concerns its group. Rows that lie on several groups
-are attended to over this group's shard and merged with the others', while the other rows are computed.
-
-Blocks that are swapped to host memory or back move beside the compute of the batch that says so (:mod:`.swap`).
+writes the new keys and values, attends, and samples the rows that end at the last known token. With KV parallelism it
+is handed its group's part of a batch; rows that lie on several groups are attended to over this group's shard and
+merged with the others', while the other rows are computed.
 
 With ``decode_lag`` a batch is only started: its tokens are drawn where the logits lie and noted there, the next batch
 can read them from there, and the host reads them when they are asked for. Until then nothing waits for the device.
 
 The phases of a step are named for PyTorch's profiler: ``medha.schedule`` (by the engine), ``medha.prepare``,
-``medha.receive``, ``medha.forward``, ``medha.sample`` and ``medha.send``. The file is longer than most until the step
-input takes the building of positions, targets and segments.
+``medha.receive``, ``medha.forward``, ``medha.sample`` and ``medha.send``.
 
-What a step's kernels need to know is copied to the device at once (:mod:`medha.attention.staging`). Batches of decodes
-alone run from a captured graph where there is one (:mod:`medha.worker.graphs`).
+What a step's kernels need to know is copied to the device at once (:mod:`medha.attention.staging`); batches of decodes
+alone run from a captured graph where there is one (:mod:`.graphs`); blocks are swapped meanwhile (:mod:`.swap`).
 
 Legend: T tokens of a batch, D model dimension, V vocabulary, S rows to sample, N query heads, K KV heads, H head
 dimension.
@@ -26,16 +22,15 @@ dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch.profiler import record_function
 
 from medha.attention.flashinfer_backend import FlashInferBackend
-from medha.attention.interface import AttentionBackend, LayerShape, Segment
+from medha.attention.interface import AttentionBackend
 from medha.attention.staging import Staging, record_event
 from medha.batch import Batch, Row
 from medha.models.decoder import Decoder, LayerAttendFn
@@ -46,32 +41,16 @@ from medha.params import SamplingParams
 from medha.timeline import Recorder
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, Decodes
 from medha.worker.kv_cache import BlockTables, KVCache, WritePlan
-from medha.worker.sampling import Drawing, SlotSampling, draw, sample
-from medha.worker.step import PendingStep, StepResult, last_tokens_of, sampling_rows
+from medha.worker.sampling import SlotSampling, draw, sample
+from medha.worker.step import PendingStep, StepResult, last_tokens_of, positions_of, sampling_rows
 from medha.worker.swap import HostCache, SwapCopies
-
-
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """What the layers held here made of a batch.
-
-    Attributes:
-        rows: logits [S, V] of the rows that sample, float32, where the head is and some do; else hidden states [T, D].
-        slots: of the rows that sample, int64 [S] on the device.
-    """
-
-    rows: torch.Tensor
-    slots: torch.Tensor
 
 
 class Runner:
     """Runs batches on one rank: all layers of the model, or one stage of a pipeline.
 
     Args:
-        model: the decoder's layers held here, loaded; they run in inference mode.
-        cache: pools for those layers.
-        backend: attention over those pools.
-        device: of model and cache.
+        model, cache, backend, device: the decoder's layers held here, loaded; pools for them, and attention over those.
         pipe: where hidden states come from and go to; None when the whole model is here.
         samples: whether this rank draws tokens; it must hold the head.
         group: this rank's KV-parallel group.
@@ -125,17 +104,7 @@ class Runner:
     ) -> None:
         """Capture graphs of decodes; see :meth:`medha.worker.graphs.DecodeGraphs.capture`."""
         assert isinstance(self.backend, FlashInferBackend), f"a graph cannot hold the attention of {self.backend.name}"
-        config, pool = self.model.config, self.cache.k[0]
-        num_heads = config.num_heads * pool.shape[1] // config.num_kv_heads
-        self.graphs = DecodeGraphs(
-            self.model,
-            self.cache,
-            self.backend,
-            LayerShape(num_heads, pool.shape[1], config.head_dim, pool.dtype),
-            inv_freq=self._inv_freq,
-            attention_factor=self._attention_factor,
-            most_decodes=max(sizes),
-        )
+        self.graphs = DecodeGraphs(self.model, self.cache, self.backend, self._inv_freq, most_decodes=max(sizes))
         self.graphs.capture(maker, sizes, on_captured, is_alone=is_alone)
 
     def open(
@@ -147,14 +116,9 @@ class Runner:
         seed: int,
         end_ids: tuple[int, ...],
     ) -> None:
-        """Take the tokens and sampling parameters of a request, ahead of its first batch.
+        """Take the tokens (kept, not copied) and resolved sampling parameters of a request, ahead of its first batch.
 
-        Args:
-            slot: its handle; a former occupant is forgotten.
-            prompt_ids: token ids, kept and not copied.
-            params: resolved sampling parameters.
-            seed: of its draws.
-            end_ids: ids that end it, which ``min_tokens`` holds back.
+        A former occupant of the slot is forgotten; ``end_ids`` are the ids that ``min_tokens`` holds back.
         """
         prompt = torch.from_numpy(prompt_ids)
         self._prompts[slot] = prompt
@@ -171,10 +135,7 @@ class Runner:
         self._drawn.pop(slot, None)
 
     def reset(self) -> None:
-        """Forget every request and block table, after a step that did not finish.
-
-        Copies that it began, and that no compute of it came behind, end first: their blocks are given out anew.
-        """
+        """Forget every request and block table after a step that did not finish, once the copies that it began end."""
         if self.host is not None:
             self.host.finish()
         self._prompts.clear()
@@ -194,8 +155,7 @@ class Runner:
         return sampling
 
     def submit(self, batch: Batch) -> PendingStep:
-        """Run a batch as sent, on the one rank that there is; its result is there when this returns, or may be waited
-        for where there is a decode lag."""
+        """Run a batch on the one rank that there is, or with a decode lag start it."""
         if self._last_tokens is not None:
             return self._start(batch, self._last_tokens)
         result = self.run(batch, self.input_ids(batch))
@@ -221,7 +181,7 @@ class Runner:
             if copies is not None:
                 copies.wait()
             return None
-        out = self._forward(batch, None if input_ids is None else input_ids.numpy(), copies).rows
+        out, _ = self._forward(batch, None if input_ids is None else input_ids.numpy(), copies)
         if not self.model.has_head:
             assert self.pipe is not None, "a stage without the head passes its hidden states on"
             self.recorder.end(batch)
@@ -245,40 +205,30 @@ class Runner:
         entered = self.recorder.begin()
         before = record_event(self.device, timing=True)
         copies = self._apply(batch)
-        last_tokens = self._last_tokens = _with_room(last_tokens, max(row.slot for row in batch.rows))
+        missing = 1 + max(row.slot for row in batch.rows) - len(last_tokens)
+        if missing > 0:
+            last_tokens = self._last_tokens = F.pad(last_tokens, (0, max(missing, len(last_tokens))))
         rows = sampling_rows(batch, self.group)
         ids = self._ids(batch, [0] * batch.num_decodes).numpy()  # the decodes' tokens lie on the device
-        forward = self._forward(batch, ids, copies, last_tokens=last_tokens)
+        logits, slots = self._forward(batch, ids, copies, last_tokens=last_tokens)
         drawing = None
         if rows:
             with record_function("medha.sample"):
-                drawing = draw(forward.rows, *self._draws(rows))
-                last_tokens[forward.slots] = drawing.tokens
+                drawing = draw(logits, *self._draws(rows))
+                last_tokens[slots] = drawing.tokens
         host_s = self.recorder.end(batch).end_s - entered
-        return PendingStep(
-            partial(self._finish, rows, drawing, (before, record_event(self.device, timing=True)), host_s)
-        )
+        after = record_event(self.device, timing=True)
 
-    def _finish(
-        self,
-        rows: tuple[Row, ...],
-        drawing: Drawing | None,
-        events: tuple[torch.cuda.Event | None, torch.cuda.Event | None],
-        host_s: float,
-    ) -> StepResult:
-        """Wait for the device to compute a batch of :meth:`_start`, and take its tokens.
+        def finish() -> StepResult:
+            busy_s = host_s  # all of the compute, unless the device runs behind the host
+            if before is not None and after is not None:
+                after.synchronize()
+                busy_s = before.elapsed_time(after) / 1e3  # milliseconds
+            result = StepResult(rows, [] if drawing is None else drawing.read(), busy_s)
+            self.take_tokens(result)
+            return result
 
-        ``events`` lie before and after its compute where a device runs behind the host; the host took ``host_s``
-        seconds for it, which elsewhere is all of the compute.
-        """
-        start, end = events
-        busy_s = host_s
-        if start is not None and end is not None:
-            end.synchronize()
-            busy_s = start.elapsed_time(end) / 1e3  # milliseconds
-        result = StepResult(rows, [] if drawing is None else drawing.read(), busy_s)
-        self.take_tokens(result)
-        return result
+        return PendingStep(finish)
 
     def _apply(self, batch: Batch) -> SwapCopies | None:
         """Change the block tables, and begin to move what the batch swaps, if anything."""
@@ -324,7 +274,7 @@ class Runner:
         copies: SwapCopies | None,
         *,
         last_tokens: torch.Tensor | None = None,
-    ) -> _Forward:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers held here, from a graph or one kernel after the other.
 
         Args:
@@ -332,6 +282,10 @@ class Runner:
             ids: of the rows in order, on a rank that embeds them.
             copies: of blocks that are swapped meanwhile; a layer waits for its own, a graph for all.
             last_tokens: int64 on the device, the token of each slot, which decodes read in place of ``ids``.
+
+        Returns:
+            Logits [S, V] of the rows that sample, float32, where the head is and some do; else hidden states [T, D].
+            The slots of the rows that sample, int64 [S] on the device.
         """
         is_fixed = batch.num_decodes == len(batch.rows) and not any(row.is_shared for row in batch.rows)
         if self.graphs is not None and is_fixed and self.graphs.size_for(len(batch.rows)) is not None:
@@ -346,11 +300,11 @@ class Runner:
         ids: npt.NDArray[np.int32] | None,
         copies: SwapCopies | None,
         last_tokens: torch.Tensor | None,
-    ) -> _Forward:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`_forward`, one kernel after the other."""
         staging = Staging(self.device)
         with record_function("medha.prepare"):
-            positions = staging.add(self._positions(batch))
+            positions = staging.add(positions_of(batch))
             sampled = staging.add(np.array(last_tokens_of(batch, self.group), np.int64))
             sampled_slots = staging.add(np.array([row.slot for row in sampling_rows(batch, self.group)], np.int64))
             decode_slots = staging.add(np.array([row.slot for row in batch.rows if row.is_decode], np.int64))
@@ -371,7 +325,7 @@ class Runner:
             x_TD = self.model(x_TD, cos, sin, attend)
             if self.model.has_head and len(sampled.ints):
                 x_TD = self.model.logits(x_TD[sampled.tensor])
-        return _Forward(x_TD, sampled_slots.tensor)
+        return x_TD, sampled_slots.tensor
 
     def _received(self, batch: Batch) -> torch.Tensor:
         """Hidden states of the stage before, [T, D] on the device; the compute begins when they are here."""
@@ -387,32 +341,32 @@ class Runner:
         batch: Batch,
         ids: npt.NDArray[np.int32] | None,
         last_tokens: torch.Tensor | None,
-    ) -> _Forward:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`_forward` of decodes alone, from a graph."""
         located = list(zip(batch.rows, range(len(batch.rows)), strict=True))
         with record_function("medha.prepare"):
             decodes = Decodes(
-                segments=[self._segment(row, start) for row, start in located],
-                positions=self._positions(batch),
-                targets=self._targets(located)[0],
+                segments=[self.tables.segment(row, start) for row, start in located],
+                positions=positions_of(batch),
+                targets=self.tables.targets(located, in_pieces=self.device.type == "cpu")[0],
                 token_ids=None if ids is None else ids.astype(np.int64),
                 slots=np.array([row.slot for row in batch.rows], np.int64),
             )
         hidden = None if self.model.has_embedding else self._received(batch)
         with record_function("medha.forward"):
             out = graphs.run(decodes, hidden_TD=hidden, last_tokens=last_tokens)
-        return _Forward(out, graphs.slots[: len(batch.rows)])
+        return out, graphs.slots[: len(batch.rows)]
 
     def _attention(self, batch: Batch, staging: Staging) -> LayerAttendFn:
         """What writes a layer's new keys and values and attends over all of them; sends what is staged."""
         starts = np.cumsum([0, *(row.q_len for row in batch.rows)]).tolist()
         located = list(zip(batch.rows, starts[:-1], strict=True))
-        single_tokens, source_tokens, spans = self._targets(located)
+        single_tokens, source_tokens, spans = self.tables.targets(located, in_pieces=self.device.type == "cpu")
         singles = staging.add(single_tokens)
         sources = None if source_tokens is None else staging.add(source_tokens)
         runs = shared_rows(batch, self.device)
         alone, shared = (
-            [self._segment(row, start) for row, start in located if row.is_shared == is_shared]
+            [self.tables.segment(row, start) for row, start in located if row.is_shared == is_shared]
             for is_shared in (False, True)
         )
         plan = self.backend.plan(alone, staging)
@@ -436,52 +390,3 @@ class Runner:
             return out_TNH
 
         return attend
-
-    def _segment(self, row: Row, start: int) -> Segment:
-        """What a row sees here: of a shared one this group's shard, whose last part is its own on the group that
-        takes its keys."""
-        if not row.is_shared:
-            return Segment(start, row.q_len, self.tables.ranges(row.slot, 0, row.kv_len), causal=True)
-        shard = self.tables.shard(row.slot)
-        return Segment(start, row.q_len, self.tables.ranges(row.slot, *shard), causal=row.holder == self.group)
-
-    def _positions(self, batch: Batch) -> npt.NDArray[np.int64]:
-        """Position of each token of the batch."""
-        return np.concatenate([np.arange(row.position, row.kv_len, dtype=np.int64) for row in batch.rows])
-
-    def _targets(
-        self, located: list[tuple[Row, int]]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None, tuple[tuple[int, int, int], ...]]:
-        """Where the new keys go, from each row and the index of its first token in the batch.
-
-        On the CPU a chunk is copied in one piece; elsewhere every token is one of the singles, so that a layer's keys
-        are one launch.
-
-        Returns:
-            (singles, sources, spans) as in :class:`WritePlan`, on the host.
-        """
-        singles: list[int] = []
-        sources: list[int] = []
-        spans: list[tuple[int, int, int]] = []
-        in_pieces = self.device.type == "cpu"
-        for row, start in located:
-            if row.holder != self.group:
-                continue
-            for first, count in self.tables.ranges(row.slot, row.position, row.kv_len):
-                if in_pieces and not row.is_decode:
-                    spans.append((start, first, count))
-                else:
-                    singles.extend(range(first, first + count))
-                    sources.extend(range(start, start + count))
-                start += count
-        are_first = sources == list(range(len(sources)))
-        return np.array(singles, np.int64), None if are_first else np.array(sources, np.int64), tuple(spans)
-
-
-def _with_room(last_tokens: torch.Tensor, slot: int) -> torch.Tensor:
-    """The tensor, or one of twice the length or more with the same beginning, so that a slot has its place."""
-    if slot < len(last_tokens):
-        return last_tokens
-    longer = last_tokens.new_zeros(max(slot + 1, 2 * len(last_tokens)))
-    longer[: len(last_tokens)] = last_tokens
-    return longer

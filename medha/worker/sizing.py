@@ -92,21 +92,18 @@ def plan_ranks(config: EngineConfig, model: ModelConfig) -> list[RankPlan]:
     parallel = config.parallel
     check_layout(parallel, model, parallel.world_size)
     dtype = torch_dtype(config, model)
-    plans = []
-    for rank in range(parallel.world_size):
-        shard = ModelShard.at(model, parallel, rank)
-        token_bytes = shard.kv_bytes_per_token(dtype)
-        plans.append(
-            RankPlan(
-                rank,
-                *parallel.coordinates(rank),
-                shard.layers,
-                shard.num_parameters() * dtype.itemsize,
-                token_bytes,
-                _kv_tokens(config, token_bytes),
-            )
+    shards = [ModelShard.at(model, parallel, rank) for rank in range(parallel.world_size)]
+    return [
+        RankPlan(
+            rank,
+            *parallel.coordinates(rank),
+            shard.layers,
+            shard.num_parameters() * dtype.itemsize,
+            shard.kv_bytes_per_token(dtype),
+            _kv_tokens(config, shard.kv_bytes_per_token(dtype)),
         )
-    return plans
+        for rank, shard in enumerate(shards)
+    ]
 
 
 def choose_layout(config: EngineConfig, launch: Launch) -> dict[str, int]:
@@ -147,10 +144,7 @@ def run_dry(config: EngineConfig, console: Console) -> int:
         table.add_column(name, justify="right", no_wrap=True)
     for plan in plans:
         table.add_row(
-            str(plan.rank),
-            str(plan.kvp_rank),
-            str(plan.stage),
-            str(plan.tp_rank),
+            *map(str, (plan.rank, plan.kvp_rank, plan.stage, plan.tp_rank)),
             f"{plan.layers.start}-{plan.layers.stop - 1}",
             f"{plan.weight_bytes / 2**30:.2f} GiB",
             f"{plan.kv_bytes_per_token:,} B",

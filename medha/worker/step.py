@@ -31,17 +31,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A batch that was submitted.
+    """A batch that was submitted; ``result`` waits for what it produced, and is called once."""
 
-    Attributes:
-        wait: returns its result as soon as there is one; called once.
-    """
-
-    wait: Callable[[], StepResult]
-
-    def result(self) -> StepResult:
-        """What the batch produced; waits for it. To be called once."""
-        return self.wait()
+    result: Callable[[], StepResult]
 
 
 class BatchRunner(Protocol):
@@ -81,3 +73,8 @@ def last_tokens_of(batch: Batch, group: int) -> list[int]:
     """Index in the batch of the last token of each row after which a group draws a token."""
     ends = np.cumsum([row.q_len for row in batch.rows]).tolist()
     return [end - 1 for end, row in zip(ends, batch.rows, strict=True) if row.samples and row.group == group]
+
+
+def positions_of(batch: Batch) -> npt.NDArray[np.int64]:
+    """Position of each token of a batch."""
+    return np.concatenate([np.arange(row.position, row.kv_len, dtype=np.int64) for row in batch.rows])

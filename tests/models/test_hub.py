@@ -41,15 +41,11 @@ def test_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("{tmp}/absent", "no such folder"),
         ("{tmp}/file", "is a file"),
-        ("{tmp}/file/below", "no such folder"),
         ("{tmp}/dangling", "dangling symlink"),
-        ("{tmp}/loop", "dangling symlink"),
         ("", "accepted: a folder"),
         ("./org/name", "no such folder"),
-        ("../name", "no such folder"),
         ("name", "not a hub id"),
         ("org/name/more", "not a hub id"),
-        ("org/na me", "not a hub id"),
         ("https://example.com/x", "not a hub id"),
         ("org/\0name", "model 'org/"),
         ("a" * 5000, "model 'aaa"),
@@ -58,7 +54,6 @@ def test_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
 def test_wrong_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reason: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     monkeypatch.chdir(tmp_path)
     model = model.replace("{tmp}", str(tmp_path))
     with pytest.raises(ModelLoadError) as caught:
@@ -80,34 +75,23 @@ def test_unreadable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, dict[str, object]]] = []
-
-    def fetch(model: str, **options: object) -> str:
-        calls.append((model, options))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda model, **options: calls.append((model, options)) or str(tmp_path)
+    )
     assert resolve_model("org/name-1.5", revision="v2") == tmp_path
-    expected = {
-        "revision": "v2",
-        "allow_patterns": list(ALLOW_PATTERNS),
-        "ignore_patterns": list(IGNORE_PATTERNS),
-    }
-    assert calls == [("org/name-1.5", expected)]
+    patterns = {"allow_patterns": list(ALLOW_PATTERNS), "ignore_patterns": list(IGNORE_PATTERNS)}
+    assert calls == [("org/name-1.5", {"revision": "v2", **patterns})]
 
 
 @pytest.mark.parametrize(
     ("file", "wanted"),
     [
         ("model-00001-of-00002.safetensors", True),
-        ("model.safetensors.index.json", True),
         ("tokenizer.json", True),
-        ("chat_template.jinja", True),
         ("additional_chat_templates/tool.jinja", True),
         ("tokenizer.model", True),
         ("pytorch_model.bin", False),
         ("consolidated.00.pth", False),
-        ("model.pt", False),
-        ("model.gguf", False),
         ("modeling_custom.py", False),
         ("original/model.safetensors", False),
     ],
@@ -118,18 +102,15 @@ def test_patterns(file: str, wanted: bool) -> None:
     assert (allowed and not ignored) is wanted
 
 
-@pytest.mark.parametrize(
-    "failure", [OSError("no route"), ValueError("bad revision"), RuntimeError("closed"), KeyError("etag")]
-)
-def test_hub_failure_is_converted(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+def test_hub_failure_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = KeyError("etag")  # whatever class the hub raises
+
     def fail(*args: object, **options: object) -> str:
         raise failure
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ModelLoadError) as caught:
+    with pytest.raises(ModelLoadError, match=r"'org/name' at revision 'v2': .*KeyError.*accepted") as caught:
         resolve_model("org/name", revision="v2")
-    for part in ("'org/name'", "'v2'", type(failure).__name__, "accepted"):
-        assert part in str(caught.value)
     assert caught.value.__cause__ is failure
 
 

@@ -134,11 +134,6 @@ def test_file_that_shrinks_is_not_mapped(tmp_path: Path, when: str) -> None:
         os.truncate(tmp_path / FILE, 200)
         with pytest.raises(WeightsError, match=f"{FILE}: changed since it was opened"):
             checkpoint.read("w")
-
-
-def test_file_that_vanishes(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(4)}, tmp_path / FILE)
-    with Checkpoint(tmp_path) as checkpoint:
         (tmp_path / FILE).unlink()
         with pytest.raises(WeightsError, match=f"{FILE}: "):
             checkpoint.read("w")
@@ -161,11 +156,8 @@ def entry(begin: int, end: int, *, dtype: Any = "F32", shape: Any = None) -> dic
 DATA = bytes(16)
 TWICE = b'"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
 HEADERS: dict[str, tuple[bytes | dict[str, Any], bytes, int | None, str]] = {
-    "length beyond the file": (b"{}", b"", 1000, "invalid header length (the file has 10 bytes)"),
     "length 2**63 - 1": (b"{}", b"", 2**63 - 1, "header too large"),
-    "no header": (b"", b"", None, "JSON"),
     "not JSON": (b"{nope", b"", None, "JSON"),
-    "not an object": (b"[1, 2]", b"", None, "JSON"),
     "not UTF-8": (b'{"\xff\xfe": 1}', b"", None, "UTF-8"),
     "too deep": (b'{"a":' * 200_000, b"", None, "recursion limit"),
     "huge integer": (b'{"a":' + b"9" * 5000 + b"}", b"", None, "out of range"),
@@ -173,13 +165,10 @@ HEADERS: dict[str, tuple[bytes | dict[str, Any], bytes, int | None, str]] = {
     "name that steers a terminal": ({"\x1b[2J\n": entry(0, 16)}, DATA, None, "'\\x1b[2J\\n': its name; accepted"),
     "name of a megabyte": ({"a" * 10**6: entry(0, 16)}, DATA, None, "aaa...: its name; accepted: at most 200"),
     "unknown dtype": ({"a": entry(0, 16, dtype="Q4")}, DATA, None, "unknown variant `Q4`"),
-    "negative dimension": ({"a": entry(0, 16, shape=[-4])}, DATA, None, "integer `-4`"),
     "shape overflows": ({"a": entry(0, 16, shape=[2**62, 2**62])}, DATA, None, "overflow"),
     "shape and offsets differ": ({"a": entry(0, 16, shape=[3])}, DATA, None, "invalid shape"),
     "offset past the end": ({"a": entry(0, 32)}, DATA, None, "not fully covered (the file has"),
     "hole": ({"a": entry(0, 4), "b": entry(8, 16)}, DATA, None, "invalid offset for tensor `b`"),
-    "overlap": ({"a": entry(0, 12), "b": entry(8, 16)}, DATA, None, "invalid offset for tensor `b`"),
-    "trailing bytes": ({"a": entry(0, 12)}, DATA, None, "not fully covered"),
     "metadata not strings": ({"__metadata__": {"a": 1}, "a": entry(0, 16)}, DATA, None, "JSON"),
 }
 
@@ -195,13 +184,6 @@ def test_malformed_header(tmp_path: Path, case: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("size", [0, 7])
-def test_file_shorter_than_a_header(tmp_path: Path, size: int) -> None:
-    (tmp_path / FILE).write_bytes(bytes(size))
-    with pytest.raises(WeightsError, match=f"^{FILE}: "):
-        Checkpoint(tmp_path)
-
-
 def test_file_that_changes_while_its_header_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"w": torch.zeros(4)}, tmp_path / FILE)
     times = iter(range(10))
@@ -210,15 +192,11 @@ def test_file_that_changes_while_its_header_is_read(tmp_path: Path, monkeypatch:
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["folder", "dangling", "fifo"])
-def test_not_a_regular_file(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / FILE
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "dangling":
-        path.symlink_to("gone")
-    else:
-        os.mkfifo(path)  # opening it would wait for a writer for ever
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, lambda path: path.symlink_to("gone"), os.mkfifo, lambda path: path.write_bytes(bytes(7))]
+)
+def test_not_a_file_of_tensors(tmp_path: Path, make: Any) -> None:
+    make(tmp_path / FILE)  # opening a pipe would wait for a writer for ever
     with pytest.raises(WeightsError, match=f"{FILE}: "):
         Checkpoint(tmp_path)
 
@@ -256,13 +234,6 @@ ENTRY = st.fixed_dictionaries(
         "data_offsets": st.tuples(st.integers(-1, 16), st.integers(-1, 16)) | JSON,
     }
 )
-
-
-@FUZZ
-@given(raw=st.binary(max_size=64))
-def test_fuzz_bytes(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / FILE).write_bytes(raw)
-    exercise(tmp_path)
 
 
 @FUZZ
@@ -337,18 +308,11 @@ def test_index_lists_what_is_not_there(tmp_path: Path) -> None:
     write_index(tmp_path, {"w": "a.safetensors", "u": "c.safetensors"})
     with pytest.raises(WeightsError, match=r"lists 1 files that are not there: c\.safetensors"):
         Checkpoint(tmp_path)
-    write_index(tmp_path, {"w": "a.safetensors", "u": "a.safetensors"})
-    with pytest.raises(WeightsError, match=r"lists 1 tensors that are not there: 'u' in a\.safetensors"):
+    write_index(tmp_path, {"w": "a.safetensors"} | {f"u{i}": "a.safetensors" for i in range(25)})
+    with pytest.raises(WeightsError, match=r"lists 25 tensors that are not there: 'u0' in a.*'u9' in .*, and 15 more"):
         Checkpoint(tmp_path)
     write_index(tmp_path, {"w": "b.safetensors", "v": "a.safetensors"})
     with pytest.raises(WeightsError, match=r"lists 2 tensors that are not there: 'w' in b\.safetensors, 'v' in a"):
-        Checkpoint(tmp_path)
-
-
-def test_long_lists_are_cut(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(1)}, tmp_path / FILE)
-    write_index(tmp_path, {f"w{i}": FILE for i in range(25)})
-    with pytest.raises(WeightsError, match=r"lists 25 tensors.*'w9' in .*, and 15 more"):
         Checkpoint(tmp_path)
 
 

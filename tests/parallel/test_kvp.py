@@ -28,7 +28,7 @@ from medha.outputs import RequestOutput
 from medha.parallel.kvp import Merge, Pending, Shared, shared_rows
 from medha.parallel.mesh import _run_groups
 from medha.params import SamplingParams
-from medha.worker.runner import Runner
+from medha.worker.kv_cache import BlockTables
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engines import load_decoder, make_engine
 from tests.parallel.workers import WorkerPool
@@ -53,16 +53,15 @@ def dropped_shard(patch: pytest.MonkeyPatch) -> None:
 
 
 def shifted_shard(patch: pytest.MonkeyPatch) -> None:
-    """A full shard is read from one position too far on; at the pool's end from one too early."""
-    segment = Runner._segment
+    """A full shard is read from one position too early; at the pool's start from one too far on."""
+    segment = BlockTables.segment
 
-    def shifted(self: Runner, row: Row, start: int) -> Segment:
+    def shifted(self: BlockTables, row: Row, start: int) -> Segment:
         whole = segment(self, row, start)
         (first, count), *rest = whole.ranges
-        is_last = first + count == self.cache.num_blocks * self.cache.block_size
-        return whole if whole.causal else replace(whole, ranges=((first + (-1 if is_last else 1), count), *rest))
+        return whole if whole.causal else replace(whole, ranges=((first - 1 if first else 1, count), *rest))
 
-    patch.setattr(Runner, "_segment", shifted)
+    patch.setattr(BlockTables, "segment", shifted)
 
 
 def order_of_arrival(patch: pytest.MonkeyPatch) -> None:

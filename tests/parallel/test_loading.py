@@ -5,13 +5,14 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
 
 from medha.config import EngineConfig
 from medha.models.hf_config import load_model_config
-from medha.models.weights import Checkpoint
+from medha.models.weights import Checkpoint, load_parameters
 from medha.worker.sizing import plan_ranks, run_dry
 from tests.checkpoints import make_checkpoint
 from tests.parallel.workers import WorkerPool
@@ -21,9 +22,16 @@ def load(folder: str, options: dict[str, Any]) -> tuple[int, int]:
     """On each rank: (bytes read from the checkpoint, bytes of parameters held)."""
     from medha.engine.build import build_role
     from medha.models.layers import local_part
+    from medha.worker import shard
 
     read: list[int] = []
-    role = build_role(EngineConfig.from_flat(folder, num_kv_blocks=2, **options), progress=read.append)
+
+    def counted(parameters: Any, checkpoint: Checkpoint, **options: Any) -> None:
+        load_parameters(parameters, checkpoint, **options)
+        read.append(checkpoint.bytes_read)
+
+    with mock.patch.object(shard, "load_parameters", counted):
+        role = build_role(EngineConfig.from_flat(folder, num_kv_blocks=2, **options))
     runner = (role.follower or role.engine.runner)._runner  # type: ignore[union-attr]
     held = {id(p): local_part(p).numel() * p.element_size() for p in runner.model.parameters()}
     role.close()

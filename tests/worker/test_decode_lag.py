@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,46 +125,28 @@ def test_tokens_are_those_without_a_lag_and_batches_overlap(case: Case) -> None:
     assert followed >= NUM_TOKENS - 1  # a batch has the token after one that a batch still in flight draws
 
 
+CHOICES: dict[str, list[Any]] = {
+    "temperature": [0.0, 0.7, 1.3],
+    "top_p": [1.0, 0.8],
+    "top_k": [0, 5],
+    "min_p": [0.0, 0.05],
+    "repetition_penalty": [1.0, 1.3],
+    "min_tokens": [0, 1, 2, 3, 4],
+    "logprobs": [None, 0, 3],
+}
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
-    temperature=st.sampled_from([0.0, 0.7, 1.3]),
-    top_p=st.sampled_from([1.0, 0.8]),
-    top_k=st.sampled_from([0, 5]),
-    min_p=st.sampled_from([0.0, 0.05]),
-    penalty=st.sampled_from([1.0, 1.3]),
-    min_tokens=st.integers(0, 4),
-    logprobs=st.sampled_from([None, 0, 3]),
+    chosen=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()}),
     stop_at=st.integers(0, 7),
 )
-def test_any_sampling_gives_the_same_outputs(
-    case: Case,  # noqa: F811
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
-    penalty: float,
-    min_tokens: int,
-    logprobs: int | None,
-    stop_at: int,
-) -> None:
-    base = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=penalty,
-        min_tokens=min_tokens,
-        logprobs=logprobs,
-        max_tokens=8,
-        seed=11,
-        output_kind="final_only",
-    )
-
+def test_any_sampling_gives_the_same_outputs(case: Case, chosen: dict[str, Any], stop_at: int) -> None:  # noqa: F811
     def outputs(lag: int, stop: list[int]) -> list[object]:
         engine = make_engine(
             case.decoder, decode_lag=lag, chunk_size=50, max_batch_tokens=96, num_blocks=100, block_size=16
         )
-        params = SamplingParams(**{f: getattr(base, f) for f in base.__dataclass_fields__} | {"stop_token_ids": stop})
+        params = SamplingParams(**chosen, stop_token_ids=stop, max_tokens=8, seed=11, output_kind="final_only")
         for i, prompt in enumerate(case.prompts[:4]):
             engine.add_request(str(i), prompt, params)
         done = {}

@@ -31,6 +31,7 @@ from tests.attention import fake_flashinfer
 from tests.engines import Preemptions
 from tests.serving import Model, finish, make_byte_model, random_ids
 from tests.worker.test_graphs import Repeating
+from tests.worker.test_kv_cache import make_cache
 
 CPU = torch.device("cpu")
 LENGTHS = (40, 3, 70, 25, 90)
@@ -71,18 +72,6 @@ class Late:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return make_byte_model(tmp_path_factory.mktemp("bytes"))
-
-
-def make_cache(num_blocks: int = 12, block_size: int = 4, *, dtype: torch.dtype = torch.float32) -> KVCache:
-    return KVCache(
-        num_layers=2,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=2,
-        head_dim=8,
-        dtype=dtype,
-        device=CPU,
-    )
 
 
 def extents(slot: int, blocks: list[int]) -> tuple[Extent, ...]:
@@ -297,14 +286,16 @@ def test_swap_space_is_host_memory_of_a_rank(model: Model, monkeypatch: pytest.M
     assert engine.runner.host is None  # type: ignore[attr-defined]
 
 
-def test_swap_space_below_a_block_is_refused(model: Model) -> None:
-    with pytest.raises(ConfigError, match=rf"^swap_space=4 bytes; accepted: 0, or at least .* {BLOCK_BYTES} bytes"):
-        build(model, num_kv_blocks=8, overcommit=True, swap_space="4B")
-
-
-def test_swap_space_that_the_system_cannot_give(model: Model) -> None:
-    with pytest.raises(ConfigError, match=r"^swap_space of \d+ blocks takes \d+ bytes of host memory"):
-        build(model, num_kv_blocks=8, overcommit=True, swap_space=2**30)
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        ("4B", rf"^swap_space=4 bytes; accepted: 0, or at least .* {BLOCK_BYTES} bytes"),
+        (2**30, r"^swap_space of \d+ blocks takes \d+ bytes of host memory"),  # GiB, which no system has
+    ],
+)
+def test_swap_space_that_cannot_be(model: Model, size: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        build(model, num_kv_blocks=8, overcommit=True, swap_space=size)
 
 
 @pytest.mark.parametrize(("policy", "is_said"), [("lars", True), ("priority", False)])
