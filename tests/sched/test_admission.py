@@ -139,5 +139,4 @@ def test_the_decision_is_in_the_journal() -> None:
     lines = file.getvalue().splitlines()
     assert replay(lines).mismatch is None
     mismatch = replay([line.replace('"now_s":0.5', '"now_s":75.0') for line in lines]).mismatch
-    assert mismatch is not None
-    assert (mismatch.line, mismatch.call) == (3, "add")
+    assert mismatch is not None and "3" in mismatch and "add" in mismatch
