@@ -13,7 +13,8 @@ from pathlib import Path
 from medha.cost.coefficients import Coefficients, Curve, Link, MixedAttention, ProfileKey
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-from medha.profile.fit import best_tile, fit_chunks, fit_curve, fit_decodes, fit_mixed
+from medha.profile.fit import fit_chunks, fit_curve, fit_decodes
+from tools.kernel_fit import best_tile, fit_mixed
 from tools.tables import KernelTable, Record, TableKind, read_records, read_tables
 
 _ONCE = ("embedding", "final_layernorm")

@@ -462,8 +462,7 @@ def _load(options: LiveOptions, found: LiveFidelity) -> list[str]:
     before, after = found.load_average
     span_s = found.requests[-1].arrival_s
     return [
-        f"{Subject(hf_overrides=options.config).name}, one process, one thread, float32; load average "
-        f"{before:.1f} before and {after:.1f} after",
+        f"random Llama, one process, one thread, float32; load average {before:.1f} before and {after:.1f} after",
         f"{options.num_short} prompts of {options.short_lens[0]} to {options.short_lens[1]} tokens and "
         f"{options.num_long} of {options.long_lens[0]:,} to {options.long_lens[1]:,} within {span_s:.1f} s (Poisson), "
         f"{options.output_lens[0]} to {options.output_lens[1]} output tokens each; seed {options.seed}",

@@ -24,7 +24,8 @@ from medha.cli.table import report_console
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, MixedAttention, ProfileKey
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-from medha.profile.fit import best_tile, fit_chunks, fit_curve, fit_decodes, fit_mixed
+from medha.profile.fit import fit_chunks, fit_curve, fit_decodes
+from tools.kernel_fit import best_tile, fit_mixed
 from tools.tables import Floats, KernelTable, TableKind, read_tables
 
 Mask = NDArray[np.bool_]
