@@ -17,17 +17,17 @@ RANKS ?= 1
 demo: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m medha.generate
 
-# Tests of several ranks run one at a time: each has processes enough for two cores.
+# Tests that start several processes run one at a time, as those are enough for two cores.
 test: $(VENV)/installed-dev lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow" --ignore tests/parallel
-	$(BIN)/python -m pytest -q -m "not gpu and not slow" tests/parallel
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow and not ranks"
+	$(BIN)/python -m pytest -q -m "ranks and not gpu and not slow" tests/parallel
 
 # What needs no model and no ranks: within 90 seconds.
 test-fast: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not gpu and not slow" tests/test_imports.py tests/test_config.py \
 	    tests/test_params.py tests/test_batch.py tests/sched tests/cost tests/sim tests/text tests/workload
 
-# Also what takes minutes: the needle at 128K tokens.
+# Also what takes minutes: more layouts, faults and interleavings.
 test-full: $(VENV)/installed-dev lint
 	$(BIN)/python -m pytest -q -m "not gpu"
 

@@ -16,8 +16,9 @@ Printing a Batch gives one line a row, which is what scheduler tests compare.
 
 from __future__ import annotations
 
+import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -161,12 +162,8 @@ class Batch:
     def part_of(self, group: int) -> Batch:
         """What concerns one group: its rows and blocks, and every freed slot."""
         rows = tuple(row for row in self.rows if row.concerns(group))
-        extents = tuple(extent for extent in self.extents if extent.group == group)
-        if not self.moves:
-            return Batch(self.batch_id, rows, extents, self.frees)
-        out, back = (
-            tuple(extent for extent in extents if extent.group == group) for extents in (self.swaps_out, self.swaps_in)
-        )
+        kinds = (self.extents, self.swaps_out, self.swaps_in)
+        extents, out, back = (tuple(extent for extent in kind if extent.group == group) for kind in kinds)
         return Batch(self.batch_id, rows, extents, self.frees, out, back)
 
     def __str__(self) -> str:
@@ -209,32 +206,30 @@ class Batch:
         if len(ints) < _HEADER:
             raise ValueError(f"a batch has at least {_HEADER} integers, got {len(ints)}")
         batch_id, num_rows, num_extents, num_frees = ints[:_HEADER]
-        rows_end = _HEADER + _ROW * num_rows
-        extents_end = rows_end + _EXTENT * num_extents
-        end = extents_end + num_frees
-        least, num_out, num_in = min(num_rows, num_extents, num_frees), 0, 0
-        swaps = length = end
-        if least >= 0 and len(ints) >= end + _SWAPS:
+        extents_at = _HEADER + _ROW * num_rows
+        frees_at = extents_at + _EXTENT * num_extents
+        end = length = frees_at + num_frees
+        num_out = num_in = 0
+        if len(ints) >= end + _SWAPS and min(num_rows, num_extents, num_frees) >= 0:
             num_out, num_in = ints[end : end + _SWAPS]
-            swaps = end + _SWAPS
-            length = swaps + _EXTENT * (num_out + num_in) if num_out or num_in else end
-        if min(least, num_out, num_in) < 0 or len(ints) != length:
+            length += _SWAPS + _EXTENT * (num_out + num_in) if num_out or num_in else 0
+        if min(num_rows, num_extents, num_frees, num_out, num_in) < 0 or len(ints) != length:
             raise ValueError(f"a batch with header {tuple(ints[:_HEADER])} cannot have {len(ints)} integers")
-        rows = tuple(_row(ints[i : i + _ROW]) for i in range(_HEADER, rows_end, _ROW))
-        extents = _extents(ints[rows_end:extents_end])
-        if length == end:
-            return cls(batch_id, rows, extents, tuple(ints[extents_end:]))
-        swapped = _extents(ints[swaps:])
-        return cls(batch_id, rows, extents, tuple(ints[extents_end:end]), swapped[:num_out], swapped[num_out:])
+        rows = tuple(
+            Row(slot, position, q_len, bool(flags & _DECODE), bool(flags & _SAMPLES), group, num_groups)
+            for slot, position, q_len, flags, group, num_groups in _parts(ints[_HEADER:extents_at], _ROW)
+        )
+        extents = tuple(Extent(*part) for part in _parts(ints[extents_at:frees_at], _EXTENT))
+        swaps = tuple(Extent(*part) for part in _parts(ints[end + _SWAPS :], _EXTENT))
+        return cls(batch_id, rows, extents, tuple(ints[frees_at:end]), swaps[:num_out], swaps[num_out:])
+
+    def digest(self) -> int:
+        """CRC-32 of its integers."""
+        return zlib.crc32(self.to_ints().tobytes())
 
 
-def _extents(ints: Sequence[int]) -> tuple[Extent, ...]:
-    return tuple(Extent(*ints[i : i + _EXTENT]) for i in range(0, len(ints), _EXTENT))
-
-
-def _row(ints: Sequence[int]) -> Row:
-    slot, position, q_len, flags, group, num_groups = ints
-    return Row(slot, position, q_len, bool(flags & _DECODE), bool(flags & _SAMPLES), group, num_groups)
+def _parts(ints: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (ints[i : i + size] for i in range(0, len(ints), size))
 
 
 def append_extent(extents: list[tuple[int, int]], first: int, count: int) -> None:

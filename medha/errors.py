@@ -45,19 +45,20 @@ class ParallelConfigError(ConfigError):
     """The parallel layout cannot work; every rank raises it with the same text before any weight is read."""
 
 
-class ValidationError(MedhaError, ValueError):
-    """One request is wrong; nothing of it was scheduled.
+class _FieldError(MedhaError, ValueError):
+    """An error about the field ``param``, which was given ``value``."""
 
-    Attributes:
-        param: name of the offending field, or None.
-        value: what was given.
-        index: position of the request in the list it came in, or None.
-    """
-
-    def __init__(self, message: str, *, param: str | None = None, value: Any = None, index: int | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, value: Any = None) -> None:
         super().__init__(message)
         self.param = param
         self.value = value
+
+
+class ValidationError(_FieldError):
+    """One request is wrong, the one at ``index`` of the list it came in; nothing of it was scheduled."""
+
+    def __init__(self, message: str, *, index: int | None = None, **field: Any) -> None:
+        super().__init__(message, **field)
         self.index = index
 
 
@@ -70,12 +71,7 @@ class KVCapacityError(ValidationError):
 
 
 class DeadlineError(ValidationError):
-    """The request's first token would come after its TTFT objective, even if it ran next.
-
-    Attributes:
-        predicted_s: seconds from its arrival to the first token, or None.
-        objective_s: its objective, or None.
-    """
+    """The request's first token would come after its TTFT objective, even if it ran next: both in seconds or None."""
 
     def __init__(
         self, message: str, *, predicted_s: float | None = None, objective_s: float | None = None, **where: Any
@@ -85,13 +81,8 @@ class DeadlineError(ValidationError):
         self.objective_s = objective_s
 
 
-class UnsupportedFeatureError(MedhaError, ValueError):
+class UnsupportedFeatureError(_FieldError):
     """A field that users of other engines know, and medha does not implement. It is never ignored."""
-
-    def __init__(self, message: str, *, param: str | None = None, value: Any = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.value = value
 
 
 class RequestError(MedhaError, RuntimeError):
@@ -103,11 +94,7 @@ class NonFiniteLogitsError(RequestError):
 
 
 class EngineDeadError(MedhaError, RuntimeError):
-    """The engine cannot serve any more; unfinished requests carry this error.
-
-    Attributes:
-        outputs: what the requests had produced (:class:`medha.RequestOutput`).
-    """
+    """The engine cannot serve any more; ``outputs`` is what the requests had produced. Unfinished ones carry it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -123,11 +110,9 @@ class RankFailedError(EngineDeadError):
 
 
 class PolicyError(MedhaError, ValueError):
-    """A user's scheduling policy raised, or returned something else than one number a request.
+    """A user's scheduling policy, by its name, raised, or returned something else than one number a request.
 
-    Attributes:
-        policy: its name, or None.
-        slot: of the request concerned, or None where it is not a single one.
+    ``slot`` is that of the request concerned, or None where it is not a single one.
     """
 
     def __init__(self, message: str, *, policy: str | None = None, slot: int | None = None) -> None:
@@ -140,7 +125,7 @@ def exit_code(error: BaseException) -> int:
     """The process exit code for an error: 2 bad input, 4 engine failure, 130 interrupted, 1 anything else."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if isinstance(error, (ConfigError, ValidationError, UnsupportedFeatureError, PolicyError)):
+    if isinstance(error, (ConfigError, _FieldError, PolicyError)):
         return 2
     if isinstance(error, EngineDeadError):
         return 4

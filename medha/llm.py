@@ -53,8 +53,7 @@ class LLM:
         timeline: records what runs, if given.
         journal: file for what the scheduler is asked and decides, which ``medha replay`` reads; rank 0 writes it.
         options: any option of :class:`medha.config.EngineConfig` by its flat name, for example ``dtype``, ``device``,
-            ``max_model_len``, ``max_num_seqs``, ``max_batch_tokens``, ``chunk_size``, ``num_kv_blocks``,
-            ``kv_memory`` (bytes, or as ``"4GiB"``), ``block_size``, ``rope_scaling``, ``load_format``, ``seed``.
+            ``max_model_len``, ``kv_memory`` (bytes, or as ``"4GiB"``) or ``chunk_size``.
 
     Raises:
         ConfigError: an option or the model folder is wrong, or the journal cannot be written; the subclass says what.
@@ -138,19 +137,123 @@ class LLM:
             request that failed alone, or that the option ``admission`` refused, has ``error`` set.
 
         Raises:
-            ValidationError: a prompt or parameter is wrong; ``index`` says which; nothing was queued.
+            ValidationError: a prompt or parameter is wrong (``index``).
             EngineDeadError: a step failed; ``outputs`` holds what was produced.
             KeyboardInterrupt: with ``outputs``: everything produced so far; the LLM can be used again.
         """
 
-        def prepare() -> list[Request]:
-            several = listed("prompts", prompts, is_prompt, "a prompt or a list of prompts")
-            return self._prepare(several, sampling_params, slo, priority)
+        def asked() -> Sequence[Prompt]:
+            return listed("prompts", prompts, is_prompt, "a prompt or a list of prompts")
 
-        return self._on_every_rank("generate", lambda: self._serve(prepare, use_tqdm))
+        return self._complete("generate", asked, use_tqdm, sampling_params=sampling_params, slo=slo, priority=priority)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        slo: SLO | Sequence[SLO | None] | None = None,
+        priority: str | Sequence[str] = "normal",
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one conversation or several with the model's chat template; otherwise as :meth:`generate`.
+
+        ``prompt`` of an output is the text that the template wrote.
+
+        Args:
+            messages: one conversation or several; each is a list of mappings with ``role`` and ``content``.
+            add_generation_prompt: whether the template opens the assistant's turn.
+            tools: functions that the model may call, for templates that describe them.
+            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+        """
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+
+        def asked() -> Sequence[Prompt]:
+            accepted = "a list of messages, or a list of such lists"
+            return [{"messages": one, **options} for one in listed("messages", messages, is_conversation, accepted)]
+
+        return self._complete("chat", asked, use_tqdm, sampling_params=sampling_params, slo=slo, priority=priority)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, slo: SLO | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding each new piece (``outputs[0].text`` and ``token_ids`` are the new part).
+
+        The prompt is checked now and queued when the first piece is asked for. Leaving the loop early aborts the
+        request. Several streams may be open at once, also in several threads; they, a :meth:`generate` meanwhile and
+        requests added to :attr:`engine` share the batches.
+
+        Raises:
+            ValidationError: as :meth:`generate`; several prompts.
+            UnsupportedFeatureError: there are several ranks.
+        """
+        if isinstance(prompt, (list, tuple)) and prompt and not is_prompt(prompt):
+            message = f"stream takes one prompt, and this is a list of {len(prompt)}; accepted: one of them"
+            raise ValidationError(message, param="prompt", value=prompt)
+        if not self._open_role.is_alone:
+            raise UnsupportedFeatureError("stream runs on one rank; drive llm.engine, with follow() on the others")
+        request = self.engine.prepare(self._new_id(), prompt, sampling_params, slo=slo)
+        request.params = request.params.reported("delta")
+        return self._stream(request)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, or None where the folder has none."""
+        return self._open_role.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters uses: ``generation_config.json`` over the class defaults."""
+        return SamplingParams().resolve(self._open_role.limits.sampling_defaults)
+
+    def close(self) -> None:
+        """Drop the model and its memory, and leave the job; every rank calls it, and may call it twice."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        role, self._role = self._role, None
+        with self._files:
+            if role is not None and value is not None and not role.is_alone:
+                role.give_up(value)  # the other ranks may be anywhere: to wait for them could be for ever
+            elif role is not None:
+                role.close()
+
+    @property
+    def _open_role(self) -> RankHandle:
+        if self._role is None:
+            raise EngineDeadError("this LLM is closed")
+        return self._role
+
+    def _complete(
+        self, name: str, asked: Callable[[], Sequence[Prompt]], use_tqdm: bool, **given: Any
+    ) -> list[RequestOutput]:
+        """Run a call where the engine is, and take part in it elsewhere; all raise the same."""
+
+        def run() -> list[RequestOutput]:
+            return self._serve(lambda: self._prepare(asked(), **given), use_tqdm)
+
+        role = self._open_role
+        if role.is_alone:
+            return run()
+        with self._calls:
+            if role.follower is not None:
+                role.follower.join(name)
+                return []
+            assert role.caller is not None, "rank 0 of several tells the others"
+            return role.caller.call(name, run)
 
     def _serve(self, prepare: Callable[[], list[Request]], use_tqdm: bool) -> list[RequestOutput]:
-        """:meth:`generate` of requests that are still to be checked, on the rank that drives."""
+        """Serve what is prepared beside the running engine, on the rank that drives."""
         engine = self.engine
         arrival_s = engine.now()
         requests = prepared_beside(engine, prepare)
@@ -180,126 +283,8 @@ class LLM:
             raise _own_error(error, _present(outputs, box)) from error
         return _present(outputs, box)
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        slo: SLO | Sequence[SLO | None] | None = None,
-        priority: str | Sequence[str] = "normal",
-        use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Complete one conversation or several with the model's chat template; otherwise as :meth:`generate`.
-
-        ``prompt`` of an output is the text that the template wrote.
-
-        Args:
-            messages: one conversation or several; each is a list of mappings with ``role`` and ``content``.
-            sampling_params, slo, priority, use_tqdm: as of :meth:`generate`.
-            add_generation_prompt: whether the template opens the assistant's turn.
-            tools: functions that the model may call, for templates that describe them.
-            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
-
-        Raises:
-            ValidationError, EngineDeadError, KeyboardInterrupt: as :meth:`generate`.
-        """
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
-
-        def prepare() -> list[Request]:
-            accepted = "a list of messages, or a list of such lists"
-            conversations = listed("messages", messages, is_conversation, accepted)
-            prompts = [{"messages": conversation, **options} for conversation in conversations]
-            return self._prepare(prompts, sampling_params, slo, priority)
-
-        return self._on_every_rank("chat", lambda: self._serve(prepare, use_tqdm))
-
-    def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, slo: SLO | None = None
-    ) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding each new piece (``outputs[0].text`` and ``token_ids`` are the new part).
-
-        The prompt is checked now and queued when the first piece is asked for. Leaving the loop early aborts the
-        request. Several streams may be open at once, also in several threads; they, a :meth:`generate` meanwhile and
-        requests added to :attr:`engine` share the batches.
-
-        Raises:
-            ValidationError: as :meth:`generate`; several prompts.
-            UnsupportedFeatureError: there are several ranks.
-        """
-        if isinstance(prompt, (list, tuple)) and prompt and not is_prompt(prompt):
-            raise ValidationError(
-                f"stream takes one prompt, and this is a list of {len(prompt)}; accepted: text, token ids or a mapping",
-                param="prompt",
-                value=prompt,
-            )
-        if not self._open_role.is_alone:
-            raise UnsupportedFeatureError("stream runs on one rank; drive llm.engine, with follow() on the others")
-        request = self.engine.prepare(self._new_id(), prompt, sampling_params, slo=slo)
-        request.params = request.params.reported("delta")
-        return self._stream(request)
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, or None when the folder has none."""
-        return self._open_role.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without parameters uses: ``generation_config.json`` over the class defaults."""
-        return SamplingParams().resolve(self._open_role.limits.sampling_defaults)
-
-    def close(self) -> None:
-        """Drop the model and its memory, and leave the job; every rank calls it, and may call it twice."""
-        role, self._role = self._role, None
-        with self._files:
-            if role is not None:
-                role.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if value is None or self._role is None or self._role.is_alone:
-            self.close()
-        else:  # the other ranks may be anywhere: to wait for them could be for ever
-            role, self._role = self._role, None
-            with self._files:
-                role.give_up(value)
-
-    @property
-    def _open_role(self) -> RankHandle:
-        if self._role is None:
-            raise EngineDeadError("this LLM is closed")
-        return self._role
-
-    def _on_every_rank(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
-        """Run a call where the engine is, and take part in it elsewhere; all raise the same."""
-        role = self._open_role
-        if role.is_alone:
-            return run()
-        with self._calls:
-            if role.follower is not None:
-                role.follower.join(name)
-                return []
-            assert role.caller is not None, "rank 0 of several tells the others"
-            return role.caller.call(name, run)
-
-    def _prepare(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        slo: SLO | Sequence[SLO | None] | None,
-        priority: str | Sequence[str],
-    ) -> list[Request]:
-        """Check everything; the first error names its index."""
-        given = {"sampling_params": sampling_params, "slo": slo, "priority": priority}
+    def _prepare(self, prompts: Sequence[Prompt], **given: Any) -> list[Request]:
+        """Check everything, each of what is given for all or one for each prompt; the first error names its index."""
         spreads = (spread(name, value, len(prompts)) for name, value in given.items())
         requests = []
         for index, (prompt, params, objective, order) in enumerate(zip(prompts, *spreads, strict=True)):
@@ -361,8 +346,7 @@ def _own_error(error: EngineDeadError, outputs: list[RequestOutput]) -> EngineDe
 
 def _close_at_exit(llm: weakref.ref[LLM]) -> None:
     """A program that ends without :meth:`LLM.close` closes all the same, unless it ends with an error."""
-    there = llm()
-    if there is not None and getattr(sys, "last_value", None) is None:
+    if (there := llm()) is not None and getattr(sys, "last_value", None) is None:
         there.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,29 +43,20 @@ class Explanation:
     @property
     def parts_s(self) -> dict[str, float]:
         """The parts by name: ``own``, ``decodes``, ``others``, ``memory``, ``pipeline``, ``idle``."""
-        return {
-            "own": self.own_s,
-            "decodes": self.decodes_s,
-            "others": self.others_s,
-            "memory": self.memory_s,
-            "pipeline": self.pipeline_s,
-            "idle": self.idle_s,
-        }
+        return {name: getattr(self, f"{name}_s") for name in ("own", "decodes", "others", "memory", "pipeline", "idle")}
 
     def text(self, name: Callable[[str], str] = str) -> str:
         """A few lines for a person; ``name`` says how a request id is shown."""
         what = "TTFT" if self.has_first_token else "no first token after"
-        top = [f"{name(request_id)} {seconds:.3f}" for request_id, seconds in self.others]
-        lines = [
-            f"{name(self.request_id)}: {what} {self.total_s:.3f} s",
+        top = ", ".join(f"{name(request_id)} {seconds:.3f}" for request_id, seconds in self.others)
+        samples = ", ".join(f"{slack_s:+.3f} at {at_s:.3f}" for at_s, slack_s in self.slack_s)
+        return (
+            f"{name(self.request_id)}: {what} {self.total_s:.3f} s\n"
             f"  own compute {self.own_s:.3f}, decodes {self.decodes_s:.3f}, other prefills {self.others_s:.3f}"
-            + (f" ({', '.join(top)})" if top else ""),
-            f"  memory {self.memory_s:.3f}, pipeline {self.pipeline_s:.3f}, idle {self.idle_s:.3f}",
-        ]
-        if self.slack_s:
-            samples = ", ".join(f"{slack_s:+.3f} at {at_s:.3f}" for at_s, slack_s in self.slack_s)
-            lines.append(f"  slack {samples}")
-        return "\n".join(lines)
+            + (f" ({top})" if top else "")
+            + f"\n  memory {self.memory_s:.3f}, pipeline {self.pipeline_s:.3f}, idle {self.idle_s:.3f}"
+            + (f"\n  slack {samples}" if samples else "")
+        )
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Explanation:
@@ -79,12 +70,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural-log probability of one token under the model's own distribution, before any sampling transform.
+    """Natural logarithm of one token's probability under the model's own distribution, before any sampling transform.
 
-    Attributes:
-        logprob: natural logarithm.
-        rank: 1 for the likeliest token.
-        decoded_token: its text, or None without a tokenizer.
+    ``rank`` is 1 for the likeliest token, ``decoded_token`` its text, or None without a tokenizer.
     """
 
     logprob: float
@@ -211,17 +199,9 @@ def unserved(
     slo: SLO | None,
     error: Exception | None,
     finished_s: float | None = None,
-    prompt: str | None = None,
-    prompt_token_ids: Sequence[int] = (),
 ) -> RequestOutput:
     """The output of a request that the engine never took; without an error it is aborted."""
     slo = slo or SLO()
     completion = CompletionOutput(0, text=None, token_ids=[], finish_reason="abort" if error is None else "error")
-    metrics = RequestMetrics(
-        arrival_s,
-        finished=finished_s,
-        num_prompt_tokens=len(prompt_token_ids),
-        ttft_slo_s=slo.ttft_s,
-        tpot_slo_s=slo.tpot_s,
-    )
-    return RequestOutput(request_id, prompt, list(prompt_token_ids), [completion], True, metrics, error)
+    metrics = RequestMetrics(arrival_s, finished=finished_s, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
+    return RequestOutput(request_id, None, [], [completion], True, metrics, error)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
+from numbers import Number
 from typing import Any, Literal, TypeVar
 
-from medha.config.fields import POSITIVE, SAMPLING, Check, check_options, finite, integer, option
+from medha.config.fields import BOOLEAN, POSITIVE, SAMPLING, Check, check_options, finite, integer, option
 from medha.errors import UnsupportedFeatureError, ValidationError
 
 T = TypeVar("T")
@@ -28,43 +30,17 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 
 # Fields of other engines' requests that change the output and that medha does not have: refused by name.
-UNSUPPORTED_FIELDS = (
-    "allowed_token_ids",
-    "audio",
-    "bad_words",
-    "beam_search",
-    "best_of",
-    "chat_template",
-    "echo",
-    "extra_args",
-    "flat_logprobs",
-    "functions",
-    "guided_decoding",
-    "guided_json",
-    "guided_regex",
-    "length_penalty",
-    "logit_bias",
-    "logits_processors",
-    "logprob_token_ids",
-    "prompt_logprob_start",
-    "prompt_logprob_token_ids",
-    "prompt_logprobs",
-    "repetition_detection",
-    "response_format",
-    "skip_reading_prefix_cache",
-    "spaces_between_special_tokens",
-    "stream_interval",
-    "structured_outputs",
-    "suffix",
-    "thinking_token_budget",
-    "tool_choice",
-    "truncate_prompt_tokens",
-    "use_beam_search",
-)
+_UNSUPPORTED = """
+    allowed_token_ids audio bad_words beam_search best_of chat_template echo extra_args flat_logprobs functions
+    guided_decoding guided_json guided_regex length_penalty logit_bias logits_processors logprob_token_ids
+    prompt_logprob_start prompt_logprob_token_ids prompt_logprobs repetition_detection response_format
+    skip_reading_prefix_cache spaces_between_special_tokens stream_interval structured_outputs suffix
+    thinking_token_budget tool_choice truncate_prompt_tokens use_beam_search
+"""
+UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED.split())
 
 
-MOST_COMPLETIONS = 16384
-"""Most completions of a request."""
+MOST_COMPLETIONS = 16384  # of a request
 
 _listed = partial(option, SAMPLING)  # among the options of a command line
 
@@ -73,10 +49,16 @@ def _unlisted(default: Any, check: Check, name: str = "") -> Any:
     return option("", default, "", check, name=name)
 
 
-_BOOLEAN = Check("true or false", lambda value: isinstance(value, bool))
 _OUTPUT_KIND = Check(
     "'cumulative', 'delta' or 'final_only'", lambda value: value in ("cumulative", "delta", "final_only")
 )
+
+PROMPT_FORMS = {
+    "prompt": "text",
+    "prompt_token_ids": "a list of token ids, or text as prompt",
+    "messages": "a list of messages",
+}
+"""The forms of a prompt, and what each takes."""
 
 CHAT_OPTIONS = ("add_generation_prompt", "tools", "chat_template_kwargs")
 """What a prompt of ``messages`` may have beside them: arguments of the chat template."""
@@ -151,13 +133,13 @@ class SamplingParams:
     seed: int | None = _unlisted(None, integer(-(2**63), 2**63 - 1))
     stop: str | Sequence[str] | None = _listed(None, "End at this text; may be repeated.", kind=list[str])
     stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = _listed(False, "Go on after end-of-sequence.", _BOOLEAN, flags=("--ignore-eos",))
+    ignore_eos: bool = _listed(False, "Go on after end-of-sequence.", BOOLEAN, flags=("--ignore-eos",))
     min_tokens: int = _listed(0, "Least tokens to generate.", integer(0, 2**31 - 1))
     max_tokens: int | None = _listed(16, "Most tokens to generate.", integer(1, 2**31 - 1))
     logprobs: int | None = _listed(None, "Log-probabilities per token in output lines.", integer(0, MAX_LOGPROBS))
-    detokenize: bool = _unlisted(True, _BOOLEAN)
-    skip_special_tokens: bool = _unlisted(True, _BOOLEAN)
-    include_stop_str_in_output: bool = _unlisted(False, _BOOLEAN)
+    detokenize: bool = _unlisted(True, BOOLEAN)
+    skip_special_tokens: bool = _unlisted(True, BOOLEAN)
+    include_stop_str_in_output: bool = _unlisted(False, BOOLEAN)
     output_kind: OutputKind = _unlisted("cumulative", _OUTPUT_KIND)
 
     def __post_init__(self) -> None:
@@ -167,11 +149,8 @@ class SamplingParams:
         if self.n > 1 and self.is_greedy:
             raise _bad("n", self.n, "1 with temperature=0: the completions would all be the same")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValidationError(
-                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}",
-                param="min_tokens",
-                value=self.min_tokens,
-            )
+            message = f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}"
+            raise ValidationError(message, param="min_tokens", value=self.min_tokens)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         if self.stop and not self.detokenize:
@@ -195,9 +174,8 @@ class SamplingParams:
         """
         values: dict[str, Any] = {}
         for name, last in _RESOLVED_DEFAULTS.items():
-            if getattr(self, name) is None:
-                given = defaults.get(name)
-                values[name] = last if given is None else given
+            found = (getattr(self, name), defaults.get(name), last)
+            values[name] = next(value for value in found if value is not None)
         return dataclasses.replace(self, **values)
 
     def capped(self, max_tokens: int) -> SamplingParams:
@@ -212,12 +190,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """Build from a JSON object; unknown names are an error.
-
-        Raises:
-            ValidationError: a value or a name is wrong.
-            UnsupportedFeatureError: a known field that medha does not implement has a value.
-        """
+        """Build from a JSON object, whose fields may have the names of :data:`FIELD_ALIASES`."""
         return cls(**{FIELD_ALIASES.get(name, name): value for name, value in fields.items()})
 
 
@@ -239,14 +212,8 @@ def refuse_unsupported(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Service-level objective of one request, in seconds; None is no objective of that kind.
-
-    Args:
-        ttft_s: arrival to first token.
-        tpot_s: between tokens after the first, on average.
-
-    Raises:
-        ValidationError: not a finite number above 0.
+    """Objectives of one request, in seconds, each a finite number above 0 or None: ``ttft_s`` from arrival to first
+    token, ``tpot_s`` between tokens after the first, on average.
     """
 
     ttft_s: float | None = _unlisted(None, POSITIVE, name="slo.ttft_s")
@@ -264,12 +231,8 @@ def _unknown(name: str, value: Any, known: Iterable[str]) -> ValidationError:
 
 
 def check_seconds(name: str, value: Any) -> float:
-    """A time.
-
-    Raises:
-        ValidationError: not a finite number.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+    """A time; raises ValidationError where it is not a finite number."""
+    if not finite(-math.inf).holds(value) or value < -sys.float_info.max:
         raise _bad(name, value, "seconds, a finite number")
     return float(value)
 
@@ -287,9 +250,7 @@ def _shown(value: Any) -> str:
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    stops = (stop,) if isinstance(stop, str) else stop
+    stops = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(stops, (list, tuple)) or len(stops) > MAX_STOP_STRINGS:
         raise _bad("stop", stop, f"a string or at most {MAX_STOP_STRINGS} strings")
     for text in stops:
@@ -299,8 +260,7 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def _stop_ids(ids: Any) -> tuple[int, ...]:
-    if ids is None:
-        return ()
+    ids = () if ids is None else ids
     if not isinstance(ids, (list, tuple)):
         raise _bad("stop_token_ids", ids, "a list of token ids")
     is_id = integer(0, 2**31 - 1)
@@ -311,11 +271,37 @@ def _stop_ids(ids: Any) -> tuple[int, ...]:
 
 
 def check_priority(value: Any) -> str:
-    """A priority class.
-
-    Raises:
-        ValidationError: not one of :data:`PRIORITIES`.
-    """
+    """A priority class; raises ValidationError where it is none."""
     if value not in PRIORITIES:
         raise _bad("priority", value, f"one of {', '.join(PRIORITIES)}")
     return str(value)
+
+
+def prompt_form(prompt: Any) -> tuple[str, Any, dict[str, Any]]:
+    """Which of :data:`PROMPT_FORMS` a prompt has, the text, ids or messages, and the chat options beside messages.
+
+    Raises:
+        ValidationError: it has none of them, several, or not what the form takes, as far as the type says.
+    """
+    if not isinstance(prompt, Mapping):
+        return ("prompt" if isinstance(prompt, str) else "prompt_token_ids"), prompt, {}
+    given = {name: value for name, value in prompt.items() if value is not None}
+    options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
+    form, value = next(iter(given.items()), ("", None))
+    if len(given) != 1 or form not in PROMPT_FORMS:
+        found = " and ".join(map(str, given)) or "no prompt"
+        raise ValidationError(f"{found}; accepted: one of {', '.join(PROMPT_FORMS)}", param="prompt", value=prompt)
+    if form != "messages" and any(options.values()):
+        name = next(name for name, option in options.items() if option)
+        raise ValidationError(f"{name} beside {form}; accepted: beside messages", param=name, value=options[name])
+    if form == "prompt" and isinstance(value, list):  # as OpenAI has it
+        form = "prompt_token_ids"
+    if not isinstance(value, str) if form == "prompt" else isinstance(value, (str, Mapping, Number)):
+        raise wrong_prompt(form, value)
+    return form, value, options
+
+
+def wrong_prompt(form: str, value: Any) -> ValidationError:
+    """What is wrong with a prompt whose type does not fit its form."""
+    message = f"{form} of type {type(value).__name__}; accepted: {PROMPT_FORMS[form]}"
+    return ValidationError(message, param=form, value=value)

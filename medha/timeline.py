@@ -13,11 +13,10 @@ import math
 import platform
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, fields, replace
-from functools import partial
-from itertools import islice, pairwise, product
+from dataclasses import astuple, dataclass, replace
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +29,8 @@ _EVENTS_KEPT = 1 << 20
 _EVENTS_A_PIECE = 1000
 
 _Event = dict[str, Any]
-_Lanes = dict[str, int]
-"""The thread of each request."""
+_Wait = Literal["control", "hidden", "report", "send", "merge"]
+_WAITS: tuple[_Wait, ...] = ("control", "hidden", "report", "send", "merge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class Recorder:
         self._start = 0.0
 
     @contextmanager
-    def waiting(self, what: Literal["control", "hidden", "report", "send", "merge"]) -> Iterator[None]:
+    def waiting(self, what: _Wait) -> Iterator[None]:
         """Count the time within as a wait, of the batch that ends next."""
         start, self.waits_for = self._clock(), what
         try:
@@ -116,7 +115,7 @@ class Recorder:
 
     def end(self, batch: Batch) -> BatchRecord:
         """The compute of a batch ends now; returns its record."""
-        waits = (self._waits[what] for what in ("control", "hidden", "report", "send", "merge"))
+        waits = (self._waits[what] for what in _WAITS)
         times = (self._start, self._clock())
         record = BatchRecord(batch.batch_id, batch.num_tokens, *times, self.control_ready, *waits)
         self._records.append(record)
@@ -147,14 +146,10 @@ def decode_records(data: bytes) -> RankRecords:
     """The inverse of :func:`encode_records`; times are of this node's clock."""
     sent = json.loads(data)
     shift = 0.0 if sent["node"] == platform.node() else sent["epoch_s"] - _epoch_s()
-    names = [field.name for field in fields(BatchRecord)]
-    batches = []
-    for values in sent["batches"]:
-        one = dict(zip(names, values, strict=True))
-        one |= {"start_s": one["start_s"] + shift, "end_s": one["end_s"] + shift}
-        batches.append(BatchRecord(**one))
+    records = (BatchRecord(*values) for values in sent["batches"])
+    batches = tuple(replace(one, start_s=one.start_s + shift, end_s=one.end_s + shift) for one in records)
     rank, stage, tp_rank, group = sent["place"]
-    return RankRecords(rank, stage, tp_rank, tuple(batches), group)
+    return RankRecords(rank, stage, tp_rank, batches, group)
 
 
 class Timeline:
@@ -169,29 +164,28 @@ class Timeline:
 
     def __init__(self, *, kept: int = _EVENTS_KEPT) -> None:
         self._kept = kept
-        self._parts: deque[tuple[int, Callable[[_Lanes], Iterator[_Event]]]] = deque()  # each with how many it makes
+        # what makes events, with how many: a batch, its start and end, and whose its rows are; or a counter's point
+        self._parts: deque[tuple[int, tuple[Batch, float, float, Sequence[str]] | _Event]] = deque()
         self._num_events = self._num_dropped = 0
         self._gather: Callable[[], Sequence[RankRecords]] | None = None
         self._zero_s = 0.0
-        self._ranks: dict[int, list[RankRecords]] = defaultdict(list)
+        self._ranks: dict[int, RankRecords] = {}
 
-    def record(self, batch: Batch, start_s: float, end_s: float, request_id: Callable[[int], str]) -> None:
-        """Add a batch that ran from ``start_s`` to ``end_s``; ``request_id`` names a slot."""
-        names = tuple(request_id(row.slot) for row in batch.rows)
-        self._keep(1 + len(names), partial(_batch_events, batch, start_s, end_s, names))
+    def record(
+        self, batch: Batch, start_s: float, end_s: float, names: Sequence[str], slack_s: Sequence[float] = ()
+    ) -> None:
+        """Add a batch that ran from ``start_s`` to ``end_s``; ``names`` are the requests of its rows, ``slack_s`` for
+        how many seconds those of its chunks could still wait and have their first token in time."""
+        self._keep(1 + len(names), (batch, start_s, end_s, names))
+        chunks = (name for row, name in zip(batch.rows, names, strict=True) if not row.is_decode)
+        slack = {name: seconds for name, seconds in zip(chunks, slack_s, strict=False) if math.isfinite(seconds)}
+        if slack:
+            self._keep(1, counter_event("slack (s)", start_s, slack))
 
     def count_step(self, time_s: float, predicted_s: float, busy_s: float, *, budget_s: float) -> None:
         """Add a batch that is done to the counters: what was predicted of it, what it took, what it might take."""
-        times = {"predicted": predicted_s * 1e3, "busy": busy_s * 1e3}
-        budget = {"budget": budget_s * 1e3, "left": (budget_s - busy_s) * 1e3}
-        self._keep(1, partial(_counter_events, "step time (ms)", time_s, times))
-        self._keep(1, partial(_counter_events, "step budget (ms)", time_s, budget))
-
-    def count_slack(self, time_s: float, slack_s: Mapping[str, float]) -> None:
-        """Add to the counters for how many seconds requests could still wait and have their first token in time."""
-        finite = {request_id: seconds for request_id, seconds in slack_s.items() if math.isfinite(seconds)}
-        if finite:
-            self._keep(1, partial(_counter_events, "slack (s)", time_s, finite))
+        times = {"predicted": predicted_s * 1e3, "busy": busy_s * 1e3, "budget": budget_s * 1e3}
+        self._keep(1, counter_event("step time (ms)", time_s, times))
 
     def gather_from(self, gather: Callable[[], Sequence[RankRecords]], *, zero_s: float) -> None:
         """Show the lanes of several ranks.
@@ -204,8 +198,9 @@ class Timeline:
 
     def collect(self) -> None:
         """Take what the ranks have recorded so far; with a single rank there is nothing to take."""
-        for records in self._gather() if self._gather is not None else ():
-            self._ranks[records.rank].append(records)
+        for new in self._gather() if self._gather is not None else ():
+            before = self._ranks[new.rank].batches if new.rank in self._ranks else ()
+            self._ranks[new.rank] = replace(new, batches=before + new.batches)
 
     def close(self) -> None:
         """Take what the ranks have recorded; they go, so it is for the last time."""
@@ -219,8 +214,8 @@ class Timeline:
             logger.warning("%s holds the newest %d events; %d are left out", path, self._num_events, self._num_dropped)
         write_events(path, self._events())
 
-    def _keep(self, num_events: int, make: Callable[[_Lanes], Iterator[_Event]]) -> None:
-        self._parts.append((num_events, make))
+    def _keep(self, num_events: int, part: tuple[Batch, float, float, Sequence[str]] | _Event) -> None:
+        self._parts.append((num_events, part))
         self._num_events += num_events
         while self._num_events > self._kept and len(self._parts) > 1:
             oldest = self._parts.popleft()[0]
@@ -230,71 +225,48 @@ class Timeline:
     def _events(self) -> Iterator[_Event]:
         yield name_event("process_name", 0, 0, "stages")
         if self._ranks:
-            yield from _stage_events([_joined(parts) for _, parts in sorted(self._ranks.items())], self._zero_s)
+            yield from _stage_events([ranks for _, ranks in sorted(self._ranks.items())], self._zero_s)
         else:
             yield name_event("thread_name", 0, 0, "stage 0")
         yield name_event("process_name", 1, 0, "requests")
-        lanes: _Lanes = {}
-        for _, make in self._parts:
-            yield from (event for event in make(lanes) if event["pid"] != 0 or not self._ranks)
-
-
-def _batch_events(batch: Batch, start_s: float, end_s: float, names: Sequence[str], lanes: _Lanes) -> Iterator[_Event]:
-    """A slice of a batch and one of each of its rows, whose requests ``names`` are; ``lanes`` grows by new ones."""
-    args = {"batch": batch.batch_id, "decodes": batch.num_decodes, "tokens": batch.num_tokens}
-    yield slice_event(f"batch {batch.batch_id}", 0, 0, start_s, end_s, args)
-    for row, request_id in zip(batch.rows, names, strict=True):
-        if request_id not in lanes:
-            lanes[request_id] = len(lanes)
-            yield name_event("thread_name", 1, lanes[request_id], request_id)
-        name = "decode" if row.is_decode else f"chunk [{row.position}:{row.kv_len}]"
-        row_args = {"batch": batch.batch_id, "position": row.position, "tokens": row.q_len}
-        yield slice_event(name, 1, lanes[request_id], start_s, end_s, row_args)
-
-
-def _counter_events(name: str, time_s: float, values: dict[str, float], lanes: _Lanes) -> Iterator[_Event]:
-    yield counter_event(name, time_s, values)
-
-
-def _joined(parts: Sequence[RankRecords]) -> RankRecords:
-    """Records of one rank that were taken at several times."""
-    first = parts[0]
-    return replace(first, batches=tuple(b for part in parts for b in part.batches))
+        lanes: dict[str, int] = {}  # the thread of each request
+        for _, part in self._parts:
+            if isinstance(part, dict):
+                yield part
+                continue
+            batch, start_s, end_s, names = part
+            if not self._ranks:
+                args = {"batch": batch.batch_id, "decodes": batch.num_decodes, "tokens": batch.num_tokens}
+                yield slice_event(f"batch {batch.batch_id}", 0, 0, start_s, end_s, args)
+            for row, request_id in zip(batch.rows, names, strict=True):
+                if request_id not in lanes:
+                    lanes[request_id] = len(lanes)
+                    yield name_event("thread_name", 1, lanes[request_id], request_id)
+                name = "decode" if row.is_decode else f"chunk [{row.position}:{row.kv_len}]"
+                args = {"batch": batch.batch_id, "position": row.position, "tokens": row.q_len}
+                yield slice_event(name, 1, lanes[request_id], start_s, end_s, args)
 
 
 def _stage_events(ranks: Sequence[RankRecords], zero_s: float) -> Iterator[_Event]:
     """A lane a rank, a slice a batch, and arrows along which hidden states went."""
-    num_tp = 1 + max(rank.tp_rank for rank in ranks)
-    num_groups = 1 + max(rank.group for rank in ranks)
+    has_tp, has_groups = any(rank.tp_rank for rank in ranks), any(rank.group for rank in ranks)
     for rank in ranks:
-        name = f"group {rank.group}, " if num_groups > 1 else ""
-        name += f"stage {rank.stage}" + (f", tp {rank.tp_rank}" if num_tp > 1 else "")
+        name = f"group {rank.group}, " if has_groups else ""
+        name += f"stage {rank.stage}" + (f", tp {rank.tp_rank}" if has_tp else "")
         yield name_event("thread_name", 0, rank.rank, name)
-        yield from (_batch_slice(rank.rank, record, zero_s) for record in rank.batches)
-    for place in product(range(num_groups), range(num_tp)):
-        column = sorted((rank for rank in ranks if (rank.group, rank.tp_rank) == place), key=lambda rank: rank.stage)
-        for before, after in pairwise(column):
-            yield from _arrows(before, after, zero_s)
-
-
-def _batch_slice(rank: int, record: BatchRecord, zero_s: float) -> _Event:
-    waits = ("control_wait_s", "hidden_wait_s", "report_wait_s", "send_wait_s", "merge_wait_s")
-    args = {"batch": record.batch_id, "tokens": record.num_tokens} | {name: getattr(record, name) for name in waits}
-    return slice_event(f"batch {record.batch_id}", 0, rank, record.start_s - zero_s, record.end_s - zero_s, args)
-
-
-def _arrows(before: RankRecords, after: RankRecords, zero_s: float) -> Iterator[_Event]:
-    """From the end of each batch on one rank to its start on another."""
-    starts = {record.batch_id: record.start_s for record in after.batches}
-    for record in before.batches:
-        if record.batch_id in starts:
-            common = {"name": "hidden states", "cat": "flow", "pid": 0, "args": {"batch": record.batch_id}}
-            common["id"] = f"{before.rank}-{after.rank}-{record.batch_id}"
-            # An arrow belongs to the slice that is open at its time, so it leaves just before the end.
-            leaves = max(record.start_s, record.end_s - 1e-6) - zero_s
-            yield {**common, "ph": "s", "tid": before.rank, "ts": microseconds(leaves)}
-            arrives = microseconds(starts[record.batch_id] - zero_s)
-            yield {**common, "ph": "f", "bp": "e", "tid": after.rank, "ts": arrives}
+        for record in rank.batches:
+            args: dict[str, Any] = {"batch": record.batch_id, "tokens": record.num_tokens}
+            args |= {f"{what}_wait_s": getattr(record, f"{what}_wait_s") for what in _WAITS}
+            start_s, end_s = record.start_s - zero_s, record.end_s - zero_s
+            yield slice_event(f"batch {record.batch_id}", 0, rank.rank, start_s, end_s, args)
+    for before, after in pairwise(sorted(ranks, key=lambda rank: (rank.group, rank.tp_rank, rank.stage))):
+        if (before.group, before.tp_rank) == (after.group, after.tp_rank):
+            starts = {record.batch_id: record.start_s for record in after.batches}
+            for record in before.batches:
+                if record.batch_id in starts:
+                    left = (before.rank, record.start_s - zero_s, record.end_s - zero_s)
+                    came = (after.rank, starts[record.batch_id] - zero_s)
+                    yield from arrow_events(record.batch_id, left, came)
 
 
 def _epoch_s() -> float:
@@ -339,3 +311,15 @@ def slice_event(name: str, pid: int, tid: int, start_s: float, end_s: float, arg
     """A span on a lane; seconds."""
     ts, dur = microseconds(start_s), microseconds(end_s - start_s)
     return {"name": name, "cat": "step", "ph": "X", "ts": ts, "dur": dur, "pid": pid, "tid": tid, "args": args}
+
+
+def arrow_events(batch_id: int, left: tuple[int, float, float], came: tuple[int, float]) -> tuple[_Event, _Event]:
+    """An arrow along which a batch's hidden states went: from a slice (lane, start, end) to another (lane, start)."""
+    common = {"name": "hidden states", "cat": "flow", "pid": 0, "args": {"batch": batch_id}}
+    common["id"] = f"{left[0]}-{came[0]}-{batch_id}"
+    # An arrow belongs to the slice that is open at its time, so it leaves just before the end.
+    leaves_s = max(left[1], left[2] - 1e-6)
+    return (
+        {**common, "ph": "s", "tid": left[0], "ts": microseconds(leaves_s)},
+        {**common, "ph": "f", "bp": "e", "tid": came[0], "ts": microseconds(came[1])},
+    )

@@ -17,13 +17,13 @@ from medha.engine.explain import Explainer
 from medha.engine.request import ModelLimits
 from medha.models.decoder import Decoder, build_decoder
 from medha.models.hf_config import load_model_config
-from medha.models.weights import Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
+from medha.models.weights import Checkpoint, check_tensors, load_parameters
 from medha.params import SamplingParams
 from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import CopyStream, HostCache, SyncCopy
+from medha.worker.swap import CopyStream, HostCache
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def load_decoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder
     """The packed decoder of a folder."""
     config = load_model_config(folder)
     with Checkpoint(folder) as checkpoint:
-        check_tensors(checkpoint, expected_tensors(config), ignored=lambda name: is_ignored(name, config))
+        check_tensors(checkpoint, config)
         model = build_decoder(config, dtype=dtype, device=CPU)
         load_parameters(dict(model.named_parameters()), checkpoint)
     model.pack_()
@@ -67,7 +67,7 @@ def make_engine(
         has_scratch=has_scratch,
     )
     num_swap_blocks = scheduler.get("num_swap_blocks", 0)
-    host = HostCache(cache, num_swap_blocks, stream or SyncCopy()) if num_swap_blocks else None
+    host = HostCache(cache, num_swap_blocks, stream or CopyStream()) if num_swap_blocks else None
     return Engine(
         Runner(model, cache, backend or TorchBackend(), CPU, decode_lag=scheduler.get("decode_lag", 0), host=host),
         Scheduler(SchedulerConfig("sarathi", **scheduler), num_blocks=num_blocks, block_size=block_size),

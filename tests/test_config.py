@@ -31,74 +31,26 @@ def test_defaults() -> None:
     assert SchedulerConfig("sarathi").chunk_size == 512
 
 
-def test_every_option_lands_in_its_section() -> None:
-    config = EngineConfig.from_flat(
-        "folder",
-        tokenizer="other",
-        revision="v1",
-        dtype="bfloat16",
-        device="cuda:3",
-        attention_backend="torch",
-        max_model_len=1 << 20,
-        rope_scaling={"rope_type": "yarn", "factor": 8.0},
-        hf_overrides={"num_hidden_layers": 2},
-        load_format="dummy",
-        seed=-5,
-        num_threads=4,
-        block_size=64,
-        num_kv_blocks=1000,
-        gpu_memory_utilization=0.5,
-        max_num_seqs=8,
-        max_batch_tokens=4096,
-        chunk_size=1024,
-        depth=4,
-    )
-    assert config == EngineConfig(
-        model="folder",
-        tokenizer="other",
-        revision="v1",
-        dtype="bfloat16",
-        device="cuda:3",
-        attention_backend="torch",
-        max_model_len=1048576,
-        rope_scaling={"rope_type": "yarn", "factor": 8.0},
-        hf_overrides={"num_hidden_layers": 2},
-        load_format="dummy",
-        seed=-5,
-        num_threads=4,
-        cache=CacheConfig(block_size=64, num_blocks=1000, gpu_memory_utilization=0.5),
-        scheduler=SchedulerConfig(max_num_seqs=8, max_batch_tokens=4096, chunk_size=1024, depth=4),
-    )
-    assert EngineConfig.from_flat("folder", kv_memory=1 << 30).cache == CacheConfig(memory_bytes=1 << 30)
-    assert EngineConfig.from_flat("folder", context_length="128K").max_model_len == 131072
+# A name of vLLM or SGLang, and ours.
+ALIASES = """
+    max_num_batched_tokens:max_batch_tokens num_gpu_blocks_override:num_kv_blocks max_running_requests:max_num_seqs
+    context_length:max_model_len chunked_prefill_size:chunk_size page_size:block_size tensor_parallel_size:tp
+    pipeline_parallel_size:spp kv_parallel_size:kvp scheduling_policy:policy schedule_policy:policy
+    kv_cache_memory_bytes:kv_memory mem_fraction_static:gpu_memory_utilization tokenizer_path:tokenizer tp_size:tp
+    pp_size:spp
+"""
 
 
-ALIASES = {
-    "max_num_batched_tokens": "max_batch_tokens",
-    "num_gpu_blocks_override": "num_kv_blocks",
-    "max_running_requests": "max_num_seqs",
-    "context_length": "max_model_len",
-    "chunked_prefill_size": "chunk_size",
-    "page_size": "block_size",
-    "tensor_parallel_size": "tp",
-    "pipeline_parallel_size": "spp",
-    "kv_parallel_size": "kvp",
-    "scheduling_policy": "policy",
-    "schedule_policy": "policy",
-    "kv_cache_memory_bytes": "kv_memory",
-    "mem_fraction_static": "gpu_memory_utilization",
-    "tokenizer_path": "tokenizer",
-    "tp_size": "tp",
-    "pp_size": "spp",
-}
-
-
-@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
-def test_aliases(alias: str, name: str) -> None:
-    assert OPTION_ALIASES == ALIASES
-    value: Any = {"gpu_memory_utilization": 0.5, "tokenizer": "folder"}.get(name, 77)
-    assert EngineConfig.from_flat("m", **{alias: value}) == EngineConfig.from_flat("m", **{name: value})
-    assert EngineConfig.from_flat("m", **{alias: value}) != EngineConfig.from_flat("m")
+def test_aliases() -> None:
+    assert dict(pair.split(":") for pair in ALIASES.split()) == OPTION_ALIASES
+    for alias, name in OPTION_ALIASES.items():
+        value: Any = {"gpu_memory_utilization": 0.5, "tokenizer": "folder"}.get(name, 77)
+        assert EngineConfig.from_flat("m", **{alias: value}) == EngineConfig.from_flat("m", **{name: value})
+        assert EngineConfig.from_flat("m", **{alias: value}) != EngineConfig.from_flat("m")
+        for twice in ({name: 77, alias: 77}, {alias: 77, name: 78}):
+            with pytest.raises(ConfigError, match=rf"^{name} is given twice"):
+                EngineConfig.from_flat("m", **twice)
+    assert EngineConfig.from_flat("m", context_length="128K").max_model_len == 131072
 
 
 @pytest.mark.parametrize(("alias", "dtype"), [("half", "float16"), ("float", "float32"), ("bf16", "bfloat16")])
@@ -168,14 +120,6 @@ def test_the_time_of_a_batch_in_words(options: dict[str, Any], has_tpot: bool, t
     assert SchedulerConfig(**options).budget_text(has_tpot=has_tpot).startswith(text)
 
 
-@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
-def test_given_twice(alias: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name} is given twice"):
-        EngineConfig.from_flat("m", **{name: 77, alias: 77})
-    with pytest.raises(ConfigError, match=rf"^{name} is given twice"):
-        EngineConfig.from_flat("m", **{alias: 77, name: 78})
-
-
 @pytest.mark.parametrize(
     ("wrong", "near"),
     [
@@ -195,21 +139,10 @@ def test_unknown_option_proposes_the_nearest(wrong: str, near: str) -> None:
 
 @pytest.mark.parametrize("name", ["zzz", "cache", "parallel", "Seed "])
 def test_unknown_option_far_from_all_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^unknown option {name}=None; (known: |did you mean )"):
+    with pytest.raises(ConfigError, match=f"^unknown option {name}=None; (known: |did you mean )") as caught:
         EngineConfig.from_flat("m", **{name: None})
-
-
-def test_unknown_option_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError) as caught:
-        EngineConfig.from_flat("m", zzz=1)
-    assert str(caught.value) == (
-        "unknown option zzz=1; known: admission, attention_backend, block_size, chunk_granularity, chunk_size, "
-        "cuda_graphs, deadline_factor, deadline_floor_s, decode_lag, depth, device, dist_timeout, dtype, "
-        "gpu_memory_utilization, hf_overrides, kv_memory, kvp, late_share, load_format, long_threshold, "
-        "max_batch_tokens, max_kv_per_group, max_model_len, max_num_seqs, min_chunk, num_kv_blocks, num_threads, "
-        "overcommit, patience_s, policy, profile, quantum_s, revision, rho_max, rope_scaling, scheduler, seed, spp, "
-        "stream, swap_space, t_target_s, tokenizer, tp, tp_forward"
-    )
+    if name == "zzz":
+        assert str(caught.value).endswith("; known: " + ", ".join(sorted({*ACCEPTED, "policy"})))
 
 
 NAN, INF = math.nan, math.inf
@@ -319,16 +252,14 @@ def test_the_tables_cover_every_option() -> None:
     assert set(BAD_VALUES) == set(ACCEPTED) == names - {"policy"}  # which the scheduler reads
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD_VALUES.items() for v in values])
-def test_bad_value(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        EngineConfig.from_flat("m", **{name: value})
-    assert str(caught.value).startswith(f"{name}={value!r}; accepted: ")
-
-
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in ACCEPTED.items() for v in values])
-def test_accepted_value(name: str, value: Any) -> None:
-    EngineConfig.from_flat("m", **{name: value})
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_values(name: str) -> None:
+    for value in BAD_VALUES[name]:
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.from_flat("m", **{name: value})
+        assert str(caught.value).startswith(f"{name}={value!r}; accepted: ")
+    configs = {repr(EngineConfig.from_flat("m", **{name: value})) for value in ACCEPTED[name]}
+    assert len(configs) > 1  # it lands somewhere
 
 
 @pytest.mark.parametrize("model", [None, "", 3, ["a"], b"a"])
@@ -343,95 +274,23 @@ def test_pool_sized_two_ways() -> None:
         EngineConfig.from_flat("m", num_kv_blocks=4, kv_memory=1 << 20)
 
 
-@pytest.mark.parametrize("config", [EngineConfig("m"), CacheConfig(), SchedulerConfig(), RopeConfig()])
-def test_frozen(config: Any) -> None:
-    for field in dataclasses.fields(config):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(config, field.name, None)
-
-
 def test_kv_bytes_per_token() -> None:
-    llama3_8b = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-        rope=RopeConfig(theta=500000.0),
-    )
+    llama3_8b = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 8192, RopeConfig(theta=500000.0))
     assert llama3_8b.kv_bytes_per_token(2) == 128 * 1024
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("1", 1),
-        ("1073741824", 1 << 30),
-        ("4GiB", 4 << 30),
-        ("4gib", 4 << 30),
-        ("4 GiB", 4 << 30),
-        (" 4GiB ", 4 << 30),
-        ("4Gi", 4 << 30),
-        ("512MB", 512_000_000),
-        ("512M", 512 << 20),
-        ("512m", 512_000_000),
-        ("128K", 131_072),
-        ("10M", 10 << 20),
-        ("10m", 10_000_000),
-        ("2kib", 2048),
-        ("512MiB", 512 << 20),
-        ("1.5KiB", 1536),
-        ("1.5k", 1500),
-        ("2TB", 2 * 10**12),
-        ("0.5TiB", 1 << 39),
-        ("100B", 100),
-        ("1.9", 1),
-        ("9007199254740993", 2**53 + 1),
-    ],
-)
-def test_parse_size(text: str, size: int) -> None:
-    assert parse_size(text) == size
+SIZES = {
+    **{"1": 1, "1073741824": 1 << 30, "1.9": 1, "9007199254740993": 2**53 + 1, "100B": 100},
+    **{"4GiB": 4 << 30, "4gib": 4 << 30, "4 GiB": 4 << 30, " 4GiB ": 4 << 30, "4Gi": 4 << 30, "0.5TiB": 1 << 39},
+    **{"512MB": 512_000_000, "512M": 512 << 20, "512m": 512_000_000, "512MiB": 512 << 20, "2TB": 2 * 10**12},
+    **{"128K": 131_072, "10M": 10 << 20, "10m": 10_000_000, "2kib": 2048, "1.5KiB": 1536, "1.5k": 1500},
+}
+NO_SIZES = "|  |GiB|-1|-4GiB|+4GiB|4PiB|4GiBs|4 G iB|1e9|1_000|1,5GiB|.5GiB|0|0GiB|0.5|0.0001KiB|nan|inf|0x10|4i|4ib"
 
 
-NO_SIZES = [
-    "",
-    " ",
-    "GiB",
-    "-1",
-    "-4GiB",
-    "+4GiB",
-    "4XiB",
-    "4PiB",
-    "4GiBs",
-    "4 G iB",
-    "1e9",
-    "1_000",
-    "1,5GiB",
-    ".5GiB",
-]
-NO_SIZES += [
-    ".5GiB",
-    "0",
-    "0GiB",
-    "0.5",
-    "0.0001KiB",
-    "nan",
-    "inf",
-    "0x10",
-    "4i",
-    "4ib",
-    "4GiB 2MiB",
-    "4\nGiB\n4",
-    "9" * 400,
-]
-
-
-@pytest.mark.parametrize("text", NO_SIZES)
-def test_parse_size_refuses(text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_size(text)
-    assert str(caught.value).startswith(f"size {text!r}; accepted: ")
+def test_parse_size() -> None:
+    assert {text: parse_size(text) for text in SIZES} == SIZES
+    for text in (*NO_SIZES.split("|"), "4GiB 2MiB", "4\nGiB\n4", "9" * 400):
+        with pytest.raises(ConfigError) as caught:
+            parse_size(text)
+        assert str(caught.value).startswith(f"size {text!r}; accepted: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import math
 import platform
 import time
 from pathlib import Path
@@ -21,53 +22,44 @@ SECOND = Batch(1, (Row(1, 30, 1, True, True), Row(0, 8, 4, False, True)))
 
 def record() -> Timeline:
     timeline = Timeline()
-    timeline.record(FIRST, 1.0, 1.5, lambda slot: f"request-{slot}")
-    timeline.record(SECOND, 1.5, 1.5125, lambda slot: f"request-{slot}")
+    timeline.record(FIRST, 1.0, 1.5, ["request-0"])
+    timeline.record(SECOND, 1.5, 1.5125, ["request-1", "request-0"])
     return timeline
 
 
-def read(path: Path) -> dict[str, Any]:
+def written(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
+    """The events of the file that a timeline writes."""
+    timeline.write(path)
     data = path.read_bytes()
     if path.suffix == ".gz":
+        assert data[:2] == b"\x1f\x8b"
         data = gzip.decompress(data)
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return json.loads(data.decode("ascii"), parse_constant=refuse)
+    trace = json.loads(data.decode("ascii"), parse_constant=refuse)
+    assert set(trace) == {"traceEvents", "displayTimeUnit"} and trace["displayTimeUnit"] == "ms"
+    return trace["traceEvents"]
 
 
-@pytest.mark.parametrize("name", ["run.timeline.json", "run.timeline.json.gz"])
-def test_file_is_a_chrome_trace(tmp_path: Path, name: str) -> None:
-    record().write(tmp_path / name)
-    trace = read(tmp_path / name)
-    assert set(trace) == {"traceEvents", "displayTimeUnit"}
-    assert trace["displayTimeUnit"] == "ms"
-    for event in trace["traceEvents"]:
+def test_file_is_a_chrome_trace(tmp_path: Path) -> None:
+    events = written(record(), tmp_path / "run.timeline.json")
+    for event in events:
         assert event["ph"] in ("M", "X")
         assert {"name", "ph", "pid", "tid", "args"} <= set(event)
-        assert type(event["pid"]) is int
-        assert type(event["tid"]) is int
+        assert type(event["pid"]) is type(event["tid"]) is int
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "thread_name")
             assert isinstance(event["args"]["name"], str)
         else:
-            assert event["cat"] == "step"
-            assert event["ts"] >= 0
-            assert event["dur"] >= 0
-
-
-def test_plain_and_gzip_hold_the_same(tmp_path: Path) -> None:
-    timeline = record()
-    timeline.write(tmp_path / "a.json")
-    timeline.write(tmp_path / "a.json.gz")
-    assert read(tmp_path / "a.json") == read(tmp_path / "a.json.gz")
-    assert (tmp_path / "a.json.gz").read_bytes()[:2] == b"\x1f\x8b"
+            assert event["cat"] == "step" and event["ts"] >= 0 and event["dur"] >= 0
+    assert written(record(), tmp_path / "run.timeline.json.gz") == events
+    assert [event["ph"] for event in written(Timeline(), tmp_path / "empty.json")] == ["M", "M", "M"]
 
 
 def test_names_places_and_durations(tmp_path: Path) -> None:
-    record().write(tmp_path / "a.json")
-    events = read(tmp_path / "a.json")["traceEvents"]
+    events = written(record(), tmp_path / "a.json")
     names = [(e["name"], e["pid"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"]
     assert names == [
         ("process_name", 0, 0, "stages"),
@@ -89,12 +81,9 @@ def test_names_places_and_durations(tmp_path: Path) -> None:
 def test_the_newest_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     timeline = Timeline(kept=7)
     for batch_id in range(100):
-        timeline.record(
-            Batch(batch_id, SECOND.rows), float(batch_id), batch_id + 0.5, lambda slot, i=batch_id: f"{i}-{slot}"
-        )
-        timeline.count_slack(batch_id, {"a": 1.0})
-    timeline.write(tmp_path / "a.json")
-    events = read(tmp_path / "a.json")["traceEvents"]
+        names = [f"{batch_id}-1", f"{batch_id}-0"]
+        timeline.record(Batch(batch_id, SECOND.rows), float(batch_id), batch_id + 0.5, names, [1.0])
+    events = written(timeline, tmp_path / "a.json")
     assert [e["name"] for e in events if e["ph"] == "X"] == ["batch 99", "decode", "chunk [8:12]"]
     assert [e["ts"] for e in events if e["ph"] == "C"] == [98e6, 99e6]
     assert [e["args"]["name"] for e in events if e["ph"] == "M"][3:] == ["99-1", "99-0"]
@@ -105,7 +94,7 @@ def test_no_piece_of_a_trace_is_encoded_for_long(tmp_path: Path, monkeypatch: py
     """json.dumps holds the interpreter lock, and the job that was traced still lives."""
     timeline, sizes = Timeline(), []
     for batch_id in range(2000):
-        timeline.record(Batch(batch_id, SECOND.rows), 0.0, 1.0, str)
+        timeline.record(Batch(batch_id, SECOND.rows), 0.0, 1.0, "10")
 
     def dumps(value: Any, dumps: Any = json.dumps) -> str:
         sizes.append(len(text := dumps(value)))
@@ -113,24 +102,17 @@ def test_no_piece_of_a_trace_is_encoded_for_long(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(json, "dumps", dumps)
-        timeline.write(tmp_path / "a.json")
-    assert sum(event["ph"] == "X" for event in read(tmp_path / "a.json")["traceEvents"]) == 6000
+        events = written(timeline, tmp_path / "a.json")
+    assert sum(event["ph"] == "X" for event in events) == 6000
     assert max(sizes) < 200_000
 
 
 def test_a_reused_slot_gets_a_thread_of_its_own(tmp_path: Path) -> None:
     timeline = Timeline()
-    timeline.record(FIRST, 0.0, 1.0, lambda slot: "old")
-    timeline.record(FIRST, 1.0, 2.0, lambda slot: "new \N{SNOWMAN} \ud800")  # a lone surrogate must not stop the file
-    timeline.write(tmp_path / "a.json")
-    events = read(tmp_path / "a.json")["traceEvents"]
-    chunks = [(e["tid"], e["ts"]) for e in events if e["name"].startswith("chunk")]
-    assert chunks == [(0, 0.0), (1, 1e6)]
-
-
-def test_empty_timeline_is_a_trace(tmp_path: Path) -> None:
-    Timeline().write(tmp_path / "a.json")
-    assert [e["ph"] for e in read(tmp_path / "a.json")["traceEvents"]] == ["M", "M", "M"]
+    timeline.record(FIRST, 0.0, 1.0, ["old"])
+    timeline.record(FIRST, 1.0, 2.0, ["new \N{SNOWMAN} \ud800"])  # a lone surrogate must not stop the file
+    events = written(timeline, tmp_path / "a.json")
+    assert [(e["tid"], e["ts"]) for e in events if e["name"].startswith("chunk")] == [(0, 0.0), (1, 1e6)]
 
 
 class Clock:
@@ -210,12 +192,11 @@ def test_ranks_have_lanes_and_batches_arrows(tmp_path: Path) -> None:
         [RankRecords(0, 0, 0, (ran(1, 11.0, 12.0),)), RankRecords(1, 1, 0, ())],
     ]
     timeline = Timeline()
-    timeline.record(FIRST, 0.0, 1.0, lambda slot: "a")
+    timeline.record(FIRST, 0.0, 1.0, ["a"])
     timeline.gather_from(lambda: parts.pop(0), zero_s=10.0)
     timeline.collect()
     timeline.close()
-    timeline.write(tmp_path / "a.json")  # asks nobody any more
-    events = read(tmp_path / "a.json")["traceEvents"]
+    events = written(timeline, tmp_path / "a.json")  # asks nobody any more
     lanes = [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name" and e["pid"] == 0]
     assert lanes == [(0, "stage 0"), (1, "stage 1")]
     slices = [(e["name"], e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == 0]
@@ -227,47 +208,46 @@ def test_ranks_have_lanes_and_batches_arrows(tmp_path: Path) -> None:
     assert [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1] == ["chunk [0:8]"]
 
 
-def test_tensor_parallel_ranks_have_lanes_of_their_own(tmp_path: Path) -> None:
-    places = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+@pytest.mark.parametrize(
+    ("places", "lanes", "arrows"),
+    [
+        (
+            [(0, 0, 0, 0), (1, 0, 1, 0), (2, 1, 0, 0), (3, 1, 1, 0)],
+            ["stage 0, tp 0", "stage 0, tp 1", "stage 1, tp 0", "stage 1, tp 1"],
+            ["0-2-0", "1-3-0"],
+        ),
+        (
+            [(0, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 1), (3, 1, 0, 1)],
+            ["group 0, stage 0", "group 0, stage 1", "group 1, stage 0", "group 1, stage 1"],
+            ["0-1-0", "2-3-0"],
+        ),
+    ],
+    ids=["tp", "kvp"],
+)
+def test_ranks_side_by_side_have_lanes_of_their_own(
+    tmp_path: Path, places: list[tuple[int, int, int, int]], lanes: list[str], arrows: list[str]
+) -> None:
+    """Hidden states go from stage to stage within a group and tensor-parallel index; merges show in the slice."""
+    records = [
+        RankRecords(rank, stage, tp, (dataclasses.replace(ran(0, 1.0 + stage, 2.0), merge_wait_s=0.25),), group)
+        for rank, stage, tp, group in places
+    ]
     timeline = Timeline()
-    timeline.gather_from(lambda: [RankRecords(*place, (ran(0, 1.0 + place[1], 2.0),)) for place in places], zero_s=0.0)
-    timeline.write(tmp_path / "a.json")
-    events = read(tmp_path / "a.json")["traceEvents"]
-    lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
-    assert lanes == ["stage 0, tp 0", "stage 0, tp 1", "stage 1, tp 0", "stage 1, tp 1"]
-    assert [e["tid"] for e in events if e["ph"] in "sf"] == [0, 2, 1, 3]
-
-
-def test_groups_have_lanes_of_their_own(tmp_path: Path) -> None:
-    """Hidden states go from stage to stage within a KV-parallel group; merges show in the slice."""
-    places = [(0, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 1), (3, 1, 0, 1)]
-    timeline = Timeline()
-    timeline.gather_from(
-        lambda: [
-            RankRecords(*place[:3], (dataclasses.replace(ran(0, 1.0 + place[1], 2.0), merge_wait_s=0.25),), place[3])
-            for place in places
-        ],
-        zero_s=0.0,
-    )
-    timeline.write(tmp_path / "a.json")
-    events = read(tmp_path / "a.json")["traceEvents"]
-    lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
-    assert lanes == ["group 0, stage 0", "group 0, stage 1", "group 1, stage 0", "group 1, stage 1"]
-    assert [(e["id"], e["tid"]) for e in events if e["ph"] in "sf"] == [
-        ("0-1-0", 0), ("0-1-0", 1), ("2-3-0", 2), ("2-3-0", 3),
-    ]  # fmt: skip
+    timeline.gather_from(lambda: records, zero_s=0.0)
+    events = written(timeline, tmp_path / "a.json")
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == lanes
+    assert [e["id"] for e in events if e["ph"] == "s"] == [e["id"] for e in events if e["ph"] == "f"] == arrows
     assert {e["args"]["merge_wait_s"] for e in events if e["ph"] == "X"} == {0.25}
 
 
 def test_counters_of_time_budget_and_slack(tmp_path: Path) -> None:
-    timeline = record()
+    timeline = Timeline()
     timeline.count_step(1.5, 0.4, 0.5, budget_s=0.45)
-    timeline.count_slack(1.0, {"a": 2.5, "no deadline": float("inf"), "late": -0.5})
-    timeline.count_slack(1.0, {"no deadline": float("inf")})
-    timeline.write(tmp_path / "a.json")
-    counters = {event["name"]: event for event in read(tmp_path / "a.json")["traceEvents"] if event["ph"] == "C"}
-    assert {name: (event["ts"], event["args"]) for name, event in counters.items()} == {
-        "step time (ms)": (1.5e6, {"predicted": 400.0, "busy": 500.0}),
-        "step budget (ms)": (1.5e6, {"budget": 450.0, "left": pytest.approx(-50.0)}),
-        "slack (s)": (1e6, {"a": 2.5, "late": -0.5}),
-    }
+    chunks = Batch(0, (Row(9, 3, 1, True, True), *(Row(slot, 0, 8, False, False) for slot in range(3))))
+    timeline.record(chunks, 1.0, 2.0, ["decode", "a", "no deadline", "late"], [2.5, math.inf, -0.5])
+    timeline.record(FIRST, 1.0, 2.0, ["no deadline"], [math.inf])
+    events = written(timeline, tmp_path / "a.json")
+    assert [(event["name"], event["ts"], event["args"]) for event in events if event["ph"] == "C"] == [
+        ("step time (ms)", 1.5e6, {"predicted": 400.0, "busy": 500.0, "budget": 450.0}),
+        ("slack (s)", 1e6, {"a": 2.5, "late": -0.5}),
+    ]

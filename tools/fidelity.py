@@ -10,135 +10,83 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from medha.cli.command import end_process, make_app, run_app
-from medha.cli.report import check_writable, machine_line, stamp, write_report
-from medha.cli.table import report_console
+from medha.cli.report import check_writable, deliver, stamp
 from medha.cost.coefficients import Coefficients, Link, ProfileKey
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigError
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline, Segment
 from medha.sim.simulator import Simulation
+from tools.comparison import METRICS, Times, against_aims, compared, pair, request_error
 from tools.kernels import fit_kernels, read_kernels
-from tools.tables import Floats
-from tools.vllm_run import MeasuredRun, Times, read_run
+from tools.vllm_run import MeasuredRun, read_run
 
 AIMS = {"latency of a request": 0.04, "TPOT mean": 0.03, "makespan": 0.03, "TTFT mean": 0.10}
 """Largest absolute error aimed at; of a request: the mean over all."""
-SPREAD = ("mean", "median", "P90", "P95", "P99")
 
 
-@dataclass(frozen=True, slots=True)
-class FidelityOptions:
-    """What the folder does not say.
+def fidelity(
+    folder: Path,
+    *,
+    model: str | None = None,
+    host_s: float = 1e-3,
+    num_kv_tokens: int | None = None,
+    all_reduce_alpha_s: float | None = None,
+    all_reduce_bytes_per_s: float | None = None,
+) -> dict[str, Any]:
+    """Simulate a run from the kernel tables beside it, and compare.
 
-    Attributes:
-        run: folder.
+    Args:
+        folder: with ``profile/`` and ``vllm_run/``.
         model: name or path; None is what the run's settings say.
         host_s: seconds of a step on the host.
         num_kv_tokens: size of the KV pool; None is what the settings say, or else as much as all requests need.
         all_reduce_alpha_s, all_reduce_bytes_per_s: of an all-reduce, with tensor parallelism.
-    """
 
-    run: Path
-    model: str | None = None
-    host_s: float = 1e-3
-    num_kv_tokens: int | None = None
-    all_reduce_alpha_s: float | None = None
-    all_reduce_bytes_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.host_s < math.inf:
-            raise ConfigError(f"host_s={self.host_s!r}; accepted: a finite number of at least 0")
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One figure of a run.
-
-    Attributes:
-        measured: on the real engine, seconds; None for an error of each request.
-        simulated: seconds, or of an error of each request the mean over all, a share.
-        other: another simulator's; None where it is not known.
-    """
-
-    name: str
-    measured: float | None
-    simulated: float
-    other: float | None = None
-
-    @property
-    def error(self) -> float:
-        """Signed, a share of what was measured; for an error of each request that error."""
-        return self.simulated if self.measured is None else self.simulated / self.measured - 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Simulated steps of one kind.
-
-    Attributes:
-        kind: prefill, decode or mixed.
-        count, num_tokens, seconds: of all of them.
-    """
-
-    kind: str
-    count: int
-    num_tokens: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Fidelity:
-    """What a comparison came to.
-
-    Attributes:
-        run: what was measured.
-        num_blocks: of the simulated KV pool.
-        figures: in the order in which they are shown.
-        steps: by kind.
-    """
-
-    run: MeasuredRun
-    num_blocks: int
-    figures: tuple[Figure, ...]
-    steps: tuple[Steps, ...]
-
-    @property
-    def aims(self) -> list[tuple[str, float, float]]:
-        """(figure, absolute error, largest that is aimed at)."""
-        return [(f.name, abs(f.error), AIMS[f.name]) for f in self.figures if f.name in AIMS]
-
-
-def fidelity(options: FidelityOptions) -> Fidelity:
-    """Simulate a run from the kernel tables beside it, and compare.
-
-    Args:
-        options: which run.
+    Returns:
+        The report.
 
     Raises:
         ConfigError: the folder lacks something, or the run is not of a kind that can be simulated.
     """
-    run = read_run(options.run / "vllm_run", model=options.model)
-    kernels = read_kernels(options.run / "profile", run.model.num_layers)
+    if not 0 <= host_s < math.inf:
+        raise ConfigError(f"host_s={host_s!r}; accepted: a finite number of at least 0")
+    run = read_run(folder / "vllm_run", model=model)
+    kernels = read_kernels(folder / "profile", run.model.num_layers)
     if run.config.max_batch_tokens > kernels.max_chunk:
         raise ConfigError(
-            f"max_num_batched_tokens={run.config.max_batch_tokens} in {options.run}; accepted: at most "
+            f"max_num_batched_tokens={run.config.max_batch_tokens} in {folder}; accepted: at most "
             f"{kernels.max_chunk}, the longest chunk in its attention table"
         )
-    coefficients = fit_kernels(kernels, _key(run), host_s=options.host_s, tp=_all_reduce(options, run))
-    num_blocks = _num_blocks(options, run)
+    all_reduce = _all_reduce(run, all_reduce_alpha_s, all_reduce_bytes_per_s)
+    coefficients = fit_kernels(kernels, _key(run), host_s=host_s, tp=all_reduce)
+    num_blocks = _num_blocks(run, num_kv_tokens)
     simulated, segments = _replay(run, coefficients, num_blocks)
-    return Fidelity(run, num_blocks, _figures(run, simulated), _steps(segments))
+    return {
+        "benchmark": "fidelity",
+        "title": f"{run.model_name}, tp {run.tp}: simulated against measured",
+        "environment": stamp(),
+        "options": {"run": folder.name, "host_s": host_s, "num_kv_tokens": num_kv_tokens},
+        "run": {
+            "num_requests": len(run.trace),
+            "prompt_tokens": int(run.trace.prompt_tokens.sum()),
+            "output_tokens": int(run.trace.output_tokens.sum()),
+            "queued_within_s": run.trace.duration_s,
+            "max_num_seqs": run.config.max_num_seqs,
+            "max_batch_tokens": run.config.max_batch_tokens,
+            "num_kv_tokens": num_blocks * run.block_size,
+        },
+        **_figures(run, simulated),
+        "steps": _steps(segments),
+        "notes": [f"{host_s * 1e3:g} ms of the host a step; nothing is fitted to the run; one simulation"],
+    }
 
 
 def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> tuple[Times, list[Segment]]:
@@ -158,18 +106,17 @@ def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> tu
     return Times(run.times.arrival_s, outcome.first_token_s, outcome.finish_s, run.times.num_tokens), segments
 
 
-def _num_blocks(options: FidelityOptions, run: MeasuredRun) -> int:
-    if options.num_kv_tokens is not None:
-        if options.num_kv_tokens < run.block_size:
-            raise ConfigError(f"num_kv_tokens={options.num_kv_tokens}; accepted: at least a block, {run.block_size}")
-        return options.num_kv_tokens // run.block_size
+def _num_blocks(run: MeasuredRun, num_kv_tokens: int | None) -> int:
+    if num_kv_tokens is not None:
+        if num_kv_tokens < run.block_size:
+            raise ConfigError(f"num_kv_tokens={num_kv_tokens}; accepted: at least a block, {run.block_size}")
+        return num_kv_tokens // run.block_size
     if run.num_blocks is not None:
         return run.num_blocks
     return int(np.ceil((run.trace.prompt_tokens + run.trace.output_tokens) / run.block_size).sum())
 
 
-def _all_reduce(options: FidelityOptions, run: MeasuredRun) -> Link | None:
-    alpha_s, bytes_per_s = options.all_reduce_alpha_s, options.all_reduce_bytes_per_s
+def _all_reduce(run: MeasuredRun, alpha_s: float | None, bytes_per_s: float | None) -> Link | None:
     if run.tp == 1:
         return None
     if alpha_s is None or bytes_per_s is None:
@@ -181,142 +128,45 @@ def _all_reduce(options: FidelityOptions, run: MeasuredRun) -> Link | None:
 
 
 def _key(run: MeasuredRun) -> ProfileKey:
+    layout = f"tp{run.tp} spp1 kvp1"
     return ProfileKey(
-        machine="kernel tables",
-        model=run.model_name,
-        dtype=run.model.dtype,
-        layout=f"tp{run.tp} spp1 kvp1",
-        backend="vllm",
-        num_threads=0,
-        block_size=run.block_size,
-        torch_version="none",
+        "kernel tables", run.model_name, run.model.dtype, layout, "vllm", 0, block_size=run.block_size, torch_version=""
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures
-
-
-def _figures(run: MeasuredRun, simulated: Times) -> tuple[Figure, ...]:
-    """Errors of each request, then figures of the run."""
-    figures = []
-    for name, attribute in (("latency", "e2e_s"), ("TTFT", "ttft_s"), ("TPOT", "tpot_s")):
-        error = _request_error(getattr(run.times, attribute), getattr(simulated, attribute))
-        figures.append(Figure(f"{name} of a request", None, error))
-    for name, attribute in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("latency", "e2e_s")):
-        spreads = [_spread(getattr(times, attribute)) for times in (run.times, simulated)]
-        for share, real_s, simulated_s in zip(SPREAD, *spreads, strict=True):
-            label = f"{name} {share}"
-            figures.append(Figure(label, real_s, simulated_s, run.others.get(label)))
-    return (*figures, Figure("makespan", run.times.makespan_s, simulated.makespan_s))
-
-
-def _request_error(measured: Floats, simulated: Floats) -> float:
-    """Mean absolute error over requests, as a share of what was measured."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        errors = np.abs(simulated / measured - 1.0)
-    return float(np.mean(errors[np.isfinite(errors)]))
-
-
-def _spread(seconds: Floats) -> list[float]:
-    """Mean, median, P90, P95 and P99 of what there is."""
-    known = seconds[np.isfinite(seconds)]
-    return [float(known.mean()), *np.percentile(known, [50, 90, 95, 99]).tolist()]
-
-
-def _steps(segments: Sequence[Segment]) -> tuple[Steps, ...]:
-    """Steps by kind."""
-    rows: dict[str, list[Segment]] = {"decode": [], "mixed": [], "prefill": []}
-    for one in segments:
-        kind = "prefill" if not one.num_decodes else ("mixed" if one.num_tokens > one.num_decodes else "decode")
-        rows[kind].append(one)
-    return tuple(
-        Steps(kind, len(found), sum(one.num_tokens for one in found), sum(one.end_s - one.start_s for one in found))
-        for kind, found in rows.items()
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Printing
-
-
-def run_and_print(options: FidelityOptions, output_json: Path | None) -> int:
-    """Compare, print the tables on stdout and write the report; returns 0."""
-    check_writable(output_json)
-    found = fidelity(options)
-    console = report_console()
-    for line in _load(options, found):
-        console.print(line, highlight=False)
-    console.print(_figure_table(found), _step_table(found))
-    for name, error, aim in found.aims:
-        verdict = "met" if error <= aim else "missed"
-        console.print(f"{name}: {error:.2%}, aim {aim:.0%}: {verdict}", highlight=False)
-    console.print(f"{machine_line()}; one simulation", highlight=False)
-    write_report(output_json, report(options, found))
-    return 0
-
-
-def _load(options: FidelityOptions, found: Fidelity) -> list[str]:
-    run, config = found.run, found.run.config
-    trace = run.trace
-    return [
-        f"{run.model_name}, tp {run.tp}: {len(trace)} requests queued within {trace.duration_s:.1f} s, "
-        f"{int(trace.prompt_tokens.sum()):,} prompt and {int(trace.output_tokens.sum()):,} output tokens",
-        f"scheduler vllm: at most {config.max_num_seqs} requests and {config.max_batch_tokens} tokens a step; "
-        f"{found.num_blocks * run.block_size:,} KV tokens; {options.host_s * 1e3:g} ms of the host a step; "
-        "nothing is fitted to the run",
-    ]
-
-
-def _figure_table(found: Fidelity) -> Table:
-    """Milliseconds and errors; the mean absolute errors of each request have no more than that."""
-    table = Table(title="simulated against measured; milliseconds", box=SIMPLE_HEAD)
-    _columns(table, "", "measured", "simulated", "error", "LLMServingSim", "error")
-    for figure in found.figures:
-        if figure.measured is None:
-            table.add_row(figure.name, "", "", f"{figure.error:.2%}", "", "")
-            continue
-        cells = [f"{figure.measured * 1e3:,.1f}", f"{figure.simulated * 1e3:,.1f}", f"{figure.error:+.2%}"]
-        if figure.other is not None:
-            cells += [f"{figure.other * 1e3:,.1f}", f"{figure.other / figure.measured - 1:+.2%}"]
-        table.add_row(figure.name, *cells)
-    return table
-
-
-def _step_table(found: Fidelity) -> Table:
-    table = Table(title="simulated steps", box=SIMPLE_HEAD)
-    _columns(table, "kind", "steps", "tokens", "seconds", "ms a step")
-    for steps in found.steps:
-        each = f"{steps.seconds / steps.count * 1e3:.1f}" if steps.count else ""
-        table.add_row(steps.kind, f"{steps.count:,}", f"{steps.num_tokens:,}", f"{steps.seconds:.2f}", each)
-    return table
-
-
-def _columns(table: Table, first: str, *others: str) -> None:
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-
-
-def report(options: FidelityOptions, found: Fidelity) -> dict[str, Any]:
-    """The comparison as what is written."""
-    run = found.run
-    return {
-        "benchmark": "fidelity",
-        "environment": stamp(),
-        "options": {**asdict(options), "run": options.run.name},
-        "run": {
-            "model": run.model_name,
-            "tp": run.tp,
-            "num_requests": len(run.trace),
-            "max_num_seqs": run.config.max_num_seqs,
-            "max_batch_tokens": run.config.max_batch_tokens,
-            "num_kv_tokens": found.num_blocks * run.block_size,
-        },
-        "figures": [{**asdict(figure), "error": figure.error} for figure in found.figures],
-        "aims": [{"name": name, "error": error, "aim": aim, "met": error <= aim} for name, error, aim in found.aims],
-        "steps": [asdict(steps) for steps in found.steps],
+def _figures(run: MeasuredRun, simulated: Times) -> dict[str, Any]:
+    """Figures of the run, errors of each request, and which of both are as small as aimed at."""
+    spreads = {metric: compared(run.times, simulated, metric) for metric in METRICS}
+    for (metric, share), seconds in run.others.items():
+        spreads[metric][share] |= {
+            "LLMServingSim_s": seconds,
+            "LLMServingSim_error": seconds / spreads[metric][share]["measured_s"] - 1.0,
+        }
+    makespan = pair(run.times.makespan_s, simulated.makespan_s)
+    each = {metric: request_error(run.times, simulated, metric) for metric in METRICS}
+    errors = {
+        "makespan": makespan["error"],
+        **{f"{metric} of a request": error for metric, error in each.items()},
+        **{f"{metric} mean": spread["mean"]["error"] for metric, spread in spreads.items()},
     }
+    return {
+        **spreads,
+        "makespan": makespan,
+        "of each request": {f"{metric}_error": error for metric, error in each.items()},
+        "aims": against_aims(errors, AIMS),
+    }
+
+
+def _steps(segments: Sequence[Segment]) -> dict[str, dict[str, float]]:
+    """Number, tokens and seconds of the simulated steps, by kind."""
+    found: dict[str, dict[str, float]] = {}
+    for one in segments:
+        kind = "prefill" if not one.num_decodes else "mixed" if one.num_tokens > one.num_decodes else "decode"
+        steps = found.setdefault(kind, {"steps": 0, "tokens": 0, "total_s": 0.0})
+        steps["steps"] += 1
+        steps["tokens"] += one.num_tokens
+        steps["total_s"] += one.end_s - one.start_s
+    return found
 
 
 app = make_app()
@@ -341,15 +191,17 @@ def fidelity_command(
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> int:
     """Simulated against measured request times: a run of vLLM from its kernel tables."""
-    options = FidelityOptions(
-        run=run,
+    check_writable(output_json)
+    report = fidelity(
+        run,
         model=model,
         host_s=host_s,
         num_kv_tokens=num_kv_tokens,
         all_reduce_alpha_s=all_reduce_alpha_s,
         all_reduce_bytes_per_s=all_reduce_bytes_per_s,
     )
-    return run_and_print(options, output_json)
+    deliver(report, output_json)
+    return 0
 
 
 def main() -> NoReturn:

@@ -21,8 +21,6 @@ Tetris's from 4K to 128K.
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +46,7 @@ from medha.cost.roofline import (
 )
 from medha.errors import ConfigError
 from medha.sim.known_models import KNOWN_MODELS
+from tools.tables import FitError, read_records
 
 _VIDUR = "github.com/microsoft/vidur @7d47513 data/profiling"
 _VIDUR_OLD = "github.com/microsoft/vidur @e2d00e9 data/profiling/a100"
@@ -67,44 +66,18 @@ Predict = Callable[[HardwareSpec, Floats], Floats]
 
 
 @dataclass(frozen=True, slots=True)
-class FitError:
-    """Errors of predicted over measured on some rows; shares, 0.01 is 1 %.
-
-    Attributes:
-        table: file, and what of it.
-        split: ``fitted``; ``held out`` (every fourth shape) or ``beyond`` (longer than those fitted), each tested with
-            a spec fitted to the rest; ``not fitted``; ``as sums`` of fitted ones.
-        rows: how many.
-        median, p90: absolute.
-        total: of the sums, signed.
-    """
-
-    table: str
-    split: str
-    rows: int
-    median: float
-    p90: float
-    total: float
-
-    @classmethod
-    def of(cls, table: str, split: str, predicted: Floats, real: Floats) -> FitError:
-        median, p90 = np.percentile(np.abs(predicted / real - 1), [50, 90]).tolist()
-        return cls(table, split, len(real), median, p90, float(predicted.sum() / real.sum() - 1))
-
-
-@dataclass(frozen=True, slots=True)
 class _Rows:
-    """A table: columns as ``predict`` reads them, and masks of the rows that the two splits test."""
+    """A table: columns as ``predict`` reads them, and which rows are longer than those fitted, where that is tested."""
 
     table: str
     sizes: Floats
     seconds: Floats
     predict: Predict
-    tested: dict[str, NDArray[np.bool_]]
+    is_beyond: NDArray[np.bool_]
     fitted: bool = True
 
     def where(self, rows: NDArray[np.bool_]) -> _Rows:
-        return replace(self, sizes=self.sizes[rows], seconds=self.seconds[rows], tested={})
+        return replace(self, sizes=self.sizes[rows], seconds=self.seconds[rows], is_beyond=self.is_beyond[rows])
 
     def error(self, spec: HardwareSpec, split: str) -> FitError:
         return FitError.of(self.table, split, self.predict(spec, self.sizes), self.seconds)
@@ -130,9 +103,9 @@ def fit_a100(data: Path) -> tuple[HardwareSpec, list[FitError]]:
         base, used = spec, [rows for rows in tables if rows.fitted]
         spec = _fit(base, part, names, used)
         errors += [rows.error(spec, "fitted" if rows.fitted else "not fitted") for rows in tables]
-        for split in used[0].tested:
-            tried = _fit(base, part, names, [rows.where(~rows.tested[split]) for rows in used])
-            errors += [rows.where(rows.tested[split]).error(tried, split) for rows in used]
+        if any(rows.is_beyond.any() for rows in used):
+            tried = _fit(base, part, names, [rows.where(~rows.is_beyond) for rows in used])
+            errors += [rows.where(rows.is_beyond).error(tried, "beyond") for rows in used]
     return spec, errors + [rows.error(spec, "as sums") for rows in _layers(data)] + link_errors
 
 
@@ -185,15 +158,6 @@ def _rounded(value: float) -> float:
 # Tables
 
 
-def _records(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV file, gzipped or not."""
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-            return list(csv.DictReader(lines))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"table {path} cannot be read: {error}") from error
-
-
 def _floats(record: dict[str, str], *names: str) -> list[float]:
     return [float(record[name] or 0) for name in names]
 
@@ -203,28 +167,25 @@ def _rows(
     values: list[list[float]],
     predict: Predict,
     *,
-    key: Sequence[int] = (0,),
     length: int | None = None,
     share: float = 0.5,
     fitted: bool = True,
 ) -> _Rows:
     """A table from rows that end in milliseconds; failed ones, of 0, are left out.
 
-    Every fourth combination of the columns ``key`` is held out; ``beyond`` lies what is longer than a share of the
-    longest by the column ``length``.
+    ``is_beyond`` is what is longer than a share of the longest by the column ``length``.
     """
     array = np.array(values)
     array = array[array[:, -1] > 0]
-    tested = {"held out": np.unique(array[:, list(key)], axis=0, return_inverse=True)[1].ravel() % 4 == 2}
-    if length is not None:
-        tested["beyond"] = array[:, length] > share * array[:, length].max()
-    return _Rows(table, array[:, :-1], array[:, -1] * 1e-3, predict, tested, fitted)
+    sizes = array[:, :-1]
+    is_beyond = np.zeros(len(array), np.bool_) if length is None else sizes[:, length] > share * sizes[:, length].max()
+    return _Rows(table, sizes, array[:, -1] * 1e-3, predict, is_beyond, fitted)
 
 
 def _mlp(data: Path, model: str) -> list[tuple[list[float], dict[str, float]]]:
     """Tokens, hidden size, this rank's widths of queries, keys and MLP; and milliseconds of each operation."""
     found = []
-    for record in _records(data / f"vidur/a100/{model}/mlp.csv.gz"):
+    for record in read_records(data / f"vidur/a100/{model}/mlp.csv.gz"):
         tp, tokens, hidden, inner, heads, kv = _floats(
             record, "num_tensor_parallel_workers", "num_tokens", "n_embd", "n_expanded_embd", "n_head", "n_kv_head"
         )
@@ -237,8 +198,8 @@ def _gemms(data: Path) -> list[_Rows]:
     def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
         return gemm_s(spec, *sizes.T)
 
-    records = _records(data / "aiconfigurator/a100_sxm/gemm_vllm_0.14.0.csv.gz")
-    tables = [_rows("products, vLLM", [_floats(r, "m", "n", "k", "latency") for r in records], predict, key=(1, 2))]
+    records = read_records(data / "aiconfigurator/a100_sxm/gemm_vllm_0.14.0.csv.gz")
+    tables = [_rows("products, vLLM", [_floats(r, "m", "n", "k", "latency") for r in records], predict)]
     for model in _MLP:
         rows = []
         for (m, hidden, width, kv, inner), ms in _mlp(data, model):
@@ -291,15 +252,15 @@ def _chunks(data: Path) -> list[_Rows]:
 
     tables = []
     for name in ("vllm_0.14.0", "sglang_0.5.10"):
-        records = _records(data / f"aiconfigurator/a100_sxm/context_attention_{name}.csv.gz")
+        records = read_records(data / f"aiconfigurator/a100_sxm/context_attention_{name}.csv.gz")
         columns = ("isl", "step", "num_heads", "num_key_value_heads", "latency")
         rows = [_floats(record, *columns) for record in records if float(record["batch_size"]) == 1]
         tables.append(_rows(f"prefill attention, {name}", rows, predict, length=0))
     names = ("prefill_chunk_size", "kv_cache_size")
-    records = _records(data / "vidur/a100/Meta-Llama-3-8B/attention_sample_flashinfer_kv_le_7744.csv")
+    records = read_records(data / "vidur/a100/Meta-Llama-3-8B/attention_sample_flashinfer_kv_le_7744.csv")
     rows = [[*_floats(r, *names), 32.0, 8.0, float(r["attn_prefill_median_ms"])] for r in records]
     tables.append(_rows("chunks, FlashInfer", rows, predict, length=1))
-    records = _records(data / "vidur/a100/CodeLlama-34b/attention_tp2.csv.gz")
+    records = read_records(data / "vidur/a100/CodeLlama-34b/attention_tp2.csv.gz")
     ms = "time_stats.attn_prefill.median"
     rows = [[*_floats(r, *names), 32.0, 4.0, *_floats(r, ms)] for r in records if r["is_prefill"] == "True"]
     return [*tables, _rows("chunks, FlashAttention-2 of early 2024", rows, predict, fitted=False)]
@@ -321,14 +282,14 @@ def _decodes(data: Path) -> list[_Rows]:
 
     tables = []
     for name in ("vllm_0.14.0", "sglang_0.5.10"):
-        records = _records(data / f"aiconfigurator/a100_sxm/generation_attention_{name}.csv.gz")
+        records = read_records(data / f"aiconfigurator/a100_sxm/generation_attention_{name}.csv.gz")
         columns = ("batch_size", "num_heads", "num_key_value_heads", "step", "latency")
         measured = [_floats(record, *columns) for record in records]
         for shares, what, form in ((True, name, predict), (False, f"{name}, not split", predict_unsplit)):
             rows = [[batch * own, kv, ms] for batch, heads, own, kv, ms in measured if (heads > own) == shares]
             fitted = name.startswith("vllm")
-            tables.append(_rows(f"decodes, {what}", rows, form, key=(1,), length=1, share=0.2, fitted=fitted))
-    records = _records(data / "vidur/a100/CodeLlama-34b/attention_tp2.csv.gz")
+            tables.append(_rows(f"decodes, {what}", rows, form, length=1, share=0.2, fitted=fitted))
+    records = read_records(data / "vidur/a100/CodeLlama-34b/attention_tp2.csv.gz")
     names = ("batch_size", "kv_cache_size", "time_stats.attn_decode.median")
     rows = [_floats(record, *names) for record in records if record["is_prefill"] != "True"]
     rows = [[4 * batch, kv, ms] for batch, kv, ms in rows]
@@ -342,7 +303,9 @@ def _link(
     tables = {}
     if vidur:
         here = {"num_workers": str(ranks), "devices_per_node": str(per_node or ranks)}
-        records = [r for r in _records(data / f"vidur/network/a100_dgx/{vidur}.csv.gz") if r.items() >= here.items()]
+        records = [
+            r for r in read_records(data / f"vidur/network/a100_dgx/{vidur}.csv.gz") if r.items() >= here.items()
+        ]
         place = f"{ranks} ranks, {per_node or ranks} a node"
         tables[f"{vidur}, {place}, Vidur"] = [_floats(r, "size", f"time_stats.{vidur}.median") for r in records]
     if nccl:
@@ -351,7 +314,7 @@ def _link(
         share = 1 - 1 / ranks if nccl == "all_gather" else 1.0
         here = {"op_name": nccl, "num_gpus": str(ranks)}
         records = [
-            r for r in _records(data / "aiconfigurator/a100_sxm/nccl_2.27.3.csv.gz") if r.items() >= here.items()
+            r for r in read_records(data / "aiconfigurator/a100_sxm/nccl_2.27.3.csv.gz") if r.items() >= here.items()
         ]
         tables[f"{nccl}, {ranks} ranks, NCCL 2.27"] = [
             [float(r["message_size"]) * share, float(r["latency"])] for r in records
@@ -370,7 +333,7 @@ def _link(
 
 def _host(data: Path) -> tuple[float, float]:
     """Seconds of a step on the host with a batch of none, and of sampling one token."""
-    records = _records(data / "vidur/a100/cpu_overheads_codellama34b_tp2.csv")
+    records = read_records(data / "vidur/a100/cpu_overheads_codellama34b_tp2.csv")
     batch = [float(record["batch_size"]) for record in records]
     names = ("schedule_median", "prepare_inputs_e2e_median", "process_model_outputs_median")
     _, own_ms = np.polyfit(batch, [sum(_floats(record, *names)) for record in records], 1)
@@ -547,47 +510,10 @@ def _times(part: Any, **ratios: float) -> Any:
 # Whole prefills that others measured
 
 
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    """A whole prefill of Llama-3 8B on one A100, in one piece: measured and predicted seconds."""
-
-    source: str
-    tokens: int
-    measured_s: float
-    predicted_s: float
-
-    @property
-    def ratio(self) -> float:
-        """Predicted over measured."""
-        return self.predicted_s / self.measured_s
-
-
 def prefill_s(spec: HardwareSpec, num_tokens: int) -> float:
     """Predicted seconds of a prompt of Llama-3 8B on one accelerator, in one piece, first token included."""
     costs = stage_coefficients(spec, KNOWN_MODELS["llama-3-8b"], ParallelConfig(), 0)
     return Predictor(costs, max_tokens=num_tokens).predict([Work(num_tokens, 0, False, samples=True)])
-
-
-def compare_anchors(spec: HardwareSpec, data: Path) -> list[Anchor]:
-    """MInference's FlashAttention-2 column and Tetris's Table 1 at TP1, SP1; nothing is fitted to them.
-
-    Args:
-        spec: of an A100.
-        data: folder of the tables.
-
-    Raises:
-        ConfigError: a table cannot be read.
-    """
-    anchors = []
-    for source, name in (
-        ("MInference", "minference_flashattention2_llama3_8b_a100_le_200k"),
-        ("Tetris SP1", "tetris_table1_llama3_8b_a100_tp1_sp"),
-    ):
-        for record in _records(data / f"anchors/{name}.csv"):
-            if record.get("sp", "1") == "1":
-                tokens, measured_s = int(record["prompt_tokens"]), float(record["prefill_latency_s"])
-                anchors.append(Anchor(source, tokens, measured_s, prefill_s(spec, tokens)))
-    return anchors
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -612,7 +538,7 @@ def _run_fit(data: Path, out: Path) -> None:
     spec, errors = fit_a100(data)
     print(f"{'table':<44}{'':>12}{'rows':>8}{'median':>9}{'P90':>8}{'total':>9}")
     for e in errors:
-        print(f"{e.table:<44}{e.split:>12}{e.rows:>8,}{e.median:>9.1%}{e.p90:>8.1%}{e.total:>+9.1%}")
+        print(f"{e.table:<44}{e.split:>12}{e.rows:>8,}{e.median_error:>9.1%}{e.p90_error:>8.1%}{e.total_error:>+9.1%}")
     out.write_text(spec.to_json())
 
 
@@ -622,9 +548,18 @@ def _run_derive(_: Path | None, out: Path) -> None:
 
 
 def _run_anchors(data: Path, _: Path | None) -> None:
+    """MInference's FlashAttention-2 column and Tetris's Table 1 at TP1, SP1; nothing is fitted to them."""
     print(f"{'':<12}{'tokens':>9}{'measured s':>12}{'predicted s':>13}{'ratio':>7}")
-    for a in compare_anchors(load_spec("a100-80g"), data):
-        print(f"{a.source:<12}{a.tokens:>9,}{a.measured_s:>12.2f}{a.predicted_s:>13.2f}{a.ratio:>7.2f}")
+    for source, name in (
+        ("MInference", "minference_flashattention2_llama3_8b_a100_le_200k"),
+        ("Tetris SP1", "tetris_table1_llama3_8b_a100_tp1_sp"),
+    ):
+        for record in read_records(data / f"anchors/{name}.csv"):
+            if record.get("sp", "1") == "1":
+                tokens, measured_s = int(record["prompt_tokens"]), float(record["prefill_latency_s"])
+                predicted_s = prefill_s(load_spec("a100-80g"), tokens)
+                ratio = predicted_s / measured_s
+                print(f"{source:<12}{tokens:>9,}{measured_s:>12.2f}{predicted_s:>13.2f}{ratio:>7.2f}")
 
 
 if __name__ == "__main__":

@@ -6,21 +6,30 @@ The folder is one that LLMServingSim's profiler writes for a model and a tensor-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from medha.cost.coefficients import Coefficients, Curve, Link, MixedAttention, ProfileKey
+from medha.cost.coefficients import (
+    ChunkAttention,
+    Coefficients,
+    Curve,
+    DecodeAttention,
+    Link,
+    MixedAttention,
+    ProfileKey,
+)
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from medha.profile.fit import fit_chunks, fit_curve, fit_decodes
 from tools.kernel_fit import best_tile, fit_mixed
-from tools.tables import KernelTable, Record, TableKind, read_records, read_tables
+from tools.tables import Floats, KernelTable, TableKind, columns_of, find_file, read_tables
 
 _ONCE = ("embedding", "final_layernorm")
 _TWICE = ("layernorm",)
-_ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
-_NOTHING = Curve((1.0,), (0.0,))
+NOTHING = Curve((1.0,), (0.0,))
+"""Other parts of a model, where attention alone is looked at."""
+ANY = ProfileKey("tables", "", "", "", "", num_threads=1, block_size=1, torch_version="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,44 +78,37 @@ def fit_kernels(kernels: Kernels, key: ProfileKey, *, host_s: float, tp: Link | 
         host_s: seconds of a step on the host.
         tp: all-reduces of the layers, which the tables do not hold.
     """
-    prefill, decode = kernels.attention["prefill"], kernels.attention["decode"]
-    q_len, kv = prefill.sizes.T
-    chunks = fit_chunks(q_len, kv, prefill.seconds, tile=best_tile(q_len, kv, prefill.seconds))
-    decodes = fit_decodes(decode.sizes[:, 0], decode.sizes[:, 1], decode.seconds)
-    mixed: MixedAttention | None = None
+    chunks, decodes = fit_attention(kernels.attention)
+    mixed = None
     if (rows := kernels.attention.get("mixed")) is not None:
-        alone = Predictor(Coefficients(key, _NOTHING, chunks, decodes), max_tokens=int(rows.sizes[:, 0].max()))
-        chunk_s = [alone.predict([Work(int(c), int(kv), False)]) for c, kv in rows.sizes[:, :2]]
-        mixed = fit_mixed(chunk_s, rows.sizes[:, 2], rows.sizes[:, 3], rows.seconds)
+        mixed = fit_mixed_batches(chunks, decodes, rows.sizes, rows.seconds)
     return Coefficients(key, kernels.linear, chunks, decodes, mixed, head=kernels.head, host_s=host_s, tp=tp)
+
+
+def fit_attention(tables: Mapping[TableKind, KernelTable]) -> tuple[ChunkAttention, DecodeAttention]:
+    """Chunks alone and decodes alone, from tables of these kinds."""
+    prefill, decode = tables["prefill"], tables["decode"]
+    decodes = fit_decodes(decode.sizes[:, 0], decode.sizes[:, 1], decode.seconds)
+    return fit_chunks_alone(prefill.sizes, prefill.seconds), decodes
+
+
+def fit_chunks_alone(sizes: Floats, seconds: Floats) -> ChunkAttention:
+    """Chunks, with the tile that fits best."""
+    q_len, kv = sizes.T
+    return fit_chunks(q_len, kv, seconds, tile=best_tile(q_len, kv, seconds))
+
+
+def fit_mixed_batches(
+    chunks: ChunkAttention, decodes: DecodeAttention, sizes: Floats, seconds: Floats
+) -> MixedAttention:
+    """What becomes of chunks and decodes together; columns of ``sizes`` as of :class:`tools.tables.KernelTable`."""
+    alone = Predictor(Coefficients(ANY, NOTHING, chunks, decodes), max_tokens=int(sizes[:, 0].max()))
+    chunk_s = [alone.predict([Work(int(c), int(kv), False)]) for c, kv in sizes[:, :2]]
+    return fit_mixed(chunk_s, sizes[:, 2], sizes[:, 3], seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading
-
-
-def find_file(folder: Path, *names: str) -> Path:
-    """The first of these files that a folder holds.
-
-    Raises:
-        ConfigError: none is there.
-    """
-    for name in names:
-        if (folder / name).is_file():
-            return folder / name
-    raise ConfigError(f"{folder} has no {names[0]}; accepted: a folder with {' or '.join(names)}")
-
-
-def check_columns(path: Path, records: Sequence[Record], columns: Sequence[str]) -> None:
-    """See that a file has rows, and these columns.
-
-    Raises:
-        ConfigError: naming what is missing.
-    """
-    if not records:
-        raise ConfigError(f"table {path} has no rows")
-    if missing := [name for name in columns if name not in records[0]]:
-        raise ConfigError(f"table {path} lacks {', '.join(missing)}; accepted: columns {', '.join(columns)}")
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -114,7 +116,6 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _attention(path: Path, num_layers: int) -> dict[TableKind, KernelTable]:
-    check_columns(path, read_records(path), _ATTENTION)
     found = {
         table.kind: KernelTable(table.name, table.group, table.kind, table.sizes, table.seconds * num_layers)
         for table in read_tables(path)
@@ -132,15 +133,11 @@ def _calls(name: str, num_layers: int) -> int:
 
 def _summed(path: Path, size: str, calls: Callable[[str], int]) -> Curve:
     """Seconds of a step's operations over a size that all of them were measured at."""
-    records = read_records(path)
-    check_columns(path, records, ("layer", size, "time_us"))
+    records, (sizes, times_us) = columns_of(path, (size, "time_us"), texts=("layer",))
     seconds: dict[str, dict[float, float]] = {}
-    try:
-        for record in records:
-            if (time_us := float(record["time_us"])) > 0:
-                seconds.setdefault(record["layer"], {})[float(record[size])] = time_us * 1e-6
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"table {path} has a value that is no number: {error}") from error
+    for record, point, time_us in zip(records, sizes.tolist(), times_us.tolist(), strict=True):
+        if time_us > 0:
+            seconds.setdefault(record["layer"], {})[point] = time_us * 1e-6
     points = sorted(set.intersection(*(set(times) for times in seconds.values()))) if seconds else []
     if not points or points[0] <= 0:
         raise ConfigError(f"table {path}: {size} that all of {', '.join(seconds)} have: {points}; accepted: above 0")

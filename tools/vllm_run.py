@@ -20,47 +20,11 @@ from medha.config import ModelConfig, SchedulerConfig
 from medha.errors import ConfigError
 from medha.sim.known_models import find_model
 from medha.workload.trace import Trace
-from tools.kernels import check_columns, find_file
-from tools.tables import Floats, read_records
+from tools.comparison import METRICS, Times
+from tools.tables import columns_of, find_file
 
 _COLUMNS = ("input_tokens", "output_tokens", "queued_s", "first_token_s", "last_token_s")
 _BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """What became of requests, seconds of one clock.
-
-    Attributes:
-        arrival_s, first_token_s, finish_s: by request.
-        num_tokens: that each produced.
-    """
-
-    arrival_s: Floats
-    first_token_s: Floats
-    finish_s: Floats
-    num_tokens: Floats
-
-    @property
-    def ttft_s(self) -> Floats:
-        """Arrival to first token."""
-        return self.first_token_s - self.arrival_s
-
-    @property
-    def tpot_s(self) -> Floats:
-        """Mean time between tokens after the first; NaN with one token."""
-        with np.errstate(invalid="ignore"):
-            return np.asarray((self.finish_s - self.first_token_s) / (self.num_tokens - 1), dtype=np.float64)
-
-    @property
-    def e2e_s(self) -> Floats:
-        """Arrival to last token."""
-        return self.finish_s - self.arrival_s
-
-    @property
-    def makespan_s(self) -> float:
-        """First arrival to last token of all."""
-        return float(self.finish_s.max() - self.arrival_s.min())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +39,7 @@ class MeasuredRun:
         block_size, num_blocks: of the KV pool; ``num_blocks`` is None where the settings do not say.
         trace: the requests as they were queued.
         times: measured.
-        others: the other simulator's figures in seconds, by their names here; may be empty.
+        others: LLMServingSim's figures in seconds, by metric and share; may be empty.
     """
 
     model_name: str
@@ -86,7 +50,7 @@ class MeasuredRun:
     num_blocks: int | None
     trace: Trace
     times: Times
-    others: Mapping[str, float]
+    others: Mapping[tuple[str, str], float]
 
 
 def read_run(folder: Path, *, model: str | None = None) -> MeasuredRun:
@@ -100,8 +64,11 @@ def read_run(folder: Path, *, model: str | None = None) -> MeasuredRun:
         ConfigError: a file, a setting or a column is missing or wrong, or the model is not known.
     """
     path = find_file(folder, "meta.json")
-    meta = _json(path)
-    settings = meta.get("engine_kwargs")
+    try:
+        meta = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    settings = meta.get("engine_kwargs") if isinstance(meta, dict) else None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} has engine_kwargs={settings!r}; accepted: an object with the engine's settings")
     name = model or meta.get("model") or settings.get("model")
@@ -135,16 +102,6 @@ def _config(path: Path, settings: Mapping[str, Any]) -> SchedulerConfig:
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds a {type(tree).__name__}; accepted: an object")
-    return tree
-
-
 def _setting(path: Path, settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """A whole number; ``default`` where it is missing or null."""
     value = settings.get(name)
@@ -156,30 +113,24 @@ def _setting(path: Path, settings: Mapping[str, Any], name: str, default: int | 
 
 def _requests(path: Path) -> tuple[Trace, Times]:
     """Lengths and times, in the order in which requests were queued; the first at 0."""
-    records = read_records(path)
-    check_columns(path, records, _COLUMNS)
-    try:
-        columns = {name: np.array([float(record[name]) for record in records]) for name in _COLUMNS}
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"table {path} has a value that is no number: {error}") from error
-    if not all(np.isfinite(column).all() for column in columns.values()):
+    records, columns = columns_of(path, _COLUMNS)
+    if not np.isfinite(columns).all():
         raise ConfigError(f"table {path} has a value that is not finite; accepted: requests that ended")
-    order = np.argsort(columns["queued_s"], kind="stable")
-    columns = {name: column[order] for name, column in columns.items()}
-    start_s = columns["queued_s"][0]
-    arrival_s, first_s, last_s = (columns[name] - start_s for name in ("queued_s", "first_token_s", "last_token_s"))
+    order = np.argsort(columns[2], kind="stable")
+    prompts, outputs, *times_s = columns[:, order]
+    arrival_s, first_s, last_s = (column - times_s[0][0] for column in times_s)
     ids = np.array([records[row].get("request_id") or str(row) for row in order.tolist()])
-    prompts, outputs = (columns[name].astype(np.int64) for name in ("input_tokens", "output_tokens"))
-    return Trace(arrival_s, prompts, outputs, ids), Times(arrival_s, first_s, last_s, columns["output_tokens"])
+    trace = Trace(arrival_s, prompts.astype(np.int64), outputs.astype(np.int64), ids)
+    return trace, Times(arrival_s, first_s, last_s, outputs)
 
 
-def _others(path: Path) -> dict[str, float]:
+def _others(path: Path) -> dict[tuple[str, str], float]:
     """Simulated figures of a summary with the columns metric, measured ms, simulated ms and difference."""
     if not path.is_file():
         return {}
     lines = re.findall(r"^(\w+) (Mean|Median|P\d+)\s+[\d.]+\s+([\d.]+)\s", path.read_text(), re.M)
-    return {_name(metric, share): float(ms) * 1e-3 for metric, share, ms in lines}
-
-
-def _name(metric: str, share: str) -> str:
-    return f"{metric.lower() if metric == 'Latency' else metric} {share if share.startswith('P') else share.lower()}"
+    names = {name.lower(): name for name in METRICS}
+    return {
+        (names[metric.lower()], share if share[0] == "P" else share.lower()): float(ms) / 1e3
+        for metric, share, ms in lines
+    }

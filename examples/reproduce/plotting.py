@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -10,6 +10,23 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 PAPER = "#7A7A7A"
 """Of what a paper says."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def lines(
+    axes: Any, x: Sequence[float], rows: Mapping[str, Sequence[float | None]], *, scale: float = 1.0, **style: Any
+) -> None:
+    """A line for each row over ``x``, times a scale, in the next colour, with the next marker unless told another;
+    without what is None."""
+    for index, (name, values) in enumerate(rows.items()):
+        points = [(at, scale * value) for at, value in zip(x, values, strict=True) if value is not None]
+        looks = {"color": COLORS[index], "marker": MARKERS[index], "label": name, **style}
+        axes.plot([at for at, _ in points], [value for _, value in points], **looks)
+
+
+def log_axis(axes: Any, values: Sequence[float], *, label: str) -> None:
+    """A logarithmic x axis with a written-out tick at each value."""
+    axes.set(xscale="log", xlabel=label)
+    plain_ticks(axes.xaxis, values)
 
 
 def token_label(tokens: float) -> str:

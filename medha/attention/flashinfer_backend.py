@@ -13,8 +13,6 @@ logarithm before it leaves this module. Splits depend on a batch, so its company
 Nothing here has run on a GPU yet: the tests hold it to FlashInfer's signatures and, through a substitute in torch, to
 dense attention.
 
-The file has more than 400 lines because plans, wrappers and the decodes of a graph share one page table.
-
 Legend: T query tokens of the batch, N query heads, K KV heads, H head dimension, P tokens in the pool, B decodes.
 """
 
@@ -95,12 +93,7 @@ class PageTable:
 class FlashInferPlan:
     """A step's segments and their page table; planned on the device by the first run.
 
-    Args:
-        segments: of the step.
-        block_size: pages are at most that long; shorter where a range does not begin or end with a block.
-
-    Raises:
-        ValueError: a causal segment has more queries than keys.
+    Pages are ``block_size`` tokens long; shorter where a range does not begin or end with a block.
     """
 
     def __init__(self, segments: Sequence[Segment], block_size: int) -> None:
@@ -110,10 +103,11 @@ class FlashInferPlan:
                     f"a causal segment of {segment.q_len} queries needs as many keys, got {segment.kv_len}"
                 )
         self.segments = [segment for segment in segments if segment.kv_len]
-        self.empty = [_rows(segment) for segment in segments if not segment.kv_len]
+        self.empty = [slice(s.q_start, s.q_start + s.q_len) for s in segments if not s.kv_len]
         self.table = PageTable.of(self.segments, _page_size(self.segments, block_size))
         has_gaps = any(a.q_start + a.q_len != b.q_start for a, b in pairwise(self.segments))
-        self._tokens = _tokens(self.segments) if has_gaps else None
+        tokens = [np.arange(s.q_start, s.q_start + s.q_len, dtype=np.int64) for s in self.segments]
+        self._tokens = np.concatenate(tokens) if has_gaps else None
         self.starts = np.concatenate([[0], np.cumsum([segment.q_len for segment in self.segments])]).astype(np.int32)
         self._staged_indices: Staged | None = None
         self._staged_tokens: Staged | None = None
@@ -125,19 +119,15 @@ class FlashInferPlan:
         self._staged_indices = staging.add(self.table.indices)
         self._staged_tokens = None if self._tokens is None else staging.add(self._tokens)
 
-    def send(self, device: torch.device) -> None:
-        """Copy the page table, if nobody has."""
+    def fit(self, num_pool_tokens: int, device: torch.device) -> None:
+        """Cut the pages down until a pool is a whole number of them (of blocks it is); copy them, if nobody has."""
+        if num_pool_tokens % self.table.page_size:
+            self.table = PageTable.of(self.segments, math.gcd(self.table.page_size, num_pool_tokens))
+            self._staged_indices = None
         if self._staged_indices is None:
             staging = Staging(device)
             self.stage(staging)
             staging.send()
-
-    def fit(self, num_pool_tokens: int) -> None:
-        """Cut the pages down until a pool is a whole number of them, which one of blocks always is."""
-        if num_pool_tokens % self.table.page_size:
-            page_size = math.gcd(self.table.page_size, num_pool_tokens)
-            self.table = PageTable.of(self.segments, page_size)
-            self._staged_indices = None
 
     def indices_of(self, first: int, last: int) -> torch.Tensor:
         """Pages of the segments [first, last), int32 on the device."""
@@ -218,13 +208,16 @@ class FlashInferBackend:
         self._wrappers: list[_Wrapper] = []
         self._workspace: torch.Tensor | None = None
 
-    def plan(self, segments: Sequence[Segment]) -> FlashInferPlan:
-        """Make the page table of a step; no tensor is made.
+    def plan(self, segments: Sequence[Segment], staging: Staging | None = None) -> FlashInferPlan:
+        """Make the page table of a step; see :meth:`medha.attention.interface.AttentionBackend.plan`.
 
         Raises:
             ValueError: a causal segment has more queries than keys.
         """
-        return FlashInferPlan(segments, self.block_size)
+        plan = FlashInferPlan(segments, self.block_size)
+        if staging is not None:
+            plan.stage(staging)
+        return plan
 
     def run(
         self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: FlashInferPlan
@@ -233,8 +226,7 @@ class FlashInferBackend:
         q_TNH = q_TNH.contiguous()
         shape = LayerShape.of(q_TNH, k_PKH)
         if plan.launches is None or plan.shape != shape:
-            plan.fit(len(k_PKH))
-            plan.send(q_TNH.device)
+            plan.fit(len(k_PKH), q_TNH.device)
             plan.launches = self._launches(plan, shape, q_TNH.device)
             plan.shape = shape
         out_TNH = torch.empty_like(q_TNH)
@@ -336,16 +328,7 @@ class FlashInferBackend:
 
 
 class FixedDecodes:
-    """Attention of so many decodes that a CUDA graph can hold: planned anew before each replay, outside of the graph.
-
-    Args:
-        api: the module ``flashinfer``.
-        workspace: shared with the other launches of the stream.
-        shape: of a layer.
-        batch_size: rows.
-        indices: where the page table lies.
-        page_size: tokens a page.
-    """
+    """Attention of so many decodes that a CUDA graph can hold; planned anew before each replay, outside of it."""
 
     def __init__(
         self,
@@ -435,15 +418,6 @@ def _page_size(segments: Sequence[Segment], block_size: int) -> int:
         ranges = [(first, count) for first, count in segment.ranges if count]
         page_size = math.gcd(page_size, *(first for first, _ in ranges), *(count for _, count in ranges[:-1]))
     return page_size
-
-
-def _rows(segment: Segment) -> slice:
-    return slice(segment.q_start, segment.q_start + segment.q_len)
-
-
-def _tokens(segments: Sequence[Segment]) -> npt.NDArray[np.int64]:
-    """Batch tokens of the segments, in order."""
-    return np.concatenate([np.arange(s.q_start, s.q_start + s.q_len, dtype=np.int64) for s in segments])
 
 
 def _part(indptr: npt.NDArray[np.int32], first: int, last: int) -> torch.Tensor:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
+
+from medha.attention.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,17 @@ class LayerShape:
 
 
 class AttentionBackend(Protocol):
-    """What runs attention; stateless between steps apart from its workspace.
-
-    A plan that is also :class:`~medha.attention.staging.Stageable` has integers that the device needs; whoever makes
-    the step's one copy may take them along, and else the first run copies them.
-    """
+    """What runs attention; stateless between steps apart from its workspace."""
 
     name: str
 
-    def plan(self, segments: Sequence[Segment]) -> Any:
-        """Prepare a step; the result is handed to :meth:`run` in each layer."""
+    def plan(self, segments: Sequence[Segment], staging: Staging | None = None) -> Any:
+        """Prepare a step; the result is handed to :meth:`run` in each layer.
+
+        Args:
+            segments: of the step.
+            staging: takes along the integers that the device needs; without it the first run copies them.
+        """
         ...
 
     def run(
@@ -83,41 +84,5 @@ class AttentionBackend(Protocol):
         Returns:
             out_TNH in the dtype of q, and lse_TN: natural logarithm of the sum of exponentials, float32, -inf (with
             out 0) for an empty range. Rows of q that no segment covers are undefined.
-        """
-        ...
-
-
-class FixedAttention(Protocol):
-    """Attention of a fixed number of decodes in buffers that stay where they are, so that a CUDA graph can hold it."""
-
-    def pages(self, segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
-        """The page table of a step: to be copied to where it was said to lie, before :meth:`plan`."""
-        ...
-
-    def plan(self) -> None:
-        """Prepare a step, outside of the graph."""
-        ...
-
-    def run(self, q_BNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor) -> torch.Tensor:
-        """out_BNH over each row's keys; the part that a graph holds."""
-        ...
-
-
-@runtime_checkable
-class GraphBackend(Protocol):
-    """A backend whose decodes a CUDA graph can hold."""
-
-    block_size: int
-
-    def fixed_decodes(
-        self, shape: LayerShape, batch_size: int, indices: torch.Tensor, *, most_decodes: int
-    ) -> FixedAttention:
-        """Decodes of one batch size.
-
-        Args:
-            shape: of a layer.
-            batch_size: rows.
-            indices: int32 on the device, where the page table will lie.
-            most_decodes: the largest batch size that there will be.
         """
         ...

@@ -7,7 +7,7 @@ together.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,24 +21,14 @@ class Staged:
 
     def __init__(self, ints: npt.NDArray[Any], start: int) -> None:
         self.ints = ints
-        self.start = start
+        self.bytes = slice(start, start + ints.nbytes)
         self._tensor: torch.Tensor | None = None
-
-    @property
-    def end(self) -> int:
-        """First byte behind them."""
-        return self.start + self.ints.nbytes
 
     @property
     def tensor(self) -> torch.Tensor:
         """The integers on the device, one axis, in their own dtype."""
         assert self._tensor is not None, "what is staged has been sent before it is used"
         return self._tensor
-
-    def arrived_in(self, buffer: torch.Tensor) -> None:
-        """Note the bytes in which they lie."""
-        dtype = torch.from_numpy(self.ints).dtype
-        self._tensor = buffer[self.start : self.end].view(dtype)
 
 
 class Staging:
@@ -62,7 +52,7 @@ class Staging:
         """Hand in integers of one axis; not copied before :meth:`send`."""
         staged = Staged(ints, self._size)
         self._parts.append(staged)
-        self._size = staged.end + -staged.end % _ALIGNMENT
+        self._size = staged.bytes.stop + -staged.bytes.stop % _ALIGNMENT
         return staged
 
     def send(self, into: torch.Tensor | None = None) -> None:
@@ -75,23 +65,14 @@ class Staging:
         host = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         flat = host.numpy()
         for part in self._parts:
-            flat[part.start : part.end] = np.ascontiguousarray(part.ints).view(np.uint8)
+            flat[part.bytes] = np.ascontiguousarray(part.ints).view(np.uint8)
         if into is None:
             buffer = host.to(self._device, non_blocking=True)
         else:
             buffer = into[: self._size]
             buffer.copy_(host, non_blocking=True)
         for part in self._parts:
-            part.arrived_in(buffer)
-
-
-@runtime_checkable
-class Stageable(Protocol):
-    """What has integers of its own to send along."""
-
-    def stage(self, staging: Staging) -> None:
-        """Hand them in."""
-        ...
+            part._tensor = buffer[part.bytes].view(torch.from_numpy(part.ints).dtype)
 
 
 def record_event(device: torch.device, *, timing: bool = False) -> torch.cuda.Event | None:

@@ -20,6 +20,7 @@ import torch
 
 from medha.attention.interface import Segment
 from medha.attention.merge import merge_partials
+from medha.attention.staging import Staging
 
 Ranges = tuple[tuple[int, int], ...]
 Partial = tuple[torch.Tensor, torch.Tensor]
@@ -68,7 +69,7 @@ class TorchBackend:
 
     name = "torch"
 
-    def plan(self, segments: Sequence[Segment]) -> _Plan:
+    def plan(self, segments: Sequence[Segment], staging: Staging | None = None) -> _Plan:
         """Cut every segment; no tensor is made.
 
         Raises:

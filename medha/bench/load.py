@@ -31,6 +31,7 @@ from medha.workload.metrics import Outcome, Served
 from medha.workload.synth import arrival_times, generators, synthesize
 from medha.workload.trace import Trace
 
+NO_SLO = SLO()
 _MAX_SLEEP_S = 0.1
 
 
@@ -99,7 +100,7 @@ def longest_of(trace: Trace) -> int:
     return int((trace.prompt_tokens + trace.output_tokens).max())
 
 
-def arrivals_of(trace: Trace, vocab_size: int, *, seed: int, slo: SLO) -> list[Arrival]:
+def arrivals_of(trace: Trace, vocab_size: int, *, seed: int, slo: SLO = NO_SLO) -> list[Arrival]:
     """The requests of a trace with random prompts, for :func:`serve_load`; ``slo`` is for those without their own."""
     chance = np.random.default_rng(seed)
     return [

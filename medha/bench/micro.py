@@ -35,7 +35,7 @@ from medha.params import SamplingParams
 from medha.profile.steps import Step, StepRunner, decodes, fill_pools
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import SlotSampling, sample
-from medha.worker.shard import TORCH_DTYPES, pick_backend, pick_device
+from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
 
 TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"
 _BLOCK_SIZE = 256
@@ -135,7 +135,8 @@ def _attention(
     )  # fmt: skip
     fill_pools(cache, max(options.kv_lens), seed=0)
     wanted = options.subject.options.get("attention_backend", "auto")
-    backend = pick_backend(wanted, LayerShape(model.num_heads, *shape, dtype), device, block_size=_BLOCK_SIZE)
+    layer = LayerShape(model.num_heads, *shape, dtype)
+    backend = choose_backend(wanted, layer, device, block_size=_BLOCK_SIZE)[0]
 
     def attend(chunk: int, kv_len: int) -> Callable[[], None]:
         generator = torch.Generator(device).manual_seed(chunk)

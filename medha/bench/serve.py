@@ -39,7 +39,6 @@ from medha.cost.correction import KINDS, RunningError
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
-from medha.parallel.launch import is_first_rank
 from medha.params import SLO
 from medha.sched.decision import Prediction
 from medha.workload.metrics import (
@@ -282,8 +281,7 @@ def convoy(
     options: ConvoyOptions, *, plot: Path | None = None, on_run: Callable[[], None] = lambda: None
 ) -> Report | None:
     """Measure the capacity, serve the stream under every system, and draw it; every rank calls it."""
-    if is_first_rank():
-        check_writable(plot)
+    check_writable(plot)
     longest, short = (length + options.output_len for length in (options.long_len, options.short_lens[1]))
     given = options.subject.engine
     block_size = given.get("block_size") or 256

@@ -22,7 +22,6 @@ from medha.bench.verb import SUBJECT, counted, verb, warmups
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
-from medha.params import SLO
 from medha.sched.decision import Prediction
 from medha.workload.trace import Trace
 
@@ -55,7 +54,7 @@ def throughput(options: ThroughputOptions, *, on_run: Callable[[], None] = lambd
 
 def _measure(local: Local, options: ThroughputOptions, on_run: Callable[[], None]) -> Report:
     trace = options.workload.trace
-    arrivals = arrivals_of(trace, local.model.vocab_size, seed=options.workload.seed, slo=SLO())
+    arrivals = arrivals_of(trace, local.model.vocab_size, seed=options.workload.seed)
     arrivals = [replace(one, arrival_s=0.0) for one in arrivals]
     clock = HostClock(local.engine)
     steps: list[list[HostStep]] = []

@@ -127,10 +127,10 @@ def _run(path: Any, options: Any, measure: Callable[..., Report | None], shown: 
     Returns:
         0, or 3 where requests have failed, or tokens are wrong.
     """
+    check_writable(path)
     if not is_first_rank():
         measure(options, on_run=lambda: None)
         return 0
-    check_writable(path)
     with progress("measuring", getattr(options, "num_runs", None)) as advance:
         report = measure(options, on_run=advance)
     assert report is not None, "rank 0 has the report"

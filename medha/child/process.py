@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -17,9 +16,9 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
-_LENGTH = struct.Struct("<Q")
 _END_S = 5.0
 _WATCH_S = 1.0
 
@@ -42,7 +41,7 @@ class Child:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, message: bytes) -> bytearray:
+    def ask(self, message: bytes) -> bytes:
         """The answer to a message; other threads run meanwhile.
 
         Raises:
@@ -50,10 +49,10 @@ class Child:
         """
         with self._lock:
             try:
-                process = self._process or self._start()
-                assert process.stdin is not None and process.stdout is not None, "they are pipes"
-                _write(process.stdin, message)
-                is_error, answer = _read(process.stdout), _read(process.stdout)
+                if self._process is None:
+                    self._start()
+                self._pipe.send_bytes(message)
+                is_error, answer = self._pipe.recv_bytes(), self._pipe.recv_bytes()
             except (OSError, EOFError) as error:
                 raise ChildError(self._stop() or f"the process cannot be started: {error}") from error
             except BaseException:  # an interrupt: an answer that nobody took must not become the next one's
@@ -69,13 +68,15 @@ class Child:
         if process is not None and self._lock.locked():
             process.kill()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        pipe = subprocess.PIPE
-        process = self._process = popen_module([self._module], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        weakref.finalize(self, _end, process)
-        assert process.stdin is not None, "it is a pipe"
-        _write(process.stdin, self._setup())
-        return process
+    def _start(self) -> None:
+        self._pipe, there = Pipe()
+        nothing, fd = subprocess.DEVNULL, there.fileno()
+        with there:
+            self._process = popen_module(
+                [self._module, str(fd)], stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[fd]
+            )
+        weakref.finalize(self, _end, self._process, self._pipe)
+        self._pipe.send_bytes(self._setup())
 
     def _stop(self, *, wait_s: float = _END_S) -> str:
         """Make an end of the child; returns what it died of, empty where there is none."""
@@ -84,7 +85,7 @@ class Child:
             return ""
         with suppress(subprocess.TimeoutExpired):
             process.wait(wait_s)
-        _end(process)
+        _end(process, self._pipe)
         code = process.returncode
         return "the process ended with " + (signal.Signals(-code).name if code < 0 else f"exit status {code}")
 
@@ -92,13 +93,7 @@ class Child:
 def popen_module(
     module: Sequence[str], environ: Mapping[str, str] = os.environ, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Start ``python -m`` a module with its arguments; imports are found where they are found here.
-
-    Args:
-        module: its name and arguments.
-        environ: its environment.
-        options: as of Popen.
-    """
+    """Start ``python -m`` a module with its arguments, and options of Popen; imports are found as they are here."""
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)  # which a program may have changed
     return subprocess.Popen([sys.executable, "-P", "-m", *module], env={**environ, "PYTHONPATH": path}, **options)
 
@@ -113,19 +108,18 @@ def serve(answer: Callable[[bytes], bytes], *, setup: Callable[[bytes], None] = 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it comes here as well; the parent sees to it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    source, out = sys.stdin.buffer, sys.stdout.buffer
-    with suppress(EOFError):
-        setup(bytes(_read(source)))
+    with Connection(int(sys.argv[1])) as pipe, suppress(EOFError, OSError):
+        setup(pipe.recv_bytes())
         while True:
-            message = bytes(_read(source))
+            message = pipe.recv_bytes()
             try:
                 is_error, found = b"", answer(message)
             except ChildError as error:
                 is_error, found = b"error", str(error).encode(errors="replace")
             except BaseException as error:  # a panic of an extension is no Exception
                 is_error, found = b"error", f"{type(error).__name__}: {error}"[:1000].encode(errors="replace")
-            _write(out, is_error)
-            _write(out, found)
+            pipe.send_bytes(is_error)
+            pipe.send_bytes(found)
 
 
 def _end_with(parent: int) -> None:
@@ -135,33 +129,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _write(pipe: IO[bytes], data: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(data)))
-    pipe.write(data)
-    pipe.flush()
-
-
-def _read(pipe: IO[bytes]) -> bytearray:
-    """What :func:`_write` wrote; raises EOFError where it wrote nothing more."""
-    (length,) = _LENGTH.unpack(_read_bytes(pipe, _LENGTH.size))
-    return _read_bytes(pipe, length)
-
-
-def _read_bytes(pipe: IO[bytes], count: int) -> bytearray:
-    data = bytearray(count)
-    rest = memoryview(data)
-    while rest:
-        read = pipe.readinto(rest)  # type: ignore[attr-defined]
-        if not read:
-            raise EOFError("the pipe has ended")
-        rest = rest[read:]
-    return data
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # bytes that the dead child never read
-            assert pipe is not None, "it is a pipe"
-            pipe.close()
+    pipe.close()

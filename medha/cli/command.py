@@ -6,7 +6,6 @@ failed, 130 interrupted. Text that was asked for goes to stdout, everything else
 
 from __future__ import annotations
 
-import inspect
 import io
 import logging
 import os
@@ -16,19 +15,18 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
+from typer.models import OptionInfo
 
 from medha.config import OPTION_ALIASES, parse_size
 from medha.config.foreign_options import FOREIGN_OPTIONS, is_flag, note_foreign
-from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code, printable
+from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
 from medha.parallel.launch import (
     exit_at_once,
     has_agent,
@@ -53,10 +51,8 @@ _ECHO_S = 2.0  # a signal that follows another within so long comes from the lau
 # Other names of options; those of the engine's are known to medha.config.
 _ALIASES = {**OPTION_ALIASES, "model_path": "model", "max_new_tokens": "max_tokens"}
 
-_SHORT_OPTIONS = {
-    "-tp": "--tp",
-    "-pp": "--spp",
-    "-kvp": "--kvp",
+# Short forms of options that medha does not have.
+_SHORT_FOREIGN = {
     "-dp": "--data-parallel-size",
     "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
@@ -68,86 +64,74 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class _Command(typer.core.TyperCommand):
-    """A command that knows vLLM's options and short forms, and takes ``1k``, ``128K`` or ``10M`` for any integer."""
+    """A command that knows options of vLLM and SGLang that medha does not have."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help or "")  # a docstring's lines are not those of a terminal
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, self._own(args))
-
-    def _own(self, arguments: Sequence[str]) -> list[str]:
-        """The arguments in terms of the options that there are.
+        """As click does, without the options of another engine that change nothing.
 
         Raises:
-            ConfigError: an option of another engine asks for what medha does not do.
+            ConfigError: one of them asks for what medha does not do.
         """
-        if self.context_settings.get("ignore_unknown_options"):
-            return list(arguments)
-        kinds = self._kinds()
-        left, own = deque(arguments), list[str]()
-        while left:
-            typed = left.popleft()
-            if typed == "--":
-                return [*own, typed, *left]
-            head, equals, value = typed.partition("=")
-            head = _SHORT_OPTIONS.get(head, head)
-            name = head.lstrip("-").replace("-", "_")
-            kind = kinds.get(_canonical(name)) if head.startswith("-") else None
-            if kind is None and head.startswith("--") and name.removeprefix("no_") in FOREIGN_OPTIONS:
-                _note_foreign(name, typed, left)
-                continue
-            own.append(head)
-            if not equals and left and kind in (int, str):
-                own.append(left.popleft())
-            elif equals:
-                own[-1] += equals + value
-            if kind is int:
-                head, equals, value = own.pop().rpartition("=")
-                own.append(head + equals + _plain_integer(value))
-        return own
-
-    def _kinds(self) -> dict[str, type]:
-        """Of each option by its canonical names: int, bool (it stands without a value), or str for all others."""
-        hints = inspect.signature(self.callback or (lambda: None), eval_str=True).parameters
-        found: dict[str, type] = {}
-        for parameter in self.params:
-            base = get_args(hints[parameter.name].annotation)[:1] if parameter.name in hints else (bool,)  # --help
-            kinds = {*base, *(get_args(base[0]) if base else ())}
-            kind = next((kind for kind in (int, bool) if kind in kinds), str)
-            names = (*parameter.opts, *parameter.secondary_opts)
-            found |= {_canonical(name.lstrip("-")): kind for name in names if name.startswith("-")}
-        return found
+        while True:
+            try:
+                return super().parse_args(ctx, list(args))
+            except _UsageError as error:
+                unknown = getattr(error, "option_name", "")
+                if not any(_is_foreign(typed, unknown) and _drop_foreign(args, at) for at, typed in enumerate(args)):
+                    raise
 
 
-def _note_foreign(name: str, typed: str, left: deque[str]) -> None:
-    """Say that an option of another engine changes nothing; its value is taken from what is ``left``."""
-    bare, value = name.removeprefix("no_"), typed.partition("=")[2]
-    if is_flag(bare) and not value:
-        given: Any = bare == name
-    else:
-        if not value and left and not left[0].startswith("--"):
-            value = left.popleft()
-            typed = f"{typed} {value}"
-        given = value
-    note = note_foreign(bare, given, typed)
+def _is_foreign(typed: str, unknown: str) -> bool:
+    """Whether an argument is the option that click does not know, and another engine does."""
+    head = typed.partition("=")[0]
+    if head in _SHORT_FOREIGN:
+        return head.startswith(unknown or " ")
+    name = head.removeprefix("--").removeprefix("no-").removeprefix("no_").replace("-", "_")
+    return head.replace("_", "-") == unknown and name in FOREIGN_OPTIONS
+
+
+def _drop_foreign(args: list[str], at: int) -> bool:
+    """Say that an option of another engine changes nothing, and take it from the arguments with its value."""
+    typed = args.pop(at)
+    head, _, value = typed.partition("=")
+    given = _SHORT_FOREIGN.get(head, head).removeprefix("--").replace("-", "_")
+    name = given.removeprefix("no_")
+    if not is_flag(name) and not value and args[at:] and not args[at].startswith("--"):
+        value = args.pop(at)
+        typed = f"{typed} {value}"
+    note = note_foreign(name, value if value or not is_flag(name) else name == given, typed)
     if is_first_rank():
         print("medha:", note, file=sys.stderr)
-
-
-def _plain_integer(text: str) -> str:
-    """A length such as ``128K`` in digits; anything else as it is, for whoever refuses it by the option's name."""
-    with suppress(ConfigError):
-        return str(parse_size(text)) if text[-1:].isalpha() else text
-    return text
+    return True
 
 
 class _App(typer.Typer):
-    """An app of such commands."""
+    """An app of such commands, whose integers may be written ``1k``, ``128K`` or ``10M``."""
 
     def command(self, name: str | None = None, **options: Any) -> Any:
-        return super().command(name, cls=_Command, **options)
+        register = super().command(name, cls=_Command, **options)
+
+        def registered(function: Callable[..., int]) -> Callable[..., int]:
+            function.__annotations__ = hints = get_type_hints(function, include_extras=True)
+            for hint in hints.values():
+                kind, *infos = get_args(hint) if get_origin(hint) is Annotated else [hint]
+                for info in infos:
+                    if isinstance(info, OptionInfo) and int in (kind, *get_args(kind)):
+                        info.parser, info.metavar = _integer, info.metavar or "INTEGER"
+            return register(function)
+
+        return registered
+
+
+def _integer(text: str | int) -> int:
+    try:
+        return parse_size(text) if isinstance(text, str) and text[-1:].isalpha() else int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not an integer such as 2048 or 128K") from None
 
 
 def make_app(*, help: str | None = None) -> typer.Typer:
@@ -207,13 +191,7 @@ def run_guarded(run: Callable[[], int]) -> int:
         while isinstance(root, MedhaError) and root.__cause__ is not None:
             root = root.__cause__
         if isinstance(error, EngineDeadError) and not isinstance(root, MedhaError):  # the failed rank shows where
-            where = "".join(traceback.format_tb(root.__traceback__))
-            logger.error(
-                "the engine failed\nTraceback (most recent call last):\n%s%s: %s",
-                where,
-                type(root).__name__,
-                printable(str(root)),
-            )
+            logger.error("the engine failed", exc_info=root)
         code = FAILED_REQUESTS if isinstance(error, RequestError) else exit_code(error)
         return complain(f"{type(error).__name__}: {error}", code)
     except (KeyboardInterrupt, typer.Abort):

@@ -10,23 +10,19 @@ import logging
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import TextIO
 
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from medha.outputs import CompletionOutput, RequestOutput
 
 logger = logging.getLogger("medha")
 
-_RATE_WINDOW_S = 10.0
 _REFRESH_S = 0.125
 _MAX_ROWS = 8
 _MAX_CHARS = 400
@@ -60,28 +56,22 @@ class Display:
         self._num_requests = num_requests
         self._num_done = 0
         self._tails: dict[str, str] = {}
-        self._rates: dict[str, _Rate] = {}
+        self._tasks: dict[str, TaskID] = {}
         self._last_refresh = 0.0
-        self._live: Live | None = None
+        self._region: _Region | None = None
         if live is not None and live.is_terminal:
-            self._live = Live(
-                console=live,
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=sys.stdout.isatty(),
-                redirect_stderr=sys.stderr.isatty(),
-            )
+            self._region = _Region(live)
             if lines is not None and lines.is_terminal:
                 self._lines = live  # all that reaches the terminal must pass the console that redraws a part of it
 
     def __enter__(self) -> Display:
-        if self._live is not None:
-            self._live.start()
+        if self._region is not None:
+            self._region.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        if self._region is not None:
+            self._region.stop()
 
     def update(self, piece: RequestOutput) -> None:
         """Take new tokens of a request (``output_kind`` is ``delta``)."""
@@ -102,46 +92,63 @@ class Display:
     def refresh(self) -> None:
         """Redraw, at most eight times a second; call after each step."""
         now = time.perf_counter()
-        if self._live is not None and now - self._last_refresh >= _REFRESH_S:
+        if self._region is not None and now - self._last_refresh >= _REFRESH_S:
             self._last_refresh = now
-            self._live.update(Group(*self._region(now, self._live.console.width)), refresh=True)
+            self._fill(self._region)
+            self._region.refresh()
 
-    def _region(self, now: float, width: int) -> list[RenderableType]:
-        """What is redrawn: streaming answers, then bars, then the count."""
+    def _fill(self, region: _Region) -> None:
         streaming = [(i, tail) for i, tail in self._tails.items() if tail]
-        region: list[RenderableType] = [_tail_line(i, tail, width) for i, tail in streaming[:_MAX_ROWS]]
+        region.above = [_tail_line(i, tail, region.console.width) for i, tail in streaming[:_MAX_ROWS]]
         prefills = self._prefills(self._long_prompt)
-        self._rates = {i: self._rates.get(i) or _Rate() for i, _, _ in prefills}
-        for request_id, done, _ in prefills:
-            self._rates[request_id].note(now, done)
-        if prefills:
-            region.append(self._bars(prefills[:_MAX_ROWS]))
+        shown = {request_id: (done, total) for request_id, done, total in prefills[:_MAX_ROWS]}
+        for request_id in self._tasks.keys() - shown.keys():
+            region.remove_task(self._tasks.pop(request_id))
+        for request_id, (done, total) in shown.items():
+            if request_id not in self._tasks:
+                self._tasks[request_id] = region.add_task(_short_id(request_id), total=total, rate="")
+            task = self._tasks[request_id]
+            region.update(task, completed=done)
+            speed = next(one.speed for one in region.tasks if one.id == task)
+            region.update(task, rate=f"{speed:,.0f} tok/s" if speed else "")
         if self._num_requests > 1:
             more = max(0, len(streaming) - _MAX_ROWS) + max(0, len(prefills) - _MAX_ROWS)
             count = f"{self._num_done} of {self._num_requests} requests done"
-            region.append(Text(count + (f", {more} running that are not shown" if more else ""), "dim"))
-        return region
+            region.below = [Text(count + (f", {more} running that are not shown" if more else ""), "dim")]
 
-    def _bars(self, prefills: Sequence[tuple[str, int, int]]) -> Table:
-        bars = Table.grid(padding=(0, 1), expand=True)
-        bars.add_column(width=_ID_WIDTH)
-        bars.add_column(ratio=1)
-        for _ in range(3):
-            bars.add_column(justify="right", no_wrap=True)
-        for request_id, done, total in prefills:
-            rate, left = self._rates[request_id].rate_and_time_left(total)
-            name = Text(_short_id(request_id), "cyan")
-            bars.add_row(name, ProgressBar(total, done), f"{done:,}/{total:,}", rate, left)
-        return bars
+
+class _Region(Progress):
+    """What is redrawn: streaming answers, then bars, then the count."""
+
+    above: Sequence[Text] = ()
+    below: Sequence[Text] = ()
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(
+            TextColumn("{task.description}", "cyan", markup=False, table_column=Column(width=_ID_WIDTH)),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed:,}/{task.total:,}"),
+            TextColumn("{task.fields[rate]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            expand=True,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+            speed_estimate_period=10.0,
+        )
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Called by rich at each refresh."""
+        yield from self.above
+        if self.tasks:
+            yield self.make_tasks_table(self.tasks)
+        yield from self.below
 
 
 class StreamedText:
-    """One request: its text on a stream as it comes, after a bar while a long prompt is read.
-
-    Args:
-        bars: draws the bar; it must print no lines.
-        out: where the text goes.
-    """
+    """One request: its text goes to ``out`` as it comes, after a bar of a display that prints no lines."""
 
     def __init__(self, bars: Display, out: TextIO) -> None:
         self._bars = bars
@@ -174,28 +181,6 @@ class StreamedText:
         """Redraw the bar while there is one."""
         if not self._begun:
             self._bars.refresh()
-
-
-class _Rate:
-    """Speed of one prefill over the last seconds."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
-
-    def note(self, now: float, done: int) -> None:
-        """Take the number of tokens done at a time."""
-        self._seen.append((now, done))
-        while now - self._seen[0][0] > _RATE_WINDOW_S and len(self._seen) > 2:
-            self._seen.popleft()
-
-    def rate_and_time_left(self, total: int) -> tuple[str, str]:
-        """For example ``1,180 tok/s`` and ``00:21 left``; empty before there is anything to tell."""
-        (since, before), (now, done) = self._seen[0], self._seen[-1]
-        if done <= before or now <= since:
-            return "", ""
-        rate = (done - before) / (now - since)
-        left = timedelta(seconds=round((total - done) / rate))
-        return f"{rate:,.0f} tok/s", f"{str(left).removeprefix('0:')} left"
 
 
 def results_table(outputs: Iterable[RequestOutput], *, expected: Mapping[str, str]) -> Table:

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from medha.cost.machine import environment
 from medha.errors import ConfigError
+from medha.parallel.launch import read_launch
 
 DEFINITIONS = {
     "TTFT": "arrival to first token, queueing included",
@@ -63,12 +64,13 @@ STDOUT = Path("-")
 
 
 def check_writable(path: Path | None) -> None:
-    """Find out before a run that its report cannot be written.
+    """Find out before a run that its report cannot be written; every rank of rank 0's node does, before it begins.
 
     Raises:
         ConfigError: the folder is missing or not writable.
     """
-    if path is None or path == STDOUT:
+    launch = read_launch()
+    if path is None or path == STDOUT or (launch is not None and launch.rank >= launch.local_world_size):
         return
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"report file {path} cannot be written; accepted: a file in a writable folder")

@@ -225,12 +225,18 @@ class ParallelConfig:
     Ranks are numbered with ``tp`` fastest, so that a tensor-parallel group lies inside a node, and ``kvp`` outermost.
     """
 
-    tp: int = _parallel(1, "Tensor-parallel ranks: heads and MLP columns of each layer are split.", integer(1, 65536))
-    spp: int = _parallel(1, "Stream-pipeline stages: layers are split.", integer(1, 65536))
+    tp: int = _parallel(
+        1,
+        "Tensor-parallel ranks: heads and MLP columns of each layer are split.",
+        integer(1, 65536),
+        flags=("--tp", "-tp"),
+    )
+    spp: int = _parallel(1, "Stream-pipeline stages: layers are split.", integer(1, 65536), flags=("--spp", "-pp"))
     kvp: int = _parallel(
         1,
         "KV-parallel groups: each holds the whole model; the KV cache of a long request is split over them.",
         integer(1, 65536),
+        flags=("--kvp", "-kvp"),
     )
     tp_forward: str = _parallel(
         "local",

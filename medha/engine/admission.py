@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from medha.engine.request import PIECE_TOKENS, ModelLimits, Request, pieces
 from medha.errors import ChatTemplateError, ContextLengthError, KVCapacityError, TokenizerError, ValidationError
-from medha.params import CHAT_OPTIONS, SLO, SamplingParams, check_priority
+from medha.params import SLO, SamplingParams, check_priority, prompt_form, wrong_prompt
 from medha.sched.decision import KVLimits
 from medha.text import Tokenizer
 
@@ -26,17 +26,14 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 ``prompt_token_ids`` and ``messages``, the last with :data:`medha.params.CHAT_OPTIONS`
 where they are wanted."""
 
-_FORMS = ("prompt", "prompt_token_ids", "messages")
-_IDS = "accepted: a list of token ids, or text as prompt"
-
 
 def prepare_request(
     request_id: str,
     prompt: Prompt,
     params: SamplingParams | None,
-    *,
-    slo: SLO | None,
+    slo: SLO | None = None,
     priority: str = "normal",
+    *,
     limits: ModelLimits,
     tokenizer: Tokenizer | None,
     kv: KVLimits,
@@ -87,9 +84,7 @@ def prepare_request(
 
 def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, npt.NDArray[np.int32]]:
     """(text, ids) of a prompt in any of its forms; no text where ids were given."""
-    form, value, options = _form(prompt)
-    if value is None or isinstance(value, Mapping) or (form == "prompt" and not isinstance(value, str)):
-        raise _wrong_prompt(form, value)
+    form, value, options = prompt_form(prompt)
     text = None
     if form == "prompt_token_ids":
         ids = _checked_ids(value, form, vocab_size)
@@ -108,68 +103,24 @@ def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> t
     return text, ids
 
 
-def _form(prompt: Prompt) -> tuple[str, Any, dict[str, Any]]:
-    """Which form a prompt has, the text, ids or messages in it, and the chat options beside messages."""
-    if not isinstance(prompt, Mapping):
-        return ("prompt" if isinstance(prompt, str) else "prompt_token_ids"), prompt, {}
-    given = {name: value for name, value in prompt.items() if value is not None}
-    options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
-    if len(given) != 1 or next(iter(given)) not in _FORMS:
-        raise ValidationError(
-            f"a prompt mapping with {', '.join(map(str, given)) or 'nothing'}; accepted: one of {', '.join(_FORMS)}",
-            param="prompt",
-            value=prompt,
-        )
-    form, value = next(iter(given.items()))
-    if form != "messages" and any(options.values()):
-        name = next(name for name, option in options.items() if option)
-        raise ValidationError(f"{name} beside {form}; accepted: beside messages", param=name, value=options[name])
-    return form, value, options
-
-
 def _checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32]:
     """A copy of token ids in the vocabulary; an error names the first that is not one."""
-    try:
-        array = _integer_array(value)
-    except (RuntimeError, TypeError) as error:  # a tensor on the meta device, a sparse one
-        raise ValidationError(
-            f"{name}: its values cannot be read ({error}); {_IDS}", param=name, value=value
-        ) from error
-    if array is not None:
-        wrong = _first_wrong(array, vocab_size)
-        if wrong is not None:
-            raise _wrong_id(name, wrong, array[wrong].item(), vocab_size)
-        return np.array(array, np.int32)
-    listed = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(listed, (str, bytes, bytearray)) or not isinstance(listed, Sequence):
-        raise _wrong_prompt(name, value)
-    ids = np.empty(len(listed), np.int32)
-    for part in pieces(len(listed)):
-        some = list(listed[part])
-        wrong = _first_wrong(some, vocab_size)
-        if wrong is not None:
-            raise _wrong_id(name, part.start + wrong, some[wrong], vocab_size)
+    is_array = hasattr(value, "tolist") and getattr(value, "ndim", 1) > 0
+    if not is_array and (isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence)):
+        raise wrong_prompt(name, value)
+    ids = np.empty(len(value), np.int32)
+    for part in pieces(len(value)):
+        try:
+            some = value[part].tolist() if is_array else list(value[part])
+        except (RuntimeError, TypeError) as error:  # a tensor on the meta device, a sparse one
+            message = f"{name}: its values cannot be read ({error}); accepted: a list of token ids"
+            raise ValidationError(message, param=name, value=value) from error
+        if not set(map(type, some)) <= {int} or not (min(some) >= 0 and max(some) < vocab_size):
+            index = next(i for i, token in enumerate(some) if type(token) is not int or not 0 <= token < vocab_size)
+            message = f"{name}[{part.start + index}]={some[index]!r:.80}; accepted: integers from 0 to {vocab_size - 1}"
+            raise ValidationError(message, param=name, value=some[index])
         ids[part] = some
     return ids
-
-
-def _first_wrong(ids: list[Any] | npt.NDArray[np.integer[Any]], vocab_size: int) -> int | None:
-    """Index of the first that is no token id; no Python loop where all are."""
-    if isinstance(ids, list):
-        if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab_size)):
-            return None
-        return next(i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < vocab_size)
-    if len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab_size):
-        return None
-    return int(np.argmax((ids < 0) | (ids >= vocab_size)))
-
-
-def _integer_array(value: Any) -> npt.NDArray[np.integer[Any]] | None:
-    """A numpy array or torch tensor of integers along one axis as a numpy array; None for anything else."""
-    if hasattr(value, "is_floating_point"):  # torch, some of whose other types numpy does not have
-        value = None if value.is_floating_point() or value.is_complex() else value.cpu().numpy()
-    is_integers = isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu"
-    return value if is_integers else None
 
 
 def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, kv: KVLimits) -> SamplingParams:
@@ -210,17 +161,6 @@ def check_type(name: str, value: Any, kind: type) -> None:
     """Raise ValidationError unless ``value`` is of a type."""
     if not isinstance(value, kind):
         raise ValidationError(f"{name}={value!r:.80}; accepted: {kind.__name__}", param=name, value=value)
-
-
-def _wrong_id(name: str, index: int, token: object, vocab_size: int) -> ValidationError:
-    return ValidationError(
-        f"{name}[{index}]={token!r:.80}; accepted: integers from 0 to {vocab_size - 1}", param=name, value=token
-    )
-
-
-def _wrong_prompt(name: str, value: Any) -> ValidationError:
-    accepted = {"prompt": "accepted: text", "messages": "accepted: a list of messages"}.get(name, _IDS)
-    return ValidationError(f"{name} of type {type(value).__name__}; {accepted}", param=name, value=value)
 
 
 def _no_tokenizer(name: str, value: Any, instead: str) -> ValidationError:

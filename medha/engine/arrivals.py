@@ -6,10 +6,12 @@ ready. A prompt of millions of characters is overtaken by the short ones that ar
 
 from __future__ import annotations
 
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
@@ -53,13 +55,8 @@ class Arrival:
     custom_id: str | None = None
 
     def unserved(self, start_s: float, *, error: Exception | None = None, now_s: float | None = None) -> RequestOutput:
-        """Its output if the engine never takes it; without an error it is aborted.
-
-        Args:
-            start_s: time from which ``arrival_s`` counts, on the engine's clock.
-            error: why it was not taken; its own error goes before it.
-            now_s: time of its end on that clock, if known.
-        """
+        """Its output if the engine never takes it; ``arrival_s`` counts from ``start_s``, its own error goes before
+        another, and without one it is aborted."""
         error = self.error or error
         return unserved(self.request_id, start_s + self.arrival_s, slo=self.slo, error=error, finished_s=now_s)
 
@@ -79,7 +76,7 @@ def drive(
         engine: idle at the start.
         arrivals: in order of ``arrival_s``.
         should_stop: asked between steps; once true, everything unfinished is aborted and yielded.
-        on_step: called after each step; it may add requests of its own to the engine.
+        on_step: called after each step; it may add requests of its own.
 
     Raises:
         EngineDeadError: a step failed; the unfinished requests have been yielded before.
@@ -97,8 +94,11 @@ def drive(
                     break
                 arrival = upcoming.popleft()
                 preparing.begin(arrival, partial(_prepare, engine, arrival), is_long=_is_long(arrival.prompt))
+            wait_s = _MAX_SLEEP_S if preparing.pending else 0.0
+            if upcoming:
+                wait_s = min(_MAX_SLEEP_S, upcoming[0].arrival_s - (engine.now() - start))
             try:
-                for arrival, request in preparing.ready():
+                for arrival, request in preparing.ready(0.0 if engine.has_unfinished else wait_s):
                     refused = _add(engine, arrival, request, start)
                     if refused is not None:
                         yield refused
@@ -108,16 +108,10 @@ def drive(
                     outputs = engine.step()
                     yield from outputs
                     on_step()
-                    continue
             except EngineDeadError as error:
                 yield from error.outputs
                 yield from (arrival.unserved(start, error=error) for arrival in (*preparing.drop(), *upcoming))
                 raise
-            wait_s = min(_MAX_SLEEP_S, upcoming[0].arrival_s - (engine.now() - start)) if upcoming else _MAX_SLEEP_S
-            if preparing.pending:
-                preparing.wait(wait_s)
-            elif wait_s > 0 and upcoming:
-                time.sleep(wait_s)
 
 
 class Preparing(Generic[Item, Prepared]):
@@ -126,8 +120,8 @@ class Preparing(Generic[Item, Prepared]):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
-        self._lanes: list[deque[tuple[int, Item, futures.Future[Prepared]]]] = [deque(), deque()]
-        self._num_begun = 0
+        self._pending: dict[futures.Future[Prepared], Item] = {}
+        self._done: queue.SimpleQueue[futures.Future[Prepared]] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
         return self
@@ -140,33 +134,33 @@ class Preparing(Generic[Item, Prepared]):
     @property
     def pending(self) -> int:
         """Items that :meth:`begin` took, and that have not come out again."""
-        return sum(map(len, self._lanes))
+        return len(self._pending)
 
     def begin(self, item: Item, prepare: Callable[[], Prepared], *, is_long: bool) -> None:
-        """Prepare an item, after those of its lane."""
-        lane = int(is_long)
-        self._lanes[lane].append((self._num_begun, item, self._threads[lane].submit(prepare)))
-        self._num_begun += 1
+        """Prepare an item, after those that are as long or short."""
+        prepared = self._threads[is_long].submit(prepare)
+        self._pending[prepared] = item
+        prepared.add_done_callback(self._done.put)
 
-    def ready(self) -> Iterator[tuple[Item, futures.Future[Prepared]]]:
-        """Those that are done, in the order in which they were begun; a lane's are done in order."""
-        while done := [lane for lane in self._lanes if lane and lane[0][2].done()]:
-            _, item, prepared = min(done, key=lambda lane: lane[0][0]).popleft()
-            yield item, prepared
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when one is done, or after a time."""
-        futures.wait([lane[0][2] for lane in self._lanes if lane], max(0.0, timeout_s), futures.FIRST_COMPLETED)
+    def ready(self, wait_s: float = 0.0) -> Iterator[tuple[Item, futures.Future[Prepared]]]:
+        """Those that are done; waits so long for the first of them."""
+        if wait_s > 0 and not self._pending:
+            time.sleep(wait_s)
+        with suppress(queue.Empty):
+            while self._pending:
+                prepared = self._done.get(wait_s > 0, max(wait_s, 0.0))
+                if prepared in self._pending:  # else it was dropped
+                    wait_s = 0.0
+                    yield self._pending.pop(prepared), prepared
 
     def drop(self) -> list[Item]:
         """Give up what is not done; returns it in the order in which it was begun."""
-        dropped = sorted((entry for lane in self._lanes for entry in lane), key=lambda entry: entry[0])
-        for _, _, prepared in dropped:
+        for prepared in self._pending:
             if not prepared.cancel() and not prepared.done() and self._engine.tokenizer is not None:
                 self._engine.tokenizer.interrupt()  # the end of the process would wait for it
-        for lane in self._lanes:
-            lane.clear()
-        return [item for _, item, _ in dropped]
+        dropped = list(self._pending.values())
+        self._pending.clear()
+        return dropped
 
 
 def prepared_beside(engine: Engine, prepare: Callable[[], Prepared]) -> Prepared:
@@ -175,12 +169,11 @@ def prepared_beside(engine: Engine, prepare: Callable[[], Prepared]) -> Prepared
         return prepare()
     with Preparing[None, Prepared](engine) as preparing:
         preparing.begin(None, prepare, is_long=True)
-        while not (ready := list(preparing.ready())):
+        while True:
+            for _, prepared in preparing.ready(0.0 if engine.num_unfinished else _MAX_SLEEP_S):
+                return prepared.result()
             if engine.num_unfinished:
                 engine.advance()
-            else:
-                preparing.wait(_MAX_SLEEP_S)
-        return ready[0][1].result()
 
 
 def _prepare(engine: Engine, arrival: Arrival) -> Request:
@@ -193,17 +186,13 @@ def _prepare(engine: Engine, arrival: Arrival) -> Request:
 
 def _is_long(prompt: Any) -> bool:
     """Whether a prompt has a text, or so many ids, that short ones should not wait for it."""
-    parts = [*prompt.values()] if isinstance(prompt, Mapping) else [prompt]
-    conversations = [part for part in parts if isinstance(part, list) and part and isinstance(part[0], Mapping)]
-    parts += [m.get("content") for messages in conversations for m in messages if isinstance(m, Mapping)]
-    return any(_length(part) > LONG_PROMPT for part in parts)
-
-
-def _length(value: Any) -> int:
-    try:
-        return len(value)
-    except TypeError:  # a number, or a tensor of no axis
-        return 0
+    parts = [prompt]
+    if isinstance(prompt, Mapping):
+        parts = list(prompt.values())
+        messages = prompt.get("messages")
+        if isinstance(messages, list):
+            parts += [one.get("content") for one in messages if isinstance(one, Mapping)]
+    return any(getattr(part, "ndim", 1) and hasattr(part, "__len__") and len(part) > LONG_PROMPT for part in parts)
 
 
 class Joiner:

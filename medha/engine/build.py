@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed import ReduceOp
 
-from medha.attention.interface import AttentionBackend
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.machine import load_coefficients
@@ -38,10 +38,8 @@ from medha.parallel.mesh import (
     check_layout,
     check_same_everywhere,
     init_ranks,
-    max_over_ranks,
     meet,
-    min_over_ranks,
-    once_per_node,
+    over_ranks,
     wait_for_all,
 )
 from medha.sched.policy import load_policy
@@ -112,11 +110,9 @@ class RankHandle:
             self.follower.close()
 
 
-def build_engine(
-    config: EngineConfig, *, timeline: Timeline | None = None, progress: Callable[[int], None] | None = None
-) -> Engine:
+def build_engine(config: EngineConfig, *, timeline: Timeline | None = None) -> Engine:
     """Load a model and make an engine for it, in a single process; raises as :func:`build_role`."""
-    engine = build_role(config, timeline=timeline, progress=progress).engine
+    engine = build_role(config, timeline=timeline).engine
     assert engine is not None, "one process has the engine"
     return engine
 
@@ -125,7 +121,6 @@ def build_role(
     config: EngineConfig,
     *,
     timeline: Timeline | None = None,
-    progress: Callable[[int], None] | None = None,
     captured: Callable[[int, int], None] = lambda done, total: None,
 ) -> RankHandle:
     """Load a model, or this rank's part of it, and make what this rank runs.
@@ -135,7 +130,6 @@ def build_role(
     Args:
         config: what to load and how to run it.
         timeline: records what runs, if given.
-        progress: called with the bytes of each parameter as it is loaded.
         captured: called with how many CUDA graphs are captured and how many there will be.
 
     Raises:
@@ -147,27 +141,22 @@ def build_role(
     launch = read_launch()
     if launch is None:
         _check_is_alone(config.parallel)
-        return _build(config, None, timeline, progress, captured)
+        return _build(config, None, timeline, captured)
     job = meet(config.parallel, launch)
     with failures_named(job.monitor, activity="start"):
-        return _build(config, job, timeline, progress, captured)
+        return _build(config, job, timeline, captured)
 
 
 def _build(
     config: EngineConfig,
     job: Job | None,
     timeline: Timeline | None,
-    progress: Callable[[int], None] | None,
     captured: Callable[[int, int], None],
 ) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
-    folder = _resolve(config, job)
-    model_config = load_model_config(
-        folder,
-        hf_overrides=config.hf_overrides,
-        rope_scaling=config.rope_scaling,
-        max_model_len=config.max_model_len,
-    )
+    folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node
+    options: dict[str, Any] = {"rope_scaling": config.rope_scaling, "max_model_len": config.max_model_len}
+    model_config = load_model_config(folder, hf_overrides=config.hf_overrides, **options)
     check_layout(config.parallel, model_config, 1 if job is None else job.launch.world_size)
     limits, tokenizer = _load_text_side(config, folder, model_config)
     device = own_device(pick_device(config.device), None if job is None else job.launch)
@@ -178,9 +167,12 @@ def _build(
         parts = {"configuration": config, "config.json": model_config, "checkpoint": checkpoint_facts(config, folder)}
         check_same_everywhere(job, parts)
         ranks = init_ranks(job, device)
-    shard = ModelShard.of(model_config, ranks)
+    shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0)
     num_blocks, num_host_blocks = _pool_sizes(config, shard, ranks, dtype, device, limits.max_model_len)
-    backend, why = _choose_attention(config, shard, dtype, device)
+    block_size = config.cache.block_size
+    backend, why = choose_backend(config.attention_backend, shard.layer_shape(dtype), device, block_size=block_size)
+    if config.attention_backend not in ("auto", backend.name):
+        logger.warning("attention_backend=%r: %s; torch serves", config.attention_backend, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
     runner = build_runner(
         config,
@@ -192,7 +184,6 @@ def _build(
         num_swap_blocks=num_host_blocks,
         dtype=dtype,
         device=device,
-        progress=progress,
     )
     if job is not None:
         job.monitor.waits_for = lambda: runner.recorder.waits_for
@@ -208,15 +199,17 @@ def _build(
         ranks.monitor.describe = follower.describe
         return RankHandle(limits, tokenizer, runner, follower=follower)
     scheduler = _build_scheduler(config, coefficients, limits, num_blocks)
+    place = f"{str(dtype).removeprefix('torch.')} on {device}"
     attention = backend.name if device.type == "cpu" else f"{backend.name} ({why})"
-    _log_start(model_config, limits, scheduler, device=device, dtype=dtype, profile=config.profile, attention=attention)
+    what = f"{model_config.architecture}, {model_config.num_layers} layers, {place}, attention {attention}"
+    _log_start(config, limits, scheduler, what)
     if ranks is None:
         engine = Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
         return RankHandle(limits, tokenizer, runner, engine)
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
     driven = DrivingRunner(runner, ranks, sender)
     engine = Engine(driven, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
-    ranks.monitor.predicted_s = lambda: engine.predicted_s
+    ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()
     ranks.monitor.describe = engine.describe
     if timeline is not None:
         timeline.gather_from(driven.gather_records, zero_s=time.perf_counter() - engine.now())
@@ -235,7 +228,7 @@ def _pool_sizes(
     blocks = num_kv_blocks(config, shard, dtype, device, max_model_len)
     host_blocks = num_swap_blocks(config, shard, dtype)
     if ranks is not None:
-        blocks, host_blocks = min_over_ranks(ranks, blocks), min_over_ranks(ranks, host_blocks)
+        blocks, host_blocks = (over_ranks(ranks, count, ReduceOp.MIN) for count in (blocks, host_blocks))
     pool, given = blocks * config.cache.block_size, config.scheduler.max_kv_per_group
     if given is not None and given > pool:
         raise ConfigError(f"max_kv_per_group={given}; accepted: at most the pool's {pool} tokens")
@@ -245,39 +238,22 @@ def _pool_sizes(
     return blocks, host_blocks
 
 
-def _choose_attention(
-    config: EngineConfig, shard: ModelShard, dtype: torch.dtype, device: torch.device
-) -> tuple[AttentionBackend, str]:
-    """The attention backend, and why it is that one."""
-    shape, block_size = shard.layer_shape(dtype), config.cache.block_size
-    backend, why = choose_backend(config.attention_backend, shape, device, block_size=block_size)
-    if config.attention_backend not in ("auto", backend.name):
-        logger.warning("attention_backend=%r: %s; torch serves", config.attention_backend, why)
-    return backend, why
-
-
 def _build_scheduler(
     config: EngineConfig, coefficients: Coefficients, limits: ModelLimits, num_blocks: int
 ) -> Scheduler:
     predictor = Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens)
     sizes = {"num_blocks": num_blocks, "block_size": config.cache.block_size}
-    scheduler = complete_config(config.scheduler, predictor, config.parallel, longest=limits.max_model_len, **sizes)
-    return Scheduler(
-        scheduler,
-        num_groups=config.parallel.kvp,
-        predictor=predictor,
-        max_prompt_tokens=limits.max_model_len,
-        **sizes,
-    )
+    longest, num_groups = limits.max_model_len, config.parallel.kvp
+    completed = complete_config(config.scheduler, predictor, config.parallel, longest=longest, **sizes)
+    return Scheduler(completed, num_groups=num_groups, predictor=predictor, max_prompt_tokens=longest, **sizes)
 
 
 def _with_decode_lag(config: EngineConfig, device: torch.device) -> EngineConfig:
     """The configuration with a decode lag where it leaves that open: where a host can run ahead of a device."""
-    scheduler = config.scheduler
-    if scheduler.decode_lag is not None:
+    if config.scheduler.decode_lag is not None:
         return config
-    is_fit = device.type == "cuda" and config.parallel.world_size == 1 and scheduler.depth in (None, 2)
-    return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, decode_lag=int(is_fit)))
+    is_fit = device.type == "cuda" and config.parallel.world_size == 1 and config.scheduler.depth in (None, 2)
+    return _scheduling(config, decode_lag=int(is_fit))
 
 
 def _with_swap(config: EngineConfig, runner: Runner, ranks: Ranks | None) -> EngineConfig:
@@ -285,54 +261,37 @@ def _with_swap(config: EngineConfig, runner: Runner, ranks: Ranks | None) -> Eng
 
     The seconds of a move are measured now and fixed for the run, so that decisions replay: those of the slowest rank.
     """
-    num_swap_blocks, block_s = 0, 0.0
-    if runner.host is not None:
-        num_swap_blocks, block_s = runner.host.num_blocks, runner.host.measure_block_s()
-        if ranks is not None:
-            block_s = max_over_ranks(ranks, round(block_s * 1e9)) / 1e9
-        logger.info("host memory for %d KV blocks of each group; one moves in %.3g ms", num_swap_blocks, 1e3 * block_s)
-    scheduler = dataclasses.replace(config.scheduler, num_swap_blocks=num_swap_blocks, swap_block_s=block_s)
-    return dataclasses.replace(config, scheduler=scheduler)
+    if runner.host is None:
+        return _scheduling(config, num_swap_blocks=0, swap_block_s=0.0)
+    num_blocks, block_s = runner.host.num_blocks, runner.host.measure_block_s()
+    if ranks is not None:
+        block_s = over_ranks(ranks, round(block_s * 1e9), ReduceOp.MAX) / 1e9
+    logger.info("host memory for %d KV blocks of each group; one moves in %.3g ms", num_blocks, 1e3 * block_s)
+    return _scheduling(config, num_swap_blocks=num_blocks, swap_block_s=block_s)
 
 
-def _log_start(
-    model: ModelConfig,
-    limits: ModelLimits,
-    scheduler: Scheduler,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    profile: str | None,
-    attention: str,
-) -> None:
+def _scheduling(config: EngineConfig, **changes: Any) -> EngineConfig:
+    return dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, **changes))
+
+
+def _log_start(config: EngineConfig, limits: ModelLimits, scheduler: Scheduler, what: str) -> None:
+    """Say what serves; ``what`` is the model and where it computes."""
     memory = scheduler.memory
-    pool = memory.num_blocks * memory.block_size
+    longest = min(limits.max_model_len, memory.max_request_tokens)
     groups = ""
     if memory.num_groups > 1:
         groups = f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group:,} of a request on one"
-    source = (
-        f"profile {profile}" if profile else "a hardware spec of the kind of this machine; medha profile measures them"
-    )
+    source = "a hardware spec of the kind of this machine; medha profile measures them"
     lines = [
-        f"{model.architecture}, {model.num_layers} layers, {str(dtype).removeprefix('torch.')} on {device}, attention "
-        f"{attention}",
-        f"longest request {min(limits.max_model_len, memory.max_request_tokens):,} tokens: context "
-        f"{limits.max_model_len:,}, KV pool {pool:,} tokens{groups}",
-        f"step times from {source}",
+        what,
+        f"longest request {longest:,} tokens: context {limits.max_model_len:,}, KV pool "
+        f"{memory.num_blocks * memory.block_size:,} tokens{groups}",
+        f"step times from {f'profile {config.profile}' if config.profile else source}",
     ]
     if limits.sampling_defaults:
         lines.append(f"sampling defaults {dict(limits.sampling_defaults)}, from generation_config.json")
     for line in lines:
         logger.info("%s", line)
-    logger.debug("end-of-sequence ids %s", list(limits.eos_token_ids))
-
-
-def _resolve(config: EngineConfig, job: Job | None) -> Path:
-    """The model's folder; one from the hub is downloaded once a node, while no collective waits."""
-    resolve = partial(resolve_model, config.model, revision=config.revision)
-    if job is None or Path(config.model).exists():
-        return resolve()
-    return once_per_node(job, "downloaded", resolve, limit_s=_LOAD_LIMIT_S)
 
 
 def _check_is_alone(parallel: ParallelConfig) -> None:
@@ -353,35 +312,22 @@ def _this_program() -> str:
 
 def _load_text_side(config: EngineConfig, folder: Path, model: ModelConfig) -> tuple[ModelLimits, Tokenizer | None]:
     """What requests are checked against, and the tokenizer."""
-    generation = load_generation_config(folder, model.vocab_size)
-    tokenizer = _load_tokenizer(config, folder, model)
-    eos = generation.eos_token_ids or model.eos_token_ids
+    sampling, eos = load_generation_config(folder, model.vocab_size)
+    text_folder = folder if config.tokenizer is None else resolve_model(config.tokenizer)
+    tokenizer = load_tokenizer(text_folder)
+    if tokenizer is None and config.tokenizer is not None:
+        raise TokenizerError(f"tokenizer={config.tokenizer!r}: {text_folder} has no tokenizer.json")
+    if tokenizer is not None:
+        tokenizer.check_vocab(model.vocab_size)
+    eos = eos or model.eos_token_ids
     if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = (tokenizer.eos_token_id,)
     if not eos:
         logger.warning("%s defines no end-of-sequence token; generation ends by length or stop only", folder)
-    max_model_len = _max_model_len(config, model)
-    return ModelLimits(model.vocab_size, max_model_len, eos, generation.sampling_defaults(), config.seed), tokenizer
-
-
-def _load_tokenizer(config: EngineConfig, folder: Path, model: ModelConfig) -> Tokenizer | None:
-    if config.tokenizer is not None:
-        folder = resolve_model(config.tokenizer)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None and config.tokenizer is not None:
-        raise TokenizerError(f"tokenizer={config.tokenizer!r}: {folder} has no tokenizer.json")
-    if tokenizer is not None:
-        tokenizer.check_vocab(model.vocab_size)
-    return tokenizer
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    wanted = config.max_model_len
-    if wanted is None:
-        return model.max_position_embeddings
-    if wanted > model.max_position_embeddings:
+    most, wanted = model.max_position_embeddings, config.max_model_len
+    if wanted is not None and wanted > most:
         raise ConfigError(
-            f"max_model_len={wanted} exceeds the model's {model.max_position_embeddings} positions; "
+            f"max_model_len={wanted} exceeds the model's {most} positions; "
             "accepted: at most that, or rope_scaling='yarn' to stretch it"
         )
-    return wanted
+    return ModelLimits(model.vocab_size, wanted or most, eos, sampling, config.seed), tokenizer

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import struct
-from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -47,9 +46,8 @@ logger = logging.getLogger("medha")
 _REPORTS_IN_FLIGHT = 64
 _NO_TOKENS = np.empty(0, np.int32)
 _RECORDS_TAG = 1  # apart from the reports, which go between the same ranks
-_ROW_INTS = 2  # token, finite
-_LOGPROB_INTS = 3  # token, bits of the float32 logprob, rank
-_TAIL_INTS = 2  # bits of the float64 busy time
+_ROW_SIZE = 2  # token, finite
+_LOGPROB_SIZE = 3  # token, logprob, rank
 _ERROR_FIELDS = ("param", "index", "predicted_s", "objective_s")
 
 
@@ -65,7 +63,7 @@ class ReportLine:
         """Post the receive of one group's report of a batch, on rank 0."""
         rows = sampling_rows(batch, group)
         slots = [self._runner.sampling(row.slot) for row in rows]
-        buffer = torch.empty(report_size(rows, slots), dtype=torch.int32)
+        buffer = torch.empty(report_size(rows, slots), dtype=torch.float64)
         work = dist.irecv(buffer, src=self._ranks.sampler_rank(group), group=self._ranks.report_group)
         assert work is not None, "the receiver is in the group"
 
@@ -91,13 +89,7 @@ class ReportLine:
 
 
 class DrivingRunner:
-    """Rank 0's runner: sends each batch to everybody and runs its own stage of it.
-
-    Args:
-        runner: rank 0's own stage.
-        ranks: places and groups.
-        sender: the control stream.
-    """
+    """Rank 0's runner: sends each batch to everybody and runs its own stage of it."""
 
     def __init__(self, runner: Runner, ranks: Ranks, sender: ControlSender) -> None:
         self._runner = runner
@@ -133,11 +125,7 @@ class DrivingRunner:
             self._closed.append(slot)
 
     def reset(self) -> None:
-        """An interrupted step cannot be undone on other ranks.
-
-        Raises:
-            EngineDeadError: always.
-        """
+        """Raise EngineDeadError: an interrupted step cannot be undone on other ranks."""
         self._is_interrupted = True
         raise EngineDeadError("a step was interrupted; the other ranks have part of it, so the engine has ended")
 
@@ -187,13 +175,8 @@ class DrivingRunner:
         return opened, np.concatenate(ids)
 
     def _completed(self, batch: Batch, own: StepResult | None, reports: list[PendingStep]) -> StepResult:
-        """Wait for the oldest batch in the pipeline; raises as :meth:`submit`.
-
-        Args:
-            batch: the batch.
-            own: what rank 0 itself sampled.
-            reports: of the groups that the batch concerns and whose sampling rank is another.
-        """
+        """Wait for the oldest batch in the pipeline: for the reports of the groups that it concerns, beside what rank
+        0 itself sampled; raises as :meth:`submit`."""
         results = [] if own is None else [own]
         with failures_named(self._ranks.monitor, batch), self._runner.recorder.waiting("report"):
             results += [report.result() for report in reports]
@@ -227,13 +210,7 @@ class DrivingRunner:
 
 
 class Follower:
-    """What every rank but 0 does: run its stage of each batch in the order of the messages.
-
-    Args:
-        runner: this rank's stage.
-        ranks: places and groups.
-        receiver: the control stream.
-    """
+    """What every rank but 0 does: run its stage of each batch in the order of the messages."""
 
     def __init__(self, runner: Runner, ranks: Ranks, receiver: ControlReceiver) -> None:
         self._runner = runner
@@ -248,7 +225,7 @@ class Follower:
         """The batches that have come and not run, and the last message; for another thread."""
         queued = [str(message.batch) for message in list(self._queue)]
         last = "none" if self._newest is None else f"{self._newest.kind} {dict(self._newest.fields)!r:.200}"
-        return "\n".join([f"{self.ranks.place}: {len(queued)} batches are here; last message: {last}", *queued])
+        return "\n".join([f"{self.ranks.monitor.place}: {len(queued)} batches are here; last message: {last}", *queued])
 
     def follow(self) -> Message:
         """Run batches until a message of another kind comes; returns that message.
@@ -312,17 +289,13 @@ class Follower:
         begun = self._follow_to(name, "call")
         if begun.fields["name"] != name:
             raise self._mismatch(name, begun)
-        ended = self._follow_to(name, "end")
-        if ended.fields["error"] is not None:
-            raise error_from_json(ended.fields["error"])
-
-    def serve(self) -> None:
-        """Follow until rank 0 stops; raises as :meth:`join`."""
-        self._follow_to("close", "stop")
+        error = self._follow_to(name, "end").fields["error"]
+        if error is not None:
+            raise error_from_json(error)
 
     def close(self) -> None:
-        """Wait for rank 0 to stop, then leave the process groups; raises as :meth:`join`."""
-        self.serve()
+        """Follow until rank 0 stops, then leave the process groups; raises as :meth:`join`."""
+        self._follow_to("close", "stop")
         with failures_named(self.ranks.monitor, activity="shutdown"):
             self._reports.drain()
             leave(self.ranks)
@@ -336,20 +309,16 @@ class Follower:
     def _mismatch(self, name: str, message: Message) -> EngineDeadError:
         theirs = {"call": str(message.fields.get("name")), "stop": "close"}.get(message.kind, message.kind)
         error = EngineDeadError(
-            f"{self.ranks.place} called {name} where rank 0 called {theirs}; accepted: the same calls on every rank"
+            f"{self.ranks.monitor.place} called {name} where rank 0 called {theirs}; "
+            "accepted: the same calls on every rank"
         )
         give_up(self.ranks.monitor, error)
         return error
 
 
 class Caller:
-    """Rank 0's side of the front door: tells the others which call begins, and how it ended.
-
-    Args:
-        sender: the control stream.
-        ranks: places and groups.
-        timeline: gets what the other ranks have recorded before they leave.
-    """
+    """Rank 0's side of the front door: tells the others which call begins, and how it ended; ``timeline`` gets what
+    they have recorded before they leave."""
 
     def __init__(self, sender: ControlSender, ranks: Ranks, timeline: Timeline | None = None) -> None:
         self._sender = sender
@@ -433,48 +402,41 @@ def decode_sampling(
 
 
 def report_size(rows: Sequence[Row], slots: Sequence[SlotSampling]) -> int:
-    """Integers of the report of a batch, known to both ends from the rows alone."""
+    """Numbers of the report of a batch, known to both ends from the rows alone."""
     logprobs = sum(1 + slot.params.logprobs for slot in slots if slot.params.logprobs is not None)
-    return _ROW_INTS * len(rows) + _LOGPROB_INTS * logprobs + _TAIL_INTS
+    return _ROW_SIZE * len(rows) + _LOGPROB_SIZE * logprobs + 1
 
 
 def encode_report(result: StepResult, slots: Sequence[SlotSampling]) -> torch.Tensor:
-    """The sampled tokens of a batch, int32 [report_size]."""
-    out = array("i")
+    """The sampled tokens of a batch, then its busy time, float64 [report_size]: it holds ids and float32 exactly."""
+    out: list[float] = []
     for sampled, slot in zip(result.sampled, slots, strict=True):
-        out.extend((sampled.token_id, int(sampled.finite)))
+        out += (sampled.token_id, sampled.finite)
         if slot.params.logprobs is not None:
-            entries = sampled.logprobs or ()
-            for token, logprob, rank in entries:
-                out.extend((token, *struct.unpack("i", struct.pack("f", logprob)), rank))
-            out.extend([0, 0, 0] * (1 + slot.params.logprobs - len(entries)))
-    out.extend(struct.unpack("ii", struct.pack("d", result.busy_s)))
-    return torch.tensor(out, dtype=torch.int32)
+            entries = [number for entry in sampled.logprobs or () for number in entry]
+            out += entries + [0] * (_LOGPROB_SIZE * (1 + slot.params.logprobs) - len(entries))
+    return torch.tensor([*out, result.busy_s], dtype=torch.float64)
 
 
 def decode_report(report: torch.Tensor, rows: tuple[Row, ...], slots: Sequence[SlotSampling]) -> StepResult:
     """The inverse of :func:`encode_report`."""
-    ints = report.tolist()
-    sampled, at = [], 0
+    numbers = iter(report.tolist())
+    sampled = []
     for slot in slots:
-        token, finite = ints[at : at + _ROW_INTS]
-        at += _ROW_INTS
+        token, finite = islice(numbers, _ROW_SIZE)
         entries = None
         if slot.params.logprobs is not None:
-            count = 1 + slot.params.logprobs
-            triples = [ints[i : i + 3] for i in range(at, at + 3 * count, 3)]
-            at += 3 * count
+            triples = [tuple(islice(numbers, _LOGPROB_SIZE)) for _ in range(1 + slot.params.logprobs)]
             # a vocabulary smaller than the number asked for leaves triples of zeros, whose rank no token has
-            entries = tuple((t, struct.unpack("f", struct.pack("i", b))[0], r) for t, b, r in triples if r) or None
-        sampled.append(Sampled(token, bool(finite), entries))
-    (busy_s,) = struct.unpack("d", struct.pack("ii", *ints[at : at + _TAIL_INTS]))
-    return StepResult(rows, sampled, busy_s)
+            entries = tuple((int(token), logprob, int(rank)) for token, logprob, rank in triples if rank) or None
+        sampled.append(Sampled(int(token), bool(finite), entries))
+    return StepResult(rows, sampled, next(numbers))
 
 
 def error_to_json(error: Exception) -> dict[str, Any]:
     """Class name and message of an error, and which parameter of which request a refusal is about, and why."""
     where = {name: getattr(error, name) for name in _ERROR_FIELDS if getattr(error, name, None) is not None}
-    return {"class": type(error).__name__, "message": str(error), **where}
+    return {"class": type(error).__name__, "message": str(error), "where": where}
 
 
 def error_from_json(item: Mapping[str, Any]) -> Exception:
@@ -483,7 +445,6 @@ def error_from_json(item: Mapping[str, Any]) -> Exception:
     if not (isinstance(kind, type) and issubclass(kind, errors.MedhaError)):
         return errors.RequestError(f"{item['class']}: {item['message']}")
     error = kind(item["message"])
-    for name in _ERROR_FIELDS:
-        if name in item:
-            setattr(error, name, item[name])
+    for name, value in item["where"].items():
+        setattr(error, name, value)
     return error

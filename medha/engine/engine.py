@@ -41,28 +41,19 @@ R = TypeVar("R")
 
 
 def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
-    """A method for which a thread has the engine to itself."""
+    """A method that changes the engine, which the caller's thread has to itself meanwhile; where an interrupt strikes
+    in it, the requests are lost, the engine is not."""
 
     @wraps(method)
     def call(self: Engine, /, *args: P.args, **options: P.kwargs) -> R:
         with self.turns:
-            return method(self, *args, **options)
-
-    return call
-
-
-def _or_abandoned(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
-    """A method that changes the engine; where an interrupt strikes in it, the requests are lost, the engine is not."""
-
-    @wraps(method)
-    def call(self: Engine, /, *args: P.args, **options: P.kwargs) -> R:
-        try:
-            return method(self, *args, **options)
-        except Exception:
-            raise
-        except BaseException:
-            self.abandon()
-            raise
+            try:
+                return method(self, *args, **options)
+            except Exception:
+                raise
+            except BaseException:
+                self.abandon()
+                raise
 
     return call
 
@@ -105,8 +96,6 @@ class Engine:
         self.tokenizer = tokenizer
         self.timeline = timeline
         self.on_step: Callable[[Batch, Prediction | None, float], None] | None = None
-        self._host_s = 0.0
-        self._num_host_steps = 0
         self._kv_limits = scheduler.memory.limits
         self._explainer = Explainer(scheduler.memory.num_groups, scheduler.predictor)
         self.observers: list[Observer] = [self._explainer]
@@ -138,11 +127,6 @@ class Engine:
         """Whether a request of this id is queued or running."""
         return request_id in self._live
 
-    @property
-    def predicted_s(self) -> float:
-        """Seconds that the longest batch in flight is predicted to take; 0 where there is none."""
-        return max((prediction.seconds for _, prediction, _ in list(self._in_flight) if prediction), default=0.0)
-
     def describe(self) -> str:
         """The unfinished requests and the batches in flight, a line each; for another thread, while :meth:`step` is
         stuck."""
@@ -151,26 +135,13 @@ class Engine:
         lines += [str(batch) for batch, _, _ in list(self._in_flight)]
         return "\n".join(lines)
 
-    @property
-    def mean_host_s(self) -> float | None:
-        """Seconds a step that the host took beside the compute: scheduling, preparing, reading; None where the runner
-        does not say for how long the compute held it up.
-
-        Where a device runs behind the host they are hidden as long as they are fewer than those of a step.
-        """
-        return self._host_s / self._num_host_steps if self._num_host_steps else None
-
-    @_in_turn
     def prefills(self, min_tokens: int = 1) -> list[tuple[str, int, int]]:
         """(request id, prompt tokens computed, prompt tokens) of admitted prompts of at least ``min_tokens``."""
-        return [
-            (one.name, one.num_computed_tokens, one.metrics.num_prompt_tokens)
-            for live in self._live.values()
-            for one in live.completions
-            if one.is_prefilling and one.finish_reason is None and one.metrics.num_prompt_tokens >= min_tokens
-        ]
+        with self.turns:
+            running = [one for live in self._live.values() for one in live.completions if one.is_prefilling]
+        sizes = ((one.name, one.num_computed_tokens, one.metrics.num_prompt_tokens) for one in running)
+        return [size for size in sizes if size[2] >= min_tokens]
 
-    @_in_turn
     def record(self, journal: TextIO) -> None:
         """Write down what is asked of the scheduler from now on, and what it decides, for ``medha replay``.
 
@@ -181,11 +152,11 @@ class Engine:
             ConfigError: the engine has served requests already, or its policy is a function.
             EngineDeadError: the file cannot be written; also from every later step that writes to it.
         """
-        if self._num_added:
-            raise ConfigError("a journal begins before the first request; this engine has served some")
-        self.observers.append(Journal(self.scheduler, journal))
+        with self.turns:
+            if self._num_added:
+                raise ConfigError("a journal begins before the first request; this engine has served some")
+            self.observers.append(Journal(self.scheduler, journal))
 
-    @_in_turn
     def explain(self, request_id: str) -> Explanation:
         """Where the seconds of an unfinished request went until its first token, or so far; ``text()`` prints it.
 
@@ -194,14 +165,12 @@ class Engine:
         Raises:
             ValidationError: no unfinished request has this id.
         """
-        live = self._find(request_id)
-        if live is None:
-            raise ValidationError(
-                f"request_id={request_id!r:.80} is not running; accepted: an unfinished request",
-                param="request_id",
-                value=request_id,
-            )
-        return live.first.metrics.explanation or self._explainer.of(live.first.slot)
+        with self.turns:
+            live = self._find(request_id)
+            if live is not None:
+                return live.first.metrics.explanation or self._explainer.of(live.first.slot)
+        message = f"request_id={request_id!r:.80} is not running; accepted: an unfinished request"
+        raise ValidationError(message, param="request_id", value=request_id)
 
     def now(self) -> float:
         """Seconds since the engine was made, the clock of all metrics."""
@@ -244,46 +213,30 @@ class Engine:
         slo: SLO | None = None,
         priority: str = "normal",
     ) -> Request:
-        """Tokenise and check a request without queueing it, in any thread; raises as :meth:`add_request`."""
+        """Tokenise and check a request without queueing it, in any thread; as :meth:`add_request`."""
         if self._dead is not None:
             raise self._dead
         return prepare_request(
-            request_id,
-            prompt,
-            params,
-            slo=slo,
-            priority=priority,
-            limits=self.limits,
-            tokenizer=self.tokenizer,
-            kv=self._kv_limits,
+            request_id, prompt, params, slo, priority, limits=self.limits, tokenizer=self.tokenizer, kv=self._kv_limits
         )
 
     @_in_turn
-    @_or_abandoned
     def add_prepared(
         self, request: Request, *, arrival_s: float, sink: Callable[[RequestOutput], None] | None = None
     ) -> None:
-        """Queue a request that :meth:`prepare` returned.
+        """Queue a request that :meth:`prepare` returned; raises as :meth:`add_request`.
 
         Args:
             request: what to queue.
             arrival_s: when it arrived, on the engine's clock.
             sink: takes its outputs, whoever steps; None lets :meth:`step` return them.
-
-        Raises:
-            ValidationError: its id is in flight already, or ``arrival_s`` is no time.
-            DeadlineError: it cannot meet its TTFT objective, and the option ``admission`` is ``refuse``.
-            EngineDeadError: the engine has failed before.
         """
         if self._dead is not None:
             raise self._dead
         arrival_s = check_seconds("arrival_s", arrival_s)
         if request.request_id in self._live:
-            raise ValidationError(
-                f"request_id={request.request_id!r} is in flight already; accepted: an id not in use",
-                param="request_id",
-                value=request.request_id,
-            )
+            message = f"request_id={request.request_id!r} is in flight already; accepted: an id not in use"
+            raise ValidationError(message, param="request_id", value=request.request_id)
         slots, now_s = self._unused_slots(request.params.n), self.now()
         length, priority = len(request.prompt_ids), PRIORITIES.index(request.priority)
         asked = SchedulerRequest(slots[0], length, request.max_tokens, arrival_s, request.slo, priority)
@@ -313,33 +266,27 @@ class Engine:
         return [*free, *range(first, first + count - len(free))]
 
     @_in_turn
-    @_or_abandoned
     def abort(self, request_id: str) -> None:
-        """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown.
-
-        Raises:
-            ValidationError: ``request_id`` is no string.
-        """
+        """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown."""
         live = self._find(request_id)
         if live is None:
             return
         running = [one for one in live.completions if one.finish_reason is None]
-        self._finish(live)
+        self._abort(live)
         for one in running:
             closed = self.scheduler.cancel(one.slot)
             for observer in self.observers:
                 observer.cancelled(one.slot, closed)
             self._release(closed)
 
-    @_in_turn
     def abort_all(self) -> None:
         """End every request now; batches in flight are completed by the next steps."""
-        for request_id in list(self._live):
-            self.abort(request_id)
+        with self.turns:
+            for request_id in list(self._live):
+                self.abort(request_id)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    @_in_turn
     def step(self) -> list[RequestOutput]:
         """Fill the pipeline, complete its oldest batch, and return the outputs that changed.
 
@@ -350,78 +297,42 @@ class Engine:
             EngineDeadError: a step failed; every unfinished request has ended with that error, and the exception's
                 ``outputs`` holds them.
         """
-        self.advance()
-        outputs = self._unreturned.copy()
-        self._unreturned.clear()
+        with self.turns:
+            self.advance()
+            outputs = self._unreturned.copy()
+            self._unreturned.clear()
         return outputs
 
     @_in_turn
-    @_or_abandoned
     def advance(self) -> bool:
         """As :meth:`step`, but outputs without a sink wait for the next step; returns whether a batch was completed."""
         if self._dead is not None:
             raise self._dead
         try:
-            return self._advance()
-        except Exception as error:
-            raise self.fail(error) from error
-
-    @_in_turn
-    def abandon(self) -> None:
-        """Abort everything and forget what is in flight; the next :meth:`step` returns the aborted requests."""
-        for live in list(self._live.values()):
-            self._finish(live)
-        # An interrupt may have struck anywhere in a step, so nothing is undone: scheduler and runner start afresh.
-        self._by_slot.clear()
-        self._free_slots.clear()
-        self._in_flight.clear()
-        self.scheduler = self.scheduler.fresh()
-        predictor = self.scheduler.predictor
-        for observer in self.observers:
-            observer.restarted(None if predictor is None else predictor.correction.learned)
-        self.runner.reset()
-
-    def _advance(self) -> bool:
-        """One step; returns whether there was a batch to complete."""
-        start = self._clock()
-        self._fill_pipeline()
-        if not self._in_flight:
+            self._fill_pipeline()
+            if self._in_flight:
+                self._complete_oldest()
+                return True
             if self._live:
                 raise RuntimeError(f"the scheduler runs none of the unfinished requests:\n{self.describe()}")
             return False
-        batch, prediction, pending = self._in_flight[0]
-        result = pending.result()
-        self._in_flight.popleft()
-        now = self.now()
-        self._note_step(batch, prediction, now, result.busy_s)
-        results: list[tuple[int, int, bool]] = []
-        changed: list[Completion] = []
-        for row, sampled in zip(result.rows, result.sampled, strict=True):
-            one = self._by_slot[row.slot]
-            if one.finish_reason is None:  # else it was aborted while in flight: the result is dropped
-                results.append((row.slot, 1, one.take(sampled, now)))
-                changed.append(one)
-        closed = self.scheduler.complete(batch, now, results, result.busy_s)
-        for observer in self.observers:
-            observer.completed(batch, now, results, result.busy_s, closed)
-        self._hand_out(changed)
-        self._release(closed)
-        if result.host_wait_s is not None:
-            self._host_s += self._clock() - start - result.host_wait_s
-            self._num_host_steps += 1
-        return True
+        except Exception as error:
+            raise self.fail(error) from error
 
-    def _hand_out(self, changed: Sequence[Completion]) -> None:
-        """Emit what a batch has changed: first the requests that have ended, then those that report as they go."""
-        for one in changed:
-            self._keep_explanation(one)
-        requests = {one.request.request_id: one.request for one in changed}
-        for request in requests.values():
-            if request.has_ended:
-                self._retire(request)
-        for request in requests.values():
-            if not request.has_ended and request.params.output_kind != "final_only":
-                request.emit()
+    def abandon(self) -> None:
+        """Abort everything and forget what is in flight; the next :meth:`step` returns the aborted requests."""
+        with self.turns:
+            for live in list(self._live.values()):
+                self._abort(live)
+            # An interrupt may have struck anywhere in a step, so nothing is undone: scheduler and runner start afresh.
+            self._by_slot.clear()
+            self._free_slots.clear()
+            self._in_flight.clear()
+            self.scheduler = self.scheduler.fresh()
+            predictor = self.scheduler.predictor
+            for observer in self.observers:
+                observer.restarted(None if predictor is None else predictor.correction.learned)
+            self.runner.reset()
 
     def _fill_pipeline(self) -> None:
         """Schedule and submit batches until no more may enter."""
@@ -434,9 +345,8 @@ class Engine:
                 metrics.num_chunks += not row.is_decode
             pending = self.runner.submit(batch)
             if self.timeline is not None:
-                self.timeline.record(batch, start, self.now(), self._id_of)
-                chunks = [self._id_of(row.slot) for row in batch.rows if not row.is_decode]
-                self.timeline.count_slack(start, dict(zip(chunks, decision.slack_s, strict=True)))
+                names = [self._by_slot[row.slot].name for row in batch.rows]
+                self.timeline.record(batch, start, self.now(), names, decision.slack_s)
             self._in_flight.append((batch, decision.prediction, pending))
 
     def _schedule(self, now: float) -> Decision:
@@ -453,17 +363,12 @@ class Engine:
             one.metrics.work_lost_s += preempted.lost_s
         return decision
 
-    def _find(self, request_id: str) -> Request | None:
-        """The unfinished request of an id; raises ValidationError for what is no id."""
-        check_type("request_id", request_id, str)
-        return self._live.get(request_id)
-
-    def _id_of(self, slot: int) -> str:
-        """Who has a slot."""
-        return self._by_slot[slot].name
-
-    def _note_step(self, batch: Batch, prediction: Prediction | None, now: float, busy_s: float) -> None:
-        """A batch is done: count what it computed, and show it to whoever looks on."""
+    def _complete_oldest(self) -> None:
+        """Wait for the oldest batch in flight and hand out what came of it."""
+        batch, prediction, pending = self._in_flight[0]
+        result = pending.result()
+        self._in_flight.popleft()
+        now, busy_s = self.now(), result.busy_s
         for row in batch.rows:
             if not row.is_decode:
                 self._by_slot[row.slot].num_computed_tokens = row.kv_len
@@ -471,6 +376,35 @@ class Engine:
             self.timeline.count_step(now, prediction.seconds, busy_s, budget_s=prediction.budget_s)
         if self.on_step is not None:
             self.on_step(batch, prediction, busy_s)
+        results: list[tuple[int, int, bool]] = []
+        changed: list[Completion] = []
+        for row, sampled in zip(result.rows, result.sampled, strict=True):
+            one = self._by_slot[row.slot]
+            if one.finish_reason is None:  # else it was aborted while in flight: the result is dropped
+                results.append((row.slot, 1, one.take(sampled, now)))
+                changed.append(one)
+        closed = self.scheduler.complete(batch, now, results, busy_s)
+        for observer in self.observers:
+            observer.completed(batch, now, results, busy_s, closed)
+        self._hand_out(changed)
+        self._release(closed)
+
+    def _hand_out(self, changed: Sequence[Completion]) -> None:
+        """Emit what a batch has changed: first the requests that have ended, then those that report as they go."""
+        for one in changed:
+            self._keep_explanation(one)
+        requests = {one.request.request_id: one.request for one in changed}
+        for request in requests.values():
+            if request.has_ended:
+                self._retire(request)
+        for request in requests.values():
+            if not request.has_ended and request.params.output_kind != "final_only":
+                request.emit()
+
+    def _find(self, request_id: str) -> Request | None:
+        """The unfinished request of an id."""
+        check_type("request_id", request_id, str)
+        return self._live.get(request_id)
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
@@ -479,8 +413,8 @@ class Engine:
         if one.metrics.explanation is None:
             one.metrics.explanation = self._explainer.of(one.slot)
 
-    def _finish(self, live: Request) -> None:
-        """Abort what still runs of a request, and hand out its last output."""
+    def _abort(self, live: Request) -> None:
+        """End what still runs of a request, and hand out its last output."""
         for one in live.completions:
             if one.finish_reason is None:
                 one.finish("abort", self.now())
@@ -504,29 +438,23 @@ class Engine:
 
         Another thread may call it while :meth:`step` is stuck: it waits for no turn.
 
-        Args:
-            cause: what happened.
-
         Returns:
             What every later call raises; its ``outputs`` holds the requests that had not been returned as finished.
         """
         with self._dying:
-            if self._dead is None:
-                self._die(cause)
-            assert self._dead is not None, "it has just died"
-            return self._dead
-
-    def _die(self, cause: Exception) -> None:
-        if isinstance(cause, EngineDeadError):
-            dead = type(cause)(str(cause))
-        else:
-            dead = EngineDeadError(f"a step failed: {type(cause).__name__}: {cause}")
-        self._dead = dead
-        dead.__cause__ = cause
-        for live in list(self._live.values()):
-            for one in live.completions:
-                one.finish("error", self.now(), error=dead, flush_text=False)  # the tokenizer may be what failed
-            self._retire(live)
-        dead.outputs = self._unreturned.copy()
-        self._unreturned.clear()
-        self._in_flight.clear()
+            if self._dead is not None:
+                return self._dead
+            if isinstance(cause, EngineDeadError):
+                dead = type(cause)(str(cause))
+            else:
+                dead = EngineDeadError(f"a step failed: {type(cause).__name__}: {cause}")
+            self._dead = dead
+            dead.__cause__ = cause
+            for live in list(self._live.values()):
+                for one in live.completions:
+                    one.finish("error", self.now(), error=dead, flush_text=False)  # the tokenizer may be what failed
+                self._retire(live)
+            dead.outputs = self._unreturned.copy()
+            self._unreturned.clear()
+            self._in_flight.clear()
+            return dead

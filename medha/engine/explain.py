@@ -32,7 +32,6 @@ from medha.sched.policy import Floats
 
 _CHUNKS_KEPT = 1 << 13
 _TICKS_KEPT = 256
-_MAX_WAITS = 64
 _MAX_SAMPLES = 12
 _TOP = 3
 
@@ -48,7 +47,7 @@ class _Account:
         group: on which it begins, once it has.
         start, end: totals at its arrival and at its first token or cancellation, once known.
         refused: of the totals, what ran while it waited for memory; ``refused_s`` in all.
-        waits: ranges of ticks in which it did, first and last of each.
+        waits: the last ticks in which it did.
         slack: samples, of which every ``every``-th of ``num_samples`` is kept.
     """
 
@@ -64,20 +63,10 @@ class _Account:
     has_first_token: bool = False
     own_s: float = 0.0
     refused_s: float = 0.0
-    waits: list[list[int]] = field(default_factory=list)
+    waits: deque[int] = field(default_factory=lambda: deque(maxlen=_CHUNKS_KEPT))
     slack: list[tuple[float, float]] = field(default_factory=list)
     every: int = 1
     num_samples: int = 0
-
-    def waited_in(self, tick: int) -> bool:
-        """Count a tick as a wait for memory; False if no more stretches of them are told apart."""
-        if self.waits and self.waits[-1][1] == tick - 1:
-            self.waits[-1][1] = tick
-        elif len(self.waits) < _MAX_WAITS:
-            self.waits.append([tick, tick])
-        else:
-            return False
-        return True
 
     def sample(self, now_s: float, slack_s: float, *, is_last: bool = False) -> None:
         """Keep a sample; where they are many every other goes, and half as many are kept from then on."""
@@ -104,7 +93,7 @@ class _Sent:
 class Explainer:
     """Explains the TTFT of requests from what it is told of a scheduler (:class:`medha.sched.decision.Observer`).
 
-    It keeps an account for each slot ever used at once, the last 8,192 chunks, and at most twice as many names as both.
+    It keeps an account for each slot ever used at once, and the last 8,192 chunks.
 
     Args:
         num_groups: KV-parallel groups.
@@ -119,7 +108,6 @@ class Explainer:
     def restarted(self, learned: object = None) -> None:
         """Forget every request."""
         self._accounts: dict[int, _Account] = {}
-        self._names: dict[int, str] = {}  # of requests by number, of all whose chunks are kept
         self._unplaced: list[_Account] = []  # arrived after the last tick kept
         self._in_flight: deque[_Sent] = deque()
         self._totals = _Totals(self._num_groups)
@@ -131,10 +119,7 @@ class Explainer:
         arrival_s = request.arrival_s
         account = _Account(request, name, arrival_s + admitted.deadline_s, self._num_added, self._totals.zeros())
         self._accounts[request.slot] = account
-        self._names[self._num_added] = name
         self._num_added += 1
-        if len(self._names) > 2 * (_CHUNKS_KEPT + len(self._accounts)):
-            self._forget_names()
         account.sample(arrival_s, admitted.slack_s)
         account.start = self._totals.at(arrival_s)
         if account.start is None:
@@ -190,7 +175,9 @@ class Explainer:
         end = self._totals.now if account.end is None else account.end
         spent = self._totals.zeros() if account.start is None else end - account.start
         refused = account.refused
-        group = self._group_of(account, spent)
+        group = account.group
+        if group is None:  # it has begun nowhere: the busiest
+            group = int((spent[1 : 1 + self._num_groups] + spent[1 + self._num_groups :]).argmax())
         decodes, chunks = 1 + group, 1 + self._num_groups + group
         end_s = min(account.end_s, self._totals.time_s)
         total_s = 0.0 if account.start is None else end_s - account.request.arrival_s
@@ -206,21 +193,10 @@ class Explainer:
             has_first_token=account.has_first_token,
             total_s=total_s,
             pipeline_s=max(total_s - sum(parts.values()), 0.0),
-            others=tuple((self._names[number], s) for number, s in self._chunks.top(account, group, end_s)),
+            others=self._chunks.top(account, group, end_s),
             slack_s=tuple(account.slack),
             **parts,
         )
-
-    def _group_of(self, account: _Account, spent: Floats) -> int:
-        """The group whose seconds are meant: until a request has begun somewhere, the busiest."""
-        if account.group is not None:
-            return account.group
-        return int((spent[1 : 1 + self._num_groups] + spent[1 + self._num_groups :]).argmax())
-
-    def _forget_names(self) -> None:
-        """Keep the names of the requests of which a chunk is kept, or that may yet have one."""
-        numbers = self._chunks.numbers() | {account.number for account in self._accounts.values()}
-        self._names = {number: name for number, name in self._names.items() if number in numbers}
 
     def _place_arrived(self) -> None:
         """Totals at the arrival of those who came during the last tick."""
@@ -230,7 +206,8 @@ class Explainer:
         self._unplaced = [account for account in waiting if account.start is None]
 
     def _count_refused(self, account: _Account, tick: Floats, start_s: float, length_s: float) -> None:
-        if account.end is None and length_s > 0 and account.waited_in(self._num_ticks):
+        if account.end is None and length_s > 0:
+            account.waits.append(self._num_ticks)
             share = min((start_s + length_s - account.request.arrival_s) / length_s, 1.0)
             account.refused += share * tick
             account.refused_s += share * length_s
@@ -238,7 +215,7 @@ class Explainer:
     def _count_chunk(self, row: Row, seconds: float, start_s: float) -> None:
         account, now_s = self._accounts[row.slot], self._totals.time_s
         if seconds > 0:
-            self._chunks.add((account.number, self._num_ticks, *row.run, start_s, now_s, seconds))
+            self._chunks.add((account.name, account.number, self._num_ticks, *row.run, start_s, now_s, seconds))
         if account.end is not None:
             return
         account.own_s += seconds
@@ -296,17 +273,8 @@ class _Totals:
         return before + (after - before) * ((time_s - before_s) / (after_s - before_s))
 
 
-_CHUNK = np.dtype(
-    [
-        ("number", np.int64),
-        ("tick", np.int64),
-        ("first", np.int64),
-        ("last", np.int64),
-        ("start_s", np.float64),
-        ("end_s", np.float64),
-        ("seconds", np.float64),
-    ]
-)
+_INTS, _FLOATS = ("number", "tick", "first", "last"), ("start_s", "end_s", "seconds")
+_CHUNK = np.dtype([("name", object), *((n, np.int64) for n in _INTS), *((n, np.float64) for n in _FLOATS)])
 
 
 class _Chunks:
@@ -316,29 +284,25 @@ class _Chunks:
         self._ring = np.zeros(_CHUNKS_KEPT, _CHUNK)
         self._count = 0
 
-    def add(self, chunk: tuple[int, int, int, int, float, float, float]) -> None:
+    def add(self, chunk: tuple[str, int, int, int, int, float, float, float]) -> None:
         """Keep one, in place of the oldest where there is no room."""
         self._ring[self._count % _CHUNKS_KEPT] = chunk
         self._count += 1
 
-    def numbers(self) -> set[int]:
-        """Whose there are."""
-        return set(self._ring["number"][: self._count].tolist())
-
-    def top(self, account: _Account, group: int, end_s: float) -> tuple[tuple[int, float], ...]:
-        """(number, seconds) of the other requests that took most of a group between an arrival and ``end_s``."""
+    def top(self, account: _Account, group: int, end_s: float) -> tuple[tuple[str, float], ...]:
+        """(name, seconds) of the other requests that took most of a group between an arrival and ``end_s``."""
         arrival_s = account.request.arrival_s
         kept = self._after(arrival_s)
         during = (kept["end_s"] <= end_s) & (kept["number"] != account.number)
         chunks = kept[during & (kept["first"] <= group) & (group <= kept["last"])]
-        for first, last in account.waits:
-            chunks = chunks[(chunks["tick"] < first) | (last < chunks["tick"])]
+        if account.waits:
+            chunks = chunks[np.isin(chunks["tick"], list(account.waits), invert=True)]
         since_s = chunks["end_s"] - np.maximum(chunks["start_s"], arrival_s)
         seconds = chunks["seconds"] * since_s / (chunks["end_s"] - chunks["start_s"])
-        numbers, whose = np.unique(chunks["number"], return_inverse=True)
-        sums = np.bincount(whose, seconds, len(numbers))
+        _, where, whose = np.unique(chunks["number"], return_index=True, return_inverse=True)
+        sums = np.bincount(whose, seconds, len(where))
         largest = np.argsort(-sums, kind="stable")[:_TOP]
-        return tuple((int(numbers[i]), float(sums[i])) for i in largest if sums[i] > 0)
+        return tuple((chunks["name"][where[i]], float(sums[i])) for i in largest if sums[i] > 0)
 
     def _after(self, time_s: float) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """Those that ended after a time, oldest first: the ring in two pieces, each in order of time."""

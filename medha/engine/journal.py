@@ -72,16 +72,8 @@ class Journal:
     ) -> None:
         """A batch is done in every stage."""
         self._num_in_flight -= 1
-        self._write(
-            {
-                "call": "complete",
-                "batch_id": batch.batch_id,
-                "now_s": now_s,
-                "results": results,
-                "busy_s": busy_s,
-                "closed": closed,
-            }
-        )
+        line = {"call": "complete", "batch_id": batch.batch_id, "now_s": now_s, "results": results}
+        self._write({**line, "busy_s": busy_s, "closed": closed})
 
     def restarted(self, learned: dict[str, tuple[float, int]] | None) -> None:
         """A new scheduler took the place of the former one.
@@ -106,43 +98,20 @@ def check_recordable(config: SchedulerConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
-    """The first decision of a replay that is not the recorded one.
-
-    Attributes:
-        line: of the journal, from 1.
-        call: what was asked.
-        batch_id: of the batch decided or completed; for another call, of the next batch to be scheduled.
-        recorded, replayed: the decisions, as text.
-    """
-
-    line: int
-    call: str
-    batch_id: int
-    recorded: str
-    replayed: str
-
-    def __str__(self) -> str:
-        return (
-            f"line {self.line}, {self.call} (batch {self.batch_id}):\n"
-            f"recorded {self.recorded}\nreplayed {self.replayed}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Replay:
     """What became of a replay.
 
     Attributes:
         num_calls: calls whose decisions were the same.
         num_batches: batches among those decisions.
-        mismatch: the first decision that differs, at which the replay ends; None if all are the same.
+        mismatch: the line, the call and both decisions where one differs first, at which the replay ends; None if all
+            are the same. Its batch is the one decided or completed, for another call the next one to be scheduled.
         is_truncated: the file lacks the end of its last line, which was left out.
     """
 
     num_calls: int
     num_batches: int
-    mismatch: Mismatch | None = None
+    mismatch: str | None = None
     is_truncated: bool = False
 
 
@@ -178,8 +147,9 @@ def replay(journal: Path | Iterable[str]) -> Replay:
         except Exception as error:  # the recorded call did not raise, so whatever this one does is a difference
             replayed = f"{type(error).__name__}: {error}"
         if replayed != recorded:
-            mismatch = Mismatch(number, entry["call"], batch_id, _shown(recorded), _shown(replayed))
-            return Replay(num_calls, num_batches, mismatch)
+            where = f"line {number}, {entry['call']} (batch {batch_id})"
+            shown = ["nothing" if decision is None else str(decision) for decision in (recorded, replayed)]
+            return Replay(num_calls, num_batches, f"{where}:\nrecorded {shown[0]}\nreplayed {shown[1]}")
         num_calls += 1
         num_batches += isinstance(replayed, Batch)
     return Replay(num_calls, num_batches)
@@ -269,7 +239,8 @@ class _Replayer:
         if name == "admission_s":  # of older journals
             return lambda: None, None
         if name == "add":
-            request = _request(entry["head"])
+            slo = entry["head"]["slo"]
+            request = SchedulerRequest(**entry["head"] | {"slo": None if slo is None else SLO(**slo)})
             return lambda: self._scheduler.add(request, now_s).deadline_s, entry["deadline_s"]
         if name == "cancel":
             return partial(self._scheduler.cancel, entry["slot"]), tuple(entry["closed"])
@@ -277,9 +248,10 @@ class _Replayer:
             recorded = None if entry["batch"] is None else Batch.from_ints(entry["batch"])
             return partial(self._schedule, entry["now_s"]), recorded
         if name == "complete":
+            batch_id, busy_s = entry["batch_id"], entry["busy_s"]
             results = [(slot, count, finished) for slot, count, finished in entry["results"]]
-            args = entry["batch_id"], entry["now_s"], results, entry["busy_s"]
-            return partial(self._complete, *args), tuple(entry["closed"])
+            args = entry["now_s"], results, busy_s
+            return lambda: self._scheduler.complete(self._in_flight.pop(batch_id), *args), tuple(entry["closed"])
         raise ValueError(f"call {name!r}; accepted: add, cancel, schedule, complete, fresh")
 
     def _start_afresh(self, learned: dict[str, tuple[float, int]] | None) -> None:
@@ -296,16 +268,6 @@ class _Replayer:
             self.next_batch_id = batch.batch_id + 1
         return batch
 
-    def _complete(
-        self, batch_id: int, now_s: float, results: list[tuple[int, int, bool]], busy_s: float
-    ) -> tuple[int, ...]:
-        return self._scheduler.complete(self._in_flight.pop(batch_id), now_s, results, busy_s)
-
-
-def _request(fields: dict[str, Any]) -> SchedulerRequest:
-    slo = fields["slo"]
-    return SchedulerRequest(**{**fields, "slo": None if slo is None else SLO(**slo)})
-
 
 def _entries(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
@@ -318,7 +280,3 @@ def _parsed(number: int, value: Any, parse: Callable[[Any], Any]) -> Any:
         return parse(value)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RecursionError) as error:
         raise ConfigError(f"journal line {number} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _shown(decision: _Decision) -> str:
-    return "nothing" if decision is None else str(decision)

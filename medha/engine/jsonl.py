@@ -4,8 +4,7 @@ A request line holds ``id`` (optional), one of ``prompt``, ``prompt_token_ids``,
 ``chat_template_kwargs``, ``add_generation_prompt``), any field of :class:`medha.SamplingParams`, ``arrival_s``, ``slo``
 {``ttft_s``, ``tpot_s``} and ``priority``; or, as OpenAI's batch files have it, ``custom_id`` and all else in a
 ``body``. A line that is wrong becomes an arrival with an error, so that the rest still run. Fields nobody knows are
-ignored and named once in the log; known ones that medha does not implement are errors. :class:`OutputLines` writes one
-line for each request, also where the main thread of a rank is stuck.
+ignored and named once in the log; known ones that medha does not implement are errors.
 """
 
 from __future__ import annotations
@@ -32,10 +31,13 @@ from medha.params import (
     CHAT_OPTIONS,
     FIELD_ALIASES,
     MOST_COMPLETIONS,
+    PROMPT_FORMS,
     SLO,
     UNSUPPORTED_FIELDS,
     SamplingParams,
     check_priority,
+    check_seconds,
+    prompt_form,
 )
 
 if TYPE_CHECKING:
@@ -48,10 +50,8 @@ logger = logging.getLogger("medha")
 STDIN = Path("-")
 """What a user calls standard input."""
 
-PROMPT_FORMS = ("prompt", "prompt_token_ids", "messages")
-_PROMPT_FIELDS = (*PROMPT_FORMS, *CHAT_OPTIONS)
 _ID_FIELDS = ("id", "request_id", "custom_id")
-_OTHER_FIELDS = (*_ID_FIELDS, "arrival_s", "slo", "priority")
+_OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority"}
 _URLS = ("/v1/chat/completions", "/v1/completions")
 _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
 
@@ -87,13 +87,12 @@ def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> 
     arrivals: dict[int, Arrival] = {}  # by number of the line
     unknown: Counter[str] = Counter()
     seen: set[str] = set()
-    lines = read_input(path, "request file").split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_input(path, "request file").split(b"\n"), start=1):
         if line.strip():
             arrival = _read_line(line, number, defaults, unknown, seed)
             if arrival.request_id in seen:
-                error = _wrong(f"line-{number}", f"id {arrival.request_id!r:.80} is in the file already")
-                arrival = dataclasses.replace(error, custom_id=arrival.custom_id)
+                error = ValidationError(f"id {arrival.request_id!r:.80} is in the file already")
+                arrival = Arrival(f"line-{number}", "", error=error, custom_id=arrival.custom_id)
             seen.add(arrival.request_id)
             arrivals[number] = arrival
     wrong = [number for number, arrival in arrivals.items() if arrival.error is not None]
@@ -150,13 +149,14 @@ class OutputLines:
         self._lock.acquire()  # for good
         dead = self._engine.fail(RankFailedError(message))
         ended = {output.request_id: output for output in dead.outputs}
-        wholes = []
-        for arrival in self._unwritten.values():
-            output = ended.get(arrival.request_id) if arrival.error is None else None
-            # the times of an unserved request do not show in its line
-            wholes.append(self._joiner.add(output or arrival.unserved(0.0, error=dead)))
+        # the times of an unserved request do not show in its line
+        last = (
+            (arrival.error is None and ended.get(arrival.request_id)) or arrival.unserved(0.0, error=dead)
+            for arrival in self._unwritten.values()
+        )
+        wholes = [whole for output in last if (whole := self._joiner.add(output)) is not None]
         for file in self._files:  # the first in full, should the second not take it
-            for whole in filter(None, wholes):
+            for whole in wholes:
                 self._write(file, whole)
 
     def close(self) -> None:
@@ -223,12 +223,11 @@ def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[
     """The output line of a finished request; times in seconds, null where there is none.
 
     With ``n`` completions ``text`` and the like are those of the first, and ``outputs`` has all of them.
-    ``custom_id`` is there if there is one.
 
     ``ttft_parts_s`` says where the time to the first token went, ``held_up_by`` which other requests took most of it;
     ``met_slo`` is null without an objective, and false for a request that was refused, aborted or relegated.
     """
-    completion, metrics = output.outputs[0], output.metrics
+    completion, metrics, error = output.outputs[0], output.metrics, output.error
     explanation = metrics.explanation
     line: dict[str, Any] = {
         "id": output.request_id,
@@ -247,7 +246,7 @@ def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[
         "e2e_s": metrics.e2e,
         "met_slo": metrics.met_slo,
         "is_relegated": metrics.is_relegated,
-        "error": _error_object(output.error),
+        "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
     }
     line |= _logprobs(completion)
     if len(output.outputs) > 1:
@@ -257,14 +256,11 @@ def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[
 
 
 def _logprobs(completion: CompletionOutput) -> dict[str, Any]:
+    """The logprob of each token by its id, null for minus infinity; nothing where none were asked for."""
     if completion.logprobs is None:
         return {}
-    steps = [{str(i): _finite_or_none(entry.logprob) for i, entry in step.items()} for step in completion.logprobs]
-    return {"logprobs": steps}
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    values = [{str(i): entry.logprob for i, entry in step.items()} for step in completion.logprobs]
+    return {"logprobs": [{i: v if math.isfinite(v) else None for i, v in step.items()} for step in values]}
 
 
 def write_line(file: TextIO, output: RequestOutput, *, custom_id: str | None = None) -> None:
@@ -281,38 +277,52 @@ def write_line(file: TextIO, output: RequestOutput, *, custom_id: str | None = N
     file.flush()
 
 
-def _error_object(error: Exception | None) -> dict[str, str] | None:
-    return None if error is None else {"type": type(error).__name__, "message": str(error)}
-
-
 def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: Counter[str], run_seed: int) -> Arrival:
     """One arrival; whatever is wrong with the line ends up in its ``error``."""
-    request_id = f"line-{number}"
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return _wrong(request_id, f"not JSON: {error}")
-    if not isinstance(fields, dict):
-        return _wrong(request_id, f"{type(fields).__name__}; accepted: a JSON object")
-    ids = {name: fields[name] for name in _ID_FIELDS if fields.get(name) is not None}
-    for name, value in ids.items():
-        if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-            return _wrong(request_id, f"{name}={value!r:.80}; accepted: a string or an integer")
-    request_id = str(next(iter(ids.values()), request_id))
+    request_id, custom_id = f"line-{number}", None
     seed = (run_seed * 1_000_003 + number - 1) * MOST_COMPLETIONS  # each completion of a line has one of its own
     seed = (seed + 2**63) % 2**64 - 2**63  # as SamplingParams takes them
     try:
-        arrival = _arrival(request_id, _flat(fields), {"seed": seed, **defaults}, unknown)
+        fields = _parsed(line)
+        ids = {name: fields[name] for name in _ID_FIELDS if fields.get(name) is not None}
+        for name, value in ids.items():
+            if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+                raise ValidationError(f"{name}={value!r:.80}; accepted: a string or an integer")
+        request_id = str(next(iter(ids.values()), request_id))
+        custom_id = str(ids["custom_id"]) if "custom_id" in ids else None
+        fields = _flat(fields)
+        sampling = {"seed": seed, **defaults}
+        for name, value in fields.items():
+            if (name in _SAMPLING_FIELDS and value is not None) or name in UNSUPPORTED_FIELDS:
+                sampling[name] = value
+            elif name not in _OTHER_FIELDS | _SAMPLING_FIELDS:
+                unknown[name] += 1
+        form, prompt, options = prompt_form({name: fields.get(name) for name in (*PROMPT_FORMS, *CHAT_OPTIONS)})
+        params, slo = SamplingParams.from_dict(sampling), _slo(fields.get("slo"))
+        arrival_s = check_seconds("arrival_s", 0.0 if fields.get("arrival_s") is None else fields["arrival_s"])
+        if arrival_s < 0:
+            raise ValidationError(f"arrival_s={arrival_s:g}; accepted: seconds, not negative", param="arrival_s")
+        priority = check_priority(fields["priority"]) if fields.get("priority") is not None else "normal"
+        return Arrival(request_id, {form: prompt} | options, params, slo, arrival_s, priority, custom_id=custom_id)
     except MedhaError as error:
-        arrival = Arrival(request_id, "", error=error)
-    return dataclasses.replace(arrival, custom_id=str(ids["custom_id"]) if "custom_id" in ids else None)
+        return Arrival(request_id, "", error=error, custom_id=custom_id)
 
 
-def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValidationError(f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValidationError(f"{type(fields).__name__}; accepted: a JSON object")
+    return fields
+
+
+def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a line; those of a ``body``, as OpenAI's batch format has it, as the line's own."""
-    line = {name: value for name, value in fields.items() if name not in ("body", "method", "url")}
     if "body" not in fields:
-        return {**fields}
+        return fields
+    line = {name: value for name, value in fields.items() if name not in ("body", "method", "url")}
     body, url = fields["body"], fields.get("url")
     if url is not None and url not in _URLS:
         raise ValidationError(f"url={url!r:.80}; accepted: {', '.join(_URLS)}", param="url", value=url)
@@ -325,56 +335,10 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, **line}
 
 
-def _arrival(request_id: str, fields: dict[str, Any], defaults: Mapping[str, Any], unknown: Counter[str]) -> Arrival:
-    sampling = dict(defaults)
-    for name, value in fields.items():
-        if (name in _SAMPLING_FIELDS and value is not None) or name in UNSUPPORTED_FIELDS:
-            sampling[name] = value
-        elif name not in (*_PROMPT_FIELDS, *_OTHER_FIELDS, *_SAMPLING_FIELDS):
-            unknown[name] += 1
-    return Arrival(
-        request_id,
-        _prompt(fields),
-        SamplingParams.from_dict(sampling),
-        _slo(fields.get("slo")),
-        _seconds(fields.get("arrival_s")),
-        check_priority(fields["priority"]) if fields.get("priority") is not None else "normal",
-    )
-
-
-def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt of a line, in the one form that it has; whether its tokens fit the model is seen later."""
-    given = {name: fields[name] for name in PROMPT_FORMS if fields.get(name) is not None}
-    if len(given) != 1:
-        raise ValidationError(f"{' and '.join(given) or 'no prompt'}; accepted: one of {', '.join(PROMPT_FORMS)}")
-    name, value = next(iter(given.items()))
-    if name == "prompt" and isinstance(value, list):  # as OpenAI has it
-        name = "prompt_token_ids"
-    if not isinstance(value, str if name == "prompt" else list):
-        accepted = {"prompt": "text", "messages": "a list of messages"}.get(name, "a list of token ids")
-        raise ValidationError(f"{name}={value!r:.80}; accepted: {accepted}", param=name, value=value)
-    return {name: value} | {option: fields[option] for option in CHAT_OPTIONS if fields.get(option) is not None}
-
-
 def _slo(value: Any) -> SLO | None:
     if value is None:
         return None
     if not isinstance(value, dict) or set(value) - {"ttft_s", "tpot_s"}:
-        raise ValidationError(
-            f"slo={value!r:.80}; accepted: an object with ttft_s and tpot_s", param="slo", value=value
-        )
+        message = f"slo={value!r:.80}; accepted: an object with ttft_s and tpot_s"
+        raise ValidationError(message, param="slo", value=value)
     return SLO(**value)
-
-
-def _seconds(value: Any) -> float:
-    if value is None:
-        return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
-        raise ValidationError(
-            f"arrival_s={value!r:.80}; accepted: seconds, finite and not negative", param="arrival_s", value=value
-        )
-    return float(value)
-
-
-def _wrong(request_id: str, message: str) -> Arrival:
-    return Arrival(request_id, "", error=ValidationError(message))

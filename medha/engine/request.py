@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import attrgetter
 
@@ -58,8 +58,6 @@ class Request:
         prompt: its text, that of messages as the chat template wrote it; None where ids were given.
         prompt_ids: its tokens, a copy of our own.
         params: every field has a value, and ``max_tokens`` fits the room after the prompt.
-        slo: its objectives, if any.
-        priority: class.
 
     Attributes:
         completions: what it has produced, by index; empty until :meth:`begin`.
@@ -106,32 +104,16 @@ class Request:
         tokenizer: Tokenizer | None,
         sink: Callable[[RequestOutput], None],
     ) -> None:
-        """Enter the engine.
-
-        Args:
-            slots: handles in scheduler and runner, one a completion.
-            arrival_s: when it arrived, on the engine's clock.
-            limits: of the model.
-            tokenizer: for its text; None for none.
-            sink: takes its outputs.
-        """
+        """Enter the engine, which it did at ``arrival_s`` on the engine's clock: with a completion for each slot, and
+        ``sink`` to take its outputs."""
         self._sink = sink
-        self.completions = tuple(
-            Completion(self, index, slot, arrival_s, limits=limits, tokenizer=tokenizer)
-            for index, slot in enumerate(slots)
-        )
+        self.completions = tuple(Completion(self, *at, arrival_s, limits, tokenizer) for at in enumerate(slots))
 
     def refused(self, arrival_s: float, now_s: float, error: Exception) -> RequestOutput:
         """Its output where the engine does not take it."""
-        return unserved(
-            self.request_id,
-            arrival_s,
-            slo=self.slo,
-            error=error,
-            finished_s=now_s,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-        )
+        output = unserved(self.request_id, arrival_s, slo=self.slo, error=error, finished_s=now_s)
+        output.metrics.num_prompt_tokens = len(self.prompt_ids)
+        return replace(output, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids)
 
     @property
     def first(self) -> Completion:
@@ -179,15 +161,9 @@ class Request:
 class Completion:
     """One of the completions of a request: what it has produced, and when it ends.
 
-    Args:
-        request: whose it is.
-        index: which one, from 0.
-        slot: its handle in scheduler and runner.
-        arrival_s: when the request arrived, on the engine's clock.
-        limits: of the model.
-        tokenizer: for its text; None for none.
-
     Attributes:
+        request, index: whose it is, and which one, from 0.
+        slot: its handle in scheduler and runner.
         end_ids: end-of-sequence and stop ids; one of them ends it.
         finish_reason: why it has ended; None while it runs.
         error: what went wrong, where that is why.
@@ -200,21 +176,18 @@ class Completion:
         index: int,
         slot: int,
         arrival_s: float,
-        *,
         limits: ModelLimits,
         tokenizer: Tokenizer | None,
     ) -> None:
-        params, slo = request.params, request.slo
+        params, slo = request.params, request.slo or SLO()
         self.request = request
         self.index = index
         self.slot = slot
         self._eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
         self.end_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
+        num_prompt = len(request.prompt_ids)
         self.metrics = RequestMetrics(
-            arrival_s,
-            num_prompt_tokens=len(request.prompt_ids),
-            ttft_slo_s=slo.ttft_s if slo else None,
-            tpot_slo_s=slo.tpot_s if slo else None,
+            arrival_s, num_prompt_tokens=num_prompt, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s
         )
         self.token_ids: list[int] = []
         self.num_computed_tokens = 0
@@ -246,8 +219,8 @@ class Completion:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether it has been scheduled and its first token is not out."""
-        return self.metrics.first_scheduled is not None and not self.token_ids
+        """Whether it has been scheduled, and runs, and its first token is not out."""
+        return self.metrics.first_scheduled is not None and not self.token_ids and self.finish_reason is None
 
     @property
     def has_news(self) -> bool:
@@ -286,14 +259,8 @@ class Completion:
     def finish(
         self, reason: FinishReason, now_s: float, *, error: Exception | None = None, flush_text: bool = True
     ) -> None:
-        """End it; does nothing if it has ended before.
-
-        Args:
-            reason: why.
-            now_s: time.
-            error: what went wrong, with reason ``error``.
-            flush_text: whether to add text held back for the next token; it may complete a stop string.
-        """
+        """End it, unless it has ended before; ``flush_text`` adds the text held back for the next token, which may
+        complete a stop string."""
         if self.finish_reason is not None:
             return
         self.finish_reason = reason

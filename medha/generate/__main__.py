@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -135,17 +135,7 @@ def generate(
             logger.info("starting %d ranks on this machine", config.parallel.world_size)
             stack.enter_context(own_ranks(config.parallel.world_size, ["medha.engine.follow", json.dumps(options)]))
         files = [None if path is None else stack.enter_context(opened(path)) for path in (output, timeline, journal)]
-        code = _serve(
-            config,
-            arrivals,
-            output=files[0],
-            timeline=files[1],
-            journal=files[2],
-            overwrites=overwrite,
-            json_lines=json_lines,
-            explain=explain,
-            live=not no_progress,
-        )
+        code = _serve(config, arrivals, files, context.params)
     return code or (FAILED_REQUESTS if earlier.num_failed else 0)
 
 
@@ -165,20 +155,16 @@ def _model(argument: str | None, option: str | None) -> str:
 
 
 def _serve(
-    config: EngineConfig,
-    arrivals: list[Arrival],
-    *,
-    output: TextIO | None,
-    timeline: TextIO | None,
-    journal: TextIO | None,
-    overwrites: bool,
-    json_lines: bool,
-    explain: bool,
-    live: bool,
+    config: EngineConfig, arrivals: list[Arrival], opened_files: Sequence[TextIO | None], given: Mapping[str, Any]
 ) -> int:
-    """Load the model and run the requests; returns the exit code."""
+    """Load the model and run the requests, with what the command was given; returns the exit code.
+
+    ``opened_files`` are the open files of ``--output``, ``--timeline`` and ``--journal``.
+    """
     from medha.engine.build import build_role
 
+    output, timeline, journal = opened_files
+    json_lines, live = given["json_lines"], not given["no_progress"]
     trace = None if timeline is None else Timeline()
     logger.info("%s", config.scheduler.budget_text(has_tpot=any(a.slo and a.slo.tpot_s for a in arrivals)))
     logger.info("loading %s", config.model)
@@ -188,7 +174,7 @@ def _serve(
     assert engine is not None, "the first rank has the engine"
     with ExitStack() as stack:
         if trace is not None and timeline is not None:
-            stack.callback(_write_trace, trace, Path(timeline.name))
+            stack.callback(unwritable_reported(timeline.name)(trace.write), Path(timeline.name))
         if journal is not None:
             engine.record(emptied(journal))
         interrupted = stack.enter_context(first_interrupt())
@@ -196,7 +182,7 @@ def _serve(
         stdout_failure = stack.enter_context(_lasting_stdout())
         view = _view(engine, arrivals, json_lines=json_lines, live=live)
         stack.enter_context(view)
-        files = [] if output is None else [emptied(output) if overwrites else output]
+        files = [] if output is None else [emptied(output) if given["overwrite"] else output]
         lines = OutputLines(engine, arrivals, files + [sys.stdout] * json_lines)
         stack.callback(lines.close)
         if role.caller is not None:
@@ -211,14 +197,12 @@ def _serve(
             whole = lines.add(piece)
             if whole is not None:
                 view.finish(whole)
-                if explain:
+                if given["explain"]:
                     print_explanation(whole)
                 num_failed += whole.error is not None
         sys.stdout.flush()
         lost = stdout_failure()
     role.close()
-    if engine.mean_host_s is not None:
-        logger.debug("host %.2f ms a step beside the compute", 1e3 * engine.mean_host_s)
     if interrupted:
         logger.warning("interrupted; what was produced is kept")
         return 128 + interrupted[0]
@@ -257,19 +241,21 @@ def _lasting_stdout() -> Iterator[Callable[[], OSError | None]]:
 @contextmanager
 def _capture_bar(*, live: bool) -> Iterator[Callable[[int, int], None]]:
     """Within, what draws a bar of CUDA graphs captured, on stderr; nothing is drawn before the first."""
-    with ExitStack() as stack:
-        bar: Progress | None = None
-        task: TaskID | None = None
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not live)
+    task: TaskID | None = None
 
-        def captured(done: int, total: int) -> None:
-            nonlocal bar, task
-            if bar is None:
-                bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True, disable=not live))
-                task = bar.add_task("CUDA graphs", total=total)
-            assert task is not None, "the bar has its task"
-            bar.update(task, completed=done)
+    def captured(done: int, total: int) -> None:
+        nonlocal task
+        if task is None:
+            bar.start()
+            task = bar.add_task("CUDA graphs", total=total)
+        bar.update(task, completed=done)
 
+    try:
         yield captured
+    finally:
+        if task is not None:
+            bar.stop()
 
 
 def _view(engine: Engine, arrivals: Sequence[Arrival], *, json_lines: bool, live: bool) -> Display | StreamedText:
@@ -278,11 +264,6 @@ def _view(engine: Engine, arrivals: Sequence[Arrival], *, json_lines: bool, live
     stderr = Console(stderr=True) if live and not (json_lines and sys.stdout.isatty()) else None
     display = Display(engine.prefills, lines=lines, live=stderr, num_requests=len(arrivals))
     return StreamedText(display, sys.stdout) if single else display
-
-
-def _write_trace(trace: Timeline, path: Path) -> None:
-    with unwritable_reported(path):
-        trace.write(path)
 
 
 def main() -> NoReturn:

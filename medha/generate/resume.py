@@ -37,11 +37,7 @@ class Earlier:
 
 
 def read_earlier(path: Path, arrivals: Sequence[Arrival]) -> Earlier:
-    """Read an output file.
-
-    Args:
-        path: JSON lines; one that is not there yet is an empty one.
-        arrivals: the requests that the run was of.
+    """What an output file of JSON lines, which need not be there yet, says of the requests that the run was of.
 
     Raises:
         ConfigError: the file cannot be read, or is not the output of these requests.
@@ -50,9 +46,9 @@ def read_earlier(path: Path, arrivals: Sequence[Arrival]) -> Earlier:
     done: set[str] = set()
     dropped = set()
     num_failed = 0
-    for number, line, is_last in _lines(path):
+    for number, line in _lines(path):
         fields = _fields(line)
-        if is_last and not line.endswith(b"\n"):
+        if not line.endswith(b"\n"):  # the last one, torn
             dropped.add(number)
         elif fields is None:
             raise _not_ours(path, number, f"{line[:40]!r} is no output line")
@@ -75,7 +71,7 @@ def drop_lines(path: Path, dropped: frozenset[int]) -> None:
     partial = target.with_name(target.name + ".partial")
     try:
         with partial.open("wb") as file:
-            file.writelines(line for number, line, _ in _lines(target) if number not in dropped)
+            file.writelines(line for number, line in _lines(target) if number not in dropped)
             file.flush()
             os.fsync(file.fileno())
         shutil.copymode(target, partial)
@@ -84,14 +80,11 @@ def drop_lines(path: Path, dropped: frozenset[int]) -> None:
         raise ConfigError(f"output file {path} cannot be rewritten beside itself: {error.strerror}") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """(number, line, whether it is the last) of a file."""
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers."""
     try:
         with path.open("rb") as file:
-            size, end = os.fstat(file.fileno()).st_size, 0
-            for number, line in enumerate(file, start=1):
-                end += len(line)
-                yield number, line, end >= size
+            yield from enumerate(file, start=1)
     except FileNotFoundError:
         return
     except OSError as error:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 from medha.cli.options import SAMPLING
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival
-from medha.engine.jsonl import PROMPT_FORMS, STDIN, read_input, read_requests
+from medha.engine.jsonl import STDIN, read_input, read_requests
 from medha.errors import ConfigError, ValidationError
 from medha.generate.resume import Earlier, drop_lines, read_earlier
 from medha.parallel.launch import is_launched
-from medha.params import SamplingParams
+from medha.params import PROMPT_FORMS, SamplingParams
 
 if TYPE_CHECKING:
     from medha.text import Tokenizer
@@ -81,19 +81,12 @@ def _checked(config: EngineConfig, arrivals: list[Arrival]) -> list[Arrival]:
     Raises:
         ConfigError: the model's folder is wrong.
     """
-    from medha.models.hf_config import load_model_config
     from medha.models.hub import resolve_model
     from medha.text import load_tokenizer  # here because it loads tokenizers
 
     if not arrivals or (is_launched() and not Path(config.model).is_dir()):
         return arrivals  # a model from the hub: the other ranks wait for this one, and do not while it downloads
     folder = resolve_model(config.model, revision=config.revision)
-    load_model_config(
-        folder,
-        hf_overrides=config.hf_overrides,
-        rope_scaling=config.rope_scaling,
-        max_model_len=config.max_model_len,
-    )
     tokenizer = load_tokenizer(folder if config.tokenizer is None else resolve_model(config.tokenizer))
     if tokenizer is None:
         logger.warning("%s has no tokenizer.json: prompts and answers are token ids", config.tokenizer or config.model)
@@ -138,19 +131,14 @@ def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
     if requests is not None:
         if given["chat"]:
             raise ConfigError("--chat is for --prompt and --prompt-file; accepted in a request file: messages")
-        return requests_of(requests, sampling, seed=given["seed"])
+        try:
+            return read_requests(requests, sampling, seed=given["seed"])
+        except ConfigError as error:
+            raise _of_a_trace(requests) or error from None
     if file is not None:
         texts.append(_read_prompt(file))
     prompts = [{"messages": [{"role": "user", "content": text}]} if given["chat"] else text for text in texts]
     return [Arrival(f"prompt-{i}", prompt, params) for i, prompt in enumerate(prompts)]
-
-
-def requests_of(path: Path, sampling: Mapping[str, Any], *, seed: int) -> list[Arrival]:
-    """The requests of a file, as :func:`medha.engine.jsonl.read_requests`; a trace is refused by what it is."""
-    try:
-        return read_requests(path, sampling, seed=seed)
-    except ConfigError as error:
-        raise _of_a_trace(path) or error from None
 
 
 def _of_a_trace(path: Path) -> ConfigError | None:

@@ -17,7 +17,7 @@ from typing import Any
 from medha.config import DTYPES, ModelConfig
 from medha.errors import ConfigError, UnsupportedModelError
 from medha.models.hf_rope import ROPE_FIELDS, merge_rope, read_rope
-from medha.models.json_fields import MAX_LENGTH, Fields, parse_json_object, read_json_object, short_repr
+from medha.models.json_fields import MAX_LENGTH, Fields, read_json_object, short_repr
 
 logger = logging.getLogger("medha")
 
@@ -55,8 +55,6 @@ _FAMILIES = {
     ),
 }
 
-SUPPORTED_ARCHITECTURES = tuple(family.architecture for family in _FAMILIES.values())
-
 # Fields that change the output of a model and are not implemented, with the values (beside null) that change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -81,48 +79,22 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0, 1),
 }
 
-_FIELDS_READ = {
-    *_NEUTRAL_VALUES,
-    *[
-        "architectures",
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    ],
-    *["num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps"],
-    *["attention_bias", "tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"],
-    *["rope_theta", "rope_scaling", "rope_parameters"],
-    *["sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "dual_chunk_attention_config"],
+_KNOWN_FIELDS = {
+    *_NEUTRAL_VALUES, *ROPE_FIELDS, "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+    "original_max_position_embeddings", "rms_norm_eps", "attention_bias", "tie_word_embeddings", "dtype", "torch_dtype",
+    "bos_token_id", "eos_token_id", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+    "dual_chunk_attention_config",
+}  # fmt: skip
+
+# Of generation_config.json, by the names in medha.SamplingParams: kind, lowest and highest value.
+_SAMPLING_DEFAULTS: dict[str, tuple[type[Any], float, float]] = {
+    "temperature": (float, 0, 2),
+    "top_p": (float, 0, 1),
+    "top_k": (int, -1, 2**31 - 1),
+    "min_p": (float, 0, 1),
+    "repetition_penalty": (float, 1e-6, 1e6),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """Sampling defaults that a model folder brings; None where it is silent.
-
-    Attributes:
-        temperature: 0.0 (greedy) when ``do_sample`` is false.
-        top_k: 0 or -1 turn it off.
-        eos_token_ids: ids that end a sequence, beside those of ``config.json``; may be empty.
-        max_new_tokens: output length in tokens.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    do_sample: bool | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    max_new_tokens: int | None = None
-
-    def sampling_defaults(self) -> dict[str, float | int]:
-        """The sampling parameters that the folder sets, by their names in :class:`medha.SamplingParams`."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def load_model_config(
@@ -166,6 +138,11 @@ def load_model_config(
     num_heads = reader.number("num_attention_heads", int, 1, 4096)
     num_kv_heads = _num_kv_heads(reader, family, num_heads)
     attention_bias = family.has_attention_bias and reader.boolean("attention_bias")
+    bos, eos = reader.optional("bos_token_id", int, 0, vocab_size - 1), reader.token_ids("eos_token_id", vocab_size)
+    if "bos_token_id" not in reader.raw and family.bos_token_id is not None and family.bos_token_id < vocab_size:
+        bos = family.bos_token_id
+    if "eos_token_id" not in reader.raw and family.eos_token_id is not None and family.eos_token_id < vocab_size:
+        eos = (family.eos_token_id,)
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=vocab_size,
@@ -183,47 +160,34 @@ def load_model_config(
         qk_norm=family.qk_norm,
         tie_word_embeddings=reader.boolean("tie_word_embeddings"),
         dtype=_dtype(reader),
-        bos_token_id=_bos_token_id(reader, family, vocab_size),
-        eos_token_ids=_eos_token_ids(reader, family, vocab_size),
+        bos_token_id=bos,
+        eos_token_ids=eos,
     )
 
 
-def load_generation_config(folder: Path, vocab_size: int) -> GenerationDefaults:
-    """Read ``generation_config.json``; a folder without one has no defaults.
+def load_generation_config(folder: Path, vocab_size: int) -> tuple[dict[str, float | int], tuple[int, ...]]:
+    """The sampling parameters that ``generation_config.json`` sets, and the ids that end a sequence; both may be empty.
 
     Raises:
         ConfigError: not JSON, or a value out of range.
     """
     path = folder / "generation_config.json"
     if not path.exists() and not path.is_symlink():
-        return GenerationDefaults()
+        return {}, ()
     reader = Fields(read_json_object(path), path.name)
-    temperature = reader.optional("temperature", float, 0, 2)  # the bound of SamplingParams
-    do_sample = None if reader.raw.get("do_sample") is None else reader.boolean("do_sample")
-    return GenerationDefaults(
-        temperature=0.0 if do_sample is False else temperature,
-        top_p=reader.optional("top_p", float, 0, 1, above=True),
-        top_k=reader.optional("top_k", int, -1, 2**31 - 1),
-        min_p=reader.optional("min_p", float, 0, 1),
-        repetition_penalty=reader.optional("repetition_penalty", float, 1e-6, 1e6),
-        do_sample=do_sample,
-        eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
-        max_new_tokens=reader.optional("max_new_tokens", int, 1, MAX_LENGTH),
-    )
-
-
-def parse_hf_overrides(text: str) -> dict[str, Any]:
-    """The overrides of ``config.json`` as given on a command line: one JSON object.
-
-    Raises:
-        ConfigError: not JSON, or not an object.
-    """
-    return parse_json_object(text.encode(errors="replace"), f"hf_overrides {short_repr(text)}")
+    defaults: dict[str, float | int | None] = {
+        name: reader.optional(name, kind, low, high, above=name == "top_p")
+        for name, (kind, low, high) in _SAMPLING_DEFAULTS.items()
+    }
+    if reader.raw.get("do_sample") is not None and not reader.boolean("do_sample"):
+        defaults["temperature"] = 0.0
+    given = {name: value for name, value in defaults.items() if value is not None}
+    return given, reader.token_ids("eos_token_id", vocab_size)
 
 
 def _merge_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A new object; the RoPE fields of either generation are merged as one ``rope_parameters``."""
-    known = sorted({*raw, *_FIELDS_READ})
+    known = sorted({*raw, *_KNOWN_FIELDS})
     for name, value in overrides.items():
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
@@ -241,11 +205,10 @@ def _merge_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _family(reader: Fields) -> _Family:
-    names = reader.raw.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+    names, model_type = reader.raw.get("architectures") or [], reader.raw.get("model_type")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise reader.wrong("architectures", "a list of names")
-    model_type = reader.raw.get("model_type")
-    if model_type is not None and not isinstance(model_type, str):
+    if not isinstance(model_type, str | None):
         raise reader.wrong("model_type", f"one of {', '.join(_FAMILIES)}")
     by_type = _FAMILIES.get(model_type or "")
     if not names:
@@ -255,18 +218,17 @@ def _family(reader: Fields) -> _Family:
                 f"supported: {', '.join(_FAMILIES)}"
             )
         return by_type
-    for family in _FAMILIES.values():
-        if family.architecture == names[0]:
-            if by_type not in (None, family):
-                raise ConfigError(
-                    f"{reader.where}: architectures={short_repr(names)} and model_type={model_type!r} name different "
-                    "models; accepted: two that agree, or one of them"
-                )
-            return family
-    raise UnsupportedModelError(
-        f"{reader.where}: architecture {short_repr(names[0])} is not supported; "
-        f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
+    by_name = {family.architecture: family for family in _FAMILIES.values()}
+    if names[0] not in by_name:
+        raise UnsupportedModelError(
+            f"{reader.where}: architecture {short_repr(names[0])} is not supported; supported: {', '.join(by_name)}"
+        )
+    if by_type not in (None, by_name[names[0]]):
+        raise ConfigError(
+            f"{reader.where}: architectures={short_repr(names)} and model_type={model_type!r} name different models; "
+            "accepted: two that agree, or one of them"
+        )
+    return by_name[names[0]]
 
 
 def _refuse_unimplemented(reader: Fields, family: _Family) -> None:
@@ -320,42 +282,29 @@ def _dtype(reader: Fields) -> str:
     return short
 
 
-def _bos_token_id(reader: Fields, family: _Family, vocab_size: int) -> int | None:
-    if "bos_token_id" not in reader.raw:
-        default = family.bos_token_id
-        return default if default is not None and default < vocab_size else None
-    return reader.optional("bos_token_id", int, 0, vocab_size - 1)
-
-
-def _eos_token_ids(reader: Fields, family: _Family, vocab_size: int) -> tuple[int, ...]:
-    if "eos_token_id" not in reader.raw:
-        default = family.eos_token_id
-        return (default,) if default is not None and default < vocab_size else ()
-    return reader.token_ids("eos_token_id", vocab_size)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention that does not see the whole context
-
-
 def _refuse_windows(reader: Fields, family: _Family, num_layers: int, *, max_length: int) -> None:
-    """Refuse a window that some context of at most ``max_length`` tokens would outgrow."""
+    """Refuse attention that some context of at most ``max_length`` tokens would outgrow."""
     window = reader.optional("sliding_window", int, 1, 2**62)
     if "sliding_window" not in reader.raw:
         window = family.sliding_window
-    cause = _window_cause(reader, family, num_layers, window)
-    if cause is not None and (window is None or window < max_length):
-        raise _window_error(reader, cause, window, max_length)
-
-    chunked = reader.raw.get("dual_chunk_attention_config")
-    if chunked is not None:
-        if not isinstance(chunked, Mapping):
+    chunks, chunk = reader.raw.get("dual_chunk_attention_config"), None
+    if chunks is not None:
+        if not isinstance(chunks, Mapping):
             raise reader.wrong("dual_chunk_attention_config", "an object or null")
-        chunk = Fields(chunked, f"{reader.where}: dual_chunk_attention_config").number(
+        chunk = Fields(chunks, f"{reader.where}: dual_chunk_attention_config").number(
             "chunk_size", int, 1, 2**62, 262144
         )
-        if chunk < max_length:
-            raise _window_error(reader, f"dual_chunk_attention_config (chunk_size={chunk})", chunk, max_length)
+    causes = (
+        (_window_cause(reader, family, num_layers, window), window),
+        (chunk and f"dual_chunk_attention_config (chunk_size={chunk})", chunk),
+    )
+    for cause, limit in causes:
+        if cause and (limit is None or limit < max_length):
+            hint = f"; within it both agree: --max-model-len {limit} or less" if limit is not None else ""
+            raise UnsupportedModelError(
+                f"{reader.where}: {cause}: medha attends over the whole context, of up to {max_length} tokens here, "
+                f"which differs beyond the window{hint}"
+            )
 
 
 def _window_cause(reader: Fields, family: _Family, num_layers: int, window: int | None) -> str | None:
@@ -364,13 +313,13 @@ def _window_cause(reader: Fields, family: _Family, num_layers: int, window: int 
     if layer_types is not None:
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
             raise reader.wrong("layer_types", f"a list of {num_layers} names, one for each layer")
-        others = [item for item in layer_types if item != "full_attention"]
-        if any(item != "sliding_attention" for item in others):
+        unknown = [item for item in layer_types if item not in ("full_attention", "sliding_attention")]
+        if unknown:
             raise UnsupportedModelError(
-                f"{reader.where}: layer_types holds {short_repr(others[0])}, which is not implemented; "
+                f"{reader.where}: layer_types holds {short_repr(unknown[0])}, which is not implemented; "
                 "accepted: full_attention"
             )
-        if others:
+        if "sliding_attention" in layer_types:
             return f"layer_types with sliding_attention (sliding_window={window})"
     if window is None or family.sliding_window is None:
         return None
@@ -381,11 +330,3 @@ def _window_cause(reader: Fields, family: _Family, num_layers: int, window: int 
     if reader.boolean("use_sliding_window") and layer_types is None and first < num_layers:
         return f"use_sliding_window=True (sliding_window={window})"
     return None
-
-
-def _window_error(reader: Fields, cause: str, window: int | None, max_length: int) -> UnsupportedModelError:
-    hint = f"; within it both agree: --max-model-len {window} or less" if window is not None else ""
-    return UnsupportedModelError(
-        f"{reader.where}: {cause}: medha attends over the whole context, of up to {max_length} tokens here, "
-        f"which differs beyond the window{hint}"
-    )

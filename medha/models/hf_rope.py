@@ -7,10 +7,10 @@ equation 22 unless the file states its own. Standard library only.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from medha.config import RopeConfig
@@ -20,7 +20,6 @@ from medha.models.json_fields import MAX_LENGTH, Fields, short_repr
 logger = logging.getLogger("medha")
 
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _COMMON_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
 _STRETCH_KEYS = (*_COMMON_KEYS, "factor", "original_max_position_embeddings")
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -29,8 +28,8 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": (*_STRETCH_KEYS, "low_freq_factor", "high_freq_factor"),
     "yarn": (*_STRETCH_KEYS, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
+_ROPE_TYPES = tuple(_ROPE_KEYS)
 _INERT_KEYS = ("finetuned",)  # written by the first YaRN checkpoints, read by nobody
-_KNOWN_ROPE_KEYS = {*_INERT_KEYS, *(key for keys in _ROPE_KEYS.values() for key in keys)}
 
 
 def read_rope(
@@ -139,101 +138,79 @@ def _replace_scaling(rope: Fields, scaling: str | Mapping[str, Any], trained: in
 
 
 def _check_rope_keys(rope: Fields) -> None:
-    rope_type = rope.raw.get("rope_type")
-    if rope_type is None and not set(rope.raw) <= set(_COMMON_KEYS):
-        raise rope.wrong("rope_type", ", ".join(_ROPE_TYPES))
+    rope_type = rope.raw.get("rope_type", "default" if set(rope.raw) <= set(_COMMON_KEYS) else None)
     if rope_type in ("dynamic", "longrope"):
         raise UnsupportedModelError(
             f"{rope.where}: rope_type={rope_type!r} is not implemented: its inverse frequencies change with the length "
             "of the sequence, so keys written by earlier chunks of a prompt would be wrong; "
             f"accepted: {', '.join(_ROPE_TYPES)}"
         )
-    if rope_type is not None and rope_type not in _ROPE_TYPES:
+    if rope_type not in _ROPE_TYPES:
         raise rope.wrong("rope_type", ", ".join(_ROPE_TYPES))
     if rope.raw.get("partial_rotary_factor", 1) != 1:
         raise UnsupportedModelError(
             f"{rope.where}: partial_rotary_factor={short_repr(rope.raw['partial_rotary_factor'])} is not implemented; "
             "accepted: 1"
         )
-    used = _ROPE_KEYS[rope_type or "default"]
+    used = _ROPE_KEYS[rope_type]
     unused = sorted(str(key) for key in rope.raw if key not in used and key not in _INERT_KEYS)
     for key in unused:
-        if key not in _KNOWN_ROPE_KEYS:
-            near = difflib.get_close_matches(key, used, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"accepted: {', '.join(used)}"
-            raise ConfigError(f"{rope.where}: unknown key {short_repr(key)}={short_repr(rope.raw.get(key))}; {hint}")
+        if not any(key in keys for keys in _ROPE_KEYS.values()):
+            value = short_repr(rope.raw.get(key))
+            raise ConfigError(f"{rope.where}: unknown key {short_repr(key)}={value}; accepted: {', '.join(used)}")
     if unused:
-        logger.warning("%s: %s have no effect with rope_type=%r", rope.where, ", ".join(unused), rope_type or "default")
+        logger.warning("%s: %s have no effect with rope_type=%r", rope.where, ", ".join(unused), rope_type)
 
 
 def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
-    theta = rope.number("rope_theta", float, 1, 1e30, above=True, default=10000.0)
+    """The RoPE, and the longest context in tokens, once the keys are checked; ``claimed`` is that of the file."""
     rope_type = rope.raw.get("rope_type", "default")
+    config = RopeConfig(rope_type, theta=rope.number("rope_theta", float, 1, 1e30, above=True, default=10000.0))
     if rope_type == "default":
-        return RopeConfig(theta=theta), claimed
-    if rope_type == "linear":
-        factor = rope.number("factor", float, 1, MAX_LENGTH)
-        return RopeConfig("linear", theta=theta, factor=factor), _length(rope, claimed * factor)
-    explicit = rope.optional("original_max_position_embeddings", int, 1, MAX_LENGTH)
-    original = claimed if explicit is None else explicit
-    if rope_type == "llama3":
-        return _build_llama3(rope, theta, original), claimed
-    if "factor" in rope.raw and rope.raw["factor"] is None:
-        rope.raw = {**rope.raw, "factor": claimed / original}
-    yarn = _build_yarn(rope, theta, original)
-    return yarn, claimed if explicit is None else max(claimed, _length(rope, original * yarn.factor))
-
-
-def _build_llama3(rope: Fields, theta: float, original: int) -> RopeConfig:
-    low = rope.number("low_freq_factor", float, 0, 1e9, above=True)
-    high = rope.number("high_freq_factor", float, 0, 1e9, above=True)
-    if high <= low:
-        raise ConfigError(
-            f"{rope.where}: high_freq_factor={high:g} with low_freq_factor={low:g}; accepted: a larger one"
-        )
-    return RopeConfig(
-        "llama3",
-        theta=theta,
-        factor=rope.number("factor", float, 1, MAX_LENGTH),
-        original_max_position_embeddings=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-
-
-def _build_yarn(rope: Fields, theta: float, original: int) -> RopeConfig:
+        return config, claimed
+    explicit = None
+    if rope_type != "linear":
+        explicit = rope.optional("original_max_position_embeddings", int, 1, MAX_LENGTH)
+        config = replace(config, original_max_position_embeddings=explicit or claimed)
+    if rope_type == "yarn" and rope.raw.get("factor", 0) is None:
+        rope.raw = {**rope.raw, "factor": claimed / (explicit or claimed)}
     factor = rope.number("factor", float, 1, MAX_LENGTH)
+    config = replace(config, factor=factor)
+    if rope_type == "llama3":
+        low = rope.number("low_freq_factor", float, 0, 1e9, above=True)
+        high = rope.number("high_freq_factor", float, 0, 1e9, above=True)
+        if high <= low:
+            raise ConfigError(
+                f"{rope.where}: high_freq_factor={high:g} with low_freq_factor={low:g}; accepted: a larger one"
+            )
+        return replace(config, low_freq_factor=low, high_freq_factor=high), claimed
+    length = (claimed if rope_type == "linear" else explicit or 0) * factor
+    if length > MAX_LENGTH:
+        raise rope.wrong("factor", f"one that stretches the context to at most {MAX_LENGTH} tokens")
+    if rope_type == "yarn":
+        config = replace(config, **_read_yarn(rope, factor))
+    return config, max(claimed, round(length))
+
+
+def _read_yarn(rope: Fields, factor: float) -> dict[str, Any]:
+    """The fields of :class:`~medha.config.RopeConfig` that YaRN alone has."""
     beta_fast = rope.optional("beta_fast", float, 0, 1e9) or 32.0  # 0 means the default, as in transformers
     beta_slow = rope.optional("beta_slow", float, 0, 1e9) or 1.0
     if beta_fast < beta_slow:
         raise ConfigError(
             f"{rope.where}: beta_fast={beta_fast:g} is below beta_slow={beta_slow:g}; accepted: at least it"
         )
-    return RopeConfig(
-        "yarn",
-        theta=theta,
-        factor=factor,
-        original_max_position_embeddings=original,
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
-        truncate=rope.boolean("truncate", default=True),
-        attention_factor=_yarn_attention_factor(rope, factor),
-    )
 
-
-def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    explicit = rope.optional("attention_factor", float, 0, 1e9, above=True)
     mscale = rope.optional("mscale", float, 0, 1e9)
     mscale_all_dim = rope.optional("mscale_all_dim", float, 0, 1e9)
-    if explicit is not None:
-        return explicit
-    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
-
-
-def _length(rope: Fields, tokens: float) -> int:
-    if tokens > MAX_LENGTH:
-        raise rope.wrong("factor", f"one that stretches the context to at most {MAX_LENGTH} tokens")
-    return round(tokens)
+    implied = scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+    explicit = rope.optional("attention_factor", float, 0, 1e9, above=True)
+    return {
+        "beta_fast": beta_fast,
+        "beta_slow": beta_slow,
+        "truncate": rope.boolean("truncate", default=True),
+        "attention_factor": implied if explicit is None else explicit,
+    }

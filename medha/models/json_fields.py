@@ -45,18 +45,14 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
     Raises:
         ConfigError: not JSON, nested too deep, a key given twice, or not an object.
     """
-    if not data.strip():
-        raise ConfigError(f"{where}: empty; accepted: a JSON object")
     try:
         value = json.loads(data.decode(), object_pairs_hook=_unique_keys)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not UTF-8 at byte {error.start}; accepted: a JSON object") from error
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno} column {error.colno}"
-        raise ConfigError(f"{where}: not JSON: {error.msg} at {place}; accepted: a JSON object") from error
+        reason = f"not JSON: {error.msg} at line {error.lineno} column {error.colno}" if data.strip() else "empty"
+        raise ConfigError(f"{where}: {reason}; accepted: a JSON object") from error
     except RecursionError as error:
         raise ConfigError(f"{where}: nested too deep; accepted: a JSON object") from error
-    except ValueError as error:  # a key given twice, or an integer of thousands of digits
+    except ValueError as error:  # no UTF-8, a key given twice, or an integer of thousands of digits
         raise ConfigError(f"{where}: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: holds a {type(value).__name__}, {short_repr(value)}; accepted: a JSON object")
@@ -64,13 +60,11 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key {short_repr(key)} is given twice in one object")
-            seen.add(key)
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {short_repr(key)} is given twice in one object")
+        result[key] = value
     return result
 
 

@@ -8,6 +8,7 @@ never opened.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ SINGLE_NAME = "model.safetensors"
 LOADABLE_DTYPES = ("F32", "BF16", "F16")
 
 _MAX_INDEX_BYTES = 100_000_000
-_MAX_ENTRIES = 10**6
+_PLAIN_NAME = re.compile(r"[\w .+-]{1,200}\.safetensors")
 _MAX_NAME = 200
 _MAX_LISTED = 10
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
@@ -53,7 +54,7 @@ class Checkpoint:
     """The safetensors files of one model folder, headers checked, data mapped when first read.
 
     Attributes:
-        folder: where the files are.
+        tensors: what the files hold, by name, in the order of files and offsets.
         bytes_read: bytes of the tensors and slices read so far.
     """
 
@@ -65,7 +66,7 @@ class Checkpoint:
         """
         self.folder = folder
         self.bytes_read = 0
-        self._infos: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         self._stamps: dict[str, tuple[int, ...]] = {}
         self._open: dict[str, Any] = {}  # safe_open handles, which safetensors leaves untyped
         files, weight_map = _find_files(folder)
@@ -74,31 +75,13 @@ class Checkpoint:
                 raise WeightsError(f"{folder}: a file called {file!r}; accepted: names of printable characters")
             infos, self._stamps[file] = _read_header(folder / file)
             for info in infos:
-                if info.name in self._infos:
-                    raise WeightsError(f"{file}: tensor {info.name!r} is also in {self._infos[info.name].file}")
-                self._infos[info.name] = info
-        lost = [name for name, file in weight_map.items() if name not in self or self._infos[name].file != file]
+                if info.name in self.tensors:
+                    raise WeightsError(f"{file}: tensor {info.name!r} is also in {self.tensors[info.name].file}")
+                self.tensors[info.name] = info
+        lost = [n for n, file in weight_map.items() if n not in self.tensors or self.tensors[n].file != file]
         if lost:
             places = [f"{name!r} in {weight_map[name]}" for name in lost]
             raise WeightsError(f"{INDEX_NAME}: lists {len(lost)} tensors that are not there: {_listing(places)}")
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors, in the order of files and offsets."""
-        return list(self._infos)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._infos
-
-    def info(self, name: str) -> TensorInfo:
-        """Where a tensor lies, its dtype and shape.
-
-        Raises:
-            WeightsError: no such tensor.
-        """
-        if name not in self._infos:
-            raise WeightsError(f"{self.folder}: no tensor {name!r} among {len(self._infos)}")
-        return self._infos[name]
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """A tensor, or a slice of it; only the pages of that slice are read from the file.
@@ -111,16 +94,16 @@ class Checkpoint:
             On the CPU, in the dtype of the file. It may be mapped from the file, so copy it before changing it.
 
         Raises:
-            WeightsError: no such tensor, or the file changed or cannot be read.
+            WeightsError: the file changed or cannot be read.
         """
-        info = self.info(name)
+        info = self.tensors[name]
         handle = self._handle(info.file)
         try:
             tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
             raise WeightsError(f"{info.file}: tensor {name!r} cannot be read: {error}") from error
         assert isinstance(tensor, torch.Tensor), "safetensors returned no tensor"
-        self.bytes_read += tensor.numel() * tensor.element_size()
+        self.bytes_read += tensor.nbytes
         return tensor
 
     def close(self) -> None:
@@ -224,11 +207,11 @@ def _read_weight_map(path: Path) -> dict[str, str]:
         weight_map = read_json_object(path, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
     except ConfigError as error:
         raise WeightsError(str(error)) from error
-    if not isinstance(weight_map, dict) or not 1 <= len(weight_map) <= _MAX_ENTRIES:
-        got = f"{len(weight_map)} entries" if isinstance(weight_map, dict) else short_repr(weight_map)
-        raise WeightsError(f"{path.name}: weight_map: {got}; accepted: an object of 1 to {_MAX_ENTRIES} entries")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{path.name}: weight_map: {short_repr(weight_map)}; accepted: an object with entries")
     for name, file in weight_map.items():
-        if not _is_plain_name(file):
+        # The name is judged and not where it leads: the hub's cache links each file out of its folder.
+        if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file) or ".." in file:
             raise WeightsError(
                 f"{path.name}: weight_map[{short_repr(name)}]={short_repr(file)}; "
                 "accepted: the plain name of a .safetensors file in the same folder"
@@ -236,52 +219,31 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _is_plain_name(file: Any) -> bool:
-    """The name is judged and not where it leads, because the hub's cache links each file out of its folder."""
-    return (
-        isinstance(file, str)
-        and len(file) <= 255
-        and file.endswith(".safetensors")
-        and file.isprintable()
-        and not any(mark in file for mark in ("/", "\\", ":", ".."))
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What a model needs
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of a whole model, as Hugging Face checkpoints have them."""
+def expected_tensors(config: ModelConfig, layers: range | None = None) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a model, or of a stage with these layers, as in Hugging Face checkpoints."""
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Decoder(config).named_parameters()}
+        return {name: tuple(parameter.shape) for name, parameter in Decoder(config, layers).named_parameters()}
 
 
-def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor may be in the file though the model does not read it: a tied head, or a RoPE buffer."""
-    if name == "lm_head.weight":
-        return config.tie_word_embeddings
-    return name.endswith("rotary_emb.inv_freq")
+def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Compare a checkpoint with what a whole model needs; no data is read.
 
-
-def check_tensors(
-    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, ignored: Callable[[str], bool]
-) -> None:
-    """Compare a checkpoint with what a model needs; no data is read.
-
-    Args:
-        checkpoint: what is there.
-        expected: shapes by name.
-        ignored: tensors that may be there though not expected.
+    A head that is tied, and buffers of RoPE, may be there though the model does not read them.
 
     Raises:
         WeightsError: one error that names up to 10 missing, unexpected, misshapen and mistyped tensors each.
     """
-    missing = [name for name in expected if name not in checkpoint]
+    expected = expected_tensors(config)
+    missing = [name for name in expected if name not in checkpoint.tensors]
     unexpected, shapes, dtypes = [], [], []
-    for info in map(checkpoint.info, checkpoint.names):
+    for info in checkpoint.tensors.values():
         if info.name not in expected:
-            if not ignored(info.name):
+            is_tied = info.name == "lm_head.weight" and config.tie_word_embeddings
+            if not is_tied and not info.name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(f"{info.name} in {info.file}")
             continue
         if info.shape != expected[info.name]:
@@ -304,28 +266,21 @@ def load_parameters(
     checkpoint: Checkpoint,
     *,
     index: Callable[[str], tuple[slice, ...] | None] = lambda name: None,
-    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Copy each named tensor of the checkpoint, or a slice of it, into its parameter, in place, cast to its dtype.
 
     Args:
         module_params: allocated plain tensors by their names in the checkpoint, on any device.
-        checkpoint: where from; files are read in order of their offsets.
+        checkpoint: where from, checked; files are read in order of their offsets.
         index: which slice of a tensor is wanted, None for the whole; only that slice is read.
-        progress: called with the bytes read for each parameter.
 
     Raises:
-        WeightsError: a tensor is missing, has another shape or dtype, or cannot be read.
+        WeightsError: a tensor cannot be read.
     """
-    whole = {name: tuple(p.shape) for name, p in module_params.items() if index(name) is None}
-    check_tensors(checkpoint, whole, ignored=lambda _: True)
-    for name in checkpoint.names:
+    for name in checkpoint.tensors:
         if name in module_params:
-            before = checkpoint.bytes_read
             with torch.no_grad():
                 module_params[name].copy_(checkpoint.read(name, index(name)))
-            if progress is not None:
-                progress(checkpoint.bytes_read - before)
 
 
 def _listing(names: Iterable[str]) -> str:

@@ -1,16 +1,14 @@
 """Noticing that a rank is gone, stopped or behind, and telling every rank the first real error.
 
-A rank has failed when its process is gone or stopped, which the ranks of its node see (:mod:`medha.parallel.launch`),
+torchrun ends the other ranks when a process has failed, before they can say why; it does not notice one that is
+stopped, behind or cut off. Here a rank has failed when its process is gone or stopped, which the ranks of its node see,
 or when it says so. One that runs has not failed, however long it says nothing: Python that holds the interpreter's lock
 for a minute stops the threads here, and nothing else. Such a rank is *named* in the log when others have waited for it
 for long; what ends the job is the timeout of the transfers, with that name.
 
-One thread watches processes and never waits; another exchanges through the job's key-value store what each rank does,
-and the first error. A collective that waits for a missing rank cannot be undone, not even by aborting its group. So a
-process whose main thread does not come to know of a failure in time is ended; whoever has something to save before that
-sets :attr:`Monitor.before_end`.
-
-The file has more than 400 lines because the threads and the main thread share one state, which the Monitor is.
+One thread talks with the other ranks through the job's key-value store, and may be stuck there. The other one waits for
+nobody: it notices that, and ends the process where the main thread does not come to know of a failure in time. A
+collective that waits for a missing rank cannot be undone, not even by aborting its group.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from medha.batch import Batch
 from medha.errors import MedhaError, RankFailedError, exit_code, printable
@@ -40,26 +38,15 @@ BEHIND_S = 30.0
 """How long others wait for a rank before it is named; ten times the predicted step where that is longer."""
 
 _BEAT_S = 0.5
-_TROUBLE_S = {"has died": 1.5, "is stopped": 3.0}
+_TROUBLE_S = 2.0  # how long a process is gone or stopped before it has failed
 _STORE_S = 4.0  # how long the store may not answer: a thread of C++ serves it, which no Python holds up
 _SUSPECT_S = 2.0  # how long a rank is silent, or waited for, to be taken for the cause of a lost connection
 _GRACE_S = 2.5  # how long the main thread may take to hear of a failure by itself
 _SAVE_S = 2.0  # how long what is called before the end may take
 
 
-class _Status(NamedTuple):
-    """What a rank is about and for how long, and whether it waits for others."""
-
-    seconds: float
-    waits: bool
-    activity: str
-
-
 class Monitor:
     """Watches the other ranks for this one.
-
-    torchrun ends the others when a process has failed. It does not notice one that is stopped, behind or cut off; it
-    ends the others before they can say why, and nobody where it has died itself.
 
     Args:
         launch: this rank's place, and the processes that are known from the start.
@@ -92,13 +79,13 @@ class Monitor:
         self._holder = "rank 0"
         self._activity, self._since = "start", time.monotonic()
         self._mine: str | None = None  # this rank's error
-        self._lost: dict[int, str] = {}  # what is wrong with the processes of other ranks
         self._error: str | None = None  # everybody's
         self._suspecting: float | None = None  # since when
         self._leaving = False
         self._num_rounds = self._num_dumps = 0
         self._named: tuple[int, str] | None = None  # rank and activity
         self._processes = {rank: Process.of(pid) for rank, pid in launch.processes.items()}
+        self._trouble_s = dict.fromkeys(self._local, 0.0)
         self._statuses: dict[int, tuple[bytes, float]] = {}  # last of each rank, and seconds without a newer one
         self._wake = threading.Event()
         self._known = threading.Event()  # an error is
@@ -111,16 +98,13 @@ class Monitor:
     # -- for the main thread; none of these waits for the store itself -------------------------------------------------
 
     def start(self) -> None:
-        """Begin to watch the launcher and the processes that it started; no store is needed."""
-        atexit.register(self._at_exit)
+        """Begin to watch the launcher; no store is needed."""
         self._watcher.start()
 
-    def stop(self, *, has_met: bool = True) -> None:
+    def stop(self) -> None:
         """Watch and talk no more, after a failure. Whoever has met others still leaves them at once when it ends."""
         self._left.set()
         self._wake.set()
-        if not has_met:
-            atexit.unregister(self._at_exit)
 
     def attach(self, store: Store, *, holder: str = "rank 0") -> None:
         """Begin to talk with the other ranks.
@@ -130,7 +114,8 @@ class Monitor:
             holder: who holds it, for messages.
         """
         self._holder = holder
-        store.set(f"process/{self._rank}", " ".join(map(str, Process.of(os.getpid()))))
+        atexit.register(self._at_exit)
+        store.set(f"process/{self._rank}", json.dumps(Process.of(os.getpid())))
         self._talker = threading.Thread(target=self._talk, args=(store,), name="medha-talk", daemon=True)
         self._talker.start()
 
@@ -161,7 +146,7 @@ class Monitor:
         """Whether some rank has failed."""
         return self._known.is_set()
 
-    def linger(self, wait_s: float = 3.0) -> bool:
+    def linger(self, wait_s: float = 2.0) -> bool:
         """Before leaving with an error, wait until rank 0 knows it, and on rank 0 until all do; whether rank 0 does.
 
         A launcher ends every rank as soon as one has ended. Rank 0 is the one that speaks, and while it starts it does
@@ -173,15 +158,19 @@ class Monitor:
             self._wait(lambda: self._trouble_of(0) is not None, _GRACE_S + _SAVE_S)
         return is_first or self._told.is_set()
 
-    def leave(self, *, wait_s: float = 10.0) -> bool:
-        """Stop without an error, rank 0 last since it may hold the store; False if a failure came before that."""
+    def leave(self, *, wait_s: float = 10.0) -> None:
+        """Stop without an error, rank 0 last since it may hold the store.
+
+        Raises:
+            RankFailedError: a rank failed before all had left.
+        """
         self._leaving = True
         self._wait(lambda: self._left.is_set() or self._known.is_set(), wait_s)
-        if self._left.is_set():
-            if self._talker is not None:
-                self._talker.join(_STORE_S)  # one that is in C++ when the interpreter ends aborts the process
-            atexit.unregister(self._at_exit)
-        return self._left.is_set()
+        if not self._left.is_set():
+            raise RankFailedError(self.first_error() or f"{self.place}: not every rank has left in time")
+        if self._talker is not None:
+            self._talker.join(_STORE_S)  # one that is in C++ when the interpreter ends aborts the process
+        atexit.unregister(self._at_exit)
 
     def _wait(self, is_over: Callable[[], bool], limit_s: float) -> None:
         """Let the other threads do their work, while there is someone to talk with."""
@@ -190,43 +179,6 @@ class Monitor:
             self._wake.set()
             time.sleep(0.02)
 
-    # -- the thread that watches processes -----------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        trouble_s: dict[tuple[int, str], float] = {}
-        rounds, silence_s, last = -1, 0.0, time.monotonic()
-        while not self._left.wait(_BEAT_S) and not self._known.is_set():
-            now = time.monotonic()
-            elapsed_s, last = min(now - last, 2 * _BEAT_S), now  # whoever was stopped itself has seen nothing meanwhile
-            if self._parent is not None and os.getppid() != self._parent:
-                self.report(f"{self.place}: the process that started it, {self._parent}, has died, in {self._activity}")
-            seen = {(rank, trouble) for rank in self._local if (trouble := self._trouble_of(rank)) is not None}
-            trouble_s = {key: trouble_s.get(key, 0.0) + elapsed_s for key in seen}
-            self._lost = {
-                rank: f"{self._name(rank)} {trouble}{self._last_of(rank)}; noticed by {self.place} in {self._activity}"
-                for (rank, trouble), seconds in trouble_s.items()
-                if seconds >= _TROUBLE_S[trouble] or (self._suspecting is not None and trouble == "has died")
-            }
-            is_talking = self._talks()
-            silence_s = silence_s + elapsed_s if is_talking and rounds == self._num_rounds else 0.0
-            rounds = self._num_rounds
-            if silence_s >= _STORE_S and not self._leaving:
-                self.report(
-                    f"{self._holder} is stopped or cannot be reached: the store that it holds has not answered "
-                    f"{self.place} for {silence_s:.0f} s, in {self._activity}"
-                )
-            if not is_talking or silence_s >= 2 * _BEAT_S:  # nobody can be told, nor say that it has left
-                error = next(iter(self._lost.values()), self._mine)
-                if error is not None:
-                    self._found(error)
-
-    def _trouble_of(self, rank: int) -> str | None:
-        """What is wrong with the process of a rank of this node, as far as it is known."""
-        return self._processes[rank].trouble if rank in self._processes else None
-
-    def _last_of(self, rank: int) -> str:
-        return f", last in {_Status(*json.loads(self._statuses[rank][0])).activity}" if rank in self._statuses else ""
-
     # -- the thread that talks -----------------------------------------------------------------------------------------
 
     def _talks(self) -> bool:
@@ -234,30 +186,24 @@ class Monitor:
 
     def _talk(self, store: Store) -> None:
         last = time.monotonic()
-        while not self._left.is_set():
-            now = time.monotonic()
-            try:
-                self._round(store, min(now - last, 2 * _BEAT_S))
-            except RuntimeError as error:
-                if not self._leaving:
-                    reason = str(error).partition("\n")[0]
-                    self.report(f"{self._holder} has died: {self.place} lost its store in {self._activity}: {reason}")
-                return
-            last = now
-            self._num_rounds += 1
-            self._wake.wait(0.05 if self._known.is_set() else _BEAT_S)
-            self._wake.clear()
+        try:
+            while not self._left.is_set():
+                now = time.monotonic()
+                self._round(store, min(now - last, 2 * _BEAT_S))  # whoever was stopped itself has seen nothing then
+                last = now
+                self._num_rounds += 1
+                self._wake.wait(0.05 if self._known.is_set() else _BEAT_S)
+                self._wake.clear()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            self.report(f"{self._holder} has died: {self.place} lost its store in {self._activity}: {reason}")
 
     def _round(self, store: Store, elapsed_s: float) -> None:
         """One exchange with the store."""
-        store.set(f"status/{self._rank}", json.dumps(self._status()))
+        waits = self.waits_for() is not None or _is_in_transfer()
+        store.set(f"status/{self._rank}", json.dumps((time.monotonic() - self._since, waits, self._activity)))
         for rank in self._local:
-            if store.check([f"process/{rank}"]):
-                machine, pid, started = store.get(f"process/{rank}").decode().split()
-                self._processes[rank] = Process(machine, int(pid), int(started))
-        for rank, lost in list(self._lost.items()):
-            if not store.check([f"left/{rank}"]):
-                self.report(lost)
+            self._look_at_process(store, rank, elapsed_s)
         if (self._rank == 0 or self._suspecting is not None) and not self._known.is_set():
             self._look_for_late(store, elapsed_s)
         if store.check([f"dump/{self._num_dumps}"]):
@@ -276,40 +222,46 @@ class Monitor:
             if self._rank != 0 or store.check([f"left/{rank}" for rank in self._others]):
                 self._left.set()
 
-    def _status(self) -> _Status:
-        waits = self.waits_for() is not None or _is_in_transfer()
-        return _Status(time.monotonic() - self._since, waits, self._activity)
+    def _look_at_process(self, store: Store, rank: int, elapsed_s: float) -> None:
+        """Report a rank of this node that is gone or stopped; one that has left may end."""
+        if rank not in self._processes and store.check([f"process/{rank}"]):
+            self._processes[rank] = Process(*json.loads(store.get(f"process/{rank}")))
+        trouble = self._trouble_of(rank)
+        self._trouble_s[rank] = self._trouble_s[rank] + elapsed_s if trouble else 0.0
+        is_certain = self._trouble_s[rank] >= _TROUBLE_S or (self._suspecting is not None and trouble == "has died")
+        if trouble and is_certain and not store.check([f"left/{rank}"]):
+            last = f", last in {json.loads(store.get(key))[2]}" if store.check([key := f"status/{rank}"]) else ""
+            self.report(f"{self._name(rank)} {trouble}{last}; noticed by {self.place} in {self._activity}")
+
+    def _trouble_of(self, rank: int) -> str | None:
+        """What is wrong with the process of a rank of this node, as far as it is known."""
+        return self._processes[rank].trouble if rank in self._processes else None
 
     def _look_for_late(self, store: Store, elapsed_s: float) -> None:
         """Name the rank that others wait for; after a failed transfer make it the error."""
-        statuses, silent_s = {self._rank: self._status()}, {}
-        for rank in self._others:
-            if store.check([f"status/{rank}"]):
-                latest = store.get(f"status/{rank}")
-                before, silence_s = self._statuses.get(rank, (b"", 0.0))
-                silence_s = 0.0 if latest != before else silence_s + elapsed_s
-                self._statuses[rank] = latest, silence_s
-                status = _Status(*json.loads(latest))
-                statuses[rank] = status._replace(seconds=status.seconds + silence_s)
-                if rank not in self._local:
-                    silent_s[rank] = silence_s
         is_suspecting = self._suspecting is not None
+        limit_s = _SUSPECT_S if is_suspecting else max(BEHIND_S, 10 * self.predicted_s())
+        late, somebody_waits = [(False, 0.0, self._rank, "")], False
+        for rank in (self._rank, *self._others):
+            if not store.check([f"status/{rank}"]):
+                continue
+            latest = store.get(f"status/{rank}")
+            before, silence_s = self._statuses.get(rank, (b"", 0.0))
+            silence_s = silence_s + elapsed_s if latest == before else 0.0
+            self._statuses[rank] = latest, silence_s
+            seconds, waits, activity = json.loads(latest)
+            somebody_waits |= waits
+            if silence_s >= limit_s and rank not in self._local:
+                late.append((True, silence_s, rank, activity))
+            elif not waits and (is_suspecting or activity != "idle"):
+                late.append((False, seconds + silence_s, rank, activity))
+        is_silent, seconds, rank, activity = max(late)
         if self._suspecting is not None and time.monotonic() - self._suspecting < _SUSPECT_S:
             return  # a process that has ended is noticed before
-        limit_s = _SUSPECT_S if is_suspecting else max(BEHIND_S, 10 * self.predicted_s())
-        late_s = {
-            rank: status.seconds
-            for rank, status in statuses.items()
-            if not status.waits and (is_suspecting or status.activity != "idle")
-        }
-        is_silent = max(silent_s.values(), default=0.0) >= limit_s
-        found_s = silent_s if is_silent else late_s
-        rank = max(found_s, key=found_s.__getitem__, default=self._rank)
-        activity = statuses[rank].activity
         if is_silent:
-            what = f"is silent for {silent_s[rank]:.0f} s: cut off, stopped, or busy in Python; last in {activity}"
-        elif late_s.get(rank, 0.0) >= limit_s and any(status.waits for status in statuses.values()):
-            what = f"is behind: in {activity} for {late_s[rank]:.0f} s while others wait for it"
+            what = f"is silent for {seconds:.0f} s: cut off, stopped, or busy in Python; last in {activity}"
+        elif seconds >= limit_s and somebody_waits:
+            what = f"is behind: in {activity} for {seconds:.0f} s while others wait for it"
         else:
             return
         if is_suspecting:
@@ -319,18 +271,37 @@ class Monitor:
             logger.warning("%s %s", self._name(rank), what)
             store.set(f"dump/{self._num_dumps}", "")
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def _found(self, error: str) -> None:
-        """An error is known: let the main thread raise it, and end the process if that is stuck."""
         if not self._known.is_set():
             self._error = error
             self._known.set()
-            threading.Thread(target=self._end_if_stuck, args=(error,), name="medha-end", daemon=True).start()
 
-    def _end_if_stuck(self, error: str) -> None:
-        if self._heard.wait(_GRACE_S) or self._left.is_set():
-            return
+    # -- the thread that waits for nobody ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Until an error is known, look at the launcher and at the other thread; then see that the main one hears."""
+        rounds, silence_s, last = -1, 0.0, time.monotonic()
+        while not self._known.wait(_BEAT_S) and not self._left.is_set():
+            now = time.monotonic()
+            elapsed_s, last = min(now - last, 2 * _BEAT_S), now
+            if self._parent is not None and os.getppid() != self._parent:
+                self.report(f"{self.place}: the process that started it, {self._parent}, has died, in {self._activity}")
+            is_talking = self._talks()
+            silence_s = silence_s + elapsed_s if is_talking and rounds == self._num_rounds else 0.0
+            rounds = self._num_rounds
+            trouble = self._trouble_of(0) if silence_s >= _TROUBLE_S else None
+            if trouble or silence_s >= _STORE_S:
+                self.report(
+                    f"{self._holder} {trouble or 'is stopped or cannot be reached'}: the store that it holds has not "
+                    f"answered {self.place} for {silence_s:.0f} s, in {self._activity}"
+                )
+            if self._mine is not None and (not is_talking or silence_s >= 2 * _BEAT_S):  # nobody can be told
+                self._found(self._mine)
+        if self._known.is_set() and not self._heard.wait(_GRACE_S) and not self._left.is_set():
+            self._end_stuck(self._error or "")
+
+    def _end_stuck(self, error: str) -> None:
+        """End the process, whose main thread waits for a rank that has failed."""
         self._heard.set()
         speaks = not self.linger(0.5) or self._rank == 0
         limit = threading.Timer(_SAVE_S, self._end, (f"{error} (what was unfinished is not saved)", speaks))
@@ -380,13 +351,12 @@ def failures_named(monitor: Monitor, batch: Batch | None = None, *, activity: st
         _linger(monitor, str(error))
         raise
     except Exception as error:
-        place = f"{monitor.place}, {activity}"
         is_echo = _is_lost_peer(error)
         if not is_echo:
-            monitor.report(f"{place}: {type(error).__name__}: {error}")
+            monitor.report(f"{monitor.place}, {activity}: {type(error).__name__}: {error}")
         first = monitor.first_error(suspect=is_echo)
         if first is None:
-            first = f"{place}: lost a peer: {error}"
+            first = f"{monitor.place}, {activity}: lost a peer: {error}"
             monitor.report(first)
         _linger(monitor, first)
         if isinstance(error, MedhaError):

@@ -9,8 +9,6 @@ Legend: T tokens shared on a run, N query heads of one rank, H head dimension.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +17,8 @@ import torch.distributed as dist
 from medha.attention.merge import merge_partials
 from medha.batch import Batch, Row
 from medha.errors import PlanDivergenceError
+from medha.parallel.spp import TAIL_BYTES
 
-_TAIL_BYTES = 16  # batch id and digest, int64 each
 Partial = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -60,7 +58,7 @@ class Merge:
             shared: which rows.
             partial: out [T, N, H] and lse [T, N], natural logarithm, float32, -inf for an empty shard.
         """
-        mine = _packed(shared, *partial)
+        mine = _packed(shared, partial)
         everyone = mine.new_empty(self._num_groups * len(mine))
         # The name changed in torch 2.13; 2.11 has only the old one.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -94,19 +92,12 @@ class Pending:
             PlanDivergenceError: a rank of the run has other rows.
         """
         self.work.wait()
+        parts = [_views(row, self.partial) for row in self.everyone]
         if compare:
-            self._compare()
-        out, lse = self.partial
-        size = out.numel() * out.element_size()
-        end = size + 4 * lse.numel()
-        parts = [
-            (row[:size].view(out.dtype).view(out.shape), row[size:end].view(torch.float32).view(lse.shape))
-            for row in self.everyone
-        ]
-        return merge_partials(parts)[0]
+            self._compare([tail.tolist() for *_, tail in parts])
+        return merge_partials([(out_TNH, lse_TN) for out_TNH, lse_TN, _ in parts])[0]
 
-    def _compare(self) -> None:
-        tails = self.everyone[:, -_TAIL_BYTES:].contiguous().view(torch.int64).tolist()
+    def _compare(self, tails: list[list[int]]) -> None:
         ours = [self.shared.batch_id, self.shared.digest]
         for group, theirs in enumerate(tails, start=self.shared.run[0]):
             if theirs != ours:
@@ -125,27 +116,32 @@ def shared_rows(batch: Batch, device: torch.device) -> list[Shared]:
             runs.setdefault(row.run, []).append((start, row))
         start += row.q_len
     return [
-        Shared(batch.batch_id, run, _indices(located, device), _digest(batch, [row for _, row in located]))
+        Shared(
+            batch.batch_id,
+            run,
+            torch.cat([torch.arange(start, start + row.q_len) for start, row in located]).to(device),
+            Batch(batch.batch_id, tuple(row for _, row in located)).digest(),
+        )
         for run, located in sorted(runs.items())
     ]
 
 
-def _indices(located: Sequence[tuple[int, Row]], device: torch.device) -> torch.Tensor:
-    return torch.cat([torch.arange(start, start + row.q_len) for start, row in located]).to(device)
-
-
-def _digest(batch: Batch, rows: Sequence[Row]) -> int:
-    return zlib.crc32(Batch(batch.batch_id, tuple(rows)).to_ints().tobytes())
-
-
-def _packed(shared: Shared, out_TNH: torch.Tensor, lse_TN: torch.Tensor) -> torch.Tensor:
+def _packed(shared: Shared, partial: Partial) -> torch.Tensor:
     """One part as bytes: output, log-sum-exp, batch id and digest."""
-    size = out_TNH.numel() * out_TNH.element_size()
-    end = size + 4 * lse_TN.numel()
-    padded = end + -end % 8 + _TAIL_BYTES
-    buffer = torch.empty(padded, dtype=torch.uint8, device=out_TNH.device)
-    buffer[:size].view(out_TNH.dtype).view(out_TNH.shape).copy_(out_TNH)
-    buffer[size:end].view(torch.float32).view(lse_TN.shape).copy_(lse_TN)
+    size = sum(tensor.nbytes for tensor in partial)
+    buffer = torch.empty(size + -size % 8 + TAIL_BYTES, dtype=torch.uint8, device=partial[0].device)
     tail = torch.tensor([shared.batch_id, shared.digest], dtype=torch.int64)
-    buffer[padded - _TAIL_BYTES :].view(torch.int64).copy_(tail)
+    for view, values in zip(_views(buffer, partial), (*partial, tail), strict=True):
+        view.copy_(values)
     return buffer
+
+
+def _views(buffer: torch.Tensor, like: Partial) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output, log-sum-exp and tail of a packed part of this shape."""
+    out_TNH, lse_TN = like
+    size, end = out_TNH.nbytes, out_TNH.nbytes + lse_TN.nbytes
+    return (
+        buffer[:size].view(out_TNH.dtype).view(out_TNH.shape),
+        buffer[size:end].view(lse_TN.dtype).view(lse_TN.shape),
+        buffer[-TAIL_BYTES:].view(torch.int64),
+    )

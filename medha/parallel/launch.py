@@ -7,7 +7,6 @@ gone or stopped; where there is no ``/proc`` every process seems to run. Loads n
 from __future__ import annotations
 
 import faulthandler
-import ipaddress
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from medha.child.process import popen_module
 from medha.errors import ConfigError
@@ -43,11 +42,8 @@ class Launch:
     """This process among the job's.
 
     Attributes:
-        rank, world_size: global.
-        local_rank, local_world_size: on this node.
         address: where the ranks meet, host:port; differs between jobs that run at once.
-        agent_pid: process id of torchrun's agent or of whoever stands in its place, None where nobody watches over the
-            ranks.
+        agent_pid: torchrun's agent, or the process that started this rank in its place; None if nobody watches.
         processes: process ids of the ranks that this one has started.
         agent_has_store: whether the agent holds the store at that address; rank 0 does otherwise.
         attempt: how often the agent has restarted the job.
@@ -84,8 +80,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     there = [name for name in _SIGNS if name in env]
     if not there:
         return None
-    missing = [name for name in _NEEDED if name not in env]
-    if missing:
+    if missing := [name for name in _NEEDED if name not in env]:
         raise ConfigError(
             f"the environment sets {', '.join(there)}, as torchrun does, but not {', '.join(missing)}; "
             "accepted: all of them (start with torchrun), or none for a single process"
@@ -137,39 +132,32 @@ def tell_launcher(message: str) -> None:
             Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
-def launch_variables(size: int) -> list[dict[str, str]]:
-    """What torchrun would set for each rank of a job on this machine."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-    sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, **meeting} for rank in range(size)]
-
-
-def start_python(module: Sequence[str], variables: Mapping[str, str], **streams: Any) -> subprocess.Popen[str]:
-    """Start ``python -m`` a module with its arguments, apart from this process's terminal.
-
-    Args:
-        module: its name and arguments.
-        variables: of a rank of :func:`launch_variables`, or others, over this process's own without a launcher's;
-            modules are found where they are found here.
-        streams: as of Popen.
-    """
-    kept = {name: value for name, value in os.environ.items() if name not in (*_SIGNS, *_NEEDED)}
-    # Ctrl-C is for the process that was started by hand, which ends these
-    return popen_module(module, {**kept, **variables}, text=True, start_new_session=True, **streams)
-
-
 @contextmanager
 def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
-    """Be, for the rest of this process, rank 0 of a job on this machine whose other ranks run a module.
+    """Be, for the rest of this process, rank 0 of a job on this machine whose other ranks run ``python -m`` a module.
 
     Each rank gets its share of the threads, unless ``OMP_NUM_THREADS`` says how many. The ranks end with this one.
+
+    Args:
+        size: ranks.
+        module: its name and arguments.
     """
-    first, *others = launch_variables(size)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
-    agent = {_AGENT: _OWN}  # they do not outlive the process that started them
-    ranks = [start_python(module, agent | variables, stdin=subprocess.DEVNULL) for variables in others]
+    sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    first, *others = [
+        {name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": rank, **sizes}.items()}
+        for rank in range(size)
+    ]
+    # they do not outlive this process, which alone gets Ctrl-C and ends them
+    ranks = [
+        popen_module(
+            module, {**os.environ, **variables, _AGENT: _OWN}, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        for variables in others
+    ]
     _own_processes.update((number, rank.pid) for number, rank in enumerate(ranks, start=1))
     os.environ.update(first)
     limit_s = _FAIL_S
@@ -186,26 +174,15 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
 
 
 def gloo_interface(launch: Launch) -> str:
-    """The network interface that gloo is to listen on, for messages.
+    """The network interface that gloo listens on, for messages.
 
-    Where all ranks meet on the loopback and nobody chose an interface, sets ``GLOO_SOCKET_IFNAME`` to the loopback:
-    gloo would listen on whatever address the host name resolves to.
+    Where all ranks meet on the loopback and nobody chose one, sets ``GLOO_SOCKET_IFNAME`` to the loopback: gloo would
+    listen on whatever address the host name resolves to.
     """
-    if _GLOO_INTERFACE not in os.environ and launch.local_world_size == launch.world_size and _is_loopback(launch.host):
-        names = {name for _, name in socket.if_nameindex()}
-        loopback = next((name for name in ("lo", "lo0") if name in names), None)
-        if loopback is not None:
-            os.environ[_GLOO_INTERFACE] = loopback
+    is_here = launch.host in ("localhost", "127.0.0.1", "::1") and launch.local_world_size == launch.world_size
+    if is_here and "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault(_GLOO_INTERFACE, "lo")
     return os.environ.get(_GLOO_INTERFACE, "the address of the host name")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class Process(NamedTuple):

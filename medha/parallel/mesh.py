@@ -13,12 +13,11 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,20 +34,12 @@ logger = logging.getLogger("medha")
 # Control messages come when there is work; a dead peer is noticed by its closed connection, not by this timeout.
 _CONTROL_TIMEOUT = timedelta(days=365)
 
-T = TypeVar("T")
 _READ_LIMIT_S = 3600.0  # to find, download and check a model, before any process group exists
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """This process has met the others: a store and a monitor, no process group yet.
-
-    Attributes:
-        launch: this process's place.
-        config: degrees, which may not fit the model yet.
-        store: shared by all ranks.
-        monitor: notices failed ranks.
-    """
+    """This process has met the others: no process group yet, and the degrees may not fit the model."""
 
     launch: Launch
     config: ParallelConfig
@@ -87,11 +78,6 @@ class Ranks:
     def monitor(self) -> Monitor:
         """Notices failed ranks."""
         return self.job.monitor
-
-    @property
-    def place(self) -> str:
-        """This rank in messages."""
-        return self.monitor.place
 
     @property
     def is_first_stage(self) -> bool:
@@ -157,16 +143,29 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
     has_store = launch.rank == 0 and not launch.agent_has_store
     holder = "torchrun's agent" if launch.agent_has_store else _place(config, 0)
     try:
-        whole = _connect(launch, config.dist_timeout_s, is_host=has_store)
+        whole = TCPStore(
+            launch.host,
+            launch.port,
+            is_master=has_store,
+            timeout=timedelta(seconds=config.dist_timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
         if has_store:
             atexit.register(lambda: whole)  # held to the end: the next LLM of this process meets at the same store
         # the launcher may start the ranks again, and a process may build one LLM after the other
         prefix = f"medha/{launch.attempt}"
         prefix = f"{prefix}/{PrefixStore(prefix, whole).add(f'joins/{launch.rank}', 1)}"
-        monitor.attach(PrefixStore(prefix, _connect(launch, config.dist_timeout_s, is_host=False)), holder=holder)
-    except BaseException:
-        monitor.stop(has_met=False)
-        raise
+        own = whole.clone()  # type: ignore[attr-defined]  # a connection that nothing else uses
+        monitor.attach(PrefixStore(prefix, own), holder=holder)
+    except BaseException as error:
+        monitor.stop()
+        if not isinstance(error, (dist.DistError, RuntimeError, ValueError)):
+            raise
+        what = "could not listen" if has_store else "could not reach the others"
+        raise ConfigError(
+            f"rank {launch.rank} {what} at {launch.address} (MASTER_ADDR and MASTER_PORT): {error}"
+        ) from error
     job = Job(launch, config, PrefixStore(prefix, whole), monitor)
     wait_for_all(job, "here", limit_s=config.dist_timeout_s)
     if launch.rank == 0:
@@ -181,51 +180,27 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
 def wait_for_all(job: Job, point: str, *, limit_s: float) -> None:
     """Wait until every rank has come to a named point; no process group is needed, and none times out meanwhile.
 
+    The first rank that has come names in the log those that take long.
+
     Raises:
         ConfigError: names the ranks that are missing after ``limit_s`` seconds.
         RankFailedError: a rank has failed.
     """
-    job.store.set(f"{point}/{job.launch.rank}", "")
-    _wait_for(job, point, list(range(job.launch.world_size)), limit_s=limit_s)
-
-
-def once_per_node(job: Job, point: str, run: Callable[[], T], *, limit_s: float) -> T:
-    """Run something on the first rank of each node, and then on the node's others, which find what it left there.
-
-    Raises:
-        ConfigError: the first rank has not done it after ``limit_s`` seconds.
-        RankFailedError: a rank has failed.
-    """
-    first = job.launch.rank - job.launch.local_rank
-    if job.launch.local_rank > 0:
-        _wait_for(job, point, [first], limit_s=limit_s)
-        return run()
-    result = run()
-    job.store.set(f"{point}/{first}", "")
-    return result
-
-
-def _wait_for(job: Job, point: str, missing: list[int], *, limit_s: float) -> None:
-    """Wait until the given ranks have come to a named point; the first that has come names those that take long."""
-    begin = time.monotonic()
-    is_named = False
+    launch, begin_s, is_named = job.launch, time.monotonic(), False
+    job.store.set(f"{point}/{launch.rank}", "")
+    missing = list(range(launch.world_size))
     while missing := [rank for rank in missing if not job.store.check([f"{point}/{rank}"])]:
         if job.monitor.has_failure:
             raise RankFailedError(job.monitor.first_error() or "a rank has failed")
-        waited_s = time.monotonic() - begin
-        speaks = all(rank in missing for rank in range(job.launch.rank))
+        waited_s = time.monotonic() - begin_s
+        speaks = all(rank in missing for rank in range(launch.rank))
         if speaks and not is_named and waited_s > BEHIND_S:
             is_named = True
-            level = logging.WARNING if job.launch.rank == 0 else logging.ERROR  # of which alone other ranks write
-            logger.log(
-                level, "ranks %s have not come (%s) after %.0f s; others wait for them", missing, point, BEHIND_S
-            )
+            level = logging.ERROR if launch.rank else logging.WARNING  # other ranks than 0 write errors alone
+            logger.log(level, "ranks %s have not come (%s) after %.0f s; others wait", missing, point, waited_s)
         if waited_s > limit_s:
-            text = (
-                f"ranks {missing} of {job.launch.world_size} have not come to {job.launch.address} "
-                f"within {limit_s:.0f} s"
-            )
-            if speaks and job.launch.rank > 0:
+            text = f"ranks {missing} of {launch.world_size} have not come to {launch.address} within {limit_s:.0f} s"
+            if speaks and launch.rank > 0:
                 logger.error("%s", text)
             raise ConfigError(text)
         time.sleep(0.01)
@@ -234,9 +209,8 @@ def _wait_for(job: Job, point: str, missing: list[int], *, limit_s: float) -> No
 def init_ranks(job: Job, device: torch.device) -> Ranks:
     """Make the process groups, with explicit timeouts. Every rank calls it, and makes the same ones in the same order.
 
-    The groups of all ranks, and those of tensor parallelism, are made once a process and live as long as it: the next
-    LLM of the process uses them again, or two do at once. The others are this job's own, see
-    :func:`leave`.
+    The groups of all ranks, and those of tensor parallelism, are made once and live as long as the process; the others
+    live until this job's :func:`leave`.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -253,7 +227,6 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
                 world_size=launch.world_size,
                 timeout=timeout,
             )
-        everyone = list(range(config.world_size))
         group, stage, tp_rank = config.coordinates(launch.rank)
         tp_mesh = _tp_mesh(dist.group.WORLD, device.type, config.tp, timeout)
         return Ranks(
@@ -264,9 +237,9 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
             tp_rank=tp_rank,
             tp_mesh=tp_mesh,
             tp_group=tp_mesh.get_group(),
-            pipe_group=_new_group(everyone, timeout),
-            report_group=_new_group(everyone, timeout),
-            control_group=_new_group(everyone, _CONTROL_TIMEOUT),
+            pipe_group=dist.new_group(timeout=timeout, backend="gloo"),
+            report_group=dist.new_group(timeout=timeout, backend="gloo"),
+            control_group=dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo"),
             run_groups=_run_groups(config, launch.rank, timeout),
             job=job,
         )
@@ -303,8 +276,7 @@ def leave(ranks: Ranks) -> None:
         RankFailedError: a rank failed before all had left.
     """
     dist.barrier(group=ranks.report_group)
-    if not ranks.monitor.leave():
-        raise RankFailedError(ranks.monitor.first_error() or f"{ranks.place}: not every rank has left in time")
+    ranks.monitor.leave()
     for group in (ranks.pipe_group, ranks.report_group, ranks.control_group, *ranks.run_groups.values()):
         dist.destroy_process_group(group)
 
@@ -330,39 +302,11 @@ def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
         raise ConfigError(f"ranks {odd} differ from rank 0 in: {', '.join(names)}; accepted: the same on every rank")
 
 
-def min_over_ranks(ranks: Ranks, number: int) -> int:
-    """The least of the numbers that the ranks bring; every rank calls it."""
-    return min(_gathered(ranks, number))
-
-
-def max_over_ranks(ranks: Ranks, number: int) -> int:
-    """The most of the numbers that the ranks bring; every rank calls it."""
-    return max(_gathered(ranks, number))
-
-
-def _gathered(ranks: Ranks, number: int) -> list[int]:
-    mine = torch.tensor([number], dtype=torch.int64)
-    everyone = [torch.empty_like(mine) for _ in range(ranks.config.world_size)]
-    dist.all_gather(everyone, mine, group=ranks.report_group)
-    return [int(theirs) for theirs in everyone]
-
-
-def _connect(launch: Launch, timeout_s: float, *, is_host: bool) -> Store:
-    try:
-        return TCPStore(
-            launch.host,
-            launch.port,
-            world_size=None,
-            is_master=is_host,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        what = "could not listen" if is_host else "could not reach the others"
-        raise ConfigError(
-            f"rank {launch.rank} {what} at {launch.address} (MASTER_ADDR and MASTER_PORT): {error}"
-        ) from error
+def over_ranks(ranks: Ranks, number: int, which: dist.ReduceOp.RedOpType) -> int:
+    """The least or the most (``ReduceOp.MIN``, ``MAX``) of the numbers that the ranks bring; every rank calls it."""
+    found = torch.tensor([number], dtype=torch.int64)
+    dist.all_reduce(found, op=which, group=ranks.report_group)
+    return int(found)
 
 
 def _place(config: ParallelConfig, rank: int) -> str:
@@ -371,27 +315,16 @@ def _place(config: ParallelConfig, rank: int) -> str:
 
 
 def _run_groups(config: ParallelConfig, rank: int, timeout: timedelta) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """A process group for each run of neighbouring KV-parallel groups, ascending; returns those that this rank is in.
-
-    Every rank makes all of them in one order, those between the ranks of other stages and tensor-parallel indices too.
-    """
+    """Make a process group for each run of neighbouring KV-parallel groups, in each stage and tensor-parallel index;
+    returns those that this rank is in, by (first, last) group."""
     mine = {}
-    for run in itertools.combinations(range(config.kvp), 2):
+    for first, last in itertools.combinations(range(config.kvp), 2):
         for stage, tp_rank in itertools.product(range(config.spp), range(config.tp)):
-            members = [
-                config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=group) for group in range(run[0], run[1] + 1)
-            ]
+            members = [config.rank_of(stage=stage, tp_rank=tp_rank, kvp_rank=g) for g in range(first, last + 1)]
             made = dist.new_group(members, timeout=timeout)
             if rank in members:
-                assert isinstance(made, dist.ProcessGroup), "this rank is a member"
-                mine[run] = made
+                mine[first, last] = made
     return mine
-
-
-def _new_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, timeout=timeout, backend="gloo")
-    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
-    return group
 
 
 def _tp_fits(tp: int, model: ModelConfig) -> bool:

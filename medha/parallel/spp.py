@@ -2,17 +2,14 @@
 
 Source: the paper, arXiv 2409.17264 v5 section 3.3. Chunk i + 1 of a prompt needs the KV cache of chunk i, not its
 output, so it enters stage 0 as chunk i enters stage 1. Each stage receives from the rank with its own tensor-parallel
-index in the stage before. The batch tells both sides the number of rows, so no size is sent; the digest of the batch
-rides behind the hidden states and is compared by the receiver.
+index in the stage before. Both sides know the number of rows from the batch, whose digest rides along.
 
 ``torch.distributed.pipelining`` does not fit: its schedules are built for a fixed list of microbatches of one shape.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,16 +17,8 @@ import torch.distributed as dist
 from medha.batch import Batch
 from medha.errors import PlanDivergenceError
 
-_TAIL_BYTES = 16  # batch id and digest, int64 each
-
-
-@dataclass(frozen=True, slots=True)
-class _Receive:
-    """A posted receive: the buffer fills while something else is computed."""
-
-    batch: Batch
-    buffer: torch.Tensor
-    work: dist.Work
+TAIL_BYTES = 16
+"""Behind what a rank sends of a batch: its id and digest, int64 each."""
 
 
 class StagePipe:
@@ -60,7 +49,7 @@ class StagePipe:
         self._following = following
         self._dim = dim
         self._dtype = dtype
-        self._receives: deque[_Receive] = deque()
+        self._receives: deque[tuple[Batch, dist.Work, torch.Tensor]] = deque()
         self._received: torch.Tensor | None = None  # what the last batch's hidden states lie in
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._num_buffers = num_buffers
@@ -74,7 +63,7 @@ class StagePipe:
         buffer = self._sized(batch, self._free_receives)
         work = dist.irecv(buffer, src=self._previous, group=self._group)
         assert work is not None, "the receiver is in the group"
-        self._receives.append(_Receive(batch, buffer, work))
+        self._receives.append((batch, work, buffer))
 
     def receive(self, batch: Batch) -> torch.Tensor:
         """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them.
@@ -82,21 +71,21 @@ class StagePipe:
         Raises:
             PlanDivergenceError: the stage before ran another batch.
         """
-        posted = self._receives.popleft()
-        assert posted.batch.batch_id == batch.batch_id, "receives are taken in the order of their posts"
-        posted.work.wait()
+        posted, work, buffer = self._receives.popleft()
+        assert posted.batch_id == batch.batch_id, "receives are taken in the order of their posts"
+        work.wait()
         if self._received is not None:
             self._free_receives.append(self._received)
-        self._received = posted.buffer
+        self._received = buffer
         size = self._hidden_bytes(batch)
-        theirs = tuple(posted.buffer[size:].clone().view(torch.int64).tolist())
-        ours = (batch.batch_id, digest(batch))
+        theirs = tuple(buffer[size:].clone().view(torch.int64).tolist())
+        ours = (batch.batch_id, batch.digest())
         if theirs != ours:
             raise PlanDivergenceError(
                 f"batch {batch.batch_id}: the stage before ran batch {theirs[0]} with digest {theirs[1]:08x}, "
                 f"this one has {ours[0]} with {ours[1]:08x}"
             )
-        return posted.buffer[:size].view(self._dtype).view(batch.num_tokens, self._dim)
+        return buffer[:size].view(self._dtype).view(batch.num_tokens, self._dim)
 
     def reserve(self) -> None:
         """Wait until a send can begin at once: for the oldest one when all buffers are in flight."""
@@ -112,7 +101,7 @@ class StagePipe:
         buffer = self._sized(batch, self._free_sends)
         size = self._hidden_bytes(batch)
         buffer[:size].view(self._dtype).view(x_TD.shape).copy_(x_TD)
-        tail = torch.tensor([batch.batch_id, digest(batch)], dtype=torch.int64)
+        tail = torch.tensor([batch.batch_id, batch.digest()], dtype=torch.int64)
         buffer[size:].copy_(tail.view(torch.uint8))
         work = dist.isend(buffer, dst=self._following, group=self._group)
         assert work is not None, "the sender is in the group"
@@ -125,7 +114,7 @@ class StagePipe:
 
     def _sized(self, batch: Batch, free: list[torch.Tensor]) -> torch.Tensor:
         """A buffer of exactly a batch's bytes: the storage of a free one if it is large enough, else new."""
-        size = self._hidden_bytes(batch) + _TAIL_BYTES
+        size = self._hidden_bytes(batch) + TAIL_BYTES
         buffer = free.pop() if free else None  # one that is too small is dropped, so their number does not grow
         if buffer is None or buffer.untyped_storage().nbytes() < size:
             return torch.empty(size, dtype=torch.uint8)
@@ -133,8 +122,3 @@ class StagePipe:
 
     def _hidden_bytes(self, batch: Batch) -> int:
         return batch.num_tokens * self._dim * self._dtype.itemsize
-
-
-def digest(batch: Batch) -> int:
-    """CRC-32 of a batch's integers."""
-    return zlib.crc32(batch.to_ints().tobytes())

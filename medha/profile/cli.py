@@ -58,7 +58,7 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
     from medha.profile.calibrate import QUICK, Effort
     from medha.profile.measure import measure
 
-    check_writable(output if is_first_rank() else None)
+    check_writable(output)
     load, effort = os.getloadavg()[0], QUICK if quick else Effort()
     if not is_first_rank():
         measure(config, effort, max_kv=max_kv)

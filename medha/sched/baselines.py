@@ -52,12 +52,11 @@ def _continue_started(prefills: Iterable[State], builder: BatchBuilder) -> None:
             builder.add_chunk(state, _all)
 
 
-class StaticPacker:
+class StaticPacker(Packer):
     """Static batching: up to ``max_num_seqs`` requests start in one batch with their whole prompts, and the next ones
     once all of these have ended. ``max_batch_tokens`` does not bound the prompts: they start together."""
 
-    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
-        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
+    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         if not queue.running:
             _start_whole(queue, builder, _all)
             return
@@ -67,15 +66,14 @@ class StaticPacker:
                 builder.add_prompt(state, _all)
 
 
-class OrcaPacker:
+class OrcaPacker(Packer):
     """Iteration-level scheduling: decodes, and whole prompts beside them, first come first served (Orca, OSDI 2022).
 
     The batch's tokens bound how many prompts it takes, but cut none: the first prompt of a batch goes whole whatever
     its length, and the decodes beside it take as long.
     """
 
-    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
-        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
+    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
 
         def if_it_fits(first: int, count: int, most: int) -> int:
             groups = range(first, first + count)
@@ -89,24 +87,22 @@ class OrcaPacker:
         _start_whole(queue, builder, if_it_fits)
 
 
-class SarathiPacker:
+class SarathiPacker(Packer):
     """Chunked prefill, "stall free": decodes, then chunks of prefills that have begun, then new ones (Sarathi-Serve,
     arXiv:2403.02310). The batch's tokens are bounded by ``max_batch_tokens``, a chunk's by ``chunk_size``."""
 
-    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
-        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
+    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         builder.add_decodes()
         _continue_started(list(queue.prefills()), builder)
         _start_waiting(queue, builder)
 
 
-class VllmPacker:
+class VllmPacker(Packer):
     """Running first: what has started, in the order in which it started, decodes and chunks from one budget of
     ``max_batch_tokens``; then what waits, in order of arrival (vLLM V1). ``chunk_size`` bounds a chunk, as
     ``long_prefill_token_threshold`` does there. Unlike there nobody is preempted: claims keep the memory."""
 
-    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
-        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
+    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         due = {state.slot for state in builder.due_decodes()}
         for state in list(queue.running.values()):
             if state.slot in due:
@@ -122,7 +118,7 @@ _FIRST_BUDGET = 256
 _GAIN = 0.1
 
 
-class TokenBudgetPacker:
+class TokenBudgetPacker(Packer):
     """A budget of prefill tokens that adapts to a target for the step's time; prefills by class, then deadline.
 
     ``target / (moving average of seconds a token)``, less the decodes, down to a multiple of 64: the scheme of the
@@ -141,13 +137,14 @@ class TokenBudgetPacker:
         token_s: seconds a token, averaged; None before the first step.
     """
 
+    learns = True
+
     def __init__(self, config: SchedulerConfig) -> None:
         self.token_s: float | None = None
         self._target_s = config.quantum_s if config.t_target_s is None else config.t_target_s
         self._max_tokens = config.max_batch_tokens
 
-    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
-        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
+    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         builder.add_decodes()
         budgets = [self.budget(self._max_tokens - left) for left in builder.tokens_left]
         admits = True
@@ -165,7 +162,7 @@ class TokenBudgetPacker:
         return max((total - num_decodes) // _ALIGNMENT, 1) * _ALIGNMENT
 
     def completed(self, batch: Batch, busy_s: float) -> None:
-        """See :class:`~medha.sched.batch_builder.LearningPacker`; times that are no positive number teach nothing."""
+        """Average; times that are no positive number teach nothing."""
         if not 0 < busy_s < math.inf:
             return
         token_s = max(busy_s / _tokens_of_busiest_group(batch), SHORTEST_S)

@@ -1,26 +1,23 @@
 """A batch while it is filled: the rows so far, the tokens each group may still get, and the memory they take.
 
-A packer says who is next and how many tokens it may get; what bounds a row otherwise (tokens of a batch, the end of a
-shard, KV memory, the number of running requests) is checked here, the same for every packer. So is who is preempted
-where memory is overcommitted (:mod:`medha.sched.preempt`).
-
-The file is longer than most until preemption, which reads queue, memory and pending frees, is a class of its own.
+A packer says who is next and how many tokens it may get. What bounds a row otherwise (tokens of a batch, the end of a
+shard, KV memory, the number of running requests) is checked here, the same for every packer; so is which KV-parallel
+group a request is bound to, at its first chunk and not at its arrival: the one with the least pending prefill work
+among those that have the memory (the "just-in-time" load balancer of arXiv 2409.17264 v4 section 4.3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from medha.batch import Batch, Extent, Row
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Decodes, Predictor, Work
-from medha.sched.balancer import choose_group, pending_work, prefill_work
-from medha.sched.decision import PendingFrees, Preempted
+from medha.cost.predictor import Decodes, Work
+from medha.sched.decision import Prediction
 from medha.sched.memory import KVMemory
-from medha.sched.preempt import Loss, by_loss, fewest, loss, of_lower_class, oldest
-from medha.sched.queue import Queue, State
+from medha.sched.preempt import Preemption, fewest, oldest
+from medha.sched.queue import Queue, State, prefill_work
 
 SizeFn = Callable[[int, int, int], int]
 """(first group, number of groups, most tokens that may be) -> tokens of a chunk, 0 for none."""
@@ -28,21 +25,23 @@ _Bound = Callable[[State, int, int], int]
 """(request, first group, number of groups) -> tokens that its next chunk may have, shards and memory aside."""
 
 
-class Packer(Protocol):
-    """Fills a batch."""
+class Packer:
+    """Fills batches.
 
-    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
+    Attributes:
+        prediction: of the batch filled last; None where it is empty, or the packer does not predict.
+        learns: it is told of each batch that ran.
+    """
+
+    prediction: Prediction | None = None
+    learns = False
+
+    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         """Add rows to ``builder``."""
-        ...
-
-
-@runtime_checkable
-class LearningPacker(Packer, Protocol):
-    """A packer that learns from batches that ran."""
+        raise NotImplementedError
 
     def completed(self, batch: Batch, busy_s: float) -> None:
-        """A batch is done, in order; ``busy_s`` as of :meth:`medha.sched.scheduler.Scheduler.complete`."""
-        ...
+        """A batch is done; ``busy_s`` as of :meth:`medha.sched.scheduler.Scheduler.complete`."""
 
 
 class BatchBuilder:
@@ -54,8 +53,7 @@ class BatchBuilder:
         memory: the KV pools.
         depth: batches in flight over which decodes are dealt.
         now_s: time.
-        pending: what the batch frees and swaps out; that of preempted requests is added.
-        predictor: whose factor corrects the predicted seconds of prefills; None for none.
+        preemption: takes memory from some for others.
 
     Attributes:
         rows, extents, swaps_in: so far.
@@ -63,8 +61,6 @@ class BatchBuilder:
         has_chunk: whether a group has a prefill chunk.
         chunked: index of the row of each slot with a prefill chunk.
         refused: slots of prefills that were refused for want of memory.
-        preempted: requests that gave up their memory.
-        by_class: whether priority classes say who gives way.
     """
 
     def __init__(
@@ -75,12 +71,12 @@ class BatchBuilder:
         *,
         depth: int,
         now_s: float,
-        pending: PendingFrees,
-        predictor: Predictor | None = None,
+        preemption: Preemption,
     ) -> None:
         self.config = config
         self.memory = memory
         self.now_s = now_s
+        self.preemption = preemption
         self.rows: list[Row] = []
         self.extents: list[Extent] = []
         self.swaps_in: list[Extent] = []
@@ -88,14 +84,9 @@ class BatchBuilder:
         self.has_chunk = [False] * memory.num_groups
         self.chunked: dict[int, int] = {}
         self.refused: list[int] = []
-        self.preempted: list[Preempted] = []
-        self.by_class = False
-        self._pending = pending
-        self._predictor = predictor
         self._queue = queue
         self._depth = depth
         self._decodes: Decodes | None = None  # all of the batch, where they were sent together
-        self._least_refused: dict[int | None, int] = {}  # least claim, by blocks of the first chunk; None: all
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
@@ -110,9 +101,6 @@ class BatchBuilder:
         decoding: Collection[State] = self._queue.decoding.values()
         if self.memory.overcommit:  # who may always preempt comes first: no refused one may take its turn
             decoding = sorted(decoding, key=lambda state: (state.request.arrival_s, state.slot))
-        if self.memory.num_groups == 1:
-            share = min(-(-len(decoding) // self._depth), self.tokens_left[0])
-            return [state for state in decoding if state.can_decode][:share]
         placed = [(state, *self.memory.place(state.slot, state.num_scheduled_tokens)) for state in decoding]
         num_decoding = [0] * self.memory.num_groups
         for _, first, count in placed:
@@ -133,7 +121,7 @@ class BatchBuilder:
         if not state.can_decode:
             return False  # it has just been preempted
         position = state.num_scheduled_tokens
-        first, count = (0, 1) if self.memory.num_groups == 1 else self.memory.place(state.slot, position)
+        first, count = self.memory.place(state.slot, position)
         if min(self.tokens_left[first : first + count]) < 1:
             return False
         row = Row(state.slot, position, 1, True, True, first, count)
@@ -169,26 +157,9 @@ class BatchBuilder:
         index = self.chunked.get(slot)
         return 0 if index is None else self.rows[index].q_len
 
-    def most_tokens(self, state: State) -> int:
-        """Tokens that the next chunk of a request may have on the one group that there is, memory aside."""
-        return self._most(state, 0, 1)
-
-    def was_refused(self, state: State, tokens: int) -> bool:
-        """Whether a new request with a first chunk of so many tokens finds no memory, as another found none.
-
-        Who claims no less, and takes as much or brings its whole prompt, is refused as well until something enters the
-        batch. Says False where nothing is known, and with several groups or overcommitted memory.
-        """
-        if not self._least_refused or state.has_started or len(self._queue.running) >= self.config.max_num_seqs:
-            return False
-        if self.by_class and state.num_preempted:
-            return False
-        least = self._least_refused.get(self._first_blocks(state, tokens))
-        return least is not None and self._claim_blocks(state) >= least
-
     def make_room(self, state: State) -> bool:
         """Preempt lower classes for a prefill that was refused memory or a place; whether there were any."""
-        candidates = of_lower_class(self._queue, state, self._lost_s)
+        candidates = self.preemption.of_lower_class(state)
         if not candidates:
             return False
         most = min(state.num_left, self.config.max_batch_tokens)
@@ -198,9 +169,16 @@ class BatchBuilder:
             row = self._chunk_row(state, min(most, self.memory.room(state.slot, position)), *place)
             victims = fewest(candidates, lambda gone: self.memory.can_take(row, gone=gone))
         else:
-            room = self.memory.max_kv_per_group - state.num_scheduled_tokens
-            victims = self._for_first_chunk(state, min(most, room), candidates)
-        self._preempt(victims or [])
+            most = min(most, self.memory.max_kv_per_group - state.num_scheduled_tokens)
+            num_running = len(self._queue.running)
+
+            def fits(first: int, gone: Collection[int]) -> bool:
+                has_place = num_running - len(gone) < self.config.max_num_seqs
+                return has_place and self._can_start(state, first, most, gone)
+
+            found = (fewest(candidates, partial(fits, first)) for first in self._firsts(state))
+            victims = next((victims for victims in found if victims is not None), None)
+        self.preemption.preempt(victims or [], self.now_s)
         return bool(victims)
 
     def put_decodes_first(self) -> None:
@@ -210,10 +188,8 @@ class BatchBuilder:
 
     def moved_s(self) -> float:
         """Predicted seconds in which the batch's blocks are swapped, of the group that moves most."""
-        if not (self._pending.swaps_out or self.swaps_in):
-            return 0.0
         blocks = [0] * self.memory.num_groups
-        for extent in (*self._pending.swaps_out, *self.swaps_in):
+        for extent in (*self.memory.swaps_out, *self.swaps_in):
             blocks[extent.group] += extent.count
         return max(blocks) * self.memory.swap_block_s
 
@@ -269,10 +245,9 @@ class BatchBuilder:
     def _start(self, state: State, size: SizeFn, bound: _Bound) -> int:
         if len(self._queue.running) >= self.config.max_num_seqs:
             return 0
-        if self.by_class and state.num_preempted and self._queue.has_prefill_above(state.request.priority):
+        if self.preemption.by_class and state.num_preempted and self._queue.has_prefill_above(state.request.priority):
             return 0  # it would be in the way again
         num_tokens = state.request.num_kv_tokens
-        whole = self.memory.first_groups(num_tokens)
         firsts = self._firsts(state)
         sizes: dict[int, int] = {}
         for first in firsts:
@@ -280,17 +255,13 @@ class BatchBuilder:
             sizes[first] = min(most, size(first, 1, most)) if most > 0 else 0
         open_firsts = [first for first in firsts if sizes[first] > 0]
 
-        def has_memory(first: int) -> bool:
-            row = self._chunk_row(state, sizes[first], first, 1)
-            kv_len = max(row.kv_len, self._least_kv(state))
-            return self.memory.can_start(first, num_tokens, kv_len, set_aside=row.samples)
-
-        width = self.memory.num_groups - whole[-1]
-        chosen = choose_group(self._pending_work(), width, open_firsts, has_memory)
+        width = len(self.memory.claim(num_tokens))
+        chosen = choose_group(
+            self._pending_work(), width, open_firsts, lambda first: self._can_start(state, first, sizes[first])
+        )
         if chosen is None:
             if open_firsts:
                 self.refused.append(state.slot)
-                self._note_refusal(state, sizes[firsts[0]])
             return 0
         self._queue.start(state)
         if state.num_scheduled_tokens:
@@ -302,25 +273,16 @@ class BatchBuilder:
         self._append_row(state, self._chunk_row(state, sizes[chosen], chosen, 1))
         return sizes[chosen]
 
+    def _can_start(self, state: State, first: int, q_len: int, gone: Collection[int] = ()) -> bool:
+        """Whether a request finds memory for its first chunk on the run that begins at ``first``."""
+        kv_len = max(state.num_scheduled_tokens + q_len, self._least_kv(state))
+        is_last = q_len == state.num_left
+        return self.memory.can_start(first, state.request.num_kv_tokens, kv_len, set_aside=is_last, gone=gone)
+
     def _firsts(self, state: State) -> Sequence[int]:
         """The groups at which a request may begin; where it was swapped out, the one from which it was."""
         swapped_on = self.memory.swapped_on(state.slot)
         return self.memory.first_groups(state.request.num_kv_tokens) if swapped_on is None else (swapped_on,)
-
-    def _note_refusal(self, state: State, tokens: int) -> None:
-        """Keep what :meth:`was_refused` goes by."""
-        if self.memory.num_groups == 1 and not self.memory.overcommit:
-            blocks, claim = self._first_blocks(state, tokens), self._claim_blocks(state)
-            self._least_refused[blocks] = min(claim, self._least_refused.get(blocks, claim))
-
-    def _first_blocks(self, state: State, tokens: int) -> int | None:
-        """Blocks of a first chunk, what comes back from the host included; None where it ends the prefill, with which
-        all of the claim is set aside."""
-        kv_len = state.num_scheduled_tokens + tokens
-        return None if tokens == state.num_left else -(-kv_len // self.memory.block_size)
-
-    def _claim_blocks(self, state: State) -> int:
-        return -(-state.request.num_kv_tokens // self.memory.block_size)
 
     def _least_kv(self, state: State) -> int:
         """Tokens that must be free for a first chunk: with overcommit all that was lost, and a hundredth of the pool,
@@ -336,48 +298,10 @@ class BatchBuilder:
             return True
         if not self.memory.overcommit or not (row.is_decode or state is oldest(self._queue.running.values())):
             return False
-        candidates = by_loss(self._queue, state, self._lost_s, by_class=self.by_class)
+        candidates = self.preemption.by_loss(state)
         victims = fewest(candidates, lambda gone: self.memory.can_take(row, gone=gone))
-        self._preempt(victims or [])
+        self.preemption.preempt(victims or [], self.now_s)
         return victims is not None
-
-    def _for_first_chunk(self, state: State, most: int, candidates: list[State]) -> list[State] | None:
-        """Whom to preempt for a request's first chunk of at most so many tokens, on the first group that can."""
-        num_tokens = state.request.num_kv_tokens
-        num_running = len(self._queue.running)
-        kv_len = max(state.num_scheduled_tokens + most, self._least_kv(state))
-
-        def fits(first: int, gone: Collection[int]) -> bool:
-            is_last = most == state.num_left
-            return num_running - len(gone) < self.config.max_num_seqs and self.memory.can_start(
-                first, num_tokens, kv_len, set_aside=is_last, gone=gone
-            )
-
-        for first in self._firsts(state):
-            victims = fewest(candidates, partial(fits, first))
-            if victims is not None:
-                return victims
-        return None
-
-    def _preempt(self, victims: Sequence[State]) -> None:
-        """Take all memory back from requests, which wait again; their KV goes to host memory where that is cheaper."""
-        self._least_refused.clear()
-        for state in victims:
-            lost = self._loss(state)
-            num_kept = state.num_computed_tokens if lost.is_swap else 0
-            self.preempted.append(Preempted(state.slot, lost.seconds, num_kept))
-            if lost.is_swap:
-                self._pending.swaps_out += self.memory.swap_out(state.slot)
-            if self.memory.release(state.slot):
-                self._pending.frees.append(state.slot)
-            self._queue.preempt(state, self.now_s, num_kept=num_kept)
-
-    def _loss(self, state: State) -> Loss:
-        factor = 1.0 if self._predictor is None else self._predictor.factor("prefill")
-        return loss(self._queue, self.memory, state, factor=factor)
-
-    def _lost_s(self, state: State) -> float:
-        return self._loss(state).seconds
 
     def _pending_work(self) -> Sequence[float]:
         """Prefill work of each group that is not yet scheduled."""
@@ -432,7 +356,6 @@ class BatchBuilder:
 
     def _append_row(self, state: State, row: Row) -> None:
         """Put a row into the batch, count it as scheduled and allocate the blocks it fills."""
-        self._least_refused.clear()
         self.rows.append(row)
         self.extents += self.memory.take(row)
         self._queue.sent(state, row, self.now_s)
@@ -442,3 +365,30 @@ class BatchBuilder:
             self.chunked[row.slot] = len(self.rows) - 1
             for group in range(row.group, row.group + row.num_groups):
                 self.has_chunk[group] = True
+
+
+def pending_work(num_groups: int, prefills: Iterable[tuple[int, int, float]]) -> list[float]:
+    """Pending prefill work of each group.
+
+    Args:
+        num_groups: KV-parallel groups.
+        prefills: (first group, number of groups, work left) of each bound prefill. Groups that share one attend each
+            to a part of its context, so the work is split between them.
+    """
+    work = [0.0] * num_groups
+    for first, count, left in prefills:
+        for group in range(first, first + count):
+            work[group] += left / count
+    return work
+
+
+def choose_group(
+    pending: Sequence[float], width: int, firsts: Iterable[int], has_memory: Callable[[int], bool]
+) -> int | None:
+    """Of ``firsts`` the first group of the run of ``width`` with the least pending work that has the memory, if any."""
+
+    def load(first: int) -> tuple[float, float]:
+        run = pending[first : first + width]
+        return max(run), sum(run)
+
+    return next((first for first in sorted(firsts, key=load) if has_memory(first)), None)

@@ -6,10 +6,10 @@ Whoever looks on (the engine, explanations, the journal, a simulator) is handed 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from medha.batch import Batch, Extent
+from medha.batch import Batch
 from medha.cost.correction import Kind
 from medha.params import SLO
 
@@ -109,24 +109,6 @@ class Decision:
     preempted: tuple[Preempted, ...] = ()
     refused: tuple[int, ...] = ()
     slack_s: tuple[float, ...] = ()
-
-
-@dataclass(slots=True)
-class PendingFrees:
-    """What goes with the next batch, whenever there is one.
-
-    Attributes:
-        frees: slots whose blocks are freed.
-        swaps_out: host blocks that take what they held.
-    """
-
-    frees: list[int] = field(default_factory=list)
-    swaps_out: list[Extent] = field(default_factory=list)
-
-    def clear(self) -> None:
-        """They have gone."""
-        self.frees.clear()
-        self.swaps_out.clear()
 
 
 @dataclass(frozen=True, slots=True)

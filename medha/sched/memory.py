@@ -66,6 +66,8 @@ class KVMemory:
     Attributes:
         pools: by group.
         host_pools: likewise; empty without host memory.
+        frees: slots whose blocks the next batch frees.
+        swaps_out: host blocks that take with the next batch what its slots held.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class KVMemory:
         self.pools = [BlockPool(num_blocks, group) for group in range(num_groups)]
         self.host_pools = [BlockPool(num_swap_blocks, group) for group in range(num_groups)] if num_swap_blocks else []
         self._swapped: dict[int, tuple[int, list[Extent]]] = {}  # group and host blocks of those swapped out
-        self._to_give_back: list[tuple[int, int]] = []  # (group, slot) of host blocks that the next batch reads
+        self._swapped_in: list[tuple[int, int]] = []  # (group, slot) of host blocks that the next batch reads
+        self.frees: list[int] = []
+        self.swaps_out: list[Extent] = []
         self._accounts: dict[int, _Account] = {}
         self._open = [0] * num_groups  # blocks claimed and not yet held, over all requests
         self._set_aside = [0] * num_groups  # the same over those that decode
@@ -122,12 +126,8 @@ class KVMemory:
 
     def claim(self, num_tokens: int) -> list[int]:
         """Blocks that ``num_tokens`` take on each group of a run."""
-        if num_tokens <= self.max_kv_per_group:
-            return [-(-num_tokens // self.block_size)]
-        shards = [self.max_kv_per_group] * (num_tokens // self.max_kv_per_group)
-        if num_tokens % self.max_kv_per_group:
-            shards.append(num_tokens % self.max_kv_per_group)
-        return [-(-shard // self.block_size) for shard in shards]
+        full, rest = divmod(num_tokens, self.max_kv_per_group)
+        return [self.max_kv_per_group // self.block_size] * full + [-(-rest // self.block_size)] * (rest > 0)
 
     def first_groups(self, num_tokens: int) -> range:
         """The groups at which the run of a request of ``num_tokens`` may begin; empty if it can never fit."""
@@ -254,15 +254,16 @@ class KVMemory:
                 self._set_aside[group] += blocks
         return extents
 
-    def release(self, slot: int) -> bool:
-        """Take everything back from a request; whether it held anything. No-op for one that was never bound."""
+    def release(self, slot: int) -> None:
+        """Take everything back from a request; no-op for one that was never bound."""
         account = self._accounts.pop(slot, None)
         if account is None:
-            return False
+            return
         self._count(account, -1)
         for group in range(account.first, account.first + len(account.claim)):
             self.pools[group].release(slot)
-        return any(account.held)
+        if any(account.held):
+            self.frees.append(slot)
 
     # -- swapping ----------------------------------------------------------------------------------------------------
 
@@ -280,16 +281,12 @@ class KVMemory:
         is_full = len(account.claim) > 1 and blocks * self.block_size >= self.max_kv_per_group
         return 0 if is_full or blocks > room else blocks
 
-    def swap_out(self, slot: int) -> list[Extent]:
-        """Give a request that is :meth:`swappable` as many host blocks as it holds; those it holds are to be released.
-
-        Returns:
-            The host blocks in position order.
-        """
+    def swap_out(self, slot: int) -> None:
+        """Give a request that is :meth:`swappable` as many host blocks as it holds; its own are released next."""
         group, blocks = self._accounts[slot].first, self._accounts[slot].held[0]
         extents = self.host_pools[group].allocate(slot, blocks, claim=blocks)
         self._swapped[slot] = group, extents
-        return extents
+        self.swaps_out += extents
 
     def swapped_on(self, slot: int) -> int | None:
         """The group whose host pool holds a request; None for one that is not swapped out."""
@@ -299,7 +296,7 @@ class KVMemory:
     def swap_in(self, slot: int, num_tokens: int) -> tuple[list[Extent], list[Extent]]:
         """Bind a request of ``num_tokens`` in all that is swapped out to its group again, with blocks for what it has.
 
-        Its host blocks are its own until :meth:`give_back`.
+        Its host blocks are its own until :meth:`batch_sent`.
 
         Returns:
             Its blocks, and the host blocks that fill them, in position order.
@@ -312,25 +309,27 @@ class KVMemory:
         extents = self.pools[group].allocate(slot, blocks, claim=account.claim[0])
         account.held[0] = blocks
         self._open[group] -= blocks
-        self._to_give_back.append((group, slot))
+        self._swapped_in.append((group, slot))
         return extents, host
 
-    def forget_swapped(self, slot: int) -> bool:
-        """Take the host blocks back from a request that is swapped out; whether it was."""
+    def forget_swapped(self, slot: int) -> None:
+        """Take the host blocks back from a request, if it is swapped out."""
         swapped = self._swapped.pop(slot, None)
         if swapped is None:
-            return False
+            return
         self.host_pools[swapped[0]].release(slot)
-        return True
+        self.swaps_out = [extent for extent in self.swaps_out if extent.slot != slot]  # not gone out yet
 
-    def give_back(self) -> None:
-        """Take the host blocks back from whoever was swapped in: what reads them is in the batch that is now whole.
+    def batch_sent(self) -> None:
+        """A batch takes ``frees`` and ``swaps_out`` along, and reads the host blocks of what was swapped in.
 
-        Not before: then no batch reads host blocks that it gives to another request.
+        These are given back only now: no batch reads host blocks that it gives to another request.
         """
-        for group, slot in self._to_give_back:
+        for group, slot in self._swapped_in:
             self.host_pools[group].release(slot)
-        self._to_give_back.clear()
+        self._swapped_in.clear()
+        self.frees.clear()
+        self.swaps_out.clear()
 
     def _shard_end(self, account: _Account) -> int:
         if account.end is not None:

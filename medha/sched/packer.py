@@ -23,18 +23,24 @@ Departures from the paper, and why:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor
-from medha.sched.batch_builder import BatchBuilder
-from medha.sched.budget import GroupTime, Yielding, batch_budget_s
+from medha.sched.batch_builder import BatchBuilder, Packer
+from medha.sched.budget import (
+    GroupTime,
+    Yielding,
+    batch_budget_s,
+    guard_limit_s,
+    guarded_rows,
+    is_guarded,
+    owed_after_s,
+)
 from medha.sched.decision import Prediction
-from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
-from medha.sched.policy import Ranking, load_policy, order
+from medha.sched.policy import load_policy, order
 from medha.sched.queue import Queue, State
 
 # Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it
@@ -42,12 +48,9 @@ from medha.sched.queue import Queue, State
 _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
-# What is beyond a limit by this much is so however the sum is rounded.
-_SURELY = 1 + 1e-9
 
 
-@dataclass(slots=True)
-class MedhaPacker:
+class MedhaPacker(Packer):
     """The paper's packer.
 
     Args:
@@ -56,35 +59,30 @@ class MedhaPacker:
         depth: batches in flight at most: a decode returns every so many.
 
     Attributes:
-        predictions: of the batch filled last, None if it is empty.
         num_over_budget: batches with a chunk beyond their budget.
         num_grown: how often a request took its next group before its shard was full.
     """
 
-    config: SchedulerConfig
-    predictor: Predictor
-    depth: int
-    prediction: Prediction | None = None
-    num_over_budget: int = 0
-    num_grown: int = 0
-    _ranking: Ranking = field(init=False)
-    _refused: list[int] = field(default_factory=list)
-    _owed_s: list[float] = field(default_factory=list)
-    _groups: list[GroupTime] = field(default_factory=list)
-    _ahead_s: float = 0.0
+    def __init__(self, config: SchedulerConfig, predictor: Predictor, depth: int) -> None:
+        self.config = config
+        self.predictor = predictor
+        self.depth = depth
+        self.num_over_budget = 0
+        self.num_grown = 0
+        self._ranking = load_policy(config.policy)
+        self._refused: list[int] = []
+        self._owed_s: list[float] = []
+        self._groups: list[GroupTime] = []
+        self._ahead_s = 0.0
 
-    def __post_init__(self) -> None:
-        self._ranking = load_policy(self.config.policy)
-
-    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
-        """See :meth:`medha.sched.batch_builder.Packer.fill`."""
+    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         favoured = self._make_room(queue, builder) if self._ranking.by_class else []
         builder.add_decodes()
         self._groups = [self._group_time(queue, builder, group) for group in range(builder.memory.num_groups)]
         if queue.num_prefills:
             factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
-            yielding = Yielding(self.config, queue, factor=factor, now_s=now_s + self._ahead_s)
+            yielding = Yielding(self.config, queue, factor=factor, now_s=builder.now_s + self._ahead_s)
             for state in favoured:
                 self._give(state, builder, yielding, may_exceed=True)
             self._serve_guarded(queue, builder, yielding)
@@ -100,7 +98,7 @@ class MedhaPacker:
     def _make_room(self, queue: Queue, builder: BatchBuilder) -> list[State]:
         """Requests for which others of lower classes were preempted: of those refused memory in the batch before, and
         where all places are taken the first of the highest class."""
-        builder.by_class = True
+        builder.preemption.by_class = True
         states = [state for slot in self._refused[:_FIRST] if (state := queue.prefill(slot)) is not None]
         if len(queue.running) >= self.config.max_num_seqs:
             states += queue.first_of_highest_class()
@@ -159,7 +157,7 @@ class MedhaPacker:
                 last=queue.relegated,
             )
             states = queue.states_of_rows(rows)
-            if not states or self._serve(states, builder, yielding, may_exceed=True) or len(states) < _FIRST:
+            if not states or self._serve(states, builder, yielding) or len(states) < _FIRST:
                 return
             tried.update(state.slot for state in states)
 
@@ -188,20 +186,14 @@ class MedhaPacker:
             may_enter[queue.rows_of(tried)] = False
         return may_enter
 
-    def _serve(self, states: Iterable[State], builder: BatchBuilder, yielding: Yielding, *, may_exceed: bool) -> bool:
+    def _serve(self, states: Iterable[State], builder: BatchBuilder, yielding: Yielding) -> bool:
         """Give chunks to requests in turn; whether no group can take more."""
-        has_room = self._has_room(builder, may_exceed=may_exceed)
-        is_cramped = self._is_cramped(builder, may_exceed=may_exceed)
+        has_room = self._has_room(builder, may_exceed=True)
         for state in states:
             if not has_room:
-                return True
-            if state.ended or not state.prefilling:
-                continue
-            if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in builder.chunked:
-                continue
-            if self._give(state, builder, yielding, may_exceed=may_exceed):
-                has_room = self._has_room(builder, may_exceed=may_exceed)
-                is_cramped = self._is_cramped(builder, may_exceed=may_exceed)
+                break
+            if not state.ended and state.prefilling and self._give(state, builder, yielding, may_exceed=True):
+                has_room = self._has_room(builder, may_exceed=True)
         return not has_room
 
     # -- one request -------------------------------------------------------------------------------------------------
@@ -210,9 +202,6 @@ class MedhaPacker:
         """Try to put a chunk of a request into the batch."""
         is_long = self._is_long(state)
         if builder.is_held(state) or (is_long and self._is_shut_out(state)):
-            return False
-        if self._is_refused(state, builder):
-            builder.refused.append(state.slot)
             return False
         share = yielding.yielded(state) if is_long else 0.0
         has_chunk = state.slot in builder.chunked
@@ -249,7 +238,6 @@ class MedhaPacker:
             group.tick.add(
                 q_len, kv, run=row.run if row.is_shared else None, samples=row.samples and index == row.group
             )
-            group.fitting = 0
             group.is_joined |= has_chunk
             if is_long:
                 group.long_slot = state.slot
@@ -258,30 +246,6 @@ class MedhaPacker:
     def _is_shut_out(self, state: State) -> bool:
         """Whether another long prefill is in the batch of each group."""
         return all(group.long_slot not in (None, state.slot) for group in self._groups)
-
-    def _is_refused(self, state: State, builder: BatchBuilder) -> bool:
-        """Whether a request finds no memory as others before it in this batch; spares the test for each of many."""
-        if not builder.refused or len(self._groups) > 1 or state.has_started or self._is_long(state):
-            return False
-        if state.num_scheduled_tokens:  # it was swapped out, and so none of many
-            return False
-        group, most = self._groups[0], builder.most_tokens(state)
-        if most < state.num_left or not self._surely_fits(group, most):
-            tokens = self._fitting(state, builder, 0, 1, most, 0.0) if most > 0 else 0
-            if tokens < most and tokens < self.config.min_chunk:
-                return False
-            most = tokens
-        return most > 0 and builder.was_refused(state, most)
-
-    def _surely_fits(self, group: GroupTime, tokens: int) -> bool:
-        """Whether a whole prompt of so many tokens fits a group, however the sum is rounded; shorter ones then do."""
-        if tokens > group.fitting or group.limit_s != group.fitting_limit_s:
-            if tokens > self.predictor.max_tokens:
-                return False
-            if group.tick.with_chunk(tokens, 0, samples=True) * _SURELY > group.limit_s:
-                return False
-            group.fitting, group.fitting_limit_s = tokens, group.limit_s
-        return True
 
     def _grow(self, state: State, builder: BatchBuilder) -> None:
         """Let a request take its next group where the KV on its last alone would soon leave no efficient chunk.
@@ -341,20 +305,6 @@ class MedhaPacker:
             if left > 0 and ((may_exceed and not has_chunk) or group.tick.largest_chunk(0, group.limit_s, 1) > 0):
                 return True
         return False
-
-    def _is_cramped(self, builder: BatchBuilder, *, may_exceed: bool) -> bool:
-        """Whether what is left takes no efficient chunk, so that only the end of a prompt, or of a chunk, can enter.
-
-        Spares a try for each of many requests. Says False where it is not sure: with several groups, and where the
-        tokens left, or the chunk size, are what makes chunks small.
-        """
-        least = self.config.min_chunk
-        if len(self._groups) > 1 or builder.tokens_left[0] < least or (may_exceed and not builder.has_chunk[0]):
-            return False
-        if self.config.chunk_size is not None and self.config.chunk_size < least:
-            return False
-        group = self._groups[0]
-        return least <= self.predictor.max_tokens and group.tick.with_chunk(least, 0) > group.limit_s * _SURELY
 
     # -- time --------------------------------------------------------------------------------------------------------
 

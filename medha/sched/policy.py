@@ -2,13 +2,11 @@
 
 A policy is a function of read-only columns (one row a waiting or partly read request) and the time. Keys are computed
 anew at each step, so no order is ever stale: keys of different requests change at different rates. What becomes of the
-order (chunks, budgets, space sharing) is the packer's; who is served against the order is :mod:`medha.sched.guard`'s.
+order (chunks, budgets, space sharing) is the packer's; who is served against the order is :mod:`medha.sched.budget`'s.
 The time that a policy is given is when whoever is passed over now could have a first token: some batches ahead.
 
 Source: arXiv:2409.17264, v5 section 4.1 (FCFS, EDF, LRS, LARS) and v4 eq. 7 (ILRS). Under overload by short requests
 LARS, too, starves a long one: the slack of a late short request falls faster, relative to its work.
-
-The file is longer than most because every policy stands here with its source, and its errors name the request.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ Ints: TypeAlias = NDArray[np.int64]
 SHORTEST_S = 1e-9
 # An error names at most so many requests.
 MAX_NAMED = 5
-_FLOAT, _INT = np.dtype(np.float64), np.dtype(np.int64)
 # Of more values than the first number, so many are sampled to find the smallest.
 _SAMPLED, _SAMPLE = 2048, 512
 
@@ -56,8 +53,6 @@ class Columns:
         num_computed_tokens: prompt tokens that are done in every stage.
         priority: class; 0 realtime, 1 high, 2 normal, 3 low.
 
-    Raises:
-        ValueError: an array has another dtype, rank or length than it must.
     """
 
     arrival_s: Floats
@@ -69,13 +64,8 @@ class Columns:
     priority: Ints
 
     def __post_init__(self) -> None:
-        shape = (len(self),)
         for name in COLUMN_NAMES:
-            column = getattr(self, name)
-            dtype = _FLOAT if name.endswith("_s") else _INT
-            if column.dtype != dtype or column.shape != shape:
-                raise ValueError(f"column {name} is {_kind(column)}; accepted: {dtype} of shape {shape}")
-            view = column.view()
+            view = getattr(self, name).view()
             view.flags.writeable = False
             object.__setattr__(self, name, view)
 
@@ -87,10 +77,6 @@ class Columns:
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(f"no column {name!r}; accepted: {', '.join(COLUMN_NAMES)}", name=name, obj=self)
 
-    def rows(self, start: int, stop: int) -> Columns:
-        """The requests ``start`` to ``stop - 1``."""
-        return Columns(*(getattr(self, name)[start:stop] for name in COLUMN_NAMES))
-
 
 COLUMN_NAMES = tuple(field.name for field in dataclasses.fields(Columns))
 
@@ -100,25 +86,6 @@ Policy: TypeAlias = Callable[[Columns, float], Floats]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The policies
-
-
-def slack(columns: Columns, now_s: float) -> Floats:
-    """Seconds that each request can still wait and be in time: deadline less now less work left (v5 section 4.1)."""
-    slack_s = columns.arrival_s + columns.deadline_s
-    slack_s -= now_s
-    slack_s -= columns.work_left_s
-    return slack_s
-
-
-def relative_slack(columns: Columns, now_s: float) -> Floats:
-    """Slack per second of total work: the paper's rho (v5 section 4.1), which also steers space sharing (Algorithm 2).
-
-    Below 0 for a request that cannot be in time. A work of 0 counts as one of 1 ns.
-    """
-    key = slack(columns, now_s)
-    with np.errstate(over="ignore"):  # a huge deadline over a tiny work is inf, which is a key
-        key /= np.maximum(columns.work_total_s, SHORTEST_S)
-    return key
 
 
 def fcfs(columns: Columns, now_s: float) -> Floats:
@@ -142,8 +109,12 @@ def edf(columns: Columns, now_s: float) -> Floats:
 
 
 def lrs(columns: Columns, now_s: float) -> Floats:
-    """Least remaining slack first, in seconds (v5 section 4.1, before it is made relative)."""
-    return slack(columns, now_s)
+    """Least remaining slack first: seconds that a request can still wait and be in time (v5 section 4.1, before it is
+    made relative)."""
+    slack_s = columns.arrival_s + columns.deadline_s
+    slack_s -= now_s
+    slack_s -= columns.work_left_s
+    return slack_s
 
 
 def ilrs(columns: Columns, now_s: float) -> Floats:
@@ -156,8 +127,14 @@ def ilrs(columns: Columns, now_s: float) -> Floats:
 
 
 def lars(columns: Columns, now_s: float) -> Floats:
-    """Length-aware relative slack: least slack over total work first (v5 section 4.1)."""
-    return relative_slack(columns, now_s)
+    """Length-aware relative slack: least slack per second of total work first, the paper's rho (v5 section 4.1).
+
+    Below 0 for a request that cannot be in time. A work of 0 counts as one of 1 ns.
+    """
+    key = lrs(columns, now_s)
+    with np.errstate(over="ignore"):  # a huge deadline over a tiny work is inf, which is a key
+        key /= np.maximum(columns.work_total_s, SHORTEST_S)
+    return key
 
 
 BUILT_IN: MappingProxyType[str, Policy] = MappingProxyType(
@@ -305,22 +282,22 @@ def _keys(policy: Policy, columns: Columns, now_s: float) -> Floats:
 
 def _culprits(policy: Policy, columns: Columns, now_s: float) -> range:
     """The smallest run of rows found, by halving, on which the policy alone fails: as a rule a single request."""
+
+    def fails(rows: range) -> bool:
+        part = Columns(*(getattr(columns, name)[rows.start : rows.stop] for name in COLUMN_NAMES))
+        try:
+            _keys(policy, part, now_s)
+        except Exception:  # the one being traced; the caller raises the first
+            return True
+        return False
+
     rows = range(len(columns))
     while len(rows) > 1:
-        halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        failing = [half for half in halves if _fails(policy, columns.rows(half.start, half.stop), now_s)]
-        if not failing:
+        half = next(filter(fails, (rows[: len(rows) // 2], rows[len(rows) // 2 :])), None)
+        if half is None:
             break
-        rows = failing[0]
+        rows = half
     return rows
-
-
-def _fails(policy: Policy, columns: Columns, now_s: float) -> bool:
-    try:
-        _keys(policy, columns, now_s)
-    except Exception:  # the one being traced; the caller raises the first
-        return True
-    return False
 
 
 def _policy_error(name: str, fault: str, slots: Ints) -> PolicyError:
@@ -355,24 +332,22 @@ def load_policy(spec: str | Policy) -> Ranking:
     if not isinstance(spec, str):
         if not callable(spec):
             raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}, or a function of (columns, now_s)")
-        return Ranking(_function_name(spec), _tried(spec, _function_name(spec)))
+        function = getattr(spec, "__qualname__", type(spec).__qualname__)
+        name = f"{getattr(spec, '__module__', '?')}:{function}"
+        return Ranking(name, _tried(spec, name))
     if spec in BUILT_IN:
         return Ranking(spec, BUILT_IN[spec])
     head, colon, rest = spec.partition(":")
     if head == CLASS_FIRST:
-        return _load_class_first(rest if colon else DEFAULT_POLICY)
+        inner = load_policy(rest if colon else DEFAULT_POLICY)
+        if inner.by_class:
+            raise ConfigError(f"policy={spec!r}; accepted: {CLASS_FIRST} once")
+        return Ranking(f"{CLASS_FIRST}:{inner.name}", inner.key, by_class=True)
     if colon:
         return Ranking(spec, _tried(_import_policy(spec, module_name=head, function_name=rest), spec))
     near = difflib.get_close_matches(spec.lower(), [*BUILT_IN, CLASS_FIRST], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}{hint}")
-
-
-def _load_class_first(inner_spec: str) -> Ranking:
-    inner = load_policy(inner_spec)
-    if inner.by_class:
-        raise ConfigError(f"policy='{CLASS_FIRST}:{inner_spec}'; accepted: {CLASS_FIRST} once")
-    return Ranking(f"{CLASS_FIRST}:{inner.name}", inner.key, by_class=True)
 
 
 def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy:
@@ -392,7 +367,7 @@ def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy
 
 def _tried(policy: Policy, name: str) -> Policy:
     """A user's policy that has been asked about one request: a column that there is not is found before the first."""
-    one, count = np.ones(1, _FLOAT), np.ones(1, _INT)
+    one, count = np.ones(1), np.ones(1, np.int64)
     try:
         policy(Columns(one, one, one, one, count, count, count), 0.0)
     except AttributeError as error:
@@ -418,11 +393,6 @@ def _current_folder_searched() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(here)
-
-
-def _function_name(policy: Policy) -> str:
-    name = getattr(policy, "__qualname__", type(policy).__qualname__)
-    return f"{getattr(policy, '__module__', '?')}:{name}"
 
 
 def _accepted() -> str:

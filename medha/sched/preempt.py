@@ -21,52 +21,78 @@ preempt each other, and a preempted request comes back when no prefill of a high
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 
+from medha.cost.predictor import Predictor
+from medha.sched.decision import Preempted
 from medha.sched.memory import KVMemory
 from medha.sched.queue import Queue, State
 
-Fits = Callable[[Collection[int]], bool]
-"""Whether a request would find what it needs if these slots were gone."""
 
-
-LossFn = Callable[[State], float]
-"""Predicted seconds that a request loses if it is preempted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """What a request loses if it is preempted.
-
-    Attributes:
-        seconds: predicted; without a predictor, of what is computed again tokens of short context.
-        is_swap: it is swapped out, and not computed again.
-    """
-
-    seconds: float
-    is_swap: bool = False
-
-
-def loss(queue: Queue, memory: KVMemory, state: State, *, factor: float = 1.0) -> Loss:
-    """What a started request loses if it is preempted, in the cheaper of the two ways.
+class Preemption:
+    """Takes KV memory from some requests for others.
 
     Args:
-        queue: predicts.
-        memory: knows whether it can be swapped out. Where nothing is predicted one that can is.
-        state: the request.
-        factor: corrects the predicted seconds of prefills.
+        queue: the requests.
+        memory: what they hold.
+        predictor: whose factor corrects the predicted seconds of prefills; None for none.
+
+    Attributes:
+        by_class: whether priority classes say who gives way.
+        preempted: requests that gave up their memory since the last decision.
     """
-    again_s = recompute_s(queue, state) * factor
-    blocks = memory.swappable(state.slot)
-    if not blocks:
-        return Loss(again_s)
-    moved_s = 2 * blocks * memory.swap_block_s
-    return Loss(moved_s, is_swap=True) if moved_s < again_s or not queue.predicts else Loss(again_s)
 
+    def __init__(self, queue: Queue, memory: KVMemory, predictor: Predictor | None) -> None:
+        self.by_class = False
+        self.preempted: list[Preempted] = []
+        self._queue = queue
+        self._memory = memory
+        self._predictor = predictor
 
-def recompute_s(queue: Queue, state: State) -> float:
-    """Predicted seconds to compute again what a request has, uncorrected."""
-    return queue.prefill_s(state.num_scheduled_tokens) if state.num_scheduled_tokens else 0.0
+    def of_lower_class(self, state: State) -> list[State]:
+        """Whom a request may preempt by class: the lowest class first, then whoever loses least."""
+        below = [s for s in self._idle() if s.request.priority > state.request.priority]
+        return sorted(below, key=lambda s: (-s.request.priority, self.loss(s)[0], s.slot))
+
+    def by_loss(self, state: State) -> list[State]:
+        """Whom a request may preempt with overcommit: prefills before decodes, or with classes the lowest first.
+
+        Never the oldest, nor those of a higher class than a request that is not the oldest itself.
+        """
+        first = oldest(self._queue.running.values())
+        others = [s for s in self._idle() if s is not first and s is not state]
+        if not self.by_class:
+            return sorted(others, key=lambda s: (not s.prefilling, self.loss(s)[0], s.slot))
+        if state is not first:
+            others = [s for s in others if s.request.priority >= state.request.priority]
+        return sorted(others, key=lambda s: (-s.request.priority, not s.prefilling, self.loss(s)[0], s.slot))
+
+    def loss(self, state: State) -> tuple[float, bool]:
+        """Predicted seconds that a started request loses if it is preempted, and whether it is swapped out for that.
+
+        Without a predictor the seconds are tokens of short context, and a request that can be swapped is.
+        """
+        factor = 1.0 if self._predictor is None else self._predictor.factor("prefill")
+        again_s = self._queue.prefill_s(state.num_scheduled_tokens) * factor if state.num_scheduled_tokens else 0.0
+        blocks = self._memory.swappable(state.slot)
+        moved_s = 2 * blocks * self._memory.swap_block_s
+        if blocks and (moved_s < again_s or not self._queue.predicts):
+            return moved_s, True
+        return again_s, False
+
+    def preempt(self, victims: Iterable[State], now_s: float) -> None:
+        """Take all memory back from requests, which wait again; their KV goes to host memory where that is cheaper."""
+        for state in victims:
+            lost_s, is_swap = self.loss(state)
+            num_kept = state.num_computed_tokens if is_swap else 0
+            self.preempted.append(Preempted(state.slot, lost_s, num_kept))
+            if is_swap:
+                self._memory.swap_out(state.slot)
+            self._memory.release(state.slot)
+            self._queue.preempt(state, now_s, num_kept=num_kept)
+
+    def _idle(self) -> Iterable[State]:
+        """Started requests of which nothing is in flight."""
+        return (s for s in self._queue.running.values() if not s.num_in_flight and not s.ended)
 
 
 def oldest(states: Iterable[State]) -> State | None:
@@ -74,32 +100,12 @@ def oldest(states: Iterable[State]) -> State | None:
     return min(states, key=lambda state: (state.request.arrival_s, state.slot), default=None)
 
 
-def of_lower_class(queue: Queue, state: State, lost_s: LossFn) -> list[State]:
-    """Whom a request may preempt by class: the lowest class first, then whoever loses least."""
-    below = [s for s in _idle(queue) if s.request.priority > state.request.priority]
-    return sorted(below, key=lambda s: (-s.request.priority, lost_s(s), s.slot))
-
-
-def by_loss(queue: Queue, state: State, lost_s: LossFn, *, by_class: bool) -> list[State]:
-    """Whom a request may preempt with overcommit: prefills before decodes, or with classes the lowest first.
-
-    Never the oldest, nor those of a higher class than a request that is not the oldest itself.
-    """
-    first = oldest(queue.running.values())
-    others = [s for s in _idle(queue) if s is not first and s is not state]
-    if not by_class:
-        return sorted(others, key=lambda s: (not s.prefilling, lost_s(s), s.slot))
-    if state is not first:
-        others = [s for s in others if s.request.priority >= state.request.priority]
-    return sorted(others, key=lambda s: (-s.request.priority, not s.prefilling, lost_s(s), s.slot))
-
-
-def fewest(candidates: list[State], fits: Fits) -> list[State] | None:
+def fewest(candidates: list[State], fits: Callable[[Collection[int]], bool]) -> list[State] | None:
     """The fewest candidates, from the front, without which a request fits; None if it does not fit without all of them.
 
     Args:
         candidates: in the order in which they are preempted.
-        fits: whether it would fit without some of them.
+        fits: whether it would fit if some slots were gone.
     """
     gone: set[int] = set()
     chosen: list[State] = []
@@ -112,8 +118,3 @@ def fewest(candidates: list[State], fits: Fits) -> list[State] | None:
         if fits(gone - {state.slot}):
             gone.remove(state.slot)
     return [state for state in chosen if state.slot in gone]
-
-
-def _idle(queue: Queue) -> Iterable[State]:
-    """Started requests of which nothing is in flight."""
-    return (s for s in queue.running.values() if not s.num_in_flight and not s.ended)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from medha.batch import Row
 from medha.cost.prefill_time import PrefillTimes
-from medha.sched.balancer import prefill_work
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import Columns, Floats, Ints
 
@@ -73,6 +72,17 @@ class State:
     def can_decode(self) -> bool:
         """Whether its next token can be computed."""
         return not self.prefilling and self.num_scheduled_tokens < self.num_known_tokens
+
+
+# Context at which a token's attention costs as much as its linear layers, where no predictor says better: a layer takes
+# about 4 * D * L operations against 24 * D * D, so L = 6 * D; D = 4096 stands for a model of 8B parameters.
+_EVEN_CONTEXT = 24_576
+
+
+def prefill_work(num_computed_tokens: int, num_prompt_tokens: int) -> float:
+    """Work left of a prefill in tokens of short context: the tokens, plus attention over what precedes them."""
+    start, end = num_computed_tokens, num_prompt_tokens
+    return (end - start) + (end * end - start * start) / (2.0 * _EVEN_CONTEXT)
 
 
 # The columns: rows of two arrays, so that a request moves as two slices.

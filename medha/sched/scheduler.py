@@ -18,14 +18,15 @@ from dataclasses import replace
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import Predictor, Work
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
 from medha.errors import DeadlineError
 from medha.sched.baselines import classical_packer
-from medha.sched.batch_builder import BatchBuilder, LearningPacker, Packer
-from medha.sched.decision import Admitted, Decision, PendingFrees, Prediction, SchedulerRequest
+from medha.sched.batch_builder import BatchBuilder, Packer
+from medha.sched.decision import Admitted, Decision, Prediction, SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker
+from medha.sched.preempt import Preemption
 from medha.sched.queue import Queue
 
 
@@ -75,7 +76,6 @@ class Scheduler:
             swap_block_s=config.swap_block_s,
         )
         self.packer = _packer(config, predictor, self.depth)
-        self._learner = self.packer if isinstance(self.packer, LearningPacker) else None
         times = None if predictor is None else _prefill_times(config, predictor, max_prompt_tokens)
         self._queue = Queue(
             times,
@@ -84,7 +84,7 @@ class Scheduler:
             decode_lag=bool(config.decode_lag),
         )
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
-        self._pending = PendingFrees()
+        self._preemption = Preemption(self._queue, self.memory, predictor)
         self._next_batch_id = 0
 
     def fresh(self) -> Scheduler:
@@ -113,6 +113,25 @@ class Scheduler:
     def in_flight(self) -> tuple[Batch, ...]:
         """Batches scheduled and not yet complete, oldest first."""
         return tuple(batch for batch, _ in self._in_flight)
+
+    def longest_s(self) -> float:
+        """Seconds that the longest batch in flight is predicted to take, 0 where there is none; any thread may ask.
+
+        A batch of a packer that predicts nothing counts as if one group ran all of it.
+        """
+        return max((self._seconds_of(*sent) for sent in list(self._in_flight)), default=0.0)
+
+    def _seconds_of(self, batch: Batch, prediction: Prediction | None) -> float:
+        if prediction is not None or self.predictor is None:
+            return 0.0 if prediction is None else prediction.seconds
+        most = self.predictor.max_tokens  # of one chunk; whole prompts may be longer
+        return self.predictor.predict(
+            [
+                Work(min(most, row.q_len - done), row.position + done, row.is_decode, None, row.samples)
+                for row in batch.rows
+                for done in range(0, row.q_len, most)
+            ]
+        )
 
     def prediction_of(self, batch: Batch) -> Prediction | None:
         """What was predicted of a batch in flight, where the packer predicts."""
@@ -180,8 +199,7 @@ class Scheduler:
         self._queue.end(state)
         if not state.has_started:
             self._queue.drop(slot)
-            if self.memory.forget_swapped(slot):  # also what has not gone out yet: its host blocks are others' now
-                self._pending.swaps_out = [extent for extent in self._pending.swaps_out if extent.slot != slot]
+            self.memory.forget_swapped(slot)
             return (slot,)
         return self._close_ended((slot,))
 
@@ -196,30 +214,24 @@ class Scheduler:
         if len(self._in_flight) >= self.depth:
             return Decision()
         builder = BatchBuilder(
-            self.config,
-            self._queue,
-            self.memory,
-            depth=self._period,
-            now_s=now_s,
-            pending=self._pending,
-            predictor=self.predictor,
+            self.config, self._queue, self.memory, depth=self._period, now_s=now_s, preemption=self._preemption
         )
-        self.packer.fill(self._queue, builder, now_s)
-        preempted, refused = tuple(builder.preempted), tuple(builder.refused)
+        self.packer.fill(self._queue, builder)
+        preempted, refused = tuple(self._preemption.preempted), tuple(builder.refused)
+        self._preemption.preempted.clear()
         if not builder.rows:
             return Decision(preempted=preempted, refused=refused)
         batch = Batch(
             self._next_batch_id,
             tuple(builder.rows),
             tuple(builder.extents),
-            tuple(self._pending.frees),
-            tuple(self._pending.swaps_out),
+            tuple(self.memory.frees),
+            tuple(self.memory.swaps_out),
             tuple(builder.swaps_in),
         )
-        self.memory.give_back()
+        self.memory.batch_sent()
         self._next_batch_id += 1
-        self._pending.clear()
-        prediction = getattr(self.packer, "prediction", None)
+        prediction = self.packer.prediction
         self._in_flight.append((batch, prediction))
         slack_s = tuple([self._slack_s(slot, now_s) for slot in builder.chunked])
         return Decision(batch, prediction, preempted, refused, slack_s)
@@ -247,8 +259,7 @@ class Scheduler:
         prediction = self._take_in_flight(batch)
         if prediction is not None and self.predictor is not None and not batch.moves:  # moves say nothing of compute
             self.predictor.observe(prediction.kind, prediction.seconds, busy_s, factor=prediction.factor)
-        if self._learner is not None:
-            self._learner.completed(batch, busy_s)
+        self.packer.completed(batch, busy_s)
         self._queue.computed(batch.rows)
         for slot, num_new_tokens, finished in results:
             state = self._queue.running[slot]
@@ -279,8 +290,7 @@ class Scheduler:
             if state is None or not state.ended or state.num_in_flight:
                 continue
             self._queue.drop(slot)
-            if self.memory.release(slot):
-                self._pending.frees.append(slot)
+            self.memory.release(slot)
             closed.append(slot)
         return tuple(closed)
 

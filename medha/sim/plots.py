@@ -15,7 +15,7 @@ from medha.errors import ConfigError
 from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
 from medha.sim.study import WINDOW, Run
-from medha.timeline import counter_event, microseconds, name_event, slice_event, write_events
+from medha.timeline import arrow_events, counter_event, name_event, slice_event, write_events
 from medha.workload.metrics import Times
 
 if TYPE_CHECKING:
@@ -326,19 +326,9 @@ def _stage_events(segments: Sequence[Segment]) -> Iterator[dict[str, Any]]:
         yield slice_event(f"batch {segment.batch_id}", 0, lane, segment.start_s, segment.end_s, args)
         before = came.get(segment.group)
         if before is not None and (before.batch_id, before.stage + 1) == (segment.batch_id, segment.stage):
-            yield from _arrow(before, segment, lane)
+            left = (lane - 1, before.start_s, before.end_s)
+            yield from arrow_events(segment.batch_id, left, (lane, segment.start_s))
         came[segment.group] = segment
-
-
-def _arrow(before: Segment, after: Segment, lane: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """From just before the end of a slice, as it belongs to the slice that is open, to the start of another."""
-    common = {"name": "hidden states", "cat": "flow", "pid": 0, "args": {"batch": after.batch_id}}
-    common["id"] = f"{after.group}-{after.stage}-{after.batch_id}"
-    leaves_s = max(before.start_s, before.end_s - 1e-6)
-    return (
-        {**common, "ph": "s", "tid": lane - 1, "ts": microseconds(leaves_s)},
-        {**common, "ph": "f", "bp": "e", "tid": lane, "ts": microseconds(after.start_s)},
-    )
 
 
 def _request_events(outcome: Outcome) -> Iterator[dict[str, Any]]:

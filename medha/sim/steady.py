@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from medha.batch import Batch, Row
-from medha.sched.batch_builder import LearningPacker
 from medha.sched.decision import Prediction
 from medha.sched.scheduler import Scheduler
 
@@ -20,14 +19,14 @@ def may_go_round(scheduler: Scheduler) -> bool:
     """
     config = scheduler.config
     is_plain = scheduler.memory.num_groups == 1 and not config.overcommit and not config.decode_lag
-    return is_plain and not isinstance(scheduler.packer, LearningPacker)
+    return is_plain and not scheduler.packer.learns
 
 
 def is_steady(scheduler: Scheduler) -> bool:
     """Whether the batches in flight go round until a request ends or another arrives: each, when it is complete, is
     scheduled again with the next token of the same requests. Asked only where :func:`may_go_round`."""
     queue, in_flight = scheduler._queue, scheduler._in_flight
-    if queue.num_prefills or scheduler._pending.frees or not in_flight:
+    if queue.num_prefills or scheduler.memory.frees or not in_flight:
         return False
     num_running = len(queue.running)
     if len(queue.decoding) != num_running or sum(len(batch.rows) for batch, _ in in_flight) != num_running:

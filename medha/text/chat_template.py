@@ -1,7 +1,7 @@
 """Chat messages to the text a model was trained on, by the template that came with its weights.
 
-A chat template is a program that came with somebody's weights: it gets plain copies of what the caller gave, and runs
-in a child process (:mod:`medha.child.render`), because it can crash or exhaust whatever it runs in.
+That is a program of somebody else's: it gets plain copies of what the caller gave, and runs in a child process
+(:mod:`medha.child.render`), because it can crash or exhaust whatever it runs in.
 """
 
 from __future__ import annotations
@@ -28,14 +28,11 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, special_tokens: Mapping[str, str], name: str) -> None:
-        self.source = source
+        # Blocks that mark text for training become plain ones with the same whitespace rules.
+        self._source = _GENERATION.sub(lambda m: f"{m[1]} {'endif' if m[2] else 'if true'} {m[3]}", source)
         self._special_tokens = dict(special_tokens)
         self._name = name
-        self._child = Child("medha.child.render")
-
-    def interrupt(self) -> None:
-        """Give up what another thread renders; it gets an error."""
-        self._child.interrupt()
+        self.child = Child("medha.child.render")
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Render what :func:`template_variables` returned.
@@ -43,10 +40,8 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template fails, or takes too much time or memory.
         """
-        # Blocks that mark text for training become plain ones with the same whitespace rules.
-        source = _GENERATION.sub(lambda m: f"{m[1]} {'endif' if m[2] else 'if true'} {m[3]}", self.source)
         try:
-            return self._child.ask(render.message(source, {**self._special_tokens, **variables})).decode()
+            return self.child.ask(render.message(self._source, {**self._special_tokens, **variables})).decode()
         except (ChildError, ValueError) as error:  # an integer of thousands of digits is no JSON
             raise ChatTemplateError(f"chat template of {self._name}: {error}") from error
 
@@ -66,42 +61,31 @@ def template_variables(
     Raises:
         ValidationError: one of them is malformed; ``index`` is the message's position.
     """
-    if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(t, Mapping) for t in tools)):
-        raise ValidationError(f"tools={tools!r:.80}; accepted: a list of objects", param="tools", value=tools)
-    if not isinstance(add_generation_prompt, bool):
-        raise ValidationError(
-            f"add_generation_prompt={add_generation_prompt!r:.80}; accepted: true or false",
-            param="add_generation_prompt",
-            value=add_generation_prompt,
-        )
     kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
-    if not isinstance(kwargs, Mapping) or "messages" in kwargs:
-        raise ValidationError(
-            f"chat_template_kwargs={kwargs!r:.80}; accepted: an object of the template's variables but messages",
-            param="chat_template_kwargs",
-            value=kwargs,
-        )
+    are_tools = tools is None or (isinstance(tools, (list, tuple)) and all(isinstance(t, Mapping) for t in tools))
+    for name, value, is_right, accepted in (
+        ("tools", tools, are_tools, "a list of objects"),
+        ("add_generation_prompt", add_generation_prompt, isinstance(add_generation_prompt, bool), "true or false"),
+        (
+            "chat_template_kwargs",
+            kwargs,
+            isinstance(kwargs, Mapping) and "messages" not in kwargs,
+            "an object of the template's variables but messages",
+        ),
+    ):
+        if not is_right:
+            raise ValidationError(f"{name}={value!r:.80}; accepted: {accepted}", param=name, value=value)
     return {
         "add_generation_prompt": add_generation_prompt,
         "tools": _plain_value(tools, "tools", _MAX_DEPTH),
         "documents": None,
         **_plain_value(kwargs, "chat_template_kwargs", _MAX_DEPTH),
-        "messages": plain_messages(messages),
+        "messages": _plain_messages(messages),
     }
 
 
-def plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check messages and copy them as plain dicts, lists and strings, with text parts joined.
-
-    Args:
-        messages: what a caller gave as messages.
-
-    Returns:
-        The copies; each has a str ``role`` and a str ``content``.
-
-    Raises:
-        ValidationError: ``messages`` is malformed; ``index`` is the message's position.
-    """
+def _plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """Copies of messages as plain dicts, lists and strings, each with a str ``role`` and ``content``."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise ValidationError("messages must be a non-empty list of messages", param="messages", value=messages)
     plain = []
@@ -110,9 +94,8 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
             raise _wrong(f"messages[{index}]", f"must be a dict, got {type(message).__name__}")
         if not isinstance(message.get("role"), str):
             raise _wrong(f"messages[{index}]", "needs a str role")
-        copied = _plain_value(dict(message), f"messages[{index}]", _MAX_DEPTH)
-        copied["content"] = _content_text(copied.get("content"), index)
-        plain.append(copied)
+        copied = _plain_value(message, f"messages[{index}]", _MAX_DEPTH)
+        plain.append({**copied, "content": _content_text(copied.get("content"), index)})
     return plain
 
 
@@ -128,15 +111,7 @@ def map_strings(value: Any, function: Callable[[str], str]) -> Any:
 
 
 def check_utf8(text: str, where: str) -> None:
-    """Check that text can be written as UTF-8.
-
-    Args:
-        text: any str.
-        where: the parameter that it came in, and which item of it in brackets, if one.
-
-    Raises:
-        ValidationError: it holds a lone surrogate.
-    """
+    """Raise ValidationError where text of a parameter (of an item of it, in brackets) cannot be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -41,9 +41,6 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     ``chat_template.jinja`` wins over the ``chat_template`` of ``tokenizer_config.json``; of a list of named templates
     the one called ``default`` is used. A tokenizer need not have an end-of-sequence token.
 
-    Args:
-        path: the model folder.
-
     Returns:
         The tokenizer, or None where the folder has no ``tokenizer.json``.
 
@@ -61,10 +58,9 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     config = _read_json(path / "tokenizer_config.json")
     specials = {**_named_specials(_read_json(path / "special_tokens_map.json")), **_named_specials(config)}
     template_file = path / "chat_template.jinja"
+    template = _configured_template(config.get("chat_template"), path / "tokenizer_config.json")
     if template_file.is_file():
-        template: str | None = _read(template_file)
-    else:
-        template = _configured_template(config.get("chat_template"), path / "tokenizer_config.json")
+        template = _read(template_file)
     return Tokenizer(backend, special_tokens=specials, chat_template=template, name=str(path), source=data)
 
 
@@ -105,14 +101,7 @@ class Tokenizer:
         self._special_texts = [token.content for token in added.values() if token.special]
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Check that every id this tokenizer can produce has a row in the embedding.
-
-        Args:
-            vocab_size: rows of the model's embedding.
-
-        Raises:
-            TokenizerError: an id is too large; the message gives both numbers.
-        """
+        """Raise TokenizerError where an id that this tokenizer can produce has no row in an embedding of that many."""
         largest = max([*self.backend.get_vocab(with_added_tokens=True).values(), *self.encode("x")], default=-1)
         if largest >= vocab_size:
             raise TokenizerError(
@@ -120,14 +109,11 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode text; special-token text in it becomes control tokens.
+        """Token ids of a text; special-token text in it becomes control tokens.
 
         Args:
             text: any text without lone surrogates.
             add_special_tokens: whether to add what the tokenizer puts around a sequence, such as BOS.
-
-        Returns:
-            Token ids.
 
         Raises:
             ValidationError: ``text`` cannot be written as UTF-8.
@@ -144,19 +130,12 @@ class Tokenizer:
         return self._encoder(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decode token ids; bytes that are not UTF-8 become U+FFFD and ids outside the vocabulary are dropped.
-
-        Args:
-            ids: token ids, none negative.
-            skip_special_tokens: whether special tokens are left out.
-
-        Returns:
-            The text.
+        """The text of token ids, none negative; bytes that are not UTF-8 are U+FFFD, ids that do not exist left out.
 
         Raises:
             TokenizerError: the tokenizer fails.
         """
-        with _failures_named(self.name, "decode"):
+        with failures_named(self.name, "decode"):
             return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     @cached_property
@@ -170,20 +149,13 @@ class Tokenizer:
         return self.chat_template is not None
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, npt.NDArray[np.int32]]:
-        """Render messages to the text the model was trained on, and encode it, with one BOS if the tokenizer uses one.
+        """The text that the model was trained on for messages, and its ids, with one BOS if the tokenizer uses one.
 
         Special-token text in what the caller gives stays text, while the template's own becomes control tokens: the
         caller's is given to the template with a mark behind its first character. To the encoder that mark is a token
         of its own, which nothing is matched across; it is left out of text and ids.
 
-        Args:
-            messages: each with a ``role`` and a ``content``: a str, or a list of text parts, which are joined. Further
-                keys are handed to the template as they are.
-            options: ``add_generation_prompt``, ``tools`` and ``chat_template_kwargs`` of
-                :func:`medha.text.chat_template.template_variables`.
-
-        Returns:
-            The rendered text, and its token ids.
+        Arguments are those of :func:`medha.text.chat_template.template_variables`.
 
         Raises:
             ValidationError: an argument is malformed; ``index`` is the message's position. Or one holds a special
@@ -206,11 +178,13 @@ class Tokenizer:
 
     def interrupt(self) -> None:
         """Give up the long text that another thread encodes, or the template that it renders; it gets an error."""
-        self._encoder.child.interrupt()
+        children = [self._encoder.child]
         if "_marked_encoder" in vars(self):
-            self._marked_encoder[0].child.interrupt()
+            children.append(self._marked_encoder[0].child)
         if self.chat_template is not None:
-            self.chat_template.interrupt()
+            children.append(self.chat_template.child)
+        for child in children:
+            child.interrupt()
 
     def _named_id(self, key: str) -> int | None:
         text = self.special_tokens.get(key)
@@ -222,7 +196,7 @@ class Tokenizer:
             return ids
         others = np.flatnonzero(ids != bos)
         rest = ids[others[0] if len(others) else len(ids) :]
-        return np.concatenate([_as_ids([bos]), rest]) if self.adds_bos or len(rest) < len(ids) else ids
+        return np.concatenate([np.array([bos], np.int32), rest]) if self.adds_bos or len(rest) < len(ids) else ids
 
     @cached_property
     def _special_start(self) -> re.Pattern[str]:
@@ -249,24 +223,9 @@ class Tokenizer:
         assert mark_id is not None, "it was added"
         return _Encoder(backend, backend.to_str, name=self.name), mark_id
 
-    @cached_property
-    def decoder_types(self) -> tuple[str, ...]:
-        """Types of the decoder's steps, as ``tokenizer.json`` names them."""
-        decoder = self.backend.decoder
-        if decoder is None:
-            return ()
-        state = json.loads(decoder.__getstate__())
-        return tuple(part["type"] for part in state.get("decoders", [state]))
-
 
 class _Encoder:
-    """Text to token ids, long texts in a child process.
-
-    Args:
-        backend: the tokenizer proper.
-        source: the same as JSON; asked for by the first long text.
-        name: what messages call it.
-    """
+    """Text to token ids, long texts in a child process, which gets the tokenizer as JSON from ``source``."""
 
     def __init__(self, backend: tokenizers.Tokenizer, source: Callable[[], str], *, name: str) -> None:
         self._backend = backend
@@ -274,19 +233,15 @@ class _Encoder:
         self.child = Child("medha.child.encode", setup=lambda: source().encode())
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
-        with _failures_named(self._name, "encode"):
+        with failures_named(self._name, "encode"):
             if len(text) <= _LONG_TEXT:
-                return _as_ids(encode.encode(self._backend, text, add_special_tokens=add_special_tokens))
+                return np.array(encode.encode(self._backend, text, add_special_tokens=add_special_tokens), np.int32)
             answer = self.child.ask(encode.message(text, add_special_tokens=add_special_tokens))
-            return np.frombuffer(answer, np.int32)
-
-
-def _as_ids(ids: list[int]) -> npt.NDArray[np.int32]:
-    return np.array(ids, np.int32)
+            return np.frombuffer(bytearray(answer), np.int32)
 
 
 @contextmanager
-def _failures_named(name: str, what: str) -> Iterator[None]:
+def failures_named(name: str, what: str) -> Iterator[None]:
     """Within, whatever a tokenizer raises is a TokenizerError; a panic of its Rust code is no Exception."""
     try:
         yield
@@ -322,14 +277,9 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _named_specials(config: dict[str, Any]) -> dict[str, str]:
-    found = {}
-    for key in _NAMED_SPECIALS:
-        value = config.get(key)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[key] = value
-    return found
+    given = {key: config.get(key) for key in _NAMED_SPECIALS}
+    texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in given.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def _configured_template(value: Any, file: Path) -> str | None:

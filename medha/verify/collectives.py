@@ -1,7 +1,7 @@
 """What the ranks of a layout send each other: the library's own transfers, with values that are known and latencies.
 
-Every rank calls each function here, in the same order. A latency is the median of some repetitions, in microseconds; of
-several ranks the longest is shown.
+Every rank calls each function here, in the same order. A latency is the median of some repetitions; of several
+ranks the longest is shown.
 
 Legend: T tokens, N query heads, H head dimension, D model dimension.
 """
@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from medha.parallel.mesh import Ranks
 from medha.parallel.spp import StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over
 from medha.verify.kernels import cut, name_of, random_qkv, shard_attention
-from medha.verify.rows import Crew, Row, exact, held, median_us, not_run, us
+from medha.verify.rows import Crew, Row, exact, held, not_run
 
 _TIMES = 30
 _WARM = 3
@@ -63,19 +64,19 @@ def _tp_rows(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Iterator
     ramp_TD = (torch.arange(4 * _DIM, device=device) % 3).to(dtype).view(4, _DIM)
     total_TD = all_reduce(ramp_TD * (ranks.tp_rank + 1))
     wrong = int((total_TD != ramp_TD * (size * (size + 1) // 2)).sum())
-    seconds = _timed(lambda: all_reduce(ramp_TD[:1].clone()), device)
-    yield _with_latency("tp", f"all-reduce over {size}, {name_of(dtype)}", wrong, seconds)
+    latency_s = _median_s(lambda: all_reduce(ramp_TD[:1].clone()), device)
+    yield exact("tp", f"all-reduce over {size}, {name_of(dtype)}", wrong, latency_s=latency_s)
     side_TD = all_gather(ramp_TD + ranks.tp_rank)
     wrong = int((side_TD != torch.cat([ramp_TD + rank for rank in range(size)], dim=-1)).sum())
-    seconds = _timed(lambda: all_gather(ramp_TD[:1]), device)
-    yield _with_latency("tp", f"all-gather over {size}, {name_of(dtype)}", wrong, seconds)
+    latency_s = _median_s(lambda: all_gather(ramp_TD[:1]), device)
+    yield exact("tp", f"all-gather over {size}, {name_of(dtype)}", wrong, latency_s=latency_s)
 
 
 def _kvp_rows(
     ranks: Ranks, crew: Crew, backend: AttentionBackend, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Row]:
     """The merge of every run of groups, in the one order of all collectives: its value, and equal bits everywhere."""
-    rows, bits, latency_us = [], {}, 0.0
+    rows, bits, latency_s = [], {}, 0.0
     num_runs = ranks.config.kvp * (ranks.config.kvp - 1) // 2
     for run, group in sorted(ranks.run_groups.items()):
         num_groups = 1 + run[1] - run[0]
@@ -88,15 +89,14 @@ def _kvp_rows(
         rows.append(held("kvp", what, largest_error(out_TNH, want_TNH), out_limit(want_TNH, dtype)))
         bits[f"{run} {ranks.stage} {ranks.tp_rank}"] = _crc(out_TNH)
         one = Shared(0, run, shared.tokens[:1], digest=1), (part[0][:1], part[1][:1])
-        seconds = _timed(partial(_merged, merge, *one), device)
-        latency_us = max(latency_us, median_us(seconds))
+        latency_s = max(latency_s, _median_s(partial(_merged, merge, *one), device))
     worst = max(rows, key=lambda row: row.strain)  # every group is in a run
     yield from crew.worst("kvp", [worst])
     by_rank = crew.gather("kvp/bits", bits)
-    latency_us = max(crew.gather("kvp/latency", latency_us))
+    latency_s = max(crew.gather("kvp/latency", latency_s))
     merges = {name for named in by_rank for name in named}
     num_wrong = sum(len({named[name] for named in by_rank if name in named}) > 1 for name in merges)
-    yield exact("kvp", f"same bits in all groups, {len(merges)} merges", num_wrong, note=us(latency_us))
+    yield exact("kvp", f"same bits in all groups, {len(merges)} merges", num_wrong, latency_s=latency_s)
 
 
 def _merged(merge: Merge, shared: Shared, part: Partial) -> torch.Tensor:
@@ -113,17 +113,19 @@ def _spp_rows(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Iterato
     num_hops = 2 * (ranks.config.spp - 1)
     for num_tokens in (1, 256):
         x_TD = torch.randn(num_tokens, _DIM, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-        wrong, seconds = 0, []
-        for i in range(_WARM + _TIMES):
-            batch = Batch(i, (BatchRow(0, 0, num_tokens, is_decode=False, samples=False),))
-            start = time.perf_counter()
+        batch = Batch(0, (BatchRow(0, 0, num_tokens, is_decode=False, samples=False),))
+        wrong = 0
+
+        def there_and_back(batch: Batch = batch, x_TD: torch.Tensor = x_TD) -> None:
+            nonlocal wrong
             wrong += _pass_on(there, batch, x_TD, receives=before is not None, sends=after is not None)
             wrong += _pass_on(back, batch, x_TD, receives=after is not None, sends=before is not None)
-            seconds.append((time.perf_counter() - start) / num_hops)
+
+        latency_s = _median_s(there_and_back, torch.device("cpu")) / num_hops
         there.drain()
         back.drain()
         size = num_tokens * _DIM * dtype.itemsize / 1024
-        yield _with_latency("spp", f"stage to stage, {size:,.0f} KiB", wrong, seconds[_WARM:])
+        yield exact("spp", f"stage to stage, {size:,.0f} KiB", wrong, latency_s=latency_s)
 
 
 def _pass_on(pipe: StagePipe, batch: Batch, x_TD: torch.Tensor, *, receives: bool, sends: bool) -> int:
@@ -146,18 +148,20 @@ def _control_row(ranks: Ranks) -> Row:
     if ranks.rank != 0:
         return _follow(ranks, plan)
     sender = ControlSender(ranks.control_group, others)
-    wrong, seconds = 0, []
-    for _ in range(_WARM + _TIMES):
-        start = time.perf_counter()
+    wrong = 0
+
+    def ask() -> None:
+        nonlocal wrong
         sender.send(Message("batch", {}, plan))
         for rank in others:
             answer = torch.zeros(1, dtype=torch.int32)
             dist.recv(answer, src=rank, group=ranks.report_group)
             wrong += int(answer) != 1
-        seconds.append(time.perf_counter() - start)
+
+    latency_s = _median_s(ask, torch.device("cpu"))
     sender.send(Message("stop"))
     sender.drain()
-    return _with_latency("control", _ROUND_TRIP, wrong, seconds[_WARM:])
+    return exact("control", _ROUND_TRIP, wrong, latency_s=latency_s)
 
 
 def _follow(ranks: Ranks, plan: Batch) -> Row:
@@ -168,20 +172,11 @@ def _follow(ranks: Ranks, plan: Batch) -> Row:
         is_right = message.batch == plan
         wrong += not is_right
         dist.send(torch.tensor([int(is_right)], dtype=torch.int32), dst=0, group=ranks.report_group)
-    return _with_latency("control", _ROUND_TRIP, wrong, [])
+    return exact("control", _ROUND_TRIP, wrong)
 
 
-def _with_latency(check: str, what: str, num_wrong: int, seconds: list[float]) -> Row:
-    """A row whose strain ranks by what is wrong, then by latency."""
-    if not seconds:
-        return exact(check, what, num_wrong)
-    latency = median_us(seconds)
-    row = exact(check, what, num_wrong, note=us(latency))
-    return Row(row.check, row.what, row.figure, row.limit, row.verdict, row.strain + latency * 1e-12)
-
-
-def _timed(call: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of each of some calls, the first ones left out."""
+def _median_s(call: Callable[[], object], device: torch.device) -> float:
+    """The median of the seconds of some calls, the first ones left out."""
     seconds = []
     for _ in range(_WARM + _TIMES):
         start = time.perf_counter()
@@ -189,7 +184,7 @@ def _timed(call: Callable[[], object], device: torch.device) -> list[float]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return seconds[_WARM:]
+    return median(seconds[_WARM:])
 
 
 def _crc(x: torch.Tensor) -> int:

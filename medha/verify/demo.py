@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,9 +24,9 @@ from rich.text import Text
 from medha.cli.display import Display, results_table
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, Joiner, drive
-from medha.engine.build import RankHandle, build_role
+from medha.engine.build import build_role
 from medha.engine.engine import Engine
-from medha.errors import ConfigError, ParallelConfigError
+from medha.errors import ParallelConfigError
 from medha.models.needle import NUM_LAYERS, make_haystack, write_needle
 from medha.outputs import RequestOutput
 from medha.parallel.launch import Launch, read_launch
@@ -36,55 +36,13 @@ from medha.timeline import Timeline
 LONG_PROMPT_TOKENS = 32_768
 
 _CHUNK_SIZE = 256
-_WRITE_LIMIT_S = 60.0
 _TRANSFER_LIMIT_S = 1200.0  # the second stage waits for a whole document
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=48, output_kind="delta")
 _CODES = {"Ada": "31-plum", "Bruno": "58-fern", "Chen": "07-jade", "Divya": "92-rust", "Emre": "64-opal"}
 _FACTS = "".join(f"The code of {name} is {code}.\n" for name, code in _CODES.items())
 
 
-@dataclass(frozen=True, slots=True)
-class Act:
-    """One scheduler and what is said of it.
-
-    Attributes:
-        opening: printed first.
-        file: name of its timeline.
-        scheduler: see :class:`medha.config.SchedulerConfig`.
-        chunk_size, batch_tokens: tokens; None is the longest prompt.
-    """
-
-    opening: str
-    file: str
-    scheduler: str
-    chunk_size: int | None
-    batch_tokens: int | None
-
-
-LARS = Act(
-    "One document of {tokens:,} tokens with a fact hidden in it is read,\n"
-    "while {num_shorts} short questions arrive. Who is served follows from deadlines (LARS).",
-    file="lars.json",
-    scheduler="medha",
-    chunk_size=_CHUNK_SIZE,
-    batch_tokens=2 * _CHUNK_SIZE,
-)
-FCFS = Act(
-    "The same arrivals again, first come first served and every prompt whole:\nthe questions wait for the document.",
-    file="fcfs.json",
-    scheduler="orca",
-    chunk_size=None,
-    batch_tokens=None,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """Where the acts are played: consoles for lines and for what is redrawn, and the length of the document."""
-
-    console: Console
-    live: Console | None
-    long_prompt_tokens: int
+Serve = Callable[[Engine, Display], list[RequestOutput]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +83,63 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
         live: draw the running requests on stderr if it is a terminal.
     """
     console = console or Console()
-    stage = _Stage(console, Console(stderr=True) if live else None, long_prompt_tokens)
     asked = questions(long_prompt_tokens)
     expected = {question.request_id: question.answer for question in asked}
+    whole = long_prompt_tokens + 256
+
+    def act(opening: str, file: Path, serve: Serve, **options: Any) -> list[RequestOutput] | None:
+        """Build an engine, have it serve, and write what ran when; None on a rank without the engine."""
+        timeline, launch = Timeline(), read_launch()
+        options |= layout_for(1 if launch is None else launch.world_size)
+        with _needle_folder(launch) as model:
+            config = EngineConfig.from_flat(
+                str(model), max_model_len=whole, max_num_seqs=8, dist_timeout=_TRANSFER_LIMIT_S, **options
+            )
+            role = build_role(config, timeline=timeline)  # when it returns every rank has loaded
+        outputs = None
+        if role.engine is not None:
+            console.print(opening)
+            if launch is not None and options["scheduler"] == "medha":
+                layout = f"spp={options['spp']} pipeline stages, tp={options['tp']} tensor-parallel ranks in each"
+                console.print(f"Layout: {layout}.")
+            shown = Console(stderr=True) if live else None
+            with Display(role.engine.prefills, lines=console, live=shown, num_requests=len(asked)) as display:
+                outputs = serve(role.engine, display)
+        role.close()
+        if outputs is not None:
+            timeline.write(file)
+        return outputs
+
     with tempfile.TemporaryDirectory(prefix="medha-demo-") as name:
-        lars = _act(stage, LARS, Path(name), lambda engine, display: _serve(engine, asked, display))
+        lars = act(
+            f"One document of {long_prompt_tokens:,} tokens with a fact hidden in it is read,\n"
+            f"while {len(_CODES)} short questions arrive. Who is served follows from deadlines (LARS).",
+            Path(name) / "lars.json",
+            lambda engine, display: _serve(engine, asked, display),
+            scheduler="medha",
+            chunk_size=_CHUNK_SIZE,
+            max_batch_tokens=2 * _CHUNK_SIZE,
+        )
         if lars is not None:
             console.print(results_table(lars, expected=expected))
             console.print(f"{_num_right(lars, expected)} of {len(expected)} answers right.")
             console.print("TPOT is long while the document is read: each token waits for a batch with a part of it.\n")
-        fcfs = _act(stage, FCFS, Path(name), lambda engine, display: _serve_again(engine, lars or [], display))
+        fcfs = act(
+            "The same arrivals again, first come first served and every prompt whole:\n"
+            "the questions wait for the document.",
+            Path(name) / "fcfs.json",
+            lambda engine, display: _serve_again(engine, lars or [], display),
+            scheduler="orca",
+            chunk_size=whole,
+            max_batch_tokens=whole,
+        )
         if lars is None or fcfs is None:
             return 0
-        folder = _keep(Path(name))
+        folder = tempfile.mkdtemp(prefix="medha-timeline-")
+        for path in Path(name).iterdir():
+            shutil.move(path, folder)
     console.print(comparison_table(fcfs, lars, expected=expected))
-    console.print(f"What ran when, for ui.perfetto.dev:\n{folder}/{FCFS.file}\n{folder}/{LARS.file}", soft_wrap=True)
+    console.print(f"What ran when, for ui.perfetto.dev:\n{folder}/fcfs.json\n{folder}/lars.json", soft_wrap=True)
     num_right = min(_num_right(outputs, expected) for outputs in (lars, fcfs))
     console.print(f"Under both, {num_right} of {len(expected)} answers right.")
     return 0 if num_right == len(expected) else 3
@@ -184,74 +184,15 @@ def layout_for(world_size: int) -> dict[str, int]:
     return layouts[world_size]
 
 
-def _act(
-    stage: _Stage, act: Act, folder: Path, serve: Callable[[Engine, Display], list[RequestOutput]]
-) -> list[RequestOutput] | None:
-    """Build an engine, have it serve, and write what ran when; None on a rank without the engine.
-
-    Every rank plays every act.
-    """
-    timeline = Timeline()
-    role = _needle_role(stage.long_prompt_tokens, act, timeline)
-    engine = role.engine
-    if engine is None:
-        role.close()
-        return None
-    _announce(stage, act)
-    num_requests = 1 + len(_CODES)
-    with Display(engine.prefills, lines=stage.console, live=stage.live, num_requests=num_requests) as display:
-        outputs = serve(engine, display)
-    role.close()
-    timeline.write(folder / act.file)
-    return outputs
-
-
-def _announce(stage: _Stage, act: Act) -> None:
-    stage.console.print(act.opening.format(tokens=stage.long_prompt_tokens, num_shorts=len(_CODES)))
-    launch = read_launch()
-    if launch is not None and act is LARS:
-        layout = layout_for(launch.world_size)
-        stage.console.print(
-            f"Layout: spp={layout['spp']} pipeline stages, tp={layout['tp']} tensor-parallel ranks in each."
-        )
-
-
-def _needle_role(long_prompt_tokens: int, act: Act, timeline: Timeline) -> RankHandle:
-    launch = read_launch()
-    max_model_len = long_prompt_tokens + 256
-    budgets = {"chunk_size": act.chunk_size or max_model_len, "max_batch_tokens": act.batch_tokens or max_model_len}
-    with _needle_folder(launch) as folder:
-        config = EngineConfig.from_flat(
-            str(folder),
-            max_model_len=max_model_len,
-            max_num_seqs=8,
-            scheduler=act.scheduler,
-            dist_timeout=_TRANSFER_LIMIT_S,
-            **budgets,
-            **layout_for(1 if launch is None else launch.world_size),
-        )
-        return build_role(config, timeline=timeline)
-
-
 @contextmanager
 def _needle_folder(launch: Launch | None) -> Iterator[Path]:
-    """The model's folder, written once a node by its first rank, and removed when every rank has loaded it."""
-    if launch is None or launch.local_world_size == 1:
-        with tempfile.TemporaryDirectory(prefix="medha-demo-") as name:
-            yield write_needle(Path(name) / "needle")
-        return
-    folder = Path(tempfile.gettempdir()) / f"medha-demo-{os.getuid()}-{launch.address.replace(':', '-')}"
-    if launch.local_rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
-        write_needle(folder)
-    deadline = time.monotonic() + _WRITE_LIMIT_S
-    while not (folder / "config.json").is_file():  # written last
-        if time.monotonic() > deadline:
-            raise ConfigError(f"the first rank of this node wrote no model into {folder} within {_WRITE_LIMIT_S:.0f} s")
-        time.sleep(0.05)
-    yield folder  # build_role returns when every rank has loaded: it ends in a collective
-    if launch.local_rank == 0:
+    """The model's folder, of one name on all ranks; each rank writes it, file by file at once, and removes it."""
+    job = str(os.getpid()) if launch is None else launch.address.replace(":", "-")
+    folder = Path(tempfile.gettempdir()) / f"medha-demo-{os.getuid()}-{job}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        yield write_needle(folder)
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -291,14 +232,6 @@ def _collect(pieces: Iterable[RequestOutput], display: Display) -> list[RequestO
             display.finish(whole)
             finished.append(whole)
     return sorted(finished, key=lambda output: output.metrics.arrival)
-
-
-def _keep(folder: Path) -> Path:
-    """Move the timelines to a folder that stays; returns it."""
-    kept = Path(tempfile.mkdtemp(prefix="medha-timeline-"))
-    for path in folder.iterdir():
-        shutil.move(path, kept)
-    return kept
 
 
 def _num_right(outputs: Sequence[RequestOutput], expected: Mapping[str, str]) -> int:

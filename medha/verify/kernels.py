@@ -38,8 +38,9 @@ def attention_rows(backend: AttentionBackend, device: torch.device, dtypes: Sequ
     for dtype in dtypes:
         cases = [case for heads in _HEADS for case in _attention_errors(backend, heads, device, dtype)]
         what = f"{name_of(dtype)}, {len(cases)} shapes"
-        yield _worst_row("attention", f"output, {what}", [(error, limit) for error, limit, _, _ in cases])
-        yield _worst_row("attention", f"log-sum-exp, {what}", [(error, limit) for _, _, error, limit in cases])
+        for name, figures in zip(("output", "log-sum-exp"), zip(*cases, strict=True), strict=True):
+            rows = [held("attention", f"{name}, {what}", error, limit) for error, limit in figures]
+            yield max(rows, key=lambda row: row.strain)
 
 
 def merge_rows(
@@ -89,8 +90,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 def _attention_errors(
     backend: AttentionBackend, heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype
-) -> list[tuple[float, float, float, float]]:
-    """Of each segment: error of the output, its limit, error of the log-sum-exp, its limit."""
+) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """Of each segment the error of the output and its limit, and those of the log-sum-exp."""
     N, K, H = heads
     cache = KVCache(
         num_layers=1, num_blocks=_POOL_BLOCKS, block_size=_BLOCK, num_kv_heads=K, head_dim=H, dtype=dtype, device=device
@@ -111,18 +112,9 @@ def _attention_errors(
         index_S = torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64, device=device)
         want_out, want_lse = dense_attention(q_TNH[rows], k_PKH[index_S], v_PKH[index_S], causal=segment.causal)
         finite = want_lse.masked_fill(want_lse == -torch.inf, 0.0)
-        errors.append(
-            (
-                largest_error(out_TNH[rows], want_out), out_limit(want_out, dtype),
-                largest_error(lse_TN[rows], want_lse), lse_limit(finite, dtype),
-            )
-        )  # fmt: skip
+        output = largest_error(out_TNH[rows], want_out), out_limit(want_out, dtype)
+        errors.append((output, (largest_error(lse_TN[rows], want_lse), lse_limit(finite, dtype))))
     return errors
-
-
-def _worst_row(check: str, what: str, errors: Sequence[tuple[float, float]]) -> Row:
-    rows = [held(check, what, error, limit) for error, limit in errors]
-    return max(rows, key=lambda row: row.strain)
 
 
 def _num_wrong_edges(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> int:

@@ -72,27 +72,21 @@ class Row:
 
     def shown(self) -> dict[str, Any]:
         """The row of the printed table and of the report."""
-        return {
-            "check": self.check,
-            "what": self.what,
-            "figure": self.figure,
-            "limit": self.limit,
-            "verdict": self.verdict,
-            "seconds": round(self.seconds, 3),
-        }
+        columns = ("check", "what", "figure", "limit", "verdict")
+        return {name: getattr(self, name) for name in columns} | {"seconds": round(self.seconds, 3)}
 
 
 def held(check: str, what: str, error: float, limit: float) -> Row:
     """An error and its limit; NaN is no pass."""
-    is_right = error <= limit
     strain = error / limit if error < float("inf") else float("inf")  # inf for NaN as well
-    return Row(check, what, f"{error:.1e}", f"{limit:.1e}", PASS if is_right else FAIL, strain)
+    return Row(check, what, f"{error:.1e}", f"{limit:.1e}", PASS if error <= limit else FAIL, strain)
 
 
-def exact(check: str, what: str, num_wrong: int, *, note: str = "") -> Row:
-    """Something of which nothing may be wrong; ``note`` is a figure beside it, such as a latency."""
-    figure = ", ".join(filter(None, [f"{num_wrong} wrong", note]))
-    return Row(check, what, figure, "0 wrong", FAIL if num_wrong else PASS, float(num_wrong))
+def exact(check: str, what: str, num_wrong: int, *, latency_s: float | None = None) -> Row:
+    """Something of which nothing may be wrong, and how long it takes; of ranks that are right the slowest counts."""
+    figure = f"{num_wrong} wrong" + ("" if latency_s is None else f", {1e6 * latency_s:,.0f} us")
+    strain = num_wrong + (latency_s or 0.0) * 1e-6
+    return Row(check, what, figure, "0 wrong", FAIL if num_wrong else PASS, strain)
 
 
 def not_run(check: str, what: str, reason: str) -> Row:
@@ -118,21 +112,10 @@ def timed(rows: Iterable[Row]) -> list[Row]:
 
 def attempted(check: str, rows: Iterable[Row]) -> list[Row]:
     """:func:`timed` for what one rank does by itself: an error is a row."""
-    start = time.perf_counter()
     try:
         return timed(rows)
     except Exception as error:
-        return [replace(failed(check, error), seconds=time.perf_counter() - start)]
-
-
-def median_us(seconds: Sequence[float]) -> float:
-    """The median in microseconds, the lower of two."""
-    return 1e6 * sorted(seconds)[(len(seconds) - 1) // 2]
-
-
-def us(figure: float) -> str:
-    """Microseconds for a table."""
-    return f"{figure:,.0f} us" if figure < 10_000 else f"{figure / 1000:,.0f} ms"
+        return [failed(check, error)]
 
 
 class Crew:
@@ -170,20 +153,19 @@ def worst_of(rows_by_rank: Sequence[Sequence[Row]]) -> list[Row]:
     for rank, rows in enumerate(rows_by_rank):
         for row in rows:
             found.setdefault((row.check, row.what), []).append((rank, row))
-    return [_worst(located, len(rows_by_rank)) for located in found.values()]
-
-
-def _worst(located: Sequence[tuple[int, Row]], num_ranks: int) -> Row:
-    _, row = max(located, key=lambda pair: (pair[1].verdict == FAIL, pair[1].strain))
-    seconds = max(other.seconds for _, other in located)
-    bad = [rank for rank, other in located if other.verdict == FAIL]
-    where = f" (rank {', '.join(map(str, bad))})" if bad and num_ranks > 1 else ""
-    return replace(row, what=row.what + where, seconds=seconds)
+    worst = []
+    for located in found.values():
+        _, row = max(located, key=lambda pair: (pair[1].verdict == FAIL, pair[1].strain))
+        bad = [str(rank) for rank, other in located if other.verdict == FAIL]
+        where = f" (rank {', '.join(bad)})" if bad and len(rows_by_rank) > 1 else ""
+        worst.append(replace(row, what=row.what + where, seconds=max(other.seconds for _, other in located)))
+    return worst
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Versions and device of this rank."""
+    """Versions of this rank, its kind of device, and which GPU it is."""
     facts = environment()
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "medha": facts["medha"],
         "python": facts["python"],
@@ -192,7 +174,8 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
         "host": socket.gethostname(),
         "threads": facts["threads"],
-        **_device_facts(device, facts),
+        "kind": facts["cpu"] or "cpu" if properties is None else properties.name,
+        "gpu": None if properties is None else f"GPU {properties.uuid} of {socket.gethostname()}",
     }
 
 
@@ -222,11 +205,3 @@ def _compared(check: str, what: str, facts: Sequence[Mapping[str, Any]], names: 
         differing = ", ".join(name for name in names if any(facts[rank][name] != facts[0][name] for rank in odd))
         return Row(check, what, f"ranks {', '.join(map(str, odd))} differ in {differing}", "the same", FAIL)
     return Row(check, what, "1 rank" if len(facts) == 1 else f"same on {len(facts)} ranks", "the same", PASS)
-
-
-def _device_facts(device: torch.device, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The kind of device, and which GPU it is."""
-    if device.type != "cuda":
-        return {"kind": f"{facts['cpu'] or 'cpu'}", "gpu": None}
-    properties = torch.cuda.get_device_properties(device)
-    return {"kind": properties.name, "gpu": f"GPU {properties.uuid} of {socket.gethostname()}"}

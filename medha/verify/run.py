@@ -20,7 +20,6 @@ from medha.attention.interface import LayerShape
 from medha.cli.command import FAILED_REQUESTS, first_interrupt, ignore_signals
 from medha.cli.report import deliver, stamp
 from medha.cli.table import counted
-from medha.errors import RankFailedError
 from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
 from medha.parallel.health import failures_named
@@ -30,7 +29,7 @@ from medha.verify.collectives import collective_rows
 from medha.verify.kernels import attention_rows, merge_rows
 from medha.verify.rows import FAIL, NOT_RUN, PASS, Crew, Row, Setting, attempted, failed, machine_rows, timed
 from medha.verify.serving import Show, needle_rows, parity_rows, random_llama
-from medha.worker.shard import TORCH_DTYPES, own_device, pick_backend, pick_device
+from medha.worker.shard import TORCH_DTYPES, choose_backend, own_device, pick_device
 
 Add = Callable[[Sequence[Row]], None]
 
@@ -44,7 +43,7 @@ def resolved(setting: Setting) -> Setting:
 
 
 def run_and_report(setting: Setting, launch: Launch | None, output_json: Path | None) -> int:
-    """Run the checks and print the table, which rank 0 does; every rank calls it.
+    """Run the checks; rank 0 prints the table. Every rank calls it.
 
     Returns:
         The exit code; the other ranks leave the verdict to rank 0, since a launcher ends all when one has failed.
@@ -137,7 +136,7 @@ def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, ad
         device = own_device(pick_device(setting.device), launch)
         dtype = TORCH_DTYPES[setting.dtype]
         backends = {
-            each: pick_backend(setting.attention_backend, LayerShape(8, 2, 64, each), device)
+            each: choose_backend(setting.attention_backend, LayerShape(8, 2, 64, each), device)[0]
             for each in (torch.float32, dtype)
         }
         backend = backends[dtype]
@@ -171,6 +170,5 @@ def _of_every_rank(setting: Setting, launch: Launch | None, value: Any) -> list[
     job = meet(setting.parallel, launch)
     with failures_named(job.monitor, activity="verify"):
         values = Crew(job).gather("values", value)
-        if not job.monitor.leave():
-            raise RankFailedError(job.monitor.first_error() or f"{job.monitor.place}: not every rank has left in time")
+        job.monitor.leave()
     return values

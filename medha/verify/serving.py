@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,14 @@ def parity_rows(setting: Setting, folder: Path) -> Iterator[Row]:
     """
     lengths = prompt_lengths(setting.parallel.kvp)
     prompts = [_random_prompt(length, seed) for seed, length in enumerate(lengths)]
-    config = EngineConfig.from_flat(
-        str(folder),
+    config = _config(
+        setting,
+        folder,
         max_model_len=max(lengths) + _NEW_TOKENS,
         num_kv_blocks=6 * len(lengths),
         chunk_size=128,
         max_batch_tokens=192,
-        **_options(setting),
-        **({"max_kv_per_group": _GROUP_TOKENS} if setting.parallel.kvp > 1 else {}),
+        max_kv_per_group=_GROUP_TOKENS if setting.parallel.kvp > 1 else None,
     )
     params = SamplingParams(
         temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=True, logprobs=_NUM_LOGPROBS, output_kind="final_only"
@@ -130,10 +131,7 @@ def compared(
 
 
 def needle_rows(
-    setting: Setting,
-    folder: Path,
-    everyone: Callable[[Any], list[Any]],
-    show: Show = lambda text: None,
+    setting: Setting, folder: Path, everyone: Callable[[Any], list[Any]], show: Show = lambda text: None
 ) -> Iterator[Row]:
     """For each length and depth whether the fact is found, and whether no rank held more of the document than its part.
 
@@ -145,15 +143,14 @@ def needle_rows(
         everyone: from this rank's value to those of all, once the engine has left; every rank calls it.
         show: told how far reading is.
     """
-    for num_tokens in setting.needle_tokens:
-        for depth in setting.needle_depths:
-            start = time.perf_counter()
-            row, kv_bytes = find_needle(setting, folder, num_tokens, depth, show)
-            row = replace(row, seconds=time.perf_counter() - start)
-            found: list[tuple[int | None, int]] = everyone((kv_bytes, peak_memory_bytes()))
-            memory = memory_row(setting.parallel, num_tokens, [size for size, _ in found])
-            yield replace(row, details={**(row.details or {}), "peak_memory_bytes": max(peak for _, peak in found)})
-            yield memory
+    for num_tokens, depth in product(setting.needle_tokens, setting.needle_depths):
+        start = time.perf_counter()
+        row, kv_bytes = find_needle(setting, folder, num_tokens, depth, show)
+        seconds = time.perf_counter() - start
+        found: list[tuple[int | None, int]] = everyone((kv_bytes, peak_memory_bytes()))
+        details = {**(row.details or {}), "peak_memory_bytes": max(peak for _, peak in found)}
+        yield replace(row, seconds=seconds, details=details)
+        yield memory_row(setting.parallel, num_tokens, [size for size, _ in found])
 
 
 def find_needle(
@@ -171,16 +168,15 @@ def find_needle(
     except ParallelConfigError as error:
         return not_run("needle", what, str(error)), None
     max_model_len = num_tokens + _ANSWER_TOKENS
-    share = -(-max_model_len // parallel.kvp)
     chunk_size = _NEEDLE_CHUNK if num_tokens > _LONG_NEEDLE else 512
-    config = EngineConfig.from_flat(
-        str(folder),
+    config = _config(
+        setting,
+        folder,
         max_model_len=max_model_len,
-        num_kv_blocks=-(-share // _BLOCK),
+        num_kv_blocks=-(-max_model_len // (parallel.kvp * _BLOCK)),
         scheduler="sarathi",  # chunks of one size, whatever they take
         chunk_size=chunk_size,
         max_batch_tokens=chunk_size,
-        **_options(setting),
     )
     haystack = make_haystack(num_tokens, depth=depth)
     row = Row("needle", what, "")  # of the other ranks
@@ -189,12 +185,8 @@ def find_needle(
             params = SamplingParams(temperature=0.0, max_tokens=_ANSWER_TOKENS, output_kind="final_only")
             output = answers(role.engine, [haystack.prompt], params, show)[0]
             found, wanted = output.outputs[0].text, haystack.answer.rstrip("\n")
-            details = {
-                "num_tokens": num_tokens,
-                "depth": depth,
-                "found": found == wanted,
-                "ttft_s": output.metrics.ttft,
-            }
+            figures = {"found": found == wanted, "ttft_s": output.metrics.ttft}
+            details = {"num_tokens": num_tokens, "depth": depth, **figures}
             row = Row("needle", what, repr(found), repr(wanted), PASS if found == wanted else FAIL, details=details)
     return row, role.runner.tables.num_blocks * role.runner.cache.block_bytes
 
@@ -232,10 +224,7 @@ def joined(config: EngineConfig) -> Iterator[RankHandle]:
 
 
 def answers(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    show: Show = lambda text: None,
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, show: Show = lambda text: None
 ) -> list[RequestOutput]:
     """Serve prompts that arrive together, showing how far reading is; outputs in their order."""
     for i, prompt in enumerate(prompts):
@@ -255,9 +244,8 @@ def _watched_growth(engine: Engine) -> dict[str, int]:
 
     def watching(batch: Batch) -> PendingStep:
         for row in batch.rows:
-            growth["decode" if row.is_decode else "prefill"] += row.num_groups > num_groups.get(
-                row.slot, row.num_groups
-            )
+            before = num_groups.get(row.slot, row.num_groups)
+            growth["decode" if row.is_decode else "prefill"] += row.num_groups > before
             num_groups[row.slot] = row.num_groups
         return submit(batch)
 
@@ -265,18 +253,14 @@ def _watched_growth(engine: Engine) -> dict[str, int]:
     return growth
 
 
-def _options(setting: Setting) -> dict[str, Any]:
+def _config(setting: Setting, folder: Path, **options: Any) -> EngineConfig:
     parallel = setting.parallel
-    return {
-        "tp": parallel.tp,
-        "spp": parallel.spp,
-        "kvp": parallel.kvp,
-        "device": setting.device,
-        "attention_backend": setting.attention_backend,
-    }
+    options |= {"tp": parallel.tp, "spp": parallel.spp, "kvp": parallel.kvp}
+    return EngineConfig.from_flat(
+        str(folder), device=setting.device, attention_backend=setting.attention_backend, **options
+    )
 
 
 def _random_prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = torch.randint(0, 512, (length,), generator=generator).tolist()
+    ids: list[int] = torch.randint(0, 512, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     return ids

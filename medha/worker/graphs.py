@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.attention.interface import FixedAttention, GraphBackend, LayerShape, Segment
+from medha.attention.flashinfer_backend import FixedDecodes, FlashInferBackend
+from medha.attention.interface import LayerShape, Segment
 from medha.attention.staging import Staging
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder
@@ -36,18 +37,6 @@ _MOST_DECODES = 256
 Replay = Callable[[], None]
 
 
-class GraphMaker(Protocol):
-    """What captures."""
-
-    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        """Run something as often as it likes; returns its result's memory, and what fills that memory again.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory for it.
-        """
-        ...
-
-
 class CudaGraphs:
     """Captures CUDA graphs that share one pool of memory."""
 
@@ -56,7 +45,11 @@ class CudaGraphs:
         self._pool: Any = None  # torch does not name its type
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        """See :meth:`GraphMaker.capture`."""
+        """Run something twice; returns its result's memory, and what fills that memory again.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it.
+        """
         aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(self._device)
         aside.wait_stream(current)
@@ -96,7 +89,7 @@ class _Graph:
 
     out: torch.Tensor
     replay: Replay
-    attention: FixedAttention
+    attention: FixedDecodes
 
 
 class DecodeGraphs:
@@ -118,7 +111,7 @@ class DecodeGraphs:
         self,
         model: Decoder,
         cache: KVCache,
-        backend: GraphBackend,
+        backend: FlashInferBackend,
         shape: LayerShape,
         *,
         inv_freq: torch.Tensor,
@@ -157,7 +150,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(
-        self, maker: GraphMaker, sizes: Sequence[int], on_captured: Callable[[int, int], None], *, is_alone: bool = True
+        self, maker: CudaGraphs, sizes: Sequence[int], on_captured: Callable[[int, int], None], *, is_alone: bool = True
     ) -> None:
         """Capture a graph of each size, the largest first; a size for which there is no memory is left out.
 
@@ -185,7 +178,7 @@ class DecodeGraphs:
                     torch.cuda.empty_cache()
             on_captured(done, len(sizes))
 
-    def _captured(self, maker: GraphMaker, size: int) -> _Graph:
+    def _captured(self, maker: CudaGraphs, size: int) -> _Graph:
         attention = self._backend.fixed_decodes(self._shape, size, self._pages, most_decodes=self._most)
         none = np.empty(0, np.int64)
         self._fill(Decodes((), none, none, none, none), size, attention)
@@ -217,7 +210,7 @@ class DecodeGraphs:
         graph.replay()
         return graph.out[:num_rows]
 
-    def _fill(self, decodes: Decodes, size: int, attention: FixedAttention) -> None:
+    def _fill(self, decodes: Decodes, size: int, attention: FixedDecodes) -> None:
         """Put a batch into the buffers, filled up with rows that read and write the scratch token; plan its attention.
 
         The buffers keep the places that they have at the largest size; what lies behind a batch's rows is not read.
@@ -234,7 +227,7 @@ class DecodeGraphs:
         staging.send(into=self._inputs)
         attention.plan()
 
-    def _forward(self, size: int, attention: FixedAttention) -> torch.Tensor:
+    def _forward(self, size: int, attention: FixedDecodes) -> torch.Tensor:
         """What a graph holds."""
         cos, sin = cos_sin(self._positions[:size], self._inv_freq, self._attention_factor)
         writes = WritePlan(self._targets[:size], ())

@@ -25,7 +25,6 @@ dimension.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +34,9 @@ import numpy.typing as npt
 import torch
 from torch.profiler import record_function
 
-from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape, Segment
-from medha.attention.staging import Stageable, Staging, record_event
+from medha.attention.flashinfer_backend import FlashInferBackend
+from medha.attention.interface import AttentionBackend, LayerShape, Segment
+from medha.attention.staging import Staging, record_event
 from medha.batch import Batch, Row
 from medha.models.decoder import Decoder, LayerAttendFn
 from medha.models.rope import cos_sin, inverse_frequencies
@@ -44,7 +44,7 @@ from medha.parallel.kvp import Merge, shared_rows
 from medha.parallel.spp import StagePipe
 from medha.params import SamplingParams
 from medha.timeline import Recorder
-from medha.worker.graphs import DecodeGraphs, Decodes, GraphMaker
+from medha.worker.graphs import CudaGraphs, DecodeGraphs, Decodes
 from medha.worker.kv_cache import BlockTables, KVCache, WritePlan
 from medha.worker.sampling import Drawing, SlotSampling, draw, sample
 from medha.worker.step import PendingStep, StepResult, last_tokens_of, sampling_rows
@@ -62,15 +62,6 @@ class _Forward:
 
     rows: torch.Tensor
     slots: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Targets:
-    """Where a batch's new keys and values go, before it is on the device; the fields of :class:`WritePlan`."""
-
-    singles: npt.NDArray[np.int64]
-    spans: tuple[tuple[int, int, int], ...]
-    sources: npt.NDArray[np.int64] | None
 
 
 class Runner:
@@ -130,10 +121,10 @@ class Runner:
         self._last_tokens = torch.zeros(64, dtype=torch.int64, device=device) if decode_lag else None
 
     def capture(
-        self, maker: GraphMaker, sizes: Sequence[int], on_captured: Callable[[int, int], None], *, is_alone: bool = True
+        self, maker: CudaGraphs, sizes: Sequence[int], on_captured: Callable[[int, int], None], *, is_alone: bool = True
     ) -> None:
-        """Capture graphs of decodes; arguments and errors as of :meth:`medha.worker.graphs.DecodeGraphs.capture`."""
-        assert isinstance(self.backend, GraphBackend), f"a graph cannot hold the attention of {self.backend.name}"
+        """Capture graphs of decodes; see :meth:`medha.worker.graphs.DecodeGraphs.capture`."""
+        assert isinstance(self.backend, FlashInferBackend), f"a graph cannot hold the attention of {self.backend.name}"
         config, pool = self.model.config, self.cache.k[0]
         num_heads = config.num_heads * pool.shape[1] // config.num_kv_heads
         self.graphs = DecodeGraphs(
@@ -199,7 +190,7 @@ class Runner:
         """The same, brought up to every token drawn by now on whichever rank; where prompts are kept."""
         sampling = self._sampling[slot]
         if sampling.has_penalties:
-            sampling.output_ids = list(self._drawn.get(slot, ()))
+            sampling.begin_output(self._drawn.get(slot, ()))
         return sampling
 
     def submit(self, batch: Batch) -> PendingStep:
@@ -246,7 +237,7 @@ class Runner:
         if not self.samples:
             return None
         busy_s = record.end_s - entered - record.hidden_wait_s
-        return StepResult(rows, sampled, busy_s, busy_s)
+        return StepResult(rows, sampled, busy_s)
 
     @torch.inference_mode()
     def _start(self, batch: Batch, last_tokens: torch.Tensor) -> PendingStep:
@@ -256,7 +247,8 @@ class Runner:
         copies = self._apply(batch)
         last_tokens = self._last_tokens = _with_room(last_tokens, max(row.slot for row in batch.rows))
         rows = sampling_rows(batch, self.group)
-        forward = self._forward(batch, self._prompt_ids(batch), copies, last_tokens=last_tokens)
+        ids = self._ids(batch, [0] * batch.num_decodes).numpy()  # the decodes' tokens lie on the device
+        forward = self._forward(batch, ids, copies, last_tokens=last_tokens)
         drawing = None
         if rows:
             with record_function("medha.sample"):
@@ -276,20 +268,15 @@ class Runner:
     ) -> StepResult:
         """Wait for the device to compute a batch of :meth:`_start`, and take its tokens.
 
-        Args:
-            rows: those that sample.
-            drawing: their tokens.
-            events: before and after the compute, where a device runs behind the host.
-            host_s: seconds that the host took for it; all of the compute where the device does not run behind.
+        ``events`` lie before and after its compute where a device runs behind the host; the host took ``host_s``
+        seconds for it, which elsewhere is all of the compute.
         """
         start, end = events
-        busy_s = host_wait_s = host_s
+        busy_s = host_s
         if start is not None and end is not None:
-            asked_s = time.perf_counter()
             end.synchronize()
-            host_wait_s = time.perf_counter() - asked_s
             busy_s = start.elapsed_time(end) / 1e3  # milliseconds
-        result = StepResult(rows, [] if drawing is None else drawing.read(), busy_s, host_wait_s)
+        result = StepResult(rows, [] if drawing is None else drawing.read(), busy_s)
         self.take_tokens(result)
         return result
 
@@ -315,17 +302,11 @@ class Runner:
 
     def input_ids(self, batch: Batch) -> torch.Tensor:
         """The tokens of a batch's rows in order, int32 on the CPU, where prompts are kept."""
-        decodes = [self._drawn[row.slot][-1] for row in batch.rows if row.is_decode]
-        return self._ids(batch, torch.tensor(decodes, dtype=torch.int32))
+        return self._ids(batch, [self._drawn[row.slot][-1] for row in batch.rows if row.is_decode])
 
-    def _prompt_ids(self, batch: Batch) -> npt.NDArray[np.int32]:
-        """As :meth:`input_ids`, with 0 for the decodes, whose tokens lie on the device."""
-        ids: npt.NDArray[np.int32] = self._ids(batch, torch.zeros(batch.num_decodes, dtype=torch.int32)).numpy()
-        return ids
-
-    def _ids(self, batch: Batch, decodes: torch.Tensor) -> torch.Tensor:
+    def _ids(self, batch: Batch, decodes: list[int]) -> torch.Tensor:
         """The tokens of a batch, those of its decodes being given."""
-        parts = [decodes]
+        parts = [torch.tensor(decodes, dtype=torch.int32)]
         for row in batch.rows:
             if not row.is_decode:
                 prompt = self._prompts[row.slot]
@@ -413,7 +394,7 @@ class Runner:
             decodes = Decodes(
                 segments=[self._segment(row, start) for row, start in located],
                 positions=self._positions(batch),
-                targets=self._targets(located).singles,
+                targets=self._targets(located)[0],
                 token_ids=None if ids is None else ids.astype(np.int64),
                 slots=np.array([row.slot for row in batch.rows], np.int64),
             )
@@ -426,40 +407,35 @@ class Runner:
         """What writes a layer's new keys and values and attends over all of them; sends what is staged."""
         starts = np.cumsum([0, *(row.q_len for row in batch.rows)]).tolist()
         located = list(zip(batch.rows, starts[:-1], strict=True))
-        targets = self._targets(located)
-        singles = staging.add(targets.singles)
-        sources = None if targets.sources is None else staging.add(targets.sources)
-        plan = self.backend.plan([self._segment(row, start) for row, start in located if not row.is_shared])
+        single_tokens, source_tokens, spans = self._targets(located)
+        singles = staging.add(single_tokens)
+        sources = None if source_tokens is None else staging.add(source_tokens)
         runs = shared_rows(batch, self.device)
-        shared_plan = self.backend.plan([self._segment(row, start) for row, start in located if row.is_shared])
-        for each in (plan, shared_plan):
-            if isinstance(each, Stageable):
-                each.stage(staging)
+        alone, shared = (
+            [self._segment(row, start) for row, start in located if row.is_shared == is_shared]
+            for is_shared in (False, True)
+        )
+        plan = self.backend.plan(alone, staging)
+        shared_plan = self.backend.plan(shared, staging) if runs else None
         staging.send()
-        writes = WritePlan(singles.tensor, targets.spans, None if sources is None else sources.tensor)
-        if not runs:
+        writes = WritePlan(singles.tensor, spans, None if sources is None else sources.tensor)
 
-            def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
-                self.cache.write(layer, k_TKH, v_TKH, writes)
-                return self.backend.run(q_TNH, self.cache.k[layer], self.cache.v[layer], plan)[0]
-
-            return attend
-
-        def attend_together(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
             self.cache.write(layer, k_TKH, v_TKH, writes)
             pools = self.cache.k[layer], self.cache.v[layer]
-            out_TNH, lse_TN = self.backend.run(q_TNH, *pools, shared_plan)
-            pending = [
-                self.merges[shared.run].start(shared, (out_TNH[shared.tokens], lse_TN[shared.tokens]))
-                for shared in runs
-            ]
+            pending = []
+            if runs:
+                out_TNH, lse_TN = self.backend.run(q_TNH, *pools, shared_plan)
+                parts = [(shared, (out_TNH[shared.tokens], lse_TN[shared.tokens])) for shared in runs]
+                pending = [self.merges[shared.run].start(shared, part) for shared, part in parts]
             out_TNH = self.backend.run(q_TNH, *pools, plan)[0]  # while the parts travel
-            with self.recorder.waiting("merge"):
-                for merge in pending:
-                    out_TNH[merge.shared.tokens] = merge.result(compare=layer == 0)
+            if pending:
+                with self.recorder.waiting("merge"):
+                    for merge in pending:
+                        out_TNH[merge.shared.tokens] = merge.result(compare=layer == 0)
             return out_TNH
 
-        return attend_together
+        return attend
 
     def _segment(self, row: Row, start: int) -> Segment:
         """What a row sees here: of a shared one this group's shard, whose last part is its own on the group that
@@ -473,11 +449,16 @@ class Runner:
         """Position of each token of the batch."""
         return np.concatenate([np.arange(row.position, row.kv_len, dtype=np.int64) for row in batch.rows])
 
-    def _targets(self, located: list[tuple[Row, int]]) -> _Targets:
+    def _targets(
+        self, located: list[tuple[Row, int]]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None, tuple[tuple[int, int, int], ...]]:
         """Where the new keys go, from each row and the index of its first token in the batch.
 
         On the CPU a chunk is copied in one piece; elsewhere every token is one of the singles, so that a layer's keys
         are one launch.
+
+        Returns:
+            (singles, sources, spans) as in :class:`WritePlan`, on the host.
         """
         singles: list[int] = []
         sources: list[int] = []
@@ -494,8 +475,7 @@ class Runner:
                     sources.extend(range(start, start + count))
                 start += count
         are_first = sources == list(range(len(sources)))
-        found = None if are_first else np.array(sources, np.int64)
-        return _Targets(np.array(singles, np.int64), tuple(spans), found)
+        return np.array(singles, np.int64), None if are_first else np.array(sources, np.int64), tuple(spans)
 
 
 def _with_room(last_tokens: torch.Tensor, slot: int) -> torch.Tensor:

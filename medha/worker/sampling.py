@@ -1,10 +1,14 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, penalties, log-probabilities.
+"""From logits to tokens, all rows of a step together: temperature, top-k, top-p, min-p, penalties, log-probabilities.
 
-Each draw is a function of (seed of the request, index of the token, its logits) alone: the uniform number comes from a
-counter-based generator (Philox), never from a shared stream, so batching, chunking and the order of requests cannot
-change it. Filters apply in the order temperature, top-k, top-p, min-p.
+Each draw is a function of (seed of the request, index of the token, its logits) alone. Its uniform number comes from a
+counter-based generator (Philox), never from a shared stream, and the weights of the tokens are integers: their sums do
+not depend on the order of addition, hence not on other rows, threads or the device.
 
-Legend: S rows to sample, V vocabulary.
+A filter keeps the tokens whose weight reaches a threshold, so tokens of equal weight stay or go together. Top-k keeps
+the k largest weights; top-p the largest that hold that share of what top-k kept; min-p those that reach that share of
+the largest. The token drawn is the inverse of the distribution function, tokens in the order of the vocabulary.
+
+Legend: S rows to sample, D of them that need more than the largest logit, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,9 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from medha.params import SamplingParams
+
+_LOGITS_AT_A_TIME = 1 << 19  # on a CPU: what is worked on stays in its cache
+_FEW = 4096  # tokens that are sorted at once
+_BITS_OF_1 = 0x3F800000  # of the float32
+_HALF_BITS = 15
+_NUM_HALVES = 1 << _HALF_BITS
+_IN_PROMPT = 1 << 30  # in a history, beside the count of a token in the output
 
 
 @dataclass(slots=True)
@@ -27,9 +39,10 @@ class SlotSampling:
         seed: of this request's draws.
         end_ids: ids that may not be drawn before ``min_tokens`` tokens are out.
         num_prompt_tokens: positions below it belong to the prompt.
-        prompt_ids: the distinct tokens of the prompt, kept only when a repetition penalty needs them; never the whole
-            prompt, which a penalty would sort at every token and a message would carry to other ranks.
-        output_ids: tokens drawn so far, kept only when a penalty needs them.
+        prompt_ids: the distinct tokens of the prompt, kept only when a repetition penalty needs them.
+        output_ids: tokens drawn before the first draw here, given only when a penalty needs them.
+        history: int32 [V] where the logits are, made by the first draw that has penalties: how often each token is in
+            the output, and whether it is in the prompt.
     """
 
     params: SamplingParams
@@ -38,6 +51,7 @@ class SlotSampling:
     num_prompt_tokens: int
     prompt_ids: torch.Tensor | None = None
     output_ids: list[int] = field(default_factory=list)
+    history: torch.Tensor | None = field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -53,6 +67,18 @@ class SlotSampling:
         """Whether any penalty changes the logits."""
         p = self.params
         return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+
+    def begin_output(self, output_ids: Sequence[int]) -> None:
+        """Take the tokens drawn so far, wherever they were."""
+        self.output_ids, self.history = list(output_ids), None
+
+    def holds_back(self, index: int) -> bool:
+        """Whether draw ``index`` may not end the request."""
+        return index < self.params.min_tokens and bool(self.end_ids)
+
+    def needs_more(self, index: int) -> bool:
+        """Whether draw ``index`` is more than taking the largest logit."""
+        return self.holds_back(index) or self.has_penalties or not self.params.is_greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +96,6 @@ class Sampled:
     logprobs: tuple[tuple[int, float, int], ...] | None = None
 
 
-def sample(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> list[Sampled]:
-    """Draw one token a row.
-
-    Args:
-        logits_SV: float32.
-        slots: the request of each row.
-        indices: index of the token to draw among the request's generated tokens, from 0.
-    """
-    finite = _are_finite(logits_SV).tolist()
-    tokens = logits_SV.argmax(dim=-1).tolist()
-    results: list[Sampled] = []
-    for row, (slot, index) in enumerate(zip(slots, indices, strict=True)):
-        token = tokens[row]
-        if finite[row]:
-            if _needs_draw(slot, index):
-                token = int(_draw(logits_SV[row], slot, index))
-            if slot.has_penalties:
-                slot.output_ids.append(token)
-        wanted = slot.params.logprobs
-        logprobs = _logprobs(logits_SV[row], token, wanted) if wanted is not None and finite[row] else None
-        results.append(Sampled(token, finite[row], logprobs))
-    return results
-
-
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """Tokens drawn where the logits lie, on their way to the host.
@@ -104,42 +106,266 @@ class Drawing:
 
     tokens: torch.Tensor
     _ids_and_finite: torch.Tensor  # [2, S] on the host, once the device is done
-    _logprobs: Sequence[tuple[torch.Tensor, torch.Tensor] | None]  # of each row: values; ids, then the rank
+    _logprobs: _Logprobs | None
 
     def read(self) -> list[Sampled]:
         """The tokens; to be called when the device has done what it had to do by the time of :func:`draw`."""
         tokens, finite = self._ids_and_finite.tolist()
-        found = zip(tokens, finite, self._logprobs, strict=True)
-        return [Sampled(token, bool(ok), _read_logprobs(row) if row and ok else None) for token, ok, row in found]
+        logprobs = self._logprobs.read() if self._logprobs else {}
+        return [
+            Sampled(token, bool(ok), logprobs.get(row) if ok else None)
+            for row, (token, ok) in enumerate(zip(tokens, finite, strict=True))
+        ]
+
+
+def sample(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> list[Sampled]:
+    """Draw one token a row, and wait for it; arguments as of :func:`draw`."""
+    drawing = draw(logits_SV, slots, indices)
+    if logits_SV.is_cuda:
+        torch.cuda.current_stream(logits_SV.device).synchronize()
+    return drawing.read()
 
 
 def draw(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> Drawing:
-    """As :func:`sample`, but the host does not wait for the device: the same tokens, read later.
+    """Draw one token a row; the host does not wait for the device.
 
-    Rows with penalties are waited for, as their next draw needs the tokens so far.
+    Args:
+        logits_SV: float32, left as it is.
+        slots: the request of each row.
+        indices: index of the token to draw among the request's generated tokens, from 0.
     """
     tokens_S = logits_SV.argmax(dim=-1)
-    logprobs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-    for row, (slot, index) in enumerate(zip(slots, indices, strict=True)):
-        if _needs_draw(slot, index):
-            tokens_S[row] = _draw(logits_SV[row], slot, index)
-        if slot.has_penalties:
-            slot.output_ids.append(int(tokens_S[row]))
-        wanted = slot.params.logprobs
-        logprobs.append(None if wanted is None else _start_logprobs(logits_SV[row], tokens_S[row], wanted))
-    finite = _are_finite(logits_SV)
-    return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite.long()])), logprobs)
+    finite_S = torch.isfinite(logits_SV.amax(dim=-1)) & torch.isfinite(logits_SV.amin(dim=-1))  # a NaN is both
+    rows = [row for row, (slot, index) in enumerate(zip(slots, indices, strict=True)) if slot.needs_more(index)]
+    step = max(1, len(rows) if logits_SV.is_cuda else _LOGITS_AT_A_TIME // logits_SV.shape[-1])
+    for part in (rows[first : first + step] for first in range(0, len(rows), step)):
+        at = _to_device(np.array(part), logits_SV.device)
+        tokens_S[at] = _draw(
+            logits_SV.index_select(0, at), [slots[row] for row in part], [indices[row] for row in part]
+        )
+    _note_(tokens_S, finite_S, slots)
+    logprobs = _Logprobs.of(logits_SV, tokens_S, [slot.params.logprobs for slot in slots])
+    return Drawing(tokens_S, _to_host(torch.stack([tokens_S, finite_S.long()])), logprobs)
 
 
-def _are_finite(logits_SV: torch.Tensor) -> torch.Tensor:
-    """Whether all logits of each row are finite; a NaN is the largest and the smallest of its row."""
-    return torch.isfinite(logits_SV.amax(dim=-1)) & torch.isfinite(logits_SV.amin(dim=-1))
+# Philox4x64 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011): multipliers, and steps of the key.
+_MULTIPLIERS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)
+_KEY_STEPS = np.array([0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B], np.uint64)
 
 
-def _needs_draw(slot: SlotSampling, index: int) -> bool:
-    """Whether a token is more than the likeliest one."""
-    masked = index < slot.params.min_tokens and bool(slot.end_ids)
-    return masked or slot.has_penalties or not slot.params.is_greedy
+def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
+    """The numbers in [0, 1) that decide draws: Philox of ten rounds keyed by the seed, its counter index + 1.
+
+    They are those of ``numpy.random.Generator(numpy.random.Philox(key=seed, counter=index)).random()``, for all at
+    once.
+
+    Args:
+        seeds: of the requests, taken modulo 2**64.
+        indices: of the tokens to draw, from 0.
+    """
+    keys = np.zeros((2, len(seeds)), np.uint64)
+    keys[0] = [seed % 2**64 for seed in seeds]
+    even, odd = np.zeros_like(keys), np.zeros_like(keys)  # words 0 and 2, and 1 and 3, of the counters
+    even[0] = np.array(indices, np.uint64) + np.uint64(1)
+    with np.errstate(over="ignore"):
+        for _ in range(10):
+            high, low = _product(_MULTIPLIERS[:, None], even)
+            even, odd = high[::-1] ^ odd ^ keys, low[::-1]
+            keys = keys + _KEY_STEPS[:, None]
+    found: npt.NDArray[np.float64] = (even[0] >> np.uint64(11)) * 2.0**-53
+    return found
+
+
+def _product(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], ...]:
+    """The upper and the lower 64 bits of products."""
+    half, lower = np.uint64(32), np.uint64(0xFFFFFFFF)
+    a1, a0, b1, b0 = a >> half, a & lower, b >> half, b & lower
+    middle = a1 * b0 + (a0 * b0 >> half)
+    carry = a0 * b1 + (middle & lower)
+    return a1 * b1 + (middle >> half) + (carry >> half), a * b
+
+
+def _draw(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> torch.Tensor:
+    """Draw the tokens of rows, int64 [D]; changes the logits."""
+    device, num_tokens = logits_DV.device, logits_DV.shape[-1]
+    _penalise_(logits_DV, slots)
+    held_back = [
+        (row, token)
+        for row, (slot, index) in enumerate(zip(slots, indices, strict=True))
+        if slot.holds_back(index)
+        for token in slot.end_ids
+    ]
+    if held_back:
+        logits_DV[tuple(_to_device(np.array(held_back).T, device))] = -torch.inf
+    wanted = [slot.params for slot in slots]
+    likeliest_D = logits_DV.argmax(dim=-1) if any(p.is_greedy for p in wanted) else None
+    if likeliest_D is not None and all(p.is_greedy for p in wanted):
+        return likeliest_D
+
+    tops = [p.top_k if p.top_k and 0 < p.top_k < num_tokens else num_tokens for p in wanted]
+    numbers = uniforms([slot.seed for slot in slots], indices)
+    table = [
+        (p.is_greedy, 1.0 if p.is_greedy else p.temperature, top, p.top_p, p.min_p, number)
+        for p, top, number in zip(wanted, tops, numbers, strict=True)
+    ]
+    columns = _to_device(np.array(table, np.float64).T[:, :, None], device)
+    greedy_D1, temperature_D1, top_k_D1, top_p_D1, min_p_D1, uniform_D1 = columns
+
+    shares_DV = logits_DV.sub_(logits_DV.amax(dim=-1, keepdim=True)).div_(temperature_D1.float()).exp_()
+    # The sum of all is below 2**62; the largest weight is 2**44 where V is less than 2**18.
+    scale = 2.0 ** (62 - num_tokens.bit_length())
+    weights_DV = (shares_DV * scale).long()
+    has_top_k, has_top_p = min(tops) < num_tokens, any(p.top_p < 1.0 for p in wanted if p.top_p is not None)
+    ids_DC, weights_DC = None, weights_DV
+    if has_top_k or has_top_p:
+        # A token of less weight lies outside the nucleus: all such tokens together do not reach 1 - top_p.
+        total_D1 = weights_DV.sum(dim=-1, keepdim=True)
+        least_D1 = ((1.0 - top_p_D1) * (1 - 1e-9) / num_tokens * total_D1).long()
+        if has_top_k:
+            most = max(top for top in tops if top < num_tokens)
+            largest = torch.topk(shares_DV, most).values.gather(1, top_k_D1.long().clamp(max=most) - 1)
+            least_D1 = torch.where(top_k_D1 < num_tokens, (largest * scale).long(), least_D1)
+        ids_DC, weights_DC = _candidates(weights_DV, least_D1.clamp_(min=1))
+    if has_top_p:
+        if has_top_k:
+            total_D1 = torch.where(top_k_D1 < num_tokens, weights_DC.sum(dim=-1, keepdim=True), total_D1)
+        mass_D1 = torch.minimum((top_p_D1 * total_D1).ceil().long().clamp_(min=1), total_D1)
+        weights_DC = torch.where(weights_DC >= _threshold(weights_DC, mass_D1), weights_DC, 0)
+    if any(p.min_p for p in wanted):
+        smallest_D1 = (min_p_D1 * weights_DV.amax(dim=-1, keepdim=True)).long()
+        weights_DC = torch.where(weights_DC >= smallest_D1, weights_DC, 0)
+    sums_DC = weights_DC.cumsum(dim=-1)
+    target_D1 = torch.minimum((uniform_D1 * sums_DC[:, -1:]).long(), sums_DC[:, -1:] - 1)
+    drawn_D1 = torch.searchsorted(sums_DC, target_D1, right=True).clamp_(max=sums_DC.shape[-1] - 1)
+    drawn_D = (drawn_D1 if ids_DC is None else ids_DC.gather(1, drawn_D1)).squeeze(-1)
+    return drawn_D if likeliest_D is None else torch.where(greedy_D1.squeeze(-1) > 0, likeliest_D, drawn_D)
+
+
+def _candidates(weights_DV: torch.Tensor, least_D1: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The tokens of at least that weight: ids and weights in the order of the vocabulary, filled up with weight 0.
+
+    Where they are many, or the device would have to be waited for: None, and the weights of all tokens, 0 for others.
+    """
+    is_one_DV = weights_DV >= least_D1
+    counts = None if weights_DV.is_cuda else np.count_nonzero(is_one_DV.numpy(), axis=-1)
+    if counts is None or counts.max() > weights_DV.shape[-1] // 8:
+        return None, torch.where(is_one_DV, weights_DV, 0)
+    rows, ids = torch.nonzero(is_one_DV, as_tuple=True)
+    places = torch.arange(len(rows)) - torch.from_numpy(counts.cumsum() - counts)[rows]
+    ids_DC = ids.new_zeros(len(weights_DV), max(int(counts.max()), 1)).index_put_((rows, places), ids)
+    weights_DC = torch.zeros_like(ids_DC).index_put_((rows, places), weights_DV[rows, ids])
+    return ids_DC, weights_DC
+
+
+def _threshold(weights_DC: torch.Tensor, mass_D1: torch.Tensor) -> torch.Tensor:
+    """The largest weight such that the tokens of at least that weight together reach ``mass_D1``.
+
+    Args:
+        weights_DC: int64, from 0.
+        mass_D1: int64, from 1 to the sum of the weights.
+    """
+    if weights_DC.is_cuda or weights_DC.shape[-1] <= _FEW:
+        ordered_DC = weights_DC.sort(dim=-1, descending=True).values
+        return ordered_DC.gather(1, torch.searchsorted(ordered_DC.cumsum(dim=-1), mass_D1))
+    # Without sorting, in two halves of the bits of a float32: its 24 digits hold a weight exactly, and keep the order.
+    keys_DC = weights_DC.float().view(torch.int32).sub_(_BITS_OF_1).clamp_(min=0)
+    upper_DC, found_D1 = keys_DC >> _HALF_BITS, torch.zeros_like(mass_D1)
+    for is_upper in (True, False):
+        half_DC = upper_DC if is_upper else keys_DC & (_NUM_HALVES - 1)
+        counted_DC = weights_DC if is_upper else torch.where(upper_DC == found_D1.int(), weights_DC, 0)
+        by_half = weights_DC.new_zeros(len(keys_DC), _NUM_HALVES)
+        by_half.scatter_add_(1, (_NUM_HALVES - 1 - half_DC).long(), counted_DC)  # from the largest down
+        reached = by_half.cumsum(dim=-1)
+        at_D1 = torch.searchsorted(reached, mass_D1)
+        mass_D1 = mass_D1 - (reached - by_half).gather(1, at_D1)
+        found_D1 = (found_D1 << _HALF_BITS) + (_NUM_HALVES - 1 - at_D1)
+    return (found_D1 + _BITS_OF_1).int().view(torch.float32).long()
+
+
+def _penalise_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling]) -> None:
+    """Apply repetition (prompt and output), then frequency and presence (output) penalties in place."""
+    rows = [row for row, slot in enumerate(slots) if slot.has_penalties]
+    if not rows:
+        return
+    wanted = [slots[row].params for row in rows]
+    table = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in wanted]
+    columns = _to_device(np.array(table, np.float32).T[:, :, None], logits_DV.device)
+    repetition_P1, frequency_P1, presence_P1 = columns
+    at = _to_device(np.array(rows), logits_DV.device)
+    values_PV, largest = logits_DV[at], torch.finfo(logits_DV.dtype).max
+    seen_PV = torch.stack([_history(slots[row], values_PV) for row in rows])
+    counts_PV = seen_PV & (_IN_PROMPT - 1)
+    scaled_PV = torch.where(values_PV > 0, values_PV / repetition_P1, values_PV * repetition_P1)
+    values_PV = torch.where(seen_PV > 0, scaled_PV.clamp_(-largest, largest), values_PV)
+    logits_DV[at] = values_PV - torch.where(counts_PV > 0, frequency_P1 * counts_PV + presence_P1, 0.0)
+
+
+def _history(slot: SlotSampling, logits: torch.Tensor) -> torch.Tensor:
+    """The slot's tokens so far, counted."""
+    if slot.history is None:
+        counts = torch.bincount(torch.tensor(slot.output_ids, dtype=torch.int64), minlength=logits.shape[-1])
+        if slot.prompt_ids is not None:
+            counts[slot.prompt_ids.long()] += _IN_PROMPT
+        slot.history = counts.int().to(logits.device)
+    return slot.history
+
+
+def _note_(tokens_S: torch.Tensor, finite_S: torch.Tensor, slots: Sequence[SlotSampling]) -> None:
+    """Count the tokens drawn in the histories of requests that have one."""
+    histories = {row: slot.history for row, slot in enumerate(slots) if slot.history is not None}
+    if histories:
+        at = _to_device(np.array(list(histories)), tokens_S.device)
+        noted = torch.stack(list(histories.values())).scatter_add_(1, tokens_S[at, None], finite_S[at, None].int())
+        torch._foreach_copy_(list(histories.values()), list(noted))
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Log-probabilities on their way to the host, of the rows that want them.
+
+    Attributes:
+        rows: their index, and how many of the likeliest each wants.
+        values: float32, of the drawn token and of the likeliest.
+        ids: int64, of the same tokens, and the rank of the drawn one at the end.
+    """
+
+    rows: list[tuple[int, int]]
+    values: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def of(cls, logits_SV: torch.Tensor, tokens_S: torch.Tensor, wanted: Sequence[int | None]) -> _Logprobs | None:
+        """Compute them from the logits as they are; of equal ones that of the lower id comes first."""
+        rows = [(row, min(num_top, logits_SV.shape[-1])) for row, num_top in enumerate(wanted) if num_top is not None]
+        if not rows:
+            return None
+        at = _to_device(np.array([row for row, _ in rows]), logits_SV.device)
+        logits_LV, tokens_L1 = logits_SV[at], tokens_S[at, None]
+        logprobs_LV = torch.log_softmax(logits_LV, dim=-1)
+        ranks_L1 = (logits_LV > logits_LV.gather(1, tokens_L1)).sum(dim=-1, keepdim=True) + 1
+        bits_LV = logits_LV.view(torch.int32)
+        order_LV = (bits_LV ^ ((bits_LV >> 31) & 0x7FFFFFFF)).long()  # integers in the order of the floats
+        last = logits_SV.shape[-1] - 1
+        keys_LV = (order_LV << 31) + torch.arange(last, -1, -1, device=logits_SV.device)
+        ids_LN = last - (torch.topk(keys_LV, max(num_top for _, num_top in rows)).values & 0x7FFFFFFF)
+        ids = torch.cat([tokens_L1, ids_LN], dim=-1)
+        values = logprobs_LV.gather(1, ids)
+        return cls(rows, _to_host(values), _to_host(torch.cat([ids, ranks_L1], dim=-1)))
+
+    def read(self) -> dict[int, tuple[tuple[int, float, int], ...]]:
+        """By row: (id, log-probability, rank) of the drawn token, then of the likeliest."""
+        found = {}
+        for (row, num_top), values, (*ids, rank) in zip(
+            self.rows, self.values.tolist(), self.ids.tolist(), strict=True
+        ):
+            found[row] = tuple(zip(ids, values, [rank, *range(1, num_top + 1)], strict=False))
+        return found
+
+
+def _to_device(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """A copy on the device that no kernel in flight is waited for."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,83 +373,3 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def uniform(seed: int, index: int) -> float:
-    """The number in [0, 1) that decides draw ``index`` of a request: Philox keyed by the seed, at that counter."""
-    key = seed % 2**64
-    return float(np.random.Generator(np.random.Philox(key=key, counter=index)).random())
-
-
-def _draw(logits_V: torch.Tensor, slot: SlotSampling, index: int) -> torch.Tensor:
-    """The token of one row, int64 without axes, where the logits lie; penalties and ``min_tokens`` aside no wait."""
-    params = slot.params
-    logits_V = logits_V.clone()
-    if slot.has_penalties:
-        _penalise_(logits_V, slot)
-    if index < params.min_tokens and slot.end_ids:
-        logits_V[list(slot.end_ids)] = -torch.inf
-    if params.is_greedy:
-        return logits_V.argmax()
-    assert params.temperature is not None
-    probs, ids, num_kept = _filtered(torch.softmax(logits_V.double() / params.temperature, dim=-1), params)
-    cumulative = probs.cumsum(0)
-    target = uniform(slot.seed, index) * cumulative[-1:]
-    choice = torch.minimum(torch.searchsorted(cumulative, target, right=True), num_kept - 1)
-    return (choice if ids is None else ids.gather(0, choice)).squeeze(0)
-
-
-def _filtered(probs_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The probabilities with 0 for those that the filters drop, not renormalised; their ids (None: all, in order); and
-    how many come before the first of a tail that is dropped, int64 of one element."""
-    top_k, top_p, min_p = params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0
-    everything = torch.full((1,), len(probs_V), dtype=torch.int64, device=probs_V.device)
-    if top_k <= 0 and top_p >= 1.0:
-        if min_p > 0.0:
-            probs_V = torch.where(probs_V >= min_p * probs_V.max(), probs_V, 0.0)
-        return probs_V, None, everything
-    k = min(top_k, len(probs_V)) if top_k > 0 else len(probs_V)
-    probs, ids = torch.topk(probs_V, k) if k < len(probs_V) else torch.sort(probs_V, descending=True, stable=True)
-    keep = torch.ones_like(probs, dtype=torch.bool)
-    if top_p < 1.0:
-        keep &= probs.cumsum(0) - probs < top_p * probs.sum()
-    if min_p > 0.0:
-        keep &= probs >= min_p * probs[:1]
-    keep[:1] = True
-    return torch.where(keep, probs, 0.0), ids, keep.sum().view(1)
-
-
-def _penalise_(logits_V: torch.Tensor, slot: SlotSampling) -> None:
-    """Apply repetition (prompt and output), then frequency and presence (output) penalties in place."""
-    params = slot.params
-    output = torch.tensor(slot.output_ids, dtype=torch.int64, device=logits_V.device)
-    if params.repetition_penalty not in (None, 1.0):
-        seen = output if slot.prompt_ids is None else torch.cat([slot.prompt_ids.to(output), output])
-        seen = torch.unique(seen)
-        values = logits_V[seen]
-        penalty, largest = params.repetition_penalty, torch.finfo(logits_V.dtype).max
-        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp(-largest, largest)
-    if len(output):
-        ids, counts = torch.unique(output, return_counts=True)
-        logits_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
-
-
-def _logprobs(logits_V: torch.Tensor, token: int, num_top: int) -> tuple[tuple[int, float, int], ...]:
-    """Of the drawn token, then of the ``num_top`` likeliest: (id, log-probability before any transform, rank)."""
-    return _read_logprobs(_start_logprobs(logits_V, torch.tensor(token, device=logits_V.device), num_top))
-
-
-def _start_logprobs(logits_V: torch.Tensor, token: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the token and the likeliest, and their ids with the token's rank last, to the host."""
-    logprobs = torch.log_softmax(logits_V, dim=-1)
-    token = token.view(1)
-    values, ids = torch.topk(logprobs, min(num_top, len(logprobs)))
-    rank = (logits_V > logits_V.gather(0, token)).sum().view(1) + 1
-    return _to_host(torch.cat([logprobs.gather(0, token), values])), _to_host(torch.cat([token, ids, rank]))
-
-
-def _read_logprobs(started: tuple[torch.Tensor, torch.Tensor]) -> tuple[tuple[int, float, int], ...]:
-    """(id, log-probability, rank) of the drawn token, then of the likeliest."""
-    values, (*ids, rank) = started[0].tolist(), started[1].tolist()
-    ranks = [rank, *range(1, len(values))]
-    return tuple(zip(ids, values, ranks, strict=True))

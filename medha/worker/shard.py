@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 
 from medha.attention.flashinfer_backend import DTYPES, HEAD_DIMS, FlashInferBackend
-from medha.attention.interface import AttentionBackend, GraphBackend, LayerShape
+from medha.attention.interface import AttentionBackend, LayerShape
 from medha.attention.torch_backend import TorchBackend
 from medha.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from medha.errors import ConfigError
 from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
 from medha.models.layers import TensorShard, local_part
-from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected_tensors, is_ignored, load_parameters
+from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected_tensors, load_parameters
 from medha.parallel.kvp import Merge
 from medha.parallel.launch import Launch
 from medha.parallel.mesh import Ranks
@@ -34,7 +34,7 @@ from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, pa
 from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import CudaCopyStream, HostCache, SyncCopy
+from medha.worker.swap import CopyStream, CudaCopyStream, HostCache
 
 logger = logging.getLogger("medha")
 
@@ -60,13 +60,6 @@ class ModelShard:
     num_kv_heads: int
     tp: int = 1
     tp_rank: int = 0
-
-    @classmethod
-    def of(cls, model: ModelConfig, ranks: Ranks | None) -> ModelShard:
-        """What this rank holds."""
-        if ranks is None:
-            return cls.at(model, ParallelConfig(), 0)
-        return cls.at(model, ranks.config, ranks.rank)
 
     @classmethod
     def at(cls, model: ModelConfig, parallel: ParallelConfig, rank: int) -> ModelShard:
@@ -95,26 +88,12 @@ class ModelShard:
     def num_parameters(self) -> int:
         """Parameters that this rank holds: those of its layers, its share of each that is split."""
         total = 0
-        for name, shape in expected_tensors(self.model).items():
-            if self._holds(name):
-                total += torch.Size(shape).numel() // (self.tp if _is_split(name) else 1)
+        for name, shape in expected_tensors(self.model, self.layers).items():
+            module, _, kind = name.rpartition(".")
+            split = TP_PLAN.get(re.sub(r"\.\d+\.", ".*.", module))
+            is_split = split is not None and not (split == "row" and kind == "bias")
+            total += torch.Size(shape).numel() // (self.tp if is_split else 1)
         return total
-
-    def _holds(self, name: str) -> bool:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer is not None:
-            return int(layer[1]) in self.layers
-        is_first, is_last = self.layers.start == 0, self.layers.stop == self.model.num_layers
-        if name == "model.embed_tokens.weight":
-            return is_first or (is_last and self.model.tie_word_embeddings)
-        return is_last
-
-
-def _is_split(name: str) -> bool:
-    """Whether the plan splits a tensor of the checkpoint over tensor-parallel ranks."""
-    module, _, kind = name.rpartition(".")
-    split = TP_PLAN.get(re.sub(r"\.\d+\.", ".*.", module))
-    return split is not None and not (split == "row" and kind == "bias")
 
 
 def build_runner(
@@ -128,22 +107,16 @@ def build_runner(
     num_swap_blocks: int,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Callable[[int], None] | None,
 ) -> Runner:
     """Load this rank's part of the model, and put pools and pipe around it.
 
     Args:
-        config: what to load and how to run it.
-        shard: what this rank holds.
         ranks: of a job of several ranks.
-        folder: of the model.
-        backend: attention.
         num_blocks: KV blocks of the pool.
         num_swap_blocks: KV blocks of host memory; 0 for none.
         dtype, device: of model and pools.
-        progress: called with the bytes of each parameter as it is loaded.
     """
-    model = _load_model(config, shard, ranks, folder, dtype=dtype, device=device, progress=progress)
+    model = _load_model(config, shard, ranks, folder, dtype=dtype, device=device)
     cache = KVCache(
         num_layers=len(shard.layers),
         num_blocks=num_blocks,
@@ -156,7 +129,7 @@ def build_runner(
     )
     host = None
     if num_swap_blocks:
-        host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else SyncCopy())
+        host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else CopyStream())
     if ranks is None:
         return Runner(model, cache, backend, device, decode_lag=config.scheduler.decode_lag or 0, host=host)
     pipe = StagePipe(
@@ -189,40 +162,30 @@ def _load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Callable[[int], None] | None,
 ) -> Decoder:
-    split = ranks is not None and ranks.config.tp > 1
-    build = partial(
-        build_decoder,
-        shard.model,
-        dtype=dtype,
-        device=device,
-        layers=shard.layers,
-        parallelize_=partial(parallelize_, mesh=ranks.tp_mesh, plan=TP_PLAN) if ranks and split else None,
-    )
+    tp_ranks = ranks if ranks is not None and ranks.config.tp > 1 else None
+    shard_ = partial(parallelize_, mesh=tp_ranks.tp_mesh, plan=TP_PLAN) if tp_ranks else None
+    build = partial(build_decoder, shard.model, dtype=dtype, device=device, layers=shard.layers, parallelize_=shard_)
     if config.load_format == "dummy":
         model = build()
         fill_random_(model, seed=config.seed)
     else:
-        whole = shard.whole
         with Checkpoint(folder) as checkpoint:
-            check_tensors(checkpoint, expected_tensors(whole), ignored=lambda name: is_ignored(name, whole))
+            check_tensors(checkpoint, shard.whole)
             model = build()
             parameters = dict(model.named_parameters())
             load_parameters(
                 {name: local_part(parameter) for name, parameter in parameters.items()},
                 checkpoint,
                 index=lambda name: shard.index(name, parameters[name]),
-                progress=progress,
             )
     if config.parallel.tp_forward == "local":
-        model.pack_(_tensor_shard(ranks) if ranks and split else None)
+        tensor_shard = None
+        if tp_ranks is not None:
+            group = tp_ranks.tp_group
+            tensor_shard = TensorShard(shard.tp_rank, shard.tp, all_reduce_over(group), all_gather_over(group))
+        model.pack_(tensor_shard)
     return model
-
-
-def _tensor_shard(ranks: Ranks) -> TensorShard:
-    group = ranks.tp_group
-    return TensorShard(ranks.tp_rank, ranks.config.tp, all_reduce_over(group), all_gather_over(group))
 
 
 def checkpoint_facts(config: EngineConfig, folder: Path) -> list[object]:
@@ -230,8 +193,8 @@ def checkpoint_facts(config: EngineConfig, folder: Path) -> list[object]:
     if config.load_format == "dummy":
         return []
     with Checkpoint(folder) as checkpoint:
-        infos = [checkpoint.info(name) for name in sorted(checkpoint.names)]
-        return [(info.name, info.shape, info.dtype, _middle(checkpoint, info)) for info in infos]
+        infos = sorted(checkpoint.tensors.items())
+        return [(name, info.shape, info.dtype, _middle(checkpoint, info)) for name, info in infos]
 
 
 def _middle(checkpoint: Checkpoint, info: TensorInfo) -> str:
@@ -285,21 +248,10 @@ def own_device(device: torch.device, launch: Launch | None) -> torch.device:
     return own
 
 
-def pick_backend(
-    name: str, shape: LayerShape, device: torch.device, *, block_size: int = CacheConfig().block_size
-) -> AttentionBackend:
-    """The attention backend called ``name``, apart from an engine; see :func:`choose_backend`.
-
-    Raises:
-        ConfigError: it cannot serve here.
-    """
-    return choose_backend(name, shape, device, block_size=block_size)[0]
-
-
 def choose_backend(
-    name: str, shape: LayerShape, device: torch.device, *, block_size: int
+    name: str, shape: LayerShape, device: torch.device, *, block_size: int = CacheConfig().block_size
 ) -> tuple[AttentionBackend, str]:
-    """The attention backend for an engine, and in words why it is that one.
+    """An attention backend, and in words why it is that one.
 
     Args:
         name: ``torch``, ``flashinfer``, or ``auto``: FlashInfer on CUDA where it is installed and has kernels for the
@@ -313,34 +265,22 @@ def choose_backend(
     """
     if name == "torch":
         return TorchBackend(), "as asked for"
-    missing = _missing(device)
+    missing = None
+    if device.type != "cuda":
+        missing = f"a CUDA device, not {device}"
+    elif importlib.util.find_spec("flashinfer") is None:
+        missing = "the package flashinfer-python (pip install 'medha[cuda]')"
     if missing is not None:
         if name == "flashinfer":
             raise ConfigError(f"attention_backend='flashinfer' needs {missing}; accepted here: auto, torch")
         return TorchBackend(), f"flashinfer needs {missing}"
-    lacking = _lacking(shape)
-    if lacking is not None:
-        return TorchBackend(), f"flashinfer has no kernel for {lacking}"
-    return _flashinfer(device, block_size), "as asked for" if name == "flashinfer" else "CUDA, and it is installed"
-
-
-def _missing(device: torch.device) -> str | None:
-    """What this machine lacks for FlashInfer."""
-    if device.type != "cuda":
-        return f"a CUDA device, not {device}"
-    if importlib.util.find_spec("flashinfer") is None:
-        return "the package flashinfer-python (pip install 'medha[cuda]')"
-    return None
-
-
-def _lacking(shape: LayerShape) -> str | None:
-    """What of a model FlashInfer has no kernel for."""
     if shape.head_dim not in HEAD_DIMS:
-        return f"heads of {shape.head_dim} (it has {', '.join(map(str, HEAD_DIMS))})"
+        has = ", ".join(map(str, HEAD_DIMS))
+        return TorchBackend(), f"flashinfer has no kernel for heads of {shape.head_dim} (it has {has})"
     if shape.dtype not in DTYPES:
-        names = [str(dtype).removeprefix("torch.") for dtype in (shape.dtype, *DTYPES)]
-        return f"{names[0]} (it has {', '.join(names[1:])})"
-    return None
+        wanted, *has_dtypes = (str(dtype).removeprefix("torch.") for dtype in (shape.dtype, *DTYPES))
+        return TorchBackend(), f"flashinfer has no kernel for {wanted} (it has {', '.join(has_dtypes)})"
+    return _flashinfer(device, block_size), "as asked for" if name == "flashinfer" else "CUDA, and it is installed"
 
 
 def _flashinfer(device: torch.device, block_size: int) -> FlashInferBackend:
@@ -354,7 +294,7 @@ def _flashinfer(device: torch.device, block_size: int) -> FlashInferBackend:
 
 def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:
     """Whether decodes are captured."""
-    return config.cuda_graphs and device.type == "cuda" and isinstance(backend, GraphBackend)
+    return config.cuda_graphs and device.type == "cuda" and isinstance(backend, FlashInferBackend)
 
 
 def capture_graphs(runner: Runner, config: EngineConfig, captured: Callable[[int, int], None]) -> None:

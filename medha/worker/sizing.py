@@ -75,13 +75,7 @@ def _available_memory() -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank would hold.
-
-    Attributes:
-        weight_bytes: parameters.
-        kv_bytes_per_token: keys and values of one token in the layers held here.
-        kv_tokens: tokens that its pool holds, None where no size is given.
-    """
+    """What one rank would hold; ``kv_tokens`` is what its pool holds, None where no size is given."""
 
     rank: int
     kvp_rank: int
@@ -94,11 +88,7 @@ class RankPlan:
 
 
 def plan_ranks(config: EngineConfig, model: ModelConfig) -> list[RankPlan]:
-    """The plan of every rank of a layout.
-
-    Raises:
-        ParallelConfigError: the layout cannot work.
-    """
+    """The plan of every rank; a layout that cannot work is a ParallelConfigError."""
     parallel = config.parallel
     check_layout(parallel, model, parallel.world_size)
     dtype = torch_dtype(config, model)

@@ -22,14 +22,11 @@ class StepResult:
         rows: the rows that sampled, in batch order.
         sampled: their tokens.
         busy_s: seconds of compute, waits excluded.
-        host_wait_s: seconds that the host was held up by this compute; None where that is not known, as with several
-            ranks.
     """
 
     rows: tuple[Row, ...]
     sampled: list[Sampled]
     busy_s: float
-    host_wait_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

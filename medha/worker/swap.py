@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -26,38 +25,22 @@ _MEASURED_BLOCKS = 4
 _MEASURED_TIMES = 3
 
 
-class CopyStream(Protocol):
-    """Where copies run, in the order in which they are issued."""
+class CopyStream:
+    """Where copies run, in order: here at once when they are issued, as on the CPU, where compute is never ahead."""
 
     def begin(self) -> None:
         """Make copies issued from now on wait for the compute launched so far."""
-        ...
 
     def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
         """Run copies after those issued before; the returned function makes later compute wait for them."""
-        ...
-
-    def finish(self) -> None:
-        """Wait on the host until all is copied."""
-        ...
-
-
-class SyncCopy:
-    """Copies that are made when they are issued, as on the CPU, where compute is never ahead."""
-
-    def begin(self) -> None:
-        """Nothing runs meanwhile."""
-
-    def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
-        """Make them."""
         copies()
         return lambda: None
 
     def finish(self) -> None:
-        """They are made."""
+        """Wait on the host until all is copied."""
 
 
-class CudaCopyStream:
+class CudaCopyStream(CopyStream):
     """Copies on a CUDA stream beside the compute's.
 
     Args:

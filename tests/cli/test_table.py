@@ -12,6 +12,7 @@ from rich.table import Table
 from medha.cli.report import STDOUT, check_writable, deliver, machine_line, stamp
 from medha.cli.table import counted, print_report, report_console, text_of
 from medha.errors import ConfigError
+from tests.parallel.workers import launch_environment
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,16 @@ def test_a_report_goes_to_a_file_or_alone_to_stdout(tmp_path: Path, capsys: pyte
     for wrong in (tmp_path, tmp_path / "missing" / "report.json"):
         with pytest.raises(ConfigError, match="cannot be written; accepted: a file in a writable folder"):
             check_writable(wrong)
+
+
+def test_ranks_of_other_nodes_leave_the_report_to_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of its node refuse what it refuses, before they begin to do anything."""
+    for name, value in launch_environment(1, 2, 29500).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError):
+        check_writable(tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    check_writable(tmp_path)
 
 
 @pytest.mark.parametrize(

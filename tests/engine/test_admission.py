@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,11 +30,11 @@ def prepared(prompt: Any, **params: Any) -> Any:
 
 @pytest.mark.parametrize(
     "make",
-    [list, tuple, np.array, torch.tensor, lambda ids: np.array(ids, np.uint8), lambda ids: torch.tensor(ids).int()],
+    [list, tuple, array.array, np.array, torch.tensor, partial(np.array, dtype=np.uint8), torch.IntTensor],
 )
 def test_ids_become_an_array_of_our_own(make: Any) -> None:
     ids = [5, 0, 255, 5]
-    given = make(ids)
+    given = make("q", ids) if make is array.array else make(ids)
     request = prepared(given)
     assert request.prompt_ids.dtype == np.int32
     assert request.prompt_token_ids == ids

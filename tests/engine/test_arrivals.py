@@ -69,6 +69,10 @@ def final(outputs: list[RequestOutput]) -> dict[str, RequestOutput]:
     return {output.request_id: output for output in finished}
 
 
+def ends_of(outputs: dict[str, RequestOutput]) -> dict[str, str | None]:
+    return {request_id: output.outputs[0].finish_reason for request_id, output in outputs.items()}
+
+
 def test_a_request_starts_when_it_arrives(engine: Engine) -> None:
     steps = []
     arrivals = [
@@ -112,11 +116,7 @@ def test_a_prompt_that_the_tokenizer_chokes_on_ends_that_request_alone(
     monkeypatch.setattr(engine, "tokenizer", Tokenizer(panicking()))
     arrivals = [Arrival("before", "hello", DELTA), Arrival("bad", PANIC, DELTA), Arrival("after", "hello", DELTA)]
     outputs = final(list(drive(engine, arrivals)))
-    assert {i: output.outputs[0].finish_reason for i, output in outputs.items()} == {
-        "before": "length",
-        "bad": "error",
-        "after": "length",
-    }
+    assert ends_of(outputs) == {"before": "length", "bad": "error", "after": "length"}
     assert isinstance(outputs["bad"].error, ValidationError)
     assert "cannot encode this: PanicException" in str(outputs["bad"].error)
 
@@ -191,7 +191,7 @@ def test_a_stop_returns_what_is_being_tokenised(engine: Engine, monkeypatch: pyt
     arrivals = [Arrival("held", "held", DELTA), Arrival("behind", "hello", DELTA)]
     outputs.extend(drive(engine, arrivals, should_stop=lambda: bool(gated.threads)))
     gated.gates["held"].set()
-    assert {i: o.outputs[0].finish_reason for i, o in final(outputs).items()} == {"held": "abort", "behind": "abort"}
+    assert ends_of(final(outputs)) == {"held": "abort", "behind": "abort"}
 
 
 @pytest.mark.parametrize(
@@ -204,10 +204,11 @@ def test_a_stop_returns_what_is_being_tokenised(engine: Engine, monkeypatch: pyt
         (np.zeros(LONG_PROMPT + 1, np.int32), True),
         ({"messages": [{"role": "user", "content": "x"}, {"content": "x" * (LONG_PROMPT + 1)}]}, True),
         ({"messages": [{"role": "user", "content": "x"}, 5]}, False),
+        ({"messages": 5}, False),
         (torch.tensor(5), False),
         (None, False),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_which_prompts_short_ones_do_not_wait_for(prompt: Any, is_long: bool) -> None:
     assert medha.engine.arrivals._is_long(prompt) == is_long
@@ -224,12 +225,7 @@ def test_a_stop_returns_every_request(engine: Engine) -> None:
     for output in drive(engine, arrivals, should_stop=lambda: any(o.finished for o in outputs)):
         outputs.append(output)
     ends = final(outputs)
-    assert {i: o.outputs[0].finish_reason for i, o in ends.items()} == {
-        "short": "length",
-        "long": "abort",
-        "future": "abort",
-        "wrong": "error",
-    }
+    assert ends_of(ends) == {"short": "length", "long": "abort", "future": "abort", "wrong": "error"}
     assert sum(len(o.outputs[0].token_ids) for o in outputs if o.request_id == "long") >= 5
     assert ends["future"].metrics.e2e is None
 
@@ -248,7 +244,7 @@ def test_a_dead_engine_returns_every_request_and_raises(engine: Engine, monkeypa
     with pytest.raises(EngineDeadError, match="RuntimeError: the device fell off"):
         outputs.extend(drive(engine, arrivals))
     ends = final(outputs)
-    assert {i: o.outputs[0].finish_reason for i, o in ends.items()} == {"running": "error", "future": "error"}
+    assert ends_of(ends) == {"running": "error", "future": "error"}
     assert all(isinstance(o.error, EngineDeadError) for o in ends.values())
     engine.scheduler.memory.release(0)  # a dead engine keeps its blocks
 

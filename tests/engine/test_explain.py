@@ -34,6 +34,12 @@ class Tick:
     decodes_s: Sequence[float]
     refused: frozenset[int]
 
+    def share(self, arrival_s: float, end_s: float) -> float:
+        """How much of it lies between an arrival and a first token, which comes with the end of a tick."""
+        if self.end_s <= arrival_s or self.end_s > end_s or self.end_s == self.start_s:
+            return 0.0
+        return (self.end_s - max(self.start_s, arrival_s)) / (self.end_s - self.start_s)
+
     def scale(self, num_groups: int) -> float:
         chunks_s = [sum(s for row, s in self.rows.values() if row.concerns(g)) for g in range(num_groups)]
         slowest_s = max(a + b for a, b in zip(chunks_s, self.decodes_s, strict=True))
@@ -100,11 +106,10 @@ class Watched(Drive):
         parts = dict.fromkeys(("own_s", "decodes_s", "others_s", "memory_s", "pipeline_s", "idle_s"), 0.0)
         last_s = arrival_s
         for tick in self.ticks:
-            if tick.end_s <= arrival_s or tick.end_s > end_s or tick.end_s == tick.start_s:
+            if not (share := tick.share(arrival_s, end_s)):
                 continue
             parts["idle_s"] += max(tick.start_s - last_s, 0.0)
             last_s = tick.end_s
-            share = (tick.end_s - max(tick.start_s, arrival_s)) / (tick.end_s - tick.start_s)
             whole_s = share * (tick.end_s - tick.start_s)
             if job in tick.refused:
                 parts["memory_s"] += whole_s
@@ -124,13 +129,11 @@ class Watched(Drive):
         arrival_s, end_s = self.jobs[job].arrival_s, self.first_token_s[job]
         sums: dict[str, float] = {}
         for tick in self.ticks:
-            if tick.end_s <= arrival_s or tick.end_s > end_s or tick.end_s == tick.start_s or job in tick.refused:
-                continue
-            share = (tick.end_s - max(tick.start_s, arrival_s)) / (tick.end_s - tick.start_s)
-            scale = share * tick.scale(self.scheduler.memory.num_groups)
-            for other, (row, seconds) in tick.rows.items():
-                if other != job and row.concerns(self.group[job]):
-                    sums[f"job {other}"] = sums.get(f"job {other}", 0.0) + scale * seconds
+            if job not in tick.refused and (share := tick.share(arrival_s, end_s)):
+                for other, (row, seconds) in tick.rows.items():
+                    if other != job and row.concerns(self.group[job]):
+                        seconds *= share * tick.scale(self.scheduler.memory.num_groups)
+                        sums[f"job {other}"] = sums.get(f"job {other}", 0.0) + seconds
         return sums
 
 
@@ -232,18 +235,6 @@ def test_what_runs_beside_and_before_is_named() -> None:
     assert "(JOB 1 2.889)" in explained.text(str.upper)
 
 
-def test_a_wait_for_memory_is_a_wait_for_memory() -> None:
-    """The pool holds one of the two: the other waits for blocks while the first computes and decodes."""
-    load = [Job(0.0, 8, 5), Job(0.0, 8, 1)]
-    explained = play(load, num_blocks=3).explained[1]
-    assert (explained.memory_s, explained.own_s, explained.others_s) == (5.0, 1.0, 0.0)
-
-
-def test_time_in_flight_beyond_the_busy_time_is_the_pipelines() -> None:
-    explained = play([Job(0.0, 16, 1)], slack=0.25, depth=2).explained[0]
-    assert (explained.own_s, explained.pipeline_s) == (0.5, 1.5)
-
-
 def test_slack_is_sampled_where_it_bends() -> None:
     """It falls by a second a second while a request waits, and by nothing while its own chunks run as predicted."""
     load = [Job(0.0, 600, 1, slo=SLO(9.0)), Job(0.5, 600, 1, slo=SLO(30.0))]
@@ -301,14 +292,6 @@ def test_old_chunks_are_summed_though_no_longer_named(monkeypatch: pytest.Monkey
     explained = drive.explained[1]
     assert explained.others_s == 10.0
     assert explained.others == (("job 0", 3.0),)
-
-
-def test_names_are_kept_no_longer_than_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slot after the other's requests: what is long gone is forgotten, and who has just run is named."""
-    monkeypatch.setattr("medha.engine.explain._CHUNKS_KEPT", 8)
-    drive = play([Job(3.0 * i, 16, 1) for i in range(40)] + [Job(118.0, 8, 1)], tokens=8)
-    assert len(drive.explainer._names) <= 2 * (8 + 2)
-    assert drive.explained[40].others == (("job 39", 1.0),)
 
 
 def test_time_before_it_was_known_is_idle_where_nothing_ran() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -139,27 +138,18 @@ def test_a_changed_byte_is_reported_with_its_batch(recorded: list[str]) -> None:
         entry["batch"][6] ^= 1  # query tokens of its first row
         mismatch = replay([*recorded[:number], json.dumps(entry), *recorded[number + 1 :]]).mismatch
         assert mismatch is not None
-        assert (mismatch.line, mismatch.call, mismatch.batch_id) == (number + 1, "schedule", batch.batch_id)
-        assert mismatch.replayed == str(batch)
-        assert str(mismatch).startswith(f"line {number + 1}, schedule (batch {batch.batch_id}):\nrecorded batch")
+        assert mismatch.startswith(f"line {number + 1}, schedule (batch {batch.batch_id}):\nrecorded batch")
+        assert mismatch.endswith(f"\nreplayed {batch}")
 
 
-def first_of(lines: list[str], call: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[int, list[str]]:
-    """The lines with the first entry of a kind changed, and its line number."""
-    number = next(i for i, line in enumerate(lines) if json.loads(line).get("call") == call)
-    return number + 1, [*lines[:number], json.dumps(change(json.loads(lines[number]))), *lines[number + 1 :]]
-
-
-def test_other_decisions_are_compared_too(recorded: list[str]) -> None:
-    for call, change in (
-        ("add", {"deadline_s": 1.5}),
-        ("cancel", {"closed": [77]}),
-        ("complete", {"closed": [77]}),
-    ):
-        number, lines = first_of(recorded, call, lambda entry, change=change: {**entry, **change})  # type: ignore[misc]
-        mismatch = replay(lines).mismatch
-        assert mismatch is not None
-        assert (mismatch.line, mismatch.call) == (number, call)
+@pytest.mark.parametrize(
+    ("call", "change"), [("add", {"deadline_s": 1.5}), ("cancel", {"closed": [77]}), ("complete", {"closed": [77]})]
+)
+def test_other_decisions_are_compared_too(recorded: list[str], call: str, change: dict[str, Any]) -> None:
+    number = next(i for i, line in enumerate(recorded) if json.loads(line).get("call") == call)
+    changed = json.dumps(json.loads(recorded[number]) | change)
+    mismatch = replay([*recorded[:number], changed, *recorded[number + 1 :]]).mismatch
+    assert mismatch is not None and mismatch.startswith(f"line {number + 1}, {call} (batch ")
 
 
 @pytest.mark.parametrize(
@@ -169,11 +159,15 @@ def test_other_decisions_are_compared_too(recorded: list[str]) -> None:
         (["{"], "journal line 1 cannot be read: JSONDecodeError"),
         (["[]"], "journal line 1 cannot be read"),
         (['{"format": "other", "version": 1}'], "accepted: medha-journal, version 1"),
+        ([None, '{"call": "other", "now_s": 1}'], "journal line 2 cannot be read: ValueError: call 'other'"),
+        ([None, '{"call": "schedule", "now_s": 1}'], "journal line 2 cannot be read"),
+        ([None, '"x"'], "journal line 2 cannot be read"),
+        ([None, "\x00"], "journal line 2 cannot be read"),
     ],
 )
-def test_what_is_no_journal_is_refused(lines: list[str], message: str) -> None:
+def test_what_is_no_journal_is_refused(recorded: list[str], lines: list[str | None], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        replay(lines)
+        replay(recorded[0] if line is None else line for line in lines)
 
 
 @pytest.mark.parametrize("field", ["max_prompt_tokens", "num_blocks", "block_size", "num_groups", "max_tokens"])
@@ -183,12 +177,6 @@ def test_sizes_beyond_reason_are_a_named_error(recorded: list[str], field: str, 
     (head if field in head else head["predictor"])[field] = value
     with pytest.raises(ConfigError, match=rf"^journal line 1 cannot be read: ValueError: {field}=.*; accepted: an int"):
         replay([json.dumps(head), *recorded[1:]])
-
-
-@pytest.mark.parametrize("line", ['{"call": "other", "now_s": 1}', '{"call": "schedule", "now_s": 1}', '"x"', "\x00"])
-def test_a_line_that_is_no_call_is_named(recorded: list[str], line: str) -> None:
-    with pytest.raises(ConfigError, match="journal line 2 cannot be read"):
-        replay([recorded[0], line])
 
 
 def some_policy(columns: Columns, now_s: float) -> np.ndarray[Any, Any]:
@@ -206,9 +194,8 @@ def test_a_policy_that_is_a_function_cannot_be_recorded_by_name_it_can() -> None
 
 
 def test_a_predictor_that_has_learned_cannot_be_recorded() -> None:
-    predictor = make_predictor()
+    sched = Scheduler(SchedulerConfig(), num_blocks=9, block_size=16, predictor=(predictor := make_predictor()))
     predictor.observe("prefill", 1.0, 2.0)
-    sched = Scheduler(SchedulerConfig(), num_blocks=9, block_size=16, predictor=predictor)
     with pytest.raises(ConfigError, match="learned nothing"):
         Journal(sched, io.StringIO())
 

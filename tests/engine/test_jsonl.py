@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 
+from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import opened, output_line, read_requests, unwritable_reported, write_line
 from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, ValidationError
 from medha.outputs import CompletionOutput, Explanation, Logprob, RequestMetrics, RequestOutput
 from medha.params import SLO, SamplingParams
-
-KEYS = {"id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "ttft_s", "tpot_s", "e2e_s", "error"}
-EXTRA_KEYS = {"stop_reason", "num_output_tokens", "queue_s", "ttft_parts_s", "held_up_by", "met_slo", "is_relegated"}
 
 
 def write(path: Path, *lines: str | bytes | dict[str, Any]) -> Path:
@@ -35,76 +33,42 @@ def make_output(text: str | None = "hi", **changes: Any) -> RequestOutput:
     return RequestOutput("r", "abc", [1, 2, 3], [completion], True, metrics, **changes)
 
 
+def read(tmp_path: Path, *lines: str | bytes | dict[str, Any], **defaults: Any) -> list[Arrival]:
+    return read_requests(write(tmp_path / "r.jsonl", *lines), defaults)
+
+
 def test_a_line_with_every_field(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "r.jsonl",
-        {
-            "id": "a",
-            "prompt": "hello",
-            "max_tokens": 7,
-            "temperature": 0.5,
-            "stop": ["x"],
-            "seed": None,
-            "arrival_s": 1.5,
-            "slo": {"ttft_s": 2.0, "tpot_s": 0.1},
-        },
-    )
-    (arrival,) = read_requests(path, {"top_k": 3, "max_tokens": 1})
-    assert arrival.error is None
-    assert arrival.request_id == "a"
-    assert arrival.prompt == {"prompt": "hello"}
-    assert arrival.params == SamplingParams(max_tokens=7, temperature=0.5, stop=["x"], top_k=3, seed=0)
-    assert arrival.slo == SLO(2.0, 0.1)
-    assert arrival.arrival_s == 1.5
+    slo = {"ttft_s": 2.0, "tpot_s": 0.1}
+    sampling = {"max_tokens": 7, "temperature": 0.5, "stop": ["x"], "seed": None}
+    line = {"id": "a", "prompt": "hello", **sampling, "arrival_s": 1.5, "slo": slo, "priority": "high"}
+    params = SamplingParams(max_tokens=7, temperature=0.5, stop=["x"], top_k=3, seed=0)
+    assert read(tmp_path, line, top_k=3, max_tokens=1) == [
+        Arrival("a", {"prompt": "hello"}, params, SLO(2.0, 0.1), 1.5, "high")
+    ]
 
 
 def test_forms_of_prompts_and_ids(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    path = write(
-        tmp_path / "r.jsonl",
+    options = {"tools": [{"name": "f"}], "chat_template_kwargs": {"enable_thinking": False}}
+    arrivals = read(
+        tmp_path,
         b"\xef\xbb\xbf" + b'{"prompt": "with a byte order mark", "messages": null}\r',
         "",
         "   ",
         {"prompt_token_ids": [1, 2], "request_id": "other name"},
-        {"messages": messages, "id": 12},
+        {"messages": messages, "id": 12, "n": 2, **options},
     )
-    first, second, third = read_requests(path, {})
-    assert (first.request_id, first.prompt) == ("line-1", {"prompt": "with a byte order mark"})
-    assert (second.request_id, second.prompt) == ("other name", {"prompt_token_ids": [1, 2]})
-    assert (third.request_id, third.prompt) == ("12", {"messages": messages})
-
-
-def test_chat_options_of_a_line(tmp_path: Path) -> None:
-    options = {"tools": [{"name": "f"}], "chat_template_kwargs": {"enable_thinking": False}, "n": 2}
-    messages = [{"role": "user", "content": "Hi"}]
-    (arrival,) = read_requests(write(tmp_path / "r.jsonl", {"messages": messages, **options}), {})
-    assert arrival.error is None and arrival.params is not None
-    assert arrival.prompt == {
-        "messages": messages,
-        "tools": options["tools"],
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    assert arrival.params.n == 2
-
-
-def test_a_line_of_several_completions() -> None:
-    completions = [CompletionOutput(i, text=f"t{i}", token_ids=[i] * (i + 1), finish_reason="length") for i in range(2)]
-    metrics = RequestMetrics(
-        1.0, first_scheduled=1.5, first_token=2.0, finished=4.0, num_output_tokens=3, num_completions=2
-    )
-    line = output_line(RequestOutput("a", "x", [1], completions, True, metrics))
-    assert (line["text"], line["token_ids"], line["num_output_tokens"]) == ("t0", [0], 3)
-    assert line["outputs"] == [
-        {"index": 0, "text": "t0", "token_ids": [0], "finish_reason": "length", "stop_reason": None},
-        {"index": 1, "text": "t1", "token_ids": [1, 1], "finish_reason": "length", "stop_reason": None},
+    assert [(arrival.request_id, arrival.prompt) for arrival in arrivals] == [
+        ("line-1", {"prompt": "with a byte order mark"}),
+        ("other name", {"prompt_token_ids": [1, 2]}),
+        ("12", {"messages": messages, **options}),
     ]
-    assert line["tpot_s"] == 4.0  # 2 s for half a token more than the first, on average
-    assert "outputs" not in output_line(RequestOutput("a", "x", [1], completions[:1], True, metrics))
+    assert [arrival.params and arrival.params.n for arrival in arrivals] == [1, 1, 2]
 
 
 def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Path) -> None:
     rows = [{"id": name, "prompt": "x", "arrival_s": at} for name, at in zip("abcd", [2, 0, 1, 0], strict=True)]
-    assert [a.request_id for a in read_requests(write(tmp_path / "r.jsonl", *rows), {})] == ["b", "d", "c", "a"]
+    assert [a.request_id for a in read(tmp_path, *rows)] == ["b", "d", "c", "a"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +104,7 @@ def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Pat
 def test_a_wrong_line_is_an_arrival_with_an_error(
     tmp_path: Path, line: str | bytes | dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    wrong, right = read_requests(write(tmp_path / "r.jsonl", line, {"prompt": "fine"}), {})
+    wrong, right = read(tmp_path, line, {"prompt": "fine"})
     assert type(wrong.error) is kind
     assert str(wrong.error).startswith(message)
     assert len(str(wrong.error)) < 300
@@ -149,7 +113,7 @@ def test_a_wrong_line_is_an_arrival_with_an_error(
 
 def test_an_id_is_taken_once(tmp_path: Path) -> None:
     rows = [{"id": "a", "prompt": "x"}, {"id": 1, "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": "1", "prompt": ""}]
-    arrivals = read_requests(write(tmp_path / "r.jsonl", *rows), {})
+    arrivals = read(tmp_path, *rows)
     assert [(a.request_id, a.error and str(a.error)) for a in arrivals] == [
         ("a", None),
         ("1", None),
@@ -159,9 +123,8 @@ def test_an_id_is_taken_once(tmp_path: Path) -> None:
 
 
 def test_unknown_fields_are_ignored_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write(tmp_path / "r.jsonl", {"prompt": "x", "user": "me"}, {"prompt": "x", "user": 1, "modle": ""})
     with caplog.at_level(logging.WARNING, "medha"):
-        arrivals = read_requests(path, {})
+        arrivals = read(tmp_path, {"prompt": "x", "user": "me"}, {"prompt": "x", "user": 1, "modle": ""})
     assert [a.error for a in arrivals] == [None, None]
     assert [record.getMessage() for record in caplog.records] == [
         "request fields ignored (with how many lines): {'user': 2, 'modle': 1}"
@@ -173,13 +136,14 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_requests(tmp_path / "gone.jsonl", {})
     with pytest.raises(ConfigError, match="Is a directory"):
         read_requests(tmp_path, {})
-    assert read_requests(write(tmp_path / "empty.jsonl", ""), {}) == []
+    assert read(tmp_path, "") == []
+    with pytest.raises(ConfigError, match=r"2 of 2 requests in .*r\.jsonl cannot be run; line 1: no prompt; accepted"):
+        read(tmp_path, {"max_tokens": 5}, "{")
 
 
 def test_output_line() -> None:
-    line = output_line(make_output())
-    assert set(line) == KEYS | EXTRA_KEYS
-    assert line == {
+    output = make_output()
+    line = {
         "id": "r",
         "text": "hi",
         "token_ids": [5, 6],
@@ -197,34 +161,34 @@ def test_output_line() -> None:
         "is_relegated": False,
         "error": None,
     }
+    assert list(output_line(output).items()) == list(line.items())
+    assert list(output_line(output, custom_id="c"))[:2] == ["id", "custom_id"]
     failed = output_line(make_output(error=ValidationError("no")))
     assert failed["error"] == {"type": "ValidationError", "message": "no"}
-
-
-def test_a_relegated_request_missed_its_objective() -> None:
-    output = make_output()
     output.metrics.ttft_slo_s = 1.5
     assert output_line(output)["met_slo"] is True
     output.metrics.is_relegated = True
-    line = output_line(output)
-    assert (line["met_slo"], line["is_relegated"]) == (False, True)
-
-
-def test_output_line_says_where_the_ttft_went() -> None:
-    output = make_output()
+    assert [output_line(output)[name] for name in ("met_slo", "is_relegated")] == [False, True]
     output.metrics.explanation = Explanation(
         "r", True, 1.0, 0.25, 0.125, 0.5, (("a", 0.375), ("b", 0.125)), 0.0, 0.0625, 0.0625, ((0.0, 1.0),)
     )
     line = json.loads(json.dumps(output_line(output)))
-    assert line["ttft_parts_s"] == {
-        "own": 0.25,
-        "decodes": 0.125,
-        "others": 0.5,
-        "memory": 0.0,
-        "pipeline": 0.0625,
-        "idle": 0.0625,
-    }
+    parts = {"own": 0.25, "decodes": 0.125, "others": 0.5, "memory": 0.0, "pipeline": 0.0625, "idle": 0.0625}
+    assert line["ttft_parts_s"] == parts
     assert line["held_up_by"] == [["a", 0.375], ["b", 0.125]]
+
+
+def test_a_line_of_several_completions() -> None:
+    completions = [CompletionOutput(i, text=f"t{i}", token_ids=[i] * (i + 1), finish_reason="length") for i in range(2)]
+    metrics = RequestMetrics(1.0, 1.5, 2.0, 4.0, num_output_tokens=3, num_completions=2)
+    line = output_line(RequestOutput("a", "x", [1], completions, True, metrics))
+    assert (line["text"], line["token_ids"], line["num_output_tokens"]) == ("t0", [0], 3)
+    assert line["outputs"] == [
+        {"index": 0, "text": "t0", "token_ids": [0], "finish_reason": "length", "stop_reason": None},
+        {"index": 1, "text": "t1", "token_ids": [1, 1], "finish_reason": "length", "stop_reason": None},
+    ]
+    assert line["tpot_s"] == 4.0  # 2 s for half a token more than the first, on average
+    assert "outputs" not in output_line(RequestOutput("a", "x", [1], completions[:1], True, metrics))
 
 
 def test_lines_are_json_whatever_the_text_and_the_stream() -> None:
@@ -247,21 +211,18 @@ def test_lines_are_json_whatever_the_text_and_the_stream() -> None:
 def test_openai_batch_lines(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     chat = {"method": "POST", "url": "/v1/chat/completions"}
-    path = write(
-        tmp_path / "r.jsonl",
+    more = {"messages": messages, "logprobs": True, "top_logprobs": 3, "stream": False}
+    chats = read(
+        tmp_path,
         {"custom_id": "a", **chat, "body": {"model": "m", "messages": messages, "max_completion_tokens": 5}},
-        {
-            "custom_id": "b",
-            **chat,
-            "body": {"messages": messages, "logprobs": True, "top_logprobs": 3, "stream": False},
-        },
+        {"custom_id": "b", **chat, "body": more},
         {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": [1, 2], "logprobs": 2}, "arrival_s": 1},
         {"custom_id": "d", "url": "/v1/embeddings", "body": {"input": "x"}},
         {"custom_id": "e", **chat, "body": "x"},
         {"custom_id": "f", **chat, "body": {"model": "m"}},
         {"id": "g", "prompt": "x"},
+        max_tokens=9,
     )
-    chats = read_requests(path, {"max_tokens": 9})
     by_id = {arrival.request_id: arrival for arrival in chats}
     assert [by_id[i].prompt for i in "abc"] == [{"messages": messages}] * 2 + [{"prompt_token_ids": [1, 2]}]
     params = [by_id[i].params for i in "abc"]
@@ -269,7 +230,6 @@ def test_openai_batch_lines(tmp_path: Path) -> None:
     assert by_id["c"].arrival_s == 1.0
     assert [str(by_id[i].error).partition(";")[0] for i in "def"] == ["url='/v1/embeddings'", "body='x'", "no prompt"]
     assert [by_id[i].custom_id for i in "abcdefg"] == [*"abcdef", None]
-    assert list(output_line(make_output(), custom_id="r").items())[:2] == [("id", "r"), ("custom_id", "r")]
 
 
 @pytest.mark.parametrize(
@@ -286,15 +246,10 @@ def test_what_is_wrong_with_a_line_is_known_before_it_arrives(
     tmp_path: Path, line: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "medha"):
-        wrong, _ = read_requests(write(tmp_path / "r.jsonl", line, {"prompt": "x", "arrival_s": 1}), {})
+        wrong, _ = read(tmp_path, line, {"prompt": "x", "arrival_s": 1})
     assert isinstance(wrong.error, ValidationError)
     assert wrong.arrival_s == 0.0
     assert f"1 of 2 requests in {tmp_path / 'r.jsonl'} cannot be run; the first is line 1: " in caplog.text
-
-
-def test_a_file_without_a_line_that_can_be_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"2 of 2 requests in .*r\.jsonl cannot be run; line 1: no prompt; accepted"):
-        read_requests(write(tmp_path / "r.jsonl", {"max_tokens": 5}, "{"), {})
 
 
 def test_seeds_go_by_the_place_in_the_file(tmp_path: Path) -> None:
@@ -315,6 +270,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from medha.errors import RequestError
+from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import opened, unwritable_reported
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 path = Path(sys.argv[1])

@@ -50,7 +50,7 @@ def calls_of(path: Path) -> list[str | None]:
         ["--scheduler", "token-budget"],
         ["--scheduler", "sarathi", "--block-size", "64"],
     ],
-    ids=str,
+    ids=["policy", "budget", "sarathi"],
 )
 def test_a_recorded_run_replays(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
@@ -90,9 +90,7 @@ def test_another_decision_is_printed(folder: Path, tmp_path: Path, capsys: pytes
     [
         (None, "error: ConfigError: journal {path}: No such file or directory"),
         (b"", "error: ConfigError: {path} is not a medha journal; accepted: what medha generate --journal wrote"),
-        (b"\xff\xfe{", "error: ConfigError: {path} is not a medha journal; "),
         (b"[" * 100_000, "error: ConfigError: {path} is not a medha journal; "),
-        (b'{"id": "a request file"}\n', "error: ConfigError: {path} is not a medha journal; "),
         (
             b'{"format":"medha-journal","version":1,',
             "error: ConfigError: journal {path} is truncated in its first line",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 
 from medha.engine.turns import Turns
 
@@ -51,13 +52,9 @@ def test_who_waits_comes_before_who_asks_again() -> None:
 
 
 def test_an_error_gives_it_back() -> None:
-    turns = Turns()
-    try:
-        with turns, turns:
-            raise ZeroDivisionError
-    except ZeroDivisionError:
-        pass
-    entered = threading.Event()
+    turns, entered = Turns(), threading.Event()
+    with suppress(ZeroDivisionError), turns, turns:
+        raise ZeroDivisionError
     thread = threading.Thread(target=lambda: turns.__enter__() or entered.set())
     thread.start()
     thread.join()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import re
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,15 @@ from medha.batch import Batch
 from medha.engine.engine import Engine
 from medha.engine.journal import replay
 from medha.errors import ValidationError
-from medha.worker.step import StepResult
+from medha.worker.step import PendingStep, StepResult
 from medha.worker.swap import HostCache
 from tests.checkpoints import random_prompt
 from tests.fuzz.cases import Ask, Case
 from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.reference import Answer, Failure, check, write_checkpoint
 from tests.parallel.workers import WorkerPool, launch_environment
+
+_HANG_S = 300.0  # a case takes seconds
 
 
 def check_case(case: Case, folder: Path, workers: WorkerPool | None = None, *, mutation: str | None = None) -> None:
@@ -45,8 +46,7 @@ def check_case(case: Case, folder: Path, workers: WorkerPool | None = None, *, m
         if workers is None:
             answers, max_request_tokens = serve(case, folder, mutation)
         else:
-            watch = Watch(folder / "steps")
-            answers, max_request_tokens = workers.run(serve, case.world, case, folder, mutation, watch=watch)[0]
+            answers, max_request_tokens = workers.run(serve, case.world, case, folder, mutation, limit_s=_HANG_S)[0]
     except Failure:
         raise
     except Exception as error:
@@ -72,17 +72,12 @@ def serve(case: Case, folder: Path, mutation: str | None) -> tuple[list[Answer],
             if not llm.is_driver:
                 llm.follow()
                 return [], 0
-            answers = _Drive(case, llm.engine, folder / "steps").run()
+            answers = _Drive(case, llm.engine).run()
             max_request_tokens = llm.engine.scheduler.memory.max_request_tokens
     found = replay(folder / "journal")
     if found.mismatch is not None:
         raise Failure("journal", str(found.mismatch))
     return answers, max_request_tokens
-
-
-@dataclass
-class _Pending:
-    result: Callable[[], StepResult]
 
 
 class _Timed:
@@ -95,7 +90,7 @@ class _Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def submit(self, batch: Batch) -> _Pending:
+    def submit(self, batch: Batch) -> PendingStep:
         """Start a batch; time goes on when it is waited for."""
         case, rng = self._case, self._random
         factor = rng.uniform(0.7, 1.4) * (case.spike if rng.random() < 0.05 else 1.0)
@@ -107,7 +102,7 @@ class _Timed:
             self.now_s += busy_s
             return replace(done, busy_s=busy_s)
 
-        return _Pending(result)
+        return PendingStep(result)
 
 
 class _Served:
@@ -134,20 +129,17 @@ class _Served:
         if is_early or tokens[: len(so_far.tokens)] != so_far.tokens or num_told != len(tokens):
             raise Failure("output", f"{self._kind} output {output} after {so_far}")
         self._answer = Answer(None, tokens, text, completion.finish_reason, completion.stop_reason, logprobs)
+        explained = output.metrics.explanation
+        if explained is not None and not isclose(sum(explained.parts_s.values()), explained.total_s, abs_tol=1e-6):
+            raise Failure("explanation", f"of request {output.request_id} does not add up: {explained}")
         return self._answer if output.finished else None
 
 
 class _Drive:
-    """Takes a fresh engine through a case.
+    """Takes a fresh engine, which is put on the case's time, through a case."""
 
-    Args:
-        case: what to do.
-        engine: put on the case's time.
-        progress: file that says which step it is.
-    """
-
-    def __init__(self, case: Case, engine: Engine, progress: Path) -> None:
-        self._case, self._engine, self._progress = case, engine, progress
+    def __init__(self, case: Case, engine: Engine) -> None:
+        self._case, self._engine = case, engine
         self._timed = timed = _Timed(engine.runner, case)
         engine.runner, engine._clock, engine._start = timed, lambda: timed.now_s, 0.0
         self._pending = list(enumerate(case.asks))
@@ -162,7 +154,6 @@ class _Drive:
         num_tokens: dict[str, int] = {}
         last_step = 0
         while self._pending or self._engine.has_unfinished:
-            self._progress.write_text(str(self._step))
             self._add_and_abort()
             for output in self._engine.step():
                 self._take(output)
@@ -225,39 +216,3 @@ class _Drive:
         }
         if found := {name: counts for name, counts in left.items() if any(counts)}:
             raise Failure("left", f"behind when all is done: {found}")
-
-
-class Watch:
-    """Says when a job hangs; asked now and then, with the ids of its processes and the seconds since.
-
-    A machine may be busy, so time alone makes no hang: all threads of all processes are found asleep for ``asleep_s``,
-    or they have computed for ``computed_s``, and the file of the progress says the same.
-    """
-
-    def __init__(self, progress: Path, *, asleep_s: float = 60.0, computed_s: float = 180.0) -> None:
-        self._progress, self._asleep_s, self._computed_s = progress, asleep_s, computed_s
-        self._seen: str | None = None
-        self._slept_s = self._begin_s = 0.0
-
-    def __call__(self, pids: Sequence[int], passed_s: float) -> str | None:
-        """What is wrong, if anything."""
-        seen = self._progress.read_text() if self._progress.exists() else ""
-        threads = [_thread(stat) for pid in pids for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
-        used_s = sum(seconds for _, seconds in threads)
-        if seen != self._seen:
-            self._seen, self._slept_s, self._begin_s = seen, 0.0, used_s
-        self._slept_s += passed_s * all(state in "SIXZ" for state, _ in threads)
-        if self._slept_s > self._asleep_s:
-            return f"hang: all threads of all ranks slept for {self._slept_s:.0f} s in step {seen}"
-        if used_s - self._begin_s > self._computed_s:
-            return f"hang: {used_s - self._begin_s:.0f} s computed in step {seen}"
-        return None
-
-
-def _thread(stat: Path) -> tuple[str, float]:
-    """State and seconds of compute of a thread."""
-    try:
-        fields = stat.read_text().rpartition(")")[2].split()
-    except OSError:  # it has just ended
-        return "X", 0.0
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

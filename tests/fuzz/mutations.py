@@ -17,10 +17,10 @@ import medha.parallel.kvp as kvp
 from medha.batch import Row
 from medha.engine.engine import Engine
 from medha.models.layers import LinearFn, TensorShard
-from medha.sched.batch_builder import BatchBuilder
 from medha.sched.decision import Decision
 from medha.sched.memory import KVMemory
-from medha.sched.queue import Queue, State
+from medha.sched.preempt import Preemption
+from medha.sched.queue import Queue
 from medha.sched.scheduler import Scheduler
 from medha.text import StopChecker
 from medha.worker.kv_cache import BlockTables
@@ -32,21 +32,20 @@ Patch = pytest.MonkeyPatch
 
 def block_not_freed(patch: Patch) -> None:
     """A request that gives way keeps its last block."""
-    preempt, release = BatchBuilder._preempt, KVMemory.release
+    preempt, release = Preemption.preempt, KVMemory.release
 
-    def kept(self: KVMemory, slot: int) -> bool:
-        pool = self.pools[self._accounts[slot].first]
-        was = release(self, slot)
-        if was:
+    def kept(self: KVMemory, slot: int) -> None:
+        pool, num_frees = self.pools[self._accounts[slot].first], len(self.frees)
+        release(self, slot)
+        if len(self.frees) > num_frees:
             pool.allocate(-1, 1, claim=1)
-        return was
 
-    def keeping(self: BatchBuilder, victims: Sequence[State]) -> None:
+    def keeping(*args: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(KVMemory, "release", kept)
-            preempt(self, victims)
+            preempt(*args)
 
-    patch.setattr(BatchBuilder, "_preempt", keeping)
+    patch.setattr(Preemption, "preempt", keeping)
 
 
 def merge_without_lse(patch: Patch) -> None:
@@ -104,7 +103,7 @@ def slot_reused_in_flight(patch: Patch) -> None:
         closed = [slot for slot in slots if (state := self._queue.running.get(slot)) is not None and state.ended]
         for slot in closed:
             self._queue.drop(slot)
-            self._leaving.frees += [slot] * self.memory.release(slot)
+            self.memory.release(slot)
         return tuple(closed)
 
     patch.setattr(Scheduler, "_close_ended", close)

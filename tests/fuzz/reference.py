@@ -144,7 +144,6 @@ class _Rules:
         self.eos = () if params.get("ignore_eos") else case.model.eos
         self.end_ids = sorted({*self.eos, *params.get("stop_token_ids", ())})
         self.pieces = case.model.pieces
-        self.is_cut = "top_k" in params or params.get("top_p", 1.0) < 1.0
 
     def choose(self, logits: Logits, drawn: Sequence[int]) -> int:
         """The token behind the prompt and those drawn so far."""
@@ -161,13 +160,13 @@ class _Rules:
         weights = np.exp((x - x.max()) / params["temperature"])
         weights /= weights.sum()
         top_p = params.get("top_p", 1.0)
-        # With a cut the likeliest come first, without one the ids stay in order: the draw goes along that line.
-        line = np.argsort(-weights, kind="stable")[: params.get("top_k")] if self.is_cut else np.arange(len(x))
+        line = np.argsort(-weights, kind="stable")[: params.get("top_k")]
         kept = weights[line]
         is_kept = (kept.cumsum() - kept < top_p * kept.sum()) | (top_p >= 1.0)
         is_kept &= kept >= params.get("min_p", 0.0) * kept.max()
         is_kept[kept.argmax()] = True
-        line, edges = line[is_kept], kept[is_kept].cumsum()
+        line = np.sort(line[is_kept])
+        edges = weights[line].cumsum()
         number = np.random.Generator(np.random.Philox(key=params["seed"] % 2**64, counter=len(drawn))).random()
         return int(line[min(np.searchsorted(edges, number * edges[-1], side="right"), len(line) - 1)])
 

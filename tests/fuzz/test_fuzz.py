@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 
 from tests.fuzz.__main__ import failure_of, find, left_to_run, recorded
 from tests.fuzz.cases import Ask, draw
-from tests.fuzz.drive import Watch, check_case
+from tests.fuzz.drive import check_case
 from tests.fuzz.shrink import as_test, shrink
 from tests.parallel.workers import WorkerPool
 
@@ -80,21 +78,3 @@ def test_a_run_goes_on_behind_its_log(tmp_path: Path) -> None:
     seeds = [(seed, 2) for seed in range(5)]
     assert left_to_run(log, "a", seeds) == seeds[2:]
     assert left_to_run(tmp_path / "none", "a", seeds) == seeds
-
-
-@pytest.mark.parametrize(
-    ("program", "word"), [("import time; time.sleep(60)", "slept"), ("while True: pass", "computed")]
-)
-def test_a_hang_is_told_by_what_the_processes_do(tmp_path: Path, program: str, word: str) -> None:
-    """One that computes, or would if it were let, does not sleep."""
-    steps = tmp_path / "steps"
-    watch = Watch(steps, asleep_s=1.0, computed_s=0.3)
-    with subprocess.Popen([sys.executable, "-c", program]) as process:
-        told = None
-        while told is None:
-            time.sleep(0.05)
-            told = watch([process.pid], 0.05)
-        assert word in told
-        steps.write_text("1")
-        assert watch([process.pid], 0.05) is None  # it went on
-        process.kill()

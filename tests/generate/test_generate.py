@@ -541,6 +541,20 @@ def test_a_model_that_cannot_be_served(
     assert output.read_text() == EARLIER
 
 
+TRACES = {
+    "medha": '{"id": "a", "arrival_s": 0.5, "num_prompt_tokens": 5, "num_output_tokens": 5}',
+    "mooncake": '{"timestamp": 0, "input_length": 5, "output_length": 5}',
+    "vidur": "arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,5",
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_trace_is_no_request_file(run: Command, tmp_path: Path, name: str) -> None:
+    done = run("--requests", write_lines(tmp_path / "r.jsonl", TRACES[name]))
+    assert done.code == 2
+    assert re.search(rf"is a trace \(format {name}\).* serve --dataset-path .*r\.jsonl", done.err)
+
+
 @pytest.mark.parametrize("admission", ["all", "refuse", "relegate"])
 def test_who_cannot_be_in_time(run: Command, tmp_path: Path, admission: str) -> None:
     """An objective of a microsecond."""
@@ -807,7 +821,7 @@ def test_a_terminal_shows_bar_rate_time_left_and_streaming_answers(folder: Path,
         process.kill()
         os.close(master)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
-    assert re.search(r"document +[━╸╺]+ [\d,]+/5,000 +[\d,]+ tok/s +\d\d:\d\d left", text)
+    assert re.search(r"document +[━╸╺]+ [\d,]+/5,000 +[\d,]+ tok/s +\d\d:\d\d", text)
     assert re.search(r"talker {11}\S+ *\r?\n", text)  # an answer as it streams
     assert "1 of 3 requests done" in text
     assert re.search(r"short   31-plum\.  \[stop after 10 tokens, TTFT ", text)

@@ -18,7 +18,7 @@ from medha.config import ModelConfig, RopeConfig
 from medha.errors import ConfigError, WeightsError
 from medha.models import weights
 from medha.models.decoder import build_decoder
-from medha.models.weights import INDEX_NAME, Checkpoint, check_tensors, expected_tensors, is_ignored, load_parameters
+from medha.models.weights import INDEX_NAME, Checkpoint, check_tensors, expected_tensors, load_parameters
 
 FILE = "model.safetensors"
 
@@ -57,9 +57,9 @@ def test_single_file(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = random_tensors(make_config(), dtype)
     save_file(tensors, tmp_path / FILE)
     with Checkpoint(tmp_path) as checkpoint:
-        assert sorted(checkpoint.names) == sorted(tensors)
+        assert sorted(checkpoint.tensors) == sorted(tensors)
         for name, tensor in tensors.items():
-            info = checkpoint.info(name)
+            info = checkpoint.tensors[name]
             assert (info.shape, info.file) == (tuple(tensor.shape), FILE)
             torch.testing.assert_close(checkpoint.read(name), tensor, rtol=0, atol=0)
         assert checkpoint.bytes_read == sum(t.numel() * t.element_size() for t in tensors.values())
@@ -75,7 +75,7 @@ def test_shards_with_and_without_index(tmp_path: Path) -> None:
         if indexed:
             write_index(tmp_path, {name: file for file, part in shards.items() for name in part})
         with Checkpoint(tmp_path) as checkpoint:
-            assert {name: checkpoint.info(name).file for name in checkpoint.names} == {
+            assert {name: checkpoint.tensors[name].file for name in checkpoint.tensors} == {
                 name: file for file, part in shards.items() for name in part
             }
             for name, tensor in tensors.items():
@@ -97,18 +97,12 @@ def test_slices_read_only_their_bytes_and_outlive_the_file_handle(tmp_path: Path
     assert scalar == 3.0
 
 
-def test_unknown_tensor(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(1)}, tmp_path / FILE)
-    with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError, match="no tensor 'v'"):
-        checkpoint.read("v")
-
-
 @pytest.mark.parametrize("single", [FILE, "model-00001-of-00001.safetensors"])
 def test_consolidated_is_skipped(tmp_path: Path, single: str) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / single)
     save_file({"tok_embeddings.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
     with Checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.names == ["w"]
+        assert list(checkpoint.tensors) == ["w"]
 
 
 def test_hub_cache_links_out_of_the_folder(tmp_path: Path) -> None:
@@ -242,9 +236,8 @@ def exercise(folder: Path) -> None:
     message = FILE
     try:
         with Checkpoint(folder) as checkpoint:
-            for name in checkpoint.names:
+            for name in checkpoint.tensors:
                 checkpoint.read(name)
-            check_tensors(checkpoint, {}, ignored=lambda _: True)
     except WeightsError as error:
         message = str(error)
     assert message.startswith(FILE)
@@ -300,8 +293,6 @@ def test_fuzz_one_byte_of_a_good_file(tmp_path: Path, position: int, value: int)
         "a/model.safetensors",
         "mo\0del.safetensors",
         "a\\model.safetensors",
-        "C:model.safetensors",
-        "mo\x1bdel.safetensors",
         "model.bin",
         "",
         "a" * 300 + ".safetensors",
@@ -327,7 +318,7 @@ def test_hostile_name_in_the_index(tmp_path: Path, file: Any) -> None:
         ("[]", "accepted: a JSON object"),
         ("{}", "weight_map: None"),
         ('{"weight_map": []}', "weight_map: []"),
-        ('{"weight_map": {}}', "weight_map: 0 entries"),
+        ('{"weight_map": {}}', "weight_map: {}"),
         ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "'a' is given twice"),
     ],
 )
@@ -338,13 +329,6 @@ def test_malformed_index(tmp_path: Path, text: str, reason: str) -> None:
         Checkpoint(tmp_path)
     assert INDEX_NAME in str(caught.value)
     assert reason in str(caught.value)
-
-
-def test_index_with_too_many_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_MAX_ENTRIES", 1000)  # one million takes seconds to write
-    write_index(tmp_path, {f"w{i}": FILE for i in range(1001)})
-    with pytest.raises(WeightsError, match="weight_map: 1001 entries; accepted: an object of 1 to 1000"):
-        Checkpoint(tmp_path)
 
 
 def test_index_lists_what_is_not_there(tmp_path: Path) -> None:
@@ -421,11 +405,10 @@ def test_load_casts_in_place(tmp_path: Path, variant: str) -> None:
     save_file(tensors, tmp_path / FILE)
     decoder = build_decoder(config, dtype=torch.float32, device=torch.device("cpu"))
     pointers = [parameter.data_ptr() for parameter in decoder.parameters()]
-    seen: list[int] = []
     with Checkpoint(tmp_path) as checkpoint:
-        check_tensors(checkpoint, expected_tensors(config), ignored=lambda name: is_ignored(name, config))
-        load_parameters(dict(decoder.named_parameters()), checkpoint, progress=seen.append)
-        assert sum(seen) == checkpoint.bytes_read == sum(2 * tensor.numel() for tensor in tensors.values())
+        check_tensors(checkpoint, config)
+        load_parameters(dict(decoder.named_parameters()), checkpoint)
+        assert checkpoint.bytes_read == sum(2 * tensor.numel() for tensor in tensors.values())
     assert [parameter.data_ptr() for parameter in decoder.parameters()] == pointers
     for name, parameter in decoder.named_parameters():
         assert parameter.dtype == torch.float32
@@ -443,7 +426,7 @@ def test_one_error_lists_everything(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(24, 16).to(torch.float8_e4m3fn)
     save_file(tensors, tmp_path / FILE)
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(WeightsError) as caught:
-        check_tensors(checkpoint, expected_tensors(config), ignored=lambda name: is_ignored(name, config))
+        check_tensors(checkpoint, config)
     for part in (
         str(tmp_path),
         "1 tensors missing: model.norm.weight",
@@ -457,26 +440,15 @@ def test_one_error_lists_everything(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_what_may_be_ignored() -> None:
-    tied, untied = make_config(tie_word_embeddings=True), make_config()
-    assert is_ignored("lm_head.weight", tied)
-    assert not is_ignored("lm_head.weight", untied)
-    assert is_ignored("model.layers.0.self_attn.rotary_emb.inv_freq", untied)
-    assert not is_ignored("model.layers.0.self_attn.q_proj.weight", untied)
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_may_be_there_unread(tmp_path: Path, tied: bool) -> None:
+    config = make_config(tie_word_embeddings=tied)
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2), "lm_head.weight": torch.zeros(32, 16)}
+    save_file(random_tensors(config) | more, tmp_path / FILE)
+    with Checkpoint(tmp_path) as checkpoint:
+        check_tensors(checkpoint, config)
 
 
 def test_weights_beyond_memory_are_a_named_error() -> None:
     with pytest.raises(ConfigError, match=r"^the weights held here take \d{14} bytes on cpu, which does not give them"):
         build_decoder(make_config(vocab_size=2**40), dtype=torch.bfloat16, device=torch.device("cpu"))
-
-
-def test_parameters_that_do_not_fit(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(4), "v": torch.ones(2)}, tmp_path / FILE)
-    with Checkpoint(tmp_path) as checkpoint:
-        parameter = torch.zeros(1, 4)
-        with pytest.raises(WeightsError, match=r"w in model.safetensors is \[4\], expected \[1, 4\]"):
-            load_parameters({"w": parameter}, checkpoint)
-        with pytest.raises(WeightsError, match="1 tensors missing: u"):
-            load_parameters({"u": parameter}, checkpoint)
-        assert not parameter.any()
-        assert checkpoint.bytes_read == 0

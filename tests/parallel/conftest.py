@@ -9,6 +9,13 @@ from tests.parallel.faults import Job
 from tests.serving import write_byte_model
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts several processes, which ``make test`` runs one at a time."""
+    for item in items:
+        if {"workers", "jobs"} & set(getattr(item, "fixturenames", ())) and item.path.parent == Path(__file__).parent:
+            item.add_marker("ranks")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model that serves text."""

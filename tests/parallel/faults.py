@@ -8,7 +8,6 @@ a batch with rows that lie on several groups) the rank is killed, stopped, throw
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,13 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.parallel.workers import free_port, launch_environment
+from tests.parallel.workers import context, free_port, launch_environment
 
 POINTS = ("start", "prefill", "decode", "shared", "shutdown")
 LIMIT_S = 60.0
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["medha", "medha.llm", "medha.generate", "torch._dynamo", "tests.parallel.faults"])
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ def start(
     processes = []
     for rank in range(world_size) if ranks is None else ranks:
         env = launch_environment(rank, world_size, port) | dict(environment or {})
-        process = _context.Process(target=_rank, args=(rank, folder, env, fault, target, args))
+        process = context.Process(target=_rank, args=(rank, folder, env, fault, target, args))
         process.start()
         processes.append(process)
     return Job(folder, processes)

@@ -65,10 +65,10 @@ def cancel_at_every_step(folder: str, options: dict[str, Any], prompts: list[lis
 
 
 # Tokens of a request on one group: the victim takes the second of three within its prompt, the last as it decodes.
-SHARES = {1: 288, 2: 160, 3: 80}
+SHARES = {1: 288, 2: 160}
 
 
-@pytest.mark.parametrize("layout", [(1, 3, 1), (1, 2, 2), (3, 1, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [(1, 3, 1), (2, 2, 1)], ids=str)
 def test_cancel_at_every_step(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int, int]) -> None:
     kvp, spp, tp = layout
     make_checkpoint(tmp_path, "llama")

@@ -15,7 +15,6 @@ from medha.batch import Batch, Extent, Row
 from medha.errors import PlanDivergenceError
 from medha.parallel.control import ControlReceiver, ControlSender, Message, decode, encode
 from tests.parallel.rendezvous import Group, Transport
-from tests.parallel.workers import WorkerPool
 
 NUMBERS = st.integers(0, 2**31 - 1)
 SMALL = st.integers(0, 2**30)
@@ -119,44 +118,3 @@ def test_a_flipped_bit_in_the_batch_is_a_divergence(batch: Batch, ids: list[int]
     assert str(caught.value) == (
         f"batch {ints[5]}: rank 0 sent a plan with digest {sent:08x}, {arrived:08x} has arrived"
     )
-
-
-@pytest.mark.parametrize("kind", [-1, len(control._KINDS)])
-def test_an_unknown_kind_is_named(kind: int) -> None:
-    ints = encode(Message("stop"))
-    ints[0] = kind
-    with pytest.raises(ValueError, match=rf"a control message with header \[{kind}, 0, 0, 0, 0\] has no known kind"):
-        decode(ints)
-
-
-def exchange(sizes: list[int]) -> list[int]:
-    """On each rank: rank 0 sends messages of so many token ids, and answers with 0; the others with what arrived."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    arrived = [0]
-    if dist.get_rank() == 0:
-        sender = ControlSender(group, range(1, dist.get_world_size()))
-        for size in sizes:
-            sender.send(Message("batch", {"size": size}, token_ids=np.arange(size, dtype=np.int32)))
-        sender.send(Message("stop"))
-        sender.drain()
-    else:
-        receiver = ControlReceiver(group)
-        arrived = []
-        while (message := receiver.receive()).kind != "stop":
-            assert message.fields == {"size": len(message.token_ids)}
-            assert np.array_equal(message.token_ids, np.arange(len(message.token_ids)))
-            arrived.append(len(message.token_ids))
-    dist.barrier()
-    dist.destroy_process_group()
-    return arrived
-
-
-def test_long_messages_over_gloo(workers: WorkerPool) -> None:
-    """Of several frames each, and more of them than receives are posted or sends kept."""
-    size = control.FRAME_INTS
-    sizes = [1, size - 7, size - 6, 3 * size, *range(100), 2 * size]
-    assert workers.run(exchange, 3, sizes) == [[0], sizes, sizes]

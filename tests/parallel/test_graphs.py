@@ -67,7 +67,7 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
 
     groups = {"pipe_group": "pipe", "report_group": "gloo", "control_group": "control"}
     monitor = SimpleNamespace(leave=lambda: True, doing=lambda activity: None)
-    ranks: Any = SimpleNamespace(**groups, run_groups={(0, 1): "run"}, monitor=monitor, place="rank 0")
+    ranks: Any = SimpleNamespace(**groups, run_groups={(0, 1): "run"}, monitor=monitor)
     runner: Any = SimpleNamespace(graphs=Graph())
     quiet: Any = SimpleNamespace(send=lambda message: None, drain=lambda: None)
     dist = SimpleNamespace(
@@ -75,7 +75,7 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
         destroy_process_group=lambda group: order.append(f"end of {group}"),
     )
     monkeypatch.setattr(medha.parallel.mesh, "dist", dist)
-    monkeypatch.setattr(Follower, "serve", lambda self: None)
+    monkeypatch.setattr(Follower, "_follow_to", lambda self, name, kind: None)
     parts: dict[str, Any] = {"caller": Caller(quiet, ranks), "follower": Follower(runner, ranks, quiet)}
     no_limits: Any = None
     RankHandle(no_limits, None, runner, **{part: parts[part]}).close()

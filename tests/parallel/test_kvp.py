@@ -13,8 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,24 +20,20 @@ import torch.distributed as dist
 import medha.parallel.kvp as kvp
 from medha.attention.interface import Segment
 from medha.attention.merge import merge_partials
-from medha.attention.torch_backend import TorchBackend
 from medha.batch import Batch, Row
 from medha.config import ParallelConfig
 from medha.engine.engine import Engine
 from medha.errors import PlanDivergenceError
 from medha.outputs import RequestOutput
-from medha.parallel.kvp import Merge, Pending, shared_rows
+from medha.parallel.kvp import Merge, Pending, Shared, shared_rows
 from medha.parallel.mesh import _run_groups
 from medha.params import SamplingParams
 from medha.worker.runner import Runner
-from tests.attention.reference import assert_attention_close
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engines import load_decoder, make_engine
 from tests.parallel.workers import WorkerPool
 
 LOG2_E = 1.4426950408889634
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Array = npt.NDArray[Any]
 
 # -- mutations: each is applied on every rank of a job ------------------------------------------------------------
 
@@ -89,161 +83,10 @@ MUTATIONS = {m.__name__: m for m in (no_mutation, base_2_lse, dropped_shard, shi
 # -- merges by themselves ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Shards:
-    """Attention of one chunk whose context lies on a run of groups, shard after shard.
-
-    Attributes:
-        first: first group.
-        sizes: keys on each group of the run; the last holds the chunk's own.
-        q_len: queries of the chunk.
-    """
-
-    first: int
-    sizes: tuple[int, ...]
-    q_len: int
-
-    @property
-    def row(self) -> Row:
-        kv_len = sum(self.sizes)
-        return Row(0, kv_len - self.q_len, self.q_len, False, False, self.first, len(self.sizes))
-
-    def qkv(self, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(1000 * seed + sum(self.sizes))
-        q_LNH = torch.randn(self.q_len, 4, 16, generator=generator)
-        k_SKH, v_SKH = torch.randn(2, sum(self.sizes), 2, 16, generator=generator)
-        return q_LNH.to(dtype), k_SKH.to(dtype), v_SKH.to(dtype)
-
-    def partial(self, group: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a group computes over its shard alone."""
-        index = group - self.first
-        start = sum(self.sizes[:index])
-        segment = Segment(0, self.q_len, ((start, self.sizes[index]),), causal=group == self.row.holder)
-        q_LNH, k_SKH, v_SKH = self.qkv(seed, dtype)
-        backend = TorchBackend()
-        return backend.run(q_LNH, k_SKH, v_SKH, backend.plan([segment]))
-
-
-def merge_batches(num_groups: int, batches: list[tuple[list[Shards], str]], mutation: str) -> list[list[Array]]:
-    """On each rank, one a group: start every merge of a batch that concerns the group, then finish each; returns the
-    merged outputs as float32, batch by batch and row by row."""
-    rank = _join()
-    groups = _run_groups(ParallelConfig(kvp=num_groups), rank, timedelta(seconds=30))
-    merges = {run: Merge(group, 1 + run[1] - run[0]) for run, group in groups.items()}
-    results = []
-    with pytest.MonkeyPatch.context() as patch:
-        MUTATIONS[mutation](patch)
-        for batch_id, (shards, dtype) in enumerate(batches):
-            results.append(_merge_batch(batch_id, shards, DTYPES[dtype], rank, merges))
-    _leave()
-    return results
-
-
-def _merge_batch(
-    batch_id: int, shards: list[Shards], dtype: torch.dtype, rank: int, merges: dict[tuple[int, int], Merge]
-) -> list[Array]:
-    batch = Batch(batch_id, tuple(s.row._replace(slot=slot) for slot, s in enumerate(shards))).part_of(rank)
-    parts = [shards[row.slot].partial(rank, row.slot, dtype) for row in batch.rows]
-    if not parts:
-        return []
-    out_TNH, lse_TN = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    pending = [
-        merges[shared.run].start(shared, (out_TNH[shared.tokens], lse_TN[shared.tokens]))
-        for shared in shared_rows(batch, torch.device("cpu"))
-    ]
-    for merge in pending:
-        out_TNH[merge.shared.tokens] = merge.result(compare=True)
-    return [out.float().numpy() for out in out_TNH.split([row.q_len for row in batch.rows])]
-
-
-def _join() -> int:
-    """Meet the other ranks; returns this rank."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    return dist.get_rank()
-
-
-def _leave() -> None:
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-# Of a decode and of chunks, long and short, on two and more groups; empty shards, and a shard of the chunk alone.
-ALONE = [
-    Shards(0, (40, 9), 4),
-    Shards(0, (64, 64, 64), 1),
-    Shards(1, (33, 17), 16),
-    Shards(0, (0, 30), 5),
-    Shards(0, (25, 0, 12), 12),
-    Shards(0, (0, 0, 3), 3),
-    Shards(0, (300, 1), 1),
-]
-# All distinct runs of three groups in one batch, two rows on one of them, and rows that are not shared between.
-TOGETHER = [
-    Shards(2, (20,), 3),
-    Shards(1, (16, 9), 4),
-    Shards(0, (16, 16, 5), 1),
-    Shards(0, (12,), 12),
-    Shards(0, (16, 7), 7),
-    Shards(1, (32, 2), 1),
-]
-BATCHES = [([shards], dtype) for dtype in DTYPES for shards in ALONE] + [(TOGETHER, dtype) for dtype in DTYPES]
-
-
-def rows_of(results: list[list[list[Array]]], batch: int) -> list[list[Array]]:
-    """Of each row of a batch: its output on every group of its run, first group first."""
-    shards, _ = BATCHES[batch]
-    places = [[s.row.concerns(group) for s in shards] for group in range(len(results))]
-    return [
-        [results[g][batch][sum(places[g][:slot])] for g in range(len(results)) if places[g][slot]]
-        for slot in range(len(shards))
-    ]
-
-
-def check_same_bits(results: list[list[list[Array]]]) -> None:
-    """Every group of a run has the same bits of each merged row."""
-    for batch in range(len(BATCHES)):
-        for outputs in rows_of(results, batch):
-            assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
-
-
-def check_whole_attention(results: list[list[list[Array]]]) -> None:
-    """Merged rows are attention over the whole context, as near as one shard would be (the rule of the backends)."""
-    for batch, (shards, dtype) in enumerate(BATCHES):
-        for slot, (one, outputs) in enumerate(zip(shards, rows_of(results, batch), strict=True)):
-            qkv = one.qkv(slot, DTYPES[dtype])
-            num_keys = sum(one.sizes)
-            mask_LS = torch.ones(one.q_len, num_keys, dtype=torch.bool).tril(num_keys - one.q_len)
-            backend = TorchBackend()
-            plan = backend.plan([Segment(0, one.q_len, ((0, num_keys),), causal=True)])
-            lse_LN = backend.run(*qkv, plan)[1]
-            for out in outputs:
-                assert_attention_close(torch.from_numpy(out).to(DTYPES[dtype]), lse_LN, qkv, mask_LS)
-
-
-def test_merges_are_attention_over_all_shards_with_the_same_bits_everywhere(workers: WorkerPool) -> None:
-    results = workers.run(merge_batches, 3, 3, BATCHES, "no_mutation")
-    check_whole_attention(results)
-    check_same_bits(results)
-
-
-@pytest.mark.parametrize("mutation", ["base_2_lse", "dropped_shard"])
-def test_wrong_merges_are_not_attention(workers: WorkerPool, mutation: str) -> None:
-    results = workers.run(merge_batches, 3, 3, BATCHES, mutation)
-    with pytest.raises(AssertionError, match="is off by"):
-        check_whole_attention(results)
-    check_same_bits(results)  # wrong alike: only the comparison of values can tell
-
-
-def test_merges_in_order_of_arrival_differ_in_bits(workers: WorkerPool) -> None:
-    results = workers.run(merge_batches, 3, 3, BATCHES, "order_of_arrival")
-    check_whole_attention(results)  # right on every rank: only the comparison of bits can tell
-    with pytest.raises(AssertionError):
-        check_same_bits(results)
-
-
 def merge_different_rows(num_groups: int, batches: dict[int, Batch]) -> str:
     """On each rank: merge the rows of the batch that this rank has; returns what is wrong with it."""
-    rank = _join()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank = dist.get_rank()
     group = _run_groups(ParallelConfig(kvp=num_groups), rank, timedelta(seconds=30))[0, num_groups - 1]
     (shared,) = shared_rows(batches[rank], torch.device("cpu"))
     empty = torch.zeros(len(shared.tokens), 2, 8)
@@ -252,7 +95,8 @@ def merge_different_rows(num_groups: int, batches: dict[int, Batch]) -> str:
         Merge(group, num_groups).start(shared, (empty, empty[..., 0])).result(compare=True)
     except PlanDivergenceError as error:
         message = str(error)
-    _leave()
+    dist.barrier()
+    dist.destroy_process_group()
     return message
 
 
@@ -286,9 +130,12 @@ def test_other_rows_on_one_rank_are_a_divergence(workers: WorkerPool, other: Bat
     )
 
 
-def test_same_rows_are_no_divergence(workers: WorkerPool) -> None:
-    same = Batch(7, (ROW._replace(num_groups=2),))
-    assert workers.run(merge_different_rows, 2, 2, {0: same, 1: same}) == ["", ""]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_packed_comes_back(dtype: torch.dtype) -> None:
+    partial = torch.randn(3, 1, 2).to(dtype), torch.randn(3, 1)
+    buffer = kvp._packed(Shared(1 << 40, (0, 1), torch.arange(3), 0xFFFFFFFF), partial)
+    out, lse, tail = kvp._views(buffer, partial)
+    assert torch.equal(out, partial[0]) and torch.equal(lse, partial[1]) and tail.tolist() == [1 << 40, 0xFFFFFFFF]
 
 
 # -- through the engine ------------------------------------------------------------------------------------
@@ -411,9 +258,12 @@ def test_logprobs_are_those_of_one_rank(workers: WorkerPool, served: Served, lay
     assert check_merges(merges, layout[0]) > 20
 
 
-def test_a_shifted_shard_turns_the_comparison_with_one_rank_red(workers: WorkerPool, served: Served) -> None:
-    logprobs, merges = run_layout(workers, served, (2, 1, 1), "shifted_shard")
-    check_merges(merges, 2)
+@pytest.mark.parametrize("mutation", ["base_2_lse", "dropped_shard", "shifted_shard"])
+def test_a_wrong_merge_turns_the_comparison_with_one_rank_red(
+    workers: WorkerPool, served: Served, mutation: str
+) -> None:
+    logprobs, merges = run_layout(workers, served, (2, 1, 1), mutation)
+    check_merges(merges, 2)  # wrong alike
     with pytest.raises(AssertionError):
         check_close(logprobs, served.expected)
 

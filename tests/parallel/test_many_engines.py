@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from medha.params import SamplingParams
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.parallel.faults import Job, start
@@ -30,15 +32,17 @@ def in_turn(rank: int, folder: str, layouts: list[dict[str, Any]]) -> None:
     print(json.dumps(said), flush=True)
 
 
-def at_once(rank: int, folder: str) -> None:
-    """Two LLMs are open, and the first one is closed first."""
+def at_once(rank: int, folder: str, closes: bool) -> None:
+    """Two LLMs are open, and the first one is closed first, or none."""
     from medha import LLM
 
     first, second = LLM(folder, **OPTIONS, tp=2), LLM(folder, **OPTIONS, spp=2)
     said = [tokens(first), tokens(second), tokens(first)]
-    first.close()
+    if closes:
+        first.close()
     said.append(tokens(second))
-    second.close()
+    if closes:
+        second.close()
     print(json.dumps(said), flush=True)
 
 
@@ -60,35 +64,16 @@ def alone(folder: Path) -> list[list[int]]:
 def test_layouts_that_change(tmp_path: Path, jobs: list[Job]) -> None:
     """Also with DTensor, which remembers a mesh by its ranks: the groups behind it must live on."""
     expected = alone(tmp_path)
-    whole = {"tp": 2, "kvp": 2, "tp_forward": "dtensor"}
-    layouts = [
-        whole,
-        {"spp": 4},
-        {"tp": 2, "spp": 2, "tp_forward": "dtensor"},
-        whole,
-    ]
-    jobs.append(start(tmp_path, 4, in_turn, str(tmp_path), layouts))
-    said, *others = said_by(jobs[0])
-    assert said == [expected] * len(layouts)
-    assert others == [[[]] * len(layouts)] * 3  # outputs are rank 0's alone
+    layouts = [{"tp": 2, "tp_forward": "dtensor"}, {"spp": 2}, {"kvp": 2}, {"tp": 2, "tp_forward": "dtensor"}]
+    jobs.append(start(tmp_path, 2, in_turn, str(tmp_path), layouts))
+    # outputs are rank 0's alone
+    assert said_by(jobs[0]) == [[expected] * len(layouts), [[]] * len(layouts)]
 
 
-def test_two_at_once(tmp_path: Path, jobs: list[Job]) -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_two_at_once(tmp_path: Path, jobs: list[Job], closes: bool) -> None:
+    """A program that closes nothing ends well, too."""
     expected = alone(tmp_path)
-    jobs.append(start(tmp_path, 2, at_once, str(tmp_path)))
-    assert said_by(jobs[0])[0] == [expected] * 4
-
-
-def left_open(rank: int, folder: str) -> None:
-    """Two LLMs, of which the program closes none."""
-    from medha import LLM
-
-    llms = [LLM(folder, **OPTIONS, **layout) for layout in ({"tp": 2}, {"spp": 2})]
-    print([len(tokens(llm)) for llm in llms], flush=True)
-
-
-def test_a_program_that_closes_nothing_ends_well(tmp_path: Path, jobs: list[Job]) -> None:
-    alone(tmp_path)
-    jobs.append(start(tmp_path, 2, left_open, str(tmp_path)))
-    assert said_by(jobs[0]) == [[3, 3], [0, 0]]
+    jobs.append(start(tmp_path, 2, at_once, str(tmp_path), closes))
+    assert said_by(jobs[0]) == [[expected] * 4, [[]] * 4]
     assert "Traceback" not in jobs[0].stderr(0) + jobs[0].stderr(1)

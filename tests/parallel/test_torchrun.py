@@ -29,8 +29,11 @@ from tests.parallel.test_faults import arguments, written
 from tests.parallel.workers import free_port
 from tests.serving import write_byte_model
 
+pytestmark = pytest.mark.ranks
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+LAYERS = ("--hf-overrides", '{"num_hidden_layers": 1}')
 PROMPT = "The code of Ada is 31.\nThe code of Ada is"
 
 
@@ -175,8 +178,8 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 def test_an_error_of_ranks_that_the_command_starts_itself(tmp_path: Path) -> None:
     model = write_needle(tmp_path / "needle")
-    code, _, err = finish(own_ranks(model, "--spp", "3", "--prompt", PROMPT, "--log-level", "error"))
-    assert (code, err) == (2, "error: ParallelConfigError: spp=3 stages for 2 layers; accepted: 1 to 2\n")
+    code, _, err = finish(own_ranks(model, *LAYERS, "--spp", "2", "--prompt", PROMPT, "--log-level", "error"))
+    assert (code, err) == (2, "error: ParallelConfigError: spp=2 stages for 1 layers; accepted: 1 to 1\n")
     wait_for(lambda: not ranks_of(model), 5.0)
 
 

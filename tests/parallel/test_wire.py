@@ -122,6 +122,6 @@ def test_reports(report: tuple[StepResult, list[SlotSampling]]) -> None:
     """Both ends know the size from the rows alone; numbers come back bit by bit."""
     result, slots = report
     ints = encode_report(result, slots)
-    assert ints.dtype == torch.int32
+    assert ints.dtype == torch.float64
     assert len(ints) == report_size(result.rows, slots)
     assert decode_report(ints, result.rows, slots) == result

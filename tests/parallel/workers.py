@@ -1,6 +1,7 @@
-"""Real gloo processes: a pool of workers that forms jobs of 2, 4 or 8 ranks, one thread each.
+"""Real gloo processes: a pool of workers that forms jobs of up to 8 ranks, one thread each.
 
-A worker is started once and takes one job after the other; in each it sees the environment that torchrun would set.
+Workers are forked from a server that has torch loaded. Each is started once and takes one job after the other; in each
+it sees the environment that torchrun would set.
 """
 
 from __future__ import annotations
@@ -11,58 +12,45 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_S = 120.0
 _AFTER_FAILURE_S = 10.0
-_POLL_S = 0.5
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["medha", "medha.llm", "medha.generate", "torch._dynamo", "tests.parallel.faults"])
 
 
 class WorkerPool:
     """Processes that run functions named ``module:function`` as ranks of a job."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        world_size: int,
-        *args: Any,
-        watch: Callable[[Sequence[int], float], str | None] | None = None,
-    ) -> list[Any]:
-        """Run ``function(*args)`` on every rank; returns what each rank returned, rank 0 first.
-
-        Args:
-            function: of a module.
-            world_size: ranks.
-            args: its arguments.
-            watch: asked now and then, with the processes' ids and the seconds since it was last asked, while an answer
-                is waited for, however long it takes; what it says ends the job. None ends it after ``TIMEOUT_S``.
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, limit_s: float | None = None) -> list[Any]:
+        """Run ``function(*args)``, of a module, on every rank; returns what each rank returned, rank 0 first.
 
         Raises:
-            AssertionError: a rank raised, with its traceback, or did not end in time.
+            AssertionError: a rank raised, with its traceback, or did not end in time (``TIMEOUT_S``, or ``limit_s``).
         """
         while len(self._workers) < world_size:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_live, args=(theirs,), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_live, args=(theirs,), daemon=True)
             process.start()
             self._workers.append((process, ours))
         port = free_port()
         name = f"{function.__module__}:{function.__qualname__}"
         for rank, (_, pipe) in enumerate(self._workers[:world_size]):
             pipe.send((name, args, launch_environment(rank, world_size, port)))
-        pids = [process.pid for process, _ in self._workers[:world_size]]
         answers: list[tuple[bool, Any]] = []
+        end_s = time.monotonic() + (limit_s or TIMEOUT_S)
         for rank in range(world_size):
-            patient = partial(watch, pids) if watch else _in_time(TIMEOUT_S)
-            is_well = all(ok for ok, _ in answers)  # who waits for a rank that has failed waits for ever
-            answers.append(self._answer(rank, patient if is_well else _in_time(_AFTER_FAILURE_S)))
+            if not all(ok for ok, _ in answers):  # who waits for a rank that has failed waits for ever
+                end_s = min(end_s, time.monotonic() + _AFTER_FAILURE_S)
+            answers.append(self._answer(rank, max(0.0, end_s - time.monotonic())))
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.close()
@@ -76,21 +64,12 @@ class WorkerPool:
             process.join()
         self._workers.clear()
 
-    def _answer(self, rank: int, watch: Callable[[float], str | None]) -> tuple[bool, Any]:
+    def _answer(self, rank: int, limit_s: float) -> tuple[bool, Any]:
         pipe = self._workers[rank][1]
         try:
-            while not pipe.poll(_POLL_S):
-                if (trouble := watch(_POLL_S)) is not None:
-                    return False, trouble
-            return pipe.recv()
+            return pipe.recv() if pipe.poll(limit_s) else (False, f"hang: no answer in {limit_s:.0f} s")
         except EOFError:
             return False, "the process has died"
-
-
-def _in_time(limit_s: float) -> Callable[[float], str | None]:
-    """A watch that says when the time is over."""
-    end_s = time.monotonic() + limit_s
-    return lambda _: f"no answer within {limit_s:.0f} s" if time.monotonic() > end_s else None
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

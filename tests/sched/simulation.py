@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
 from medha.params import SLO
-from medha.sched.balancer import pending_work, prefill_work
+from medha.sched.batch_builder import pending_work
 from medha.sched.decision import SchedulerRequest
+from medha.sched.queue import prefill_work
 from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import BlockTables
 from tests.sched.banker import Claimant, blocks_by_group, is_safe

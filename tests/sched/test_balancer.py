@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.config import SchedulerConfig
-from medha.sched.balancer import choose_group, pending_work, prefill_work
+from medha.sched.batch_builder import choose_group, pending_work
 from medha.sched.decision import SchedulerRequest
+from medha.sched.queue import prefill_work
 from medha.sched.scheduler import Scheduler
 
 WORK = st.floats(0.0, 1e6)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch
 from medha.config import SCHEDULERS, SchedulerConfig
+from medha.cost.predictor import Work
 from medha.params import SLO
 from medha.sched.baselines import TokenBudgetPacker
 from medha.sched.decision import SchedulerRequest
@@ -45,6 +46,17 @@ class Classical(Play):
         """Play to the end; the rows alone."""
         lines = [line for line in self.run().splitlines() if "blocks" not in line and "freed" not in line]
         return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", CLASSICAL)
+def test_what_is_in_flight_is_predicted(name: str) -> None:
+    """For whoever waits for it; the schedulers do not look at it."""
+    sched = Scheduler(SchedulerConfig(name, chunk_size=8), num_blocks=16, block_size=4, predictor=PREDICTOR)
+    assert sched.longest_s() == 0.0
+    sched.add(SchedulerRequest(0, 40, 2, 0.0))
+    batch = sched.schedule(0.0).batch
+    assert batch is not None and batch.num_tokens in (8, 40)
+    assert sched.longest_s() == PREDICTOR.predict([Work(batch.num_tokens, 0, False, None, batch.num_tokens == 40)])
 
 
 # -- static -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
+from medha.sched.budget import guard_limit_s, guarded_rows, is_guarded, owed_after_s
 from medha.sched.policy import Columns
 from tests.sched.unit_rate import QUANTUM_S, US, GuardRule, Job, Server
 

@@ -75,9 +75,10 @@ def test_a_request_grows_along_its_run() -> None:
     assert memory.take(Row(5, 34, 1, True, True, 1, 2)) == []
     assert [pool.num_used for pool in memory.pools] == [0, 6, 3]
     assert [memory.kv_before(5, 35, group) for group in (1, 2)] == [24, 11]
-    assert memory.release(5) is True
+    memory.release(5)
     assert memory.num_used == 0
-    assert memory.release(5) is False
+    memory.release(5)
+    assert memory.frees == [5]
 
 
 def test_a_request_that_has_filled_its_run_grows_no_further() -> None:
@@ -91,7 +92,8 @@ def test_a_request_that_has_filled_its_run_grows_no_further() -> None:
 def test_a_request_that_was_bound_and_got_nothing_gives_nothing_back() -> None:
     memory = three_groups()
     memory.start(0, 0, 30)
-    assert memory.release(0) is False
+    memory.release(0)
+    assert memory.frees == []
     assert memory.can_start(0, 72, 24, set_aside=True)
 
 
@@ -201,7 +203,8 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.requests)))
-        assert self.memory.release(slot) is True
+        self.memory.release(slot)
+        assert self.memory.frees[-1] == slot
         del self.requests[slot]
 
     def row(self, slot: int, q_len: int) -> Row:

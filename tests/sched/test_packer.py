@@ -17,9 +17,9 @@ from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor, Tick, Work
 from medha.cost.prefill_time import efficient_kv
 from medha.params import SLO
-from medha.sched.batch_builder import BatchBuilder
+from medha.sched.batch_builder import BatchBuilder, Packer
 from medha.sched.budget import batch_budget_s
-from medha.sched.decision import Prediction, SchedulerRequest
+from medha.sched.decision import SchedulerRequest
 from medha.sched.packer import MedhaPacker
 from medha.sched.policy import BUILT_IN
 from medha.sched.queue import Queue
@@ -262,12 +262,8 @@ def doubled_chunks(patch: pytest.MonkeyPatch) -> None:
 
 def no_progress(patch: pytest.MonkeyPatch) -> None:
     """Mutation: a chunk that does not fit is never given."""
-    serve = MedhaPacker._serve
-    patch.setattr(
-        MedhaPacker,
-        "_serve",
-        lambda self, states, builder, rho, may_exceed: serve(self, states, builder, rho, may_exceed=False),
-    )
+    give = MedhaPacker._give
+    patch.setattr(MedhaPacker, "_give", lambda self, *args, may_exceed: give(self, *args, may_exceed=False))
 
 
 @pytest.mark.parametrize("mutate", [two_long, free_decodes, doubled_chunks, no_progress])
@@ -291,22 +287,19 @@ def test_the_property_notices_a_packer_that_breaks_a_rule(
 # -- order, chunks, refusals ------------------------------------------------------------------------------
 
 
-class Compared:
+class Compared(Packer):
     """A packer that shows the order to a drive."""
 
     def __init__(self, drive: Ordered) -> None:
         self.drive = drive
 
-    @property
-    def prediction(self) -> Prediction | None:
-        return self.drive.packer.prediction
-
-    def fill(self, queue: Queue, builder: BatchBuilder, now_s: float) -> None:
+    def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         config, depth = self.drive.config, self.drive.packer.depth
         ahead_s = (depth + 1) * batch_budget_s(config, queue, builder.memory, 0, depth=depth)
-        expected = self.drive.in_order(queue, now_s + ahead_s)
+        expected = self.drive.in_order(queue, builder.now_s + ahead_s)
         running = set(queue.running)
-        self.drive.packer.fill(queue, builder, now_s)
+        self.drive.packer.fill(queue, builder)
+        self.prediction = self.drive.packer.prediction
         self.drive.compare(expected, running, queue, builder)
 
 
@@ -337,7 +330,7 @@ class Ordered(Checked):
         return [slot for *_, slot in sorted(rows)]
 
     def compare(self, expected: list[int], running: set[int], queue: Queue, builder: BatchBuilder) -> None:
-        if builder.preempted:
+        if builder.preemption.preempted:
             return  # made room for one, which comes first
         served = list(builder.chunked)
         assert served == [slot for slot in expected if slot in builder.chunked]

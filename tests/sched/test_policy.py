@@ -198,16 +198,6 @@ def test_columns_are_read_only_and_leave_the_callers_arrays_alone() -> None:
     assert columns.arrival_s.tolist() == [2.0]
 
 
-def test_columns_of_other_types_or_lengths_are_refused() -> None:
-    floats, ints = [np.ones(2)] * 4, [np.ones(2, np.int64)] * 3
-    with pytest.raises(
-        ValueError, match=r"column priority is float64 of shape \(2,\); accepted: int64 of shape \(2,\)"
-    ):
-        Columns(*floats, *ints[:2], np.ones(2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"column deadline_s is float64 of shape \(3,\); accepted: float64 of shape"):
-        Columns(np.ones(2), np.ones(3), *floats[:2], *ints)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Policies that are wrong
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 
 from medha.batch import Batch
 from medha.config import SCHEDULERS, SchedulerConfig
-from medha.sched import preempt as displace
 from medha.sched.decision import SchedulerRequest
-from medha.sched.preempt import by_loss, fewest, of_lower_class, recompute_s
+from medha.sched.memory import KVMemory
+from medha.sched.preempt import Preemption, fewest
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import Drive, Job, jobs, make_predictor
@@ -80,6 +79,7 @@ def test_decodes_that_fill_the_pool_give_way_and_come_to_their_end() -> None:
 
 def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> None:
     queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
+    memory = KVMemory(num_blocks=100, block_size=BLOCK)
     scheduled = {0: 90, 1: 10, 2: 70, 3: 30, 4: 50, 5: 20}
     for slot, num_tokens in scheduled.items():
         state = queue.add(SchedulerRequest(slot, 10 if slot == 1 else 100, 5, float(slot), priority=slot % 3), 1.0)
@@ -91,11 +91,12 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
     def slots(states: list[State]) -> list[int]:
         return [state.slot for state in states]
 
-    lost_s = partial(recompute_s, queue)
-    assert slots(by_loss(queue, four, lost_s, by_class=False)) == [3, 2, 1], "not the oldest, nor one in flight"
-    assert slots(by_loss(queue, four, lost_s, by_class=True)) == [2, 1], "nor one of a higher class"
-    assert slots(of_lower_class(queue, queue.running[0], lost_s)) == [2, 1, 4]
-    assert slots(of_lower_class(queue, four, lost_s)) == [2]
+    preemption = Preemption(queue, memory, None)
+    assert slots(preemption.by_loss(four)) == [3, 2, 1], "not the oldest, nor one in flight"
+    preemption.by_class = True
+    assert slots(preemption.by_loss(four)) == [2, 1], "nor one of a higher class"
+    assert slots(preemption.of_lower_class(queue.running[0])) == [2, 1, 4]
+    assert slots(preemption.of_lower_class(four)) == [2]
 
 
 def test_as_few_as_will_do_give_way() -> None:
@@ -120,7 +121,7 @@ def test_what_is_lost_is_predicted_from_what_was_computed() -> None:
     Lost(scheduler, [Job(0.0, 16, 100), Job(0.01, 16, 100)], lambda batch: 0.1).run()
     times = scheduler._queue._times
     assert times is not None and lost
-    assert lost[0] == pytest.approx(float(times.total_s(64)), rel=0.2)  # both had filled half of the pool
+    assert lost[0] == pytest.approx(times.one_total_s(64), rel=0.2)  # both had filled half of the pool
 
 
 def test_a_class_makes_the_lower_ones_give_way_decodes_too() -> None:
@@ -183,6 +184,6 @@ def test_the_same_load_is_decided_the_same(world: tuple[dict[str, Any], list[Job
 
 
 def test_the_property_notices_who_gives_way_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(displace, "_idle", lambda queue: list(queue.running.values()))
+    monkeypatch.setattr(Preemption, "_idle", lambda self: list(self._queue.running.values()))
     with pytest.raises(AssertionError):
         play(make(8, overcommit=True, depth=2), [Job(0.0, 16, 100), Job(0.01, 40, 80), Job(0.02, 60, 60)])

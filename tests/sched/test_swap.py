@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from medha.batch import Batch
+from medha.cost.correction import KINDS
 from medha.engine.journal import Journal, replay
-from medha.sched.batch_builder import BatchBuilder
 from medha.sched.memory import KVMemory
-from medha.sched.preempt import loss
+from medha.sched.preempt import Preemption
 from medha.sched.queue import Queue, SchedulerRequest, State
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline, parts_of
@@ -72,15 +73,17 @@ def test_the_cheaper_way_is_taken(swap_block_s: float, is_swap: bool) -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_both_ways_are_compared_as_corrected(factor: float) -> None:
-    queue = make(8)._queue
+    scheduler = make(8)
+    queue, predictor = scheduler._queue, scheduler.predictor
+    assert predictor is not None
+    predictor.correction.restore({kind: (math.log(factor), 1) for kind in KINDS})
     state = queue.add(SchedulerRequest(0, 40, 5, 0.0), 1.0)
     state.num_scheduled_tokens = state.num_computed_tokens = 40
-    again_s = queue.prefill_s(40) * factor
+    again_s = queue.prefill_s(40) * predictor.factor("prefill")
 
     def lost(block_s: float) -> tuple[float, bool]:
         memory = holding(3, swap_block_s=block_s, num_swap_blocks=3)
-        found = loss(queue, memory, state, factor=factor)
-        return found.seconds, found.is_swap
+        return Preemption(queue, memory, predictor).loss(state)
 
     assert lost(again_s / 6 * 0.999) == (pytest.approx(again_s * 0.999), True)
     assert lost(again_s / 6 * 1.001) == (again_s, False)
@@ -90,8 +93,8 @@ def test_without_predictions_whoever_can_is_swapped() -> None:
     queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
     state = queue.add(SchedulerRequest(0, 40, 5, 0.0), 1.0)
     state.num_scheduled_tokens = 40
-    assert loss(queue, holding(3, swap_block_s=99.0, num_swap_blocks=3), state).is_swap
-    assert not loss(queue, holding(3, num_swap_blocks=2), state).is_swap
+    assert Preemption(queue, holding(3, swap_block_s=99.0, num_swap_blocks=3), None).loss(state)[1]
+    assert not Preemption(queue, holding(3, num_swap_blocks=2), None).loss(state)[1]
 
 
 def holding(num_blocks: int, **options: Any) -> KVMemory:
@@ -140,10 +143,9 @@ def running(scheduler: Scheduler, *lengths: int) -> list[State]:
 
 def preempt(scheduler: Scheduler, *states: State) -> None:
     """Preempt requests for a batch that is never made."""
-    queue, memory = scheduler._queue, scheduler.memory
-    builder = BatchBuilder(scheduler.config, queue, memory, depth=1, now_s=1.0, pending=scheduler._pending)
-    builder._preempt(states)
-    assert [p.slot for p in builder.preempted if p.swapped_tokens] == [state.slot for state in states]
+    scheduler._preemption.preempt(states, 1.0)
+    assert [p.slot for p in scheduler._preemption.preempted if p.swapped_tokens] == [state.slot for state in states]
+    scheduler._preemption.preempted.clear()
 
 
 def test_what_is_left_of_a_swapped_request_is_a_prefill_that_begins_behind_it() -> None:
@@ -191,11 +193,13 @@ def test_host_blocks_are_given_back_behind_the_batch_that_reads_them() -> None:
     first, second = running(scheduler, 40, 20)
     preempt(scheduler, first)
     _, host = scheduler.memory.swap_in(first.slot, first.request.num_kv_tokens)
-    assert not scheduler.memory.forget_swapped(first.slot)
-    out = scheduler.memory.swap_out(second.slot)
+    scheduler.memory.forget_swapped(first.slot)  # which is not in the host's pool any more
+    scheduler.memory.swaps_out.clear()
+    scheduler.memory.swap_out(second.slot)
+    out = list(scheduler.memory.swaps_out)
     blocks = [{block for e in extents for block in range(e.first, e.first + e.count)} for extents in (host, out)]
     assert not blocks[0] & blocks[1]
-    scheduler.memory.give_back()
+    scheduler.memory.batch_sent()
     assert scheduler.memory.host_pools[0].num_used == 2
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.sched.guard import guard_limit_s, guarded_rows, is_guarded, owed_after_s
+from medha.sched.budget import guard_limit_s, guarded_rows, is_guarded, owed_after_s
 from medha.sched.policy import Columns, Ints, load_policy, order
 
 QUANTUM_S = 0.02

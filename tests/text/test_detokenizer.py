@@ -44,22 +44,3 @@ def test_detokenizer_never_splits_a_character(name: str) -> None:
     detokenizer = Detokenizer(tokenizer)
     assert "".join(map(detokenizer.push, emoji)).strip() == ""
     assert "�" in detokenizer.finish()
-
-
-@pytest.mark.parametrize("name", ["byte level", "strip"])
-def test_detokenizer_cost_does_not_grow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = DECODED[name]
-    decoded = 0
-    decode = Tokenizer.decode
-
-    def counting(self: Tokenizer, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        nonlocal decoded
-        decoded += len(ids)
-        return decode(self, ids, skip_special_tokens=skip_special_tokens)
-
-    monkeypatch.setattr(Tokenizer, "decode", counting)
-    ids = (tokenizer.encode("ab 🙂 ") + tokenizer.encode("  ")) * 200
-    detokenizer = Detokenizer(tokenizer)
-    for token_id in ids:
-        detokenizer.push(token_id)
-    assert decoded <= 40 * len(ids)

@@ -12,24 +12,16 @@ import numpy as np
 import pytest
 
 from medha.cli.command import run_app
+from medha.cli.table import print_report
 from medha.config import EngineConfig
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, ProfileKey
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from tests.bench.shapes import TINY
-from tools.fidelity import FidelityOptions, app, fidelity
+from tools.comparison import Times
+from tools.fidelity import app, fidelity
 from tools.kernels import fit_kernels, read_kernels
-from tools.live_fidelity import (
-    LiveOptions,
-    Served,
-    Stream,
-    compare,
-    live_fidelity,
-    make_mix,
-    report,
-    simulate,
-    spread,
-)
+from tools.live_fidelity import LiveOptions, figures_of, live_fidelity, make_mix, simulate, spread
 from tools.vllm_run import read_run
 
 LAYERS = 32
@@ -154,42 +146,43 @@ def test_a_run_is_read_in_order_of_arrival(folder: Path) -> None:
     assert (run.tp, run.block_size, run.num_blocks, run.model.num_layers) == (1, 16, None, LAYERS)
     config = run.config
     assert (config.scheduler, config.max_num_seqs, config.max_batch_tokens, config.chunk_size) == ("vllm", 8, 512, 512)
-    assert run.others == {"TTFT mean": 0.65}
+    assert run.others == {("TTFT", "mean"): 0.65}
 
 
 def test_the_simulation_comes_near_what_was_measured(folder: Path) -> None:
-    found = fidelity(FidelityOptions(folder))
-    errors = {figure.name: figure.error for figure in found.figures}
-    assert errors["latency of a request"] < 0.04
-    assert abs(errors["TPOT mean"]) < 0.03 and abs(errors["makespan"]) < 0.03 and abs(errors["TTFT mean"]) < 0.05
-    assert all(error <= aim for _, error, aim in found.aims) and len(found.aims) == 4
-    assert {steps.kind for steps in found.steps if steps.count} >= {"decode", "mixed"}
-    assert sum(steps.num_tokens for steps in found.steps) == int(
-        found.run.trace.prompt_tokens.sum() + found.run.trace.output_tokens.sum() - len(found.run.trace)
-    )
-    slower = fidelity(FidelityOptions(folder, host_s=20e-3))
-    assert slower.figures[-1].name == "makespan" and slower.figures[-1].error > 0.1
+    report = fidelity(folder)
+    assert report["of each request"]["latency_error"] < 0.04 and abs(report["TTFT"]["mean"]["error"]) < 0.05
+    assert [one["verdict"] for one in report["aims"].values()] == ["met"] * 4
+    assert {"decode", "mixed"} <= set(report["steps"])
+    trace = read_run(folder / "vllm_run").trace
+    num_tokens = int(trace.prompt_tokens.sum() + trace.output_tokens.sum()) - len(trace)
+    assert sum(steps["tokens"] for steps in report["steps"].values()) == num_tokens
+    assert fidelity(folder, host_s=20e-3)["makespan"]["error"] > 0.1
 
 
 def test_a_small_pool_makes_requests_wait(folder: Path) -> None:
-    def ttft(num_kv_tokens: int | None) -> float:
-        found = fidelity(FidelityOptions(folder, num_kv_tokens=num_kv_tokens))
-        return next(figure.simulated for figure in found.figures if figure.name == "TTFT mean")
+    def ttft_s(num_kv_tokens: int | None) -> float:
+        return float(fidelity(folder, num_kv_tokens=num_kv_tokens)["TTFT"]["mean"]["simulated_s"])
 
-    assert ttft(1500) > 1.5 * ttft(None)
+    assert ttft_s(1500) > 1.5 * ttft_s(None)
     with pytest.raises(ConfigError, match=r"^num_kv_tokens=96; accepted: at least the \d+ tokens of request r\d+$"):
-        ttft(100)
+        ttft_s(100)
+
+
+def with_settings(path: Path, **settings: object) -> Path:
+    """The folder with other settings of the engine."""
+    meta = json.loads((path / "vllm_run" / "meta.json").read_text())
+    meta["engine_kwargs"] |= settings
+    (path / "vllm_run" / "meta.json").write_text(json.dumps(meta))
+    return path
 
 
 def test_tensor_parallel_runs_need_their_all_reduces(folder: Path, tmp_path: Path) -> None:
-    path = changed(folder, tmp_path)
-    meta = json.loads((path / "vllm_run" / "meta.json").read_text())
-    meta["engine_kwargs"]["tensor_parallel_size"] = 2
-    (path / "vllm_run" / "meta.json").write_text(json.dumps(meta))
+    path = with_settings(changed(folder, tmp_path), tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"^the run is of 2 tensor-parallel ranks.*accepted: all_reduce_alpha_s and"):
-        fidelity(FidelityOptions(path))
-    found = fidelity(FidelityOptions(path, all_reduce_alpha_s=1e-4, all_reduce_bytes_per_s=1e11))
-    assert found.figures[-1].simulated > fidelity(FidelityOptions(folder)).figures[-1].simulated
+        fidelity(path)
+    found, alone = fidelity(path, all_reduce_alpha_s=1e-4, all_reduce_bytes_per_s=1e11), fidelity(folder)
+    assert found["makespan"]["simulated_s"] > alone["makespan"]["simulated_s"]
 
 
 def cut_column(path: Path, name: str) -> None:
@@ -199,35 +192,21 @@ def cut_column(path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("profile/attention.csv.gz", r"profile has no attention\.csv; accepted: a folder with attention\.csv or att"),
-        ("profile/dense.csv", r"profile has no dense\.csv"),
-        ("profile/per_sequence.csv", r"profile has no per_sequence\.csv"),
-        ("vllm_run/meta.json", r"vllm_run has no meta\.json"),
-        ("vllm_run/requests.csv", r"vllm_run has no requests\.csv"),
-    ],
+    "file", ["profile/attention.csv.gz", "profile/dense.csv", "profile/per_sequence.csv", "vllm_run/meta.json"]
 )
-def test_a_missing_file_is_named(folder: Path, tmp_path: Path, file: str, message: str) -> None:
+def test_a_missing_file_is_named(folder: Path, tmp_path: Path, file: str) -> None:
     path = changed(folder, tmp_path)
     (path / file).unlink()
-    with pytest.raises(ConfigError, match=message):
-        fidelity(FidelityOptions(path))
+    with pytest.raises(ConfigError, match=rf"{file.removesuffix('.gz').replace('/', ' has no ')}; accepted: a folder"):
+        fidelity(path)
 
 
-@pytest.mark.parametrize(
-    ("file", "column"),
-    [
-        ("profile/dense.csv", "time_us"),
-        ("profile/per_sequence.csv", "sequences"),
-        ("vllm_run/requests.csv", "queued_s"),
-    ],
-)
+@pytest.mark.parametrize(("file", "column"), [("profile/dense.csv", "time_us"), ("vllm_run/requests.csv", "queued_s")])
 def test_a_missing_column_is_named(folder: Path, tmp_path: Path, file: str, column: str) -> None:
     path = changed(folder, tmp_path)
     cut_column(path / file, column)
     with pytest.raises(ConfigError, match=rf"{file.split('/')[1]} lacks {column}; accepted: columns"):
-        fidelity(FidelityOptions(path))
+        fidelity(path)
 
 
 @pytest.mark.parametrize(
@@ -241,12 +220,8 @@ def test_a_missing_column_is_named(folder: Path, tmp_path: Path, file: str, colu
 def test_settings_that_cannot_be_simulated(
     folder: Path, tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
-    path = changed(folder, tmp_path)
-    meta = json.loads((path / "vllm_run" / "meta.json").read_text())
-    meta["engine_kwargs"].update(settings)
-    (path / "vllm_run" / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ConfigError, match=message):
-        fidelity(FidelityOptions(path))
+        fidelity(with_settings(changed(folder, tmp_path), **settings))
 
 
 def test_values_that_are_no_numbers(folder: Path, tmp_path: Path) -> None:
@@ -254,19 +229,19 @@ def test_values_that_are_no_numbers(folder: Path, tmp_path: Path) -> None:
     table = path / "profile" / "dense.csv"
     table.write_text(table.read_text().replace("mlp,16,", "mlp,16,x"))
     with pytest.raises(ConfigError, match=r"dense\.csv has a value that is no number"):
-        fidelity(FidelityOptions(path))
+        fidelity(path)
     with pytest.raises(ConfigError, match="model 'nothing' is not known"):
-        fidelity(FidelityOptions(folder, model="nothing"))
+        fidelity(folder, model="nothing")
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
     assert run_app(app, "fidelity", ["--run", str(folder), "--output-json", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "meta-llama/Llama-3.1-8B, tp 1: 40 requests" in out and "makespan: " in out and "met" in out
+    assert "meta-llama/Llama-3.1-8B, tp 1: simulated against measured" in out and "makespan: " in out and "met" in out
     written = json.loads(path.read_text())
-    assert written["benchmark"] == "fidelity" and len(written["figures"]) == 19
-    assert written["figures"][3]["other"] == 0.65
+    assert written["benchmark"] == "fidelity" and written["run"]["num_requests"] == 40
+    assert written["TTFT"]["mean"]["LLMServingSim_s"] == 0.65
     assert run_app(app, "fidelity", []) == 2
     assert "--run" in capsys.readouterr().err
 
@@ -285,12 +260,13 @@ TOY = LiveOptions(
 
 
 def test_the_mix_arrives_in_the_time_that_is_asked_for() -> None:
-    mix = make_mix(TOY)
-    assert sorted(request.request_id.split("-")[0] for request in mix) == ["long"] + ["short"] * 4
-    requests = spread(mix, 10.0, seed=0)
-    arrivals = [request.arrival_s for request in requests]
-    assert arrivals == sorted(arrivals) and arrivals[0] >= 0 and arrivals[-1] < 10
-    assert requests == spread(make_mix(TOY), 10.0, seed=0)
+    mix, is_long = make_mix(TOY)
+    assert (
+        is_long.sum() == 1 and (mix.prompt_tokens[is_long] >= 300).all() and (mix.prompt_tokens[~is_long] <= 40).all()
+    )
+    trace = spread(mix, 10.0, seed=0)
+    assert trace.arrival_s[0] > 0 and trace.arrival_s[-1] < 10
+    assert np.array_equal(trace.arrival_s, spread(mix, 10.0, seed=0).arrival_s)
     with pytest.raises(ConfigError, match=r"^load=0; accepted: a finite number above 0$"):
         LiveOptions(load=0)
 
@@ -300,31 +276,24 @@ def test_a_simulation_of_known_costs_and_its_comparison() -> None:
     free = ChunkAttention((1.0,), (0.0,), (0.0,), (0.0,), tile=16), DecodeAttention((1.0,), (0.0,), (0.0,))
     coefficients = Coefficients(key, Curve((1.0, 1000.0), (0.01, 0.01)), *free)
     config = EngineConfig.from_flat("nothing", max_model_len=500, num_kv_blocks=100, block_size=256)
-    requests = spread(make_mix(TOY), 10.0, seed=0)
-    outcome = simulate(config, coefficients, requests)
-    found = outcome.requests
-    served = tuple(
-        Served(r.request_id, r.arrival_s, float(first_s), float(finish_s), True, 0.02)
-        for r, first_s, finish_s in zip(requests, found.first_token_s, found.finish_s, strict=True)
-    )
-    figures = {figure.name: figure for figure in compare(requests, Stream(served, {}), outcome)}
-    assert figures["TTFT P50, all"].error == pytest.approx(0.0, abs=1e-6)
-    assert figures["TPOT P50, all"].simulated == pytest.approx(0.01, rel=0.3)
-    assert figures["TPOT P50, all"].error == pytest.approx(figures["TPOT P50, all"].simulated / 0.02 - 1)
-    assert (figures["TTFT P90, long"].num_requests, figures["TTFT P90, short"].num_requests) == (1, 4)
-    twice = dict.fromkeys(("prefill", "decode", "mixed"), (2.0, 10))
-    slower = simulate(config, coefficients, requests[:1], twice).requests
-    alone = simulate(config, coefficients, requests[:1]).requests
-    assert slower.finish_s - requests[0].arrival_s == pytest.approx(2 * (alone.finish_s - requests[0].arrival_s))
+    mix, is_long = make_mix(TOY)
+    trace = spread(mix, 10.0, seed=0)
+    found = simulate(config, coefficients, trace)
+    measured = Times(found.arrival_s, found.first_token_s, 2 * found.finish_s - found.first_token_s, found.num_tokens)
+    figures = figures_of(measured, found, is_long)
+    assert list(figures) == [f"{metric}, {whose}" for whose in ("all", "long", "short") for metric in ("TTFT", "TPOT")]
+    assert figures["TTFT, long"]["P90"]["error"] == 0
+    assert figures["TPOT, all"]["median"]["simulated_s"] == pytest.approx(0.01, rel=0.3)
+    assert figures["TPOT, short"]["median"]["error"] == pytest.approx(-0.5)
+    twice = simulate(config, coefficients, trace.head(1), dict.fromkeys(("prefill", "decode", "mixed"), (2.0, 10)))
+    assert twice.e2e_s == pytest.approx(2 * simulate(config, coefficients, trace.head(1)).e2e_s)
 
 
 def test_a_toy_run_on_the_engine() -> None:
     stages: list[str] = []
-    found = live_fidelity(TOY, on_stage=stages.append)
+    report = live_fidelity(TOY, on_stage=stages.append)
     assert stages == ["profiling", "warming up", "rehearsing", "serving"]
-    assert all(one.has_finished for one in found.stream.served) and len(found.stream.served) == 5
-    assert not found.outcome.is_stopped and found.overhead_s > 0
-    assert found.stream.busy_ratio is not None and found.stream.busy_ratio > 0
-    assert set(found.factors) <= {"prefill", "decode", "mixed"} and min(found.factors.values()) > 0
-    written = json.loads(json.dumps(report(TOY, found), default=str))
-    assert len(written["requests"]) == 5 and len(written["figures"]) == 12
+    assert report["overhead_s"] > 0 and report["busy_ratio"] > 0
+    assert set(report["factors"]) <= {"prefill", "decode", "mixed"} and min(report["factors"].values()) > 0
+    assert len(report["aims"]) == 4 and report["TTFT, short"]["P99"]["measured_s"] > 0
+    print_report(json.loads(json.dumps(report, default=str)))

@@ -16,8 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.attention.flashinfer_backend import FlashInferBackend
-from medha.attention.interface import GraphBackend
-from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig
 from medha.engine.build import build_engine
 from medha.engine.engine import Engine
@@ -218,11 +216,6 @@ def test_attention_is_planned_anew_before_each_replay(case: Case) -> None:  # no
 )
 def test_graph_sizes(most: int, want: tuple[int, ...]) -> None:
     assert graph_sizes(most) == want
-
-
-def test_only_flashinfer_is_held_by_graphs() -> None:
-    assert isinstance(make_backend(16), GraphBackend)
-    assert not isinstance(TorchBackend(), GraphBackend)
 
 
 def test_options() -> None:

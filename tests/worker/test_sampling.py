@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from medha.params import SamplingParams
 from medha.worker import sampling
-from medha.worker.sampling import Sampled, SlotSampling, draw, sample, uniform
+from medha.worker.sampling import Sampled, SlotSampling, draw, sample, uniforms
 
 VOCAB = 16
+PEAKED = 5000  # a vocabulary of which few tokens are in a nucleus, and of which more than are sorted can be
 FILTERS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.5},
@@ -41,6 +42,10 @@ def slot(seed: int = 0, *, end_ids: tuple[int, ...] = (), prompt: Sequence[int] 
 
 def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
     return 1.5 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def uniform(seed: int, index: int) -> float:
+    return float(uniforms([seed], [index])[0])
 
 
 def tokens(results: list[Sampled]) -> list[int]:
@@ -137,7 +142,7 @@ def test_exact_probabilities(seed: int, temperature: float, top_k: int, top_p: f
     drawing = slot(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = logits_of(seed)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "uniform", lambda _, index: (index + 0.5) / n)
+        patch.setattr(sampling, "uniforms", lambda _, indices: (np.array(indices) + 0.5) / n)
         drawn = tokens(sample(logits.expand(n, VOCAB), [drawing] * n, range(n)))
     expected = filtered(logits, drawing.params)
     counts = np.bincount(drawn, minlength=VOCAB)
@@ -149,10 +154,59 @@ def test_exact_probabilities(seed: int, temperature: float, top_k: int, top_p: f
 @pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
 def test_the_ends_of_the_unit_interval(number: float, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "uniform", lambda *_: number)
+    monkeypatch.setattr(sampling, "uniforms", lambda seeds, _: np.full(len(seeds), number))
     logits = logits_of(3, 20)
     for row, result in zip(logits, sample(logits, [slot(**params)] * 20, [0] * 20), strict=True):
         assert filtered(row, slot(**params).params)[result.token_id] > 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize(
+    "params", [*FILTERS, {"top_p": 0.9, "temperature": 0.6}, {"top_k": 3000, "top_p": 0.5}], ids=str
+)
+def test_the_inverse_of_the_distribution(params: dict[str, Any], scale: float) -> None:
+    """In float64 and with a sort, of logits that are flat and peaked; within 1e-6 of a border either side is right."""
+    rows, wanted = 60, slot(**params).params
+    logits = scale * logits_of(5, rows, PEAKED)
+    drawn = tokens(sample(logits, [slot(seed, **params) for seed in range(rows)], [0] * rows))
+    for seed, (row, token) in enumerate(zip(logits.double().numpy(), drawn, strict=True)):
+        number, right = uniform(seed, 0), set()
+        for top_p in {wanted.top_p} | (
+            {max(wanted.top_p - 1e-6, 1e-12), wanted.top_p + 1e-6} if wanted.top_p < 1.0 else set()
+        ):
+            weights = np.exp((row - row.max()) / wanted.temperature)
+            order = np.argsort(-weights)[: wanted.top_k if wanted.top_k > 0 else None]
+            mass = weights[order].cumsum() / weights[order].sum()
+            order = order[mass - weights[order] / weights[order].sum() < top_p] if wanted.top_p < 1.0 else order
+            kept = np.zeros_like(weights)
+            kept[order] = np.where(weights[order] >= wanted.min_p, weights[order], 0.0)
+            edges = kept.cumsum() / kept.sum()
+            right |= {int(np.searchsorted(edges, number + off, side="right")) for off in (-1e-6, 0.0, 1e-6)}
+        assert token in right
+
+
+@pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.55}, {"min_p": 0.9}], ids=str)
+def test_equal_tokens_stay_together(params: dict[str, Any]) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [2, 5, 11]] = 9.0
+    drawn = tokens(sample(logits.expand(300, VOCAB), [slot(seed, **params) for seed in range(300)], [0] * 300))
+    assert set(drawn) == {2, 5, 11}
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(seed=st.integers(0, 2**31), scale=st.floats(0.0, 60.0), share=st.floats(0.0, 1.0))
+def test_a_threshold_without_a_sort_is_that_of_a_sort(seed: int, scale: float, share: float) -> None:
+    shares = torch.exp(-scale * torch.rand(3, 5000, generator=torch.Generator().manual_seed(seed)))
+    weights = (shares * 2.0**44).long()
+    weights[1] //= 2**30  # many are equal
+    mass = (share * weights.sum(dim=-1, keepdim=True).double()).long().clamp(min=1)
+    with pytest.MonkeyPatch.context() as patch:
+        plain, fast = (
+            (patch.setattr(sampling, "_FEW", few), sampling._threshold(weights, mass))[1] for few in (10_000, 0)
+        )
+    assert torch.equal(plain, fast)
+    for row, least, enough in zip(weights, fast, mass, strict=True):
+        assert row[row >= least].sum() >= enough > row[row > least].sum()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,6 +234,26 @@ def test_company_and_order_change_nothing(order: list[int], size: int, seed: int
     assert together == [alone[i] for i in chosen]
 
 
+def test_neither_company_nor_threads_change_a_bit() -> None:
+    """At a size at which torch splits sums over threads."""
+    makers = mixed_slots()
+    logits = 3.0 * logits_of(7, 16, 70_000)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for size in (1, 2, 16):
+                parts = [slice(first, first + size) for first in range(0, 16, size)]
+                slots = [make() for make in makers]
+                found.append([sample(logits[p], slots[p], [2 * number for number in range(16)[p]]) for p in parts])
+                found[-1] += [sample(logits[p], slots[p], [3] * size) for p in parts]  # behind the first token
+    finally:
+        torch.set_num_threads(before)
+    flat = [[one for part in parts for one in part] for parts in found]
+    assert all(one == flat[0] for one in flat)
+
+
 def test_logits_are_left_alone() -> None:
     makers = mixed_slots()
     logits = logits_of(8, len(makers))
@@ -195,10 +269,9 @@ def test_uniform_is_fixed_for_all_time() -> None:
 
 
 def test_uniform_differs_over_seed_and_index() -> None:
-    numbers = {uniform(seed, index) for seed in range(-50, 50) for index in range(100)}
-    assert len(numbers) == 10_000
-    assert all(0.0 <= number < 1.0 for number in numbers)
-    values = np.sort(list(numbers))
+    grid = [(seed, index) for seed in range(-50, 50) for index in range(100)]
+    values = np.sort(uniforms(*zip(*grid, strict=True)))
+    assert len(np.unique(values)) == 10_000 and values[0] >= 0.0 and values[-1] < 1.0
     gap = np.abs(values - np.arange(10_000) / 10_000).max()
     assert gap < 0.0223  # Kolmogorov-Smirnov at p = 1e-4
 
@@ -206,7 +279,8 @@ def test_uniform_differs_over_seed_and_index() -> None:
 def test_uniform_takes_every_seed_and_index() -> None:
     for seed in (-(2**63), -1, 0, 2**63 - 1):
         for index in (0, 10_000_000, 2**31):
-            assert 0.0 <= uniform(seed, index) < 1.0
+            plain = np.random.Generator(np.random.Philox(key=seed % 2**64, counter=index))
+            assert uniform(seed, index) == plain.random()
     assert uniform(-1, 0) != uniform(1, 0)
 
 
@@ -317,7 +391,8 @@ def test_a_row_that_is_not_finite_is_flagged_and_harms_nobody(everywhere: bool, 
             if row in victims:
                 assert not result.finite
                 assert result.logprobs is None
-                assert slots[row].output_ids == []
+                history = slots[row].history
+                assert history is None or not (history & (sampling._IN_PROMPT - 1)).any()
                 assert 0 <= result.token_id < VOCAB
             else:
                 assert result == clean[row]

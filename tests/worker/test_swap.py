@@ -26,7 +26,7 @@ from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.worker.kv_cache import BlockTables, KVCache
 from medha.worker.runner import Runner
-from medha.worker.swap import CopyStream, HostCache, SwapCopies, SyncCopy
+from medha.worker.swap import CopyStream, HostCache, SwapCopies
 from tests.attention import fake_flashinfer
 from tests.engines import Preemptions
 from tests.serving import Model, finish, make_byte_model, random_ids
@@ -116,7 +116,7 @@ def test_blocks_come_back_bit_by_bit_wherever_they_lie(
 ) -> None:
     """All slots out and in by one batch, each to other blocks, over host blocks in any order."""
     cache, tables = make_cache(dtype=dtype), BlockTables(4)
-    memory = HostCache(cache, 12, Late() if is_late else SyncCopy())
+    memory = HostCache(cache, 12, Late() if is_late else CopyStream())
     pools = [*cache.k, *cache.v]
     for pool in pools:
         pool.copy_(torch.randn(pool.shape).to(dtype))
@@ -147,7 +147,7 @@ def test_what_comes_in_is_a_shard_from_the_first_position_and_other_groups_are_l
 
 def test_the_hosts_pools_are_laid_out_as_the_devices() -> None:
     cache = make_cache()
-    memory = HostCache(cache, 3, SyncCopy())
+    memory = HostCache(cache, 3, CopyStream())
     assert memory.k[0].shape == (12, 2, 8) and memory.k[0].stride() == (8, 12 * 8, 1)
     assert len({pool.data_ptr() for pool in (*memory.k, *memory.v)}) == 4
 
@@ -157,7 +157,7 @@ def test_measuring_changes_nothing() -> None:
     for pool in (*cache.k, *cache.v):
         pool.copy_(torch.randn(pool.shape))
     before = [pool.clone() for pool in (*cache.k, *cache.v)]
-    assert HostCache(cache, 2, SyncCopy()).measure_block_s() > 0
+    assert HostCache(cache, 2, CopyStream()).measure_block_s() > 0
     assert all(torch.equal(a, b) for a, b in zip(before, (*cache.k, *cache.v), strict=True))
 
 
@@ -196,7 +196,7 @@ def undisturbed(model: Model, params: SamplingParams) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("stream", [SyncCopy, Late])
+@pytest.mark.parametrize("stream", [CopyStream, Late])
 @pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
 @pytest.mark.parametrize("options", [{}, {"depth": 2}, {"decode_lag": 1}], ids=str)
 def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(

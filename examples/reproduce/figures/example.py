@@ -10,7 +10,7 @@ import numpy as np
 
 from examples.reproduce.plotting import COLORS, finish
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
-from medha.sched.policy import Columns, Policy, edf, fcfs, lars, lrs, relative_slack
+from medha.sched.policy import Columns, Policy, edf, fcfs, lars, lrs
 
 QUANTUM_S = 0.01
 POLICIES: dict[str, Policy] = {"fcfs": fcfs, "edf": edf, "lrs": lrs, "lars": lars}
@@ -78,7 +78,7 @@ def run(options: Options) -> FigureResult:
         name: min(start for job, start, _ in stretches if job.startswith("short"))
         for name, (_, stretches) in played.items()
     }
-    slacks = {job.name: float(relative_slack(columns_of([job], [job.work_s]), job.arrival_s)[0]) for job in JOBS}
+    slacks = {job.name: float(lars(columns_of([job], [job.work_s]), job.arrival_s)[0]) for job in JOBS}
     numbers = {
         "ends_s": {name: ends for name, (ends, _) in played.items()},
         "met": met,

@@ -26,9 +26,9 @@ from examples.reproduce.load import (
     ttft_quantile,
     window_s,
 )
-from examples.reproduce.plotting import COLORS, MARKERS, finish, plain_ticks
+from examples.reproduce.plotting import finish, lines, plain_ticks
 from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
-from examples.reproduce.served import Served
+from examples.reproduce.served import Served, quantile_s
 
 SYSTEMS: tuple[System, ...] = (MEDHA, LOONGSERVE, LOONGSERVE_RESERVED)
 
@@ -55,8 +55,40 @@ def run(options: Options) -> FigureResult:
     answers = {
         "pool-20": _fewer(ends, MEDHA.label, asked, runs),
         "pool-10": _fewer(ends, LOONGSERVE.label, asked, runs),
+        "pools-medha-first": _first(ends, runs),
+        **_tpot(runs),
     }
     return FigureResult(numbers, answers)
+
+
+def _first(ends: Mapping[str, list[int]], runs: Mapping[str, Sequence[Run]]) -> Answer:
+    """Whether Medha finishes the most long requests, and short ones wait least."""
+    most = [ours >= max(theirs) for ours, *theirs in zip(*ends.values(), strict=True)]
+    waits_s = [[_short_p90(run).seconds for run in row] for row in zip(*runs.values(), strict=True)]
+    least = [ours <= min(theirs) for ours, *theirs in waits_s]
+    listed = "; ".join(
+        f"{qps:g} QPS {' and '.join(map(str, row))}, {' and '.join(f'{wait_s:.3g}' for wait_s in waits)} s"
+        for qps, row, waits in zip(RATES_QPS, zip(*ends.values(), strict=True), waits_s, strict=True)
+    )
+    return Answer(
+        float(np.mean([*most, *least])),
+        f"Long requests finished and P90 TTFT of short ones at four rates, {', '.join(ends)}: {listed}. Medha finishes "
+        f"the most at {sum(most)} of them and has the least wait at {sum(least)}.",
+    )
+
+
+def _tpot(runs: Mapping[str, Sequence[Run]]) -> dict[str, Answer]:
+    medians_s = {name: [quantile_s(run.served.tpot_s, 0.5) for run in row] for name, row in runs.items()}
+    listed = "; ".join(f"{name} {', '.join(f'{1e3 * s:.3g}' for s in row)} ms" for name, row in medians_s.items())
+    ours, shared, reserved = medians_s.values()
+    least = [own <= min(theirs) for own, *theirs in zip(ours, shared, reserved, strict=True)]
+    lower = [with_pool < without for with_pool, without in zip(reserved, shared, strict=True)]
+    sentence = f"Median TPOT at {', '.join(f'{qps:g}' for qps in RATES_QPS)} QPS: {listed}."
+    why = "A decode of ours waits for three batches of 20 ms; LoongServe's instances that decode do not prefill."
+    return {
+        "pools-tpot": Answer(float(np.mean(least)), f"{sentence} {why}"),
+        "pool-tpot-lower": Answer(float(np.mean(lower)), sentence),
+    }
 
 
 def _fewer(ends: Mapping[str, list[int]], than: str, asked: list[int], runs: Mapping[str, Sequence[Run]]) -> Answer:
@@ -86,14 +118,11 @@ def _short_p90(run: Run) -> Bounded:
 def draw(numbers: Mapping[str, Any], figure: Any) -> None:
     """Long requests completed, and TTFT of the short ones, by rate."""
     left, right = figure.subplots(1, 2)
-    qps = numbers["qps"]
-    for index, (name, row) in enumerate(numbers["long_finished"].items()):
-        shares = [100 * done / max(number, 1) for done, number in zip(row, numbers["long_requests"], strict=True)]
-        style = {"color": COLORS[index], "marker": MARKERS[index], "label": name}
-        left.plot(qps, shares, **style)
-        short_s = [one["ttft_s"]["short"][1] for one in numbers["told"][name]]
-        known = [(x, y) for x, y in zip(qps, short_s, strict=True) if y is not None]
-        right.plot(*zip(*known, strict=True) if known else ([], []), **style)
+    qps, ends = numbers["qps"], numbers["long_finished"]
+    asked = [max(number, 1) for number in numbers["long_requests"]]
+    shares = {name: [done / number for done, number in zip(row, asked, strict=True)] for name, row in ends.items()}
+    lines(left, qps, shares, scale=100)
+    lines(right, qps, {name: [one["ttft_s"]["short"][1] for one in row] for name, row in numbers["told"].items()})
     left.set_ylim(0, 105)
     right.set_yscale("log")
     for axes in (left, right):
