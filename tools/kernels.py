@@ -21,7 +21,8 @@ from medha.cost.coefficients import (
 )
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
-from medha.profile.fit import best_tile, fit_chunks, fit_curve, fit_decodes, fit_mixed
+from medha.profile.fit import fit_chunks, fit_curve, fit_decodes
+from tools.kernel_fit import best_tile, fit_mixed
 from tools.tables import Floats, KernelTable, TableKind, columns_of, find_file, read_tables
 
 _ONCE = ("embedding", "final_layernorm")

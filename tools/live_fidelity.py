@@ -166,7 +166,7 @@ def _compared_live(
     }
     return {
         "benchmark": "live fidelity",
-        "title": f"{local.subject.name}, one process, one thread, float32: simulated against measured",
+        "title": "random Llama, one process, one thread, float32: simulated against measured",
         "environment": stamp(),
         "model": local.subject.shape,
         "options": asdict(options),

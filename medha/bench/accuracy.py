@@ -16,21 +16,24 @@ import random
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from medha.batch import Batch
 from medha.bench.harness import Local, Report, Shown, Subject, on_ranks
+from medha.bench.verb import COUNT, SUBJECT, asked, verb
+from medha.cli.options import pick
+from medha.config.fields import finite
 from medha.cost.correction import KINDS, Kind
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.profile.calibrate import QUICK
 from medha.profile.measure import measure
-from medha.profile.steps import Step, StepRunner, step_of
+from medha.profile.steps import Step, step_of
 from medha.sched.decision import Prediction
 
 TOLERANCE = 0.15
@@ -43,36 +46,31 @@ _BLOCK_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class AccuracyOptions:
-    """What is run.
+    """What is run: rounds of a mix of requests, after one that does not count; without a ``profile``, what steps cost
+    is measured first.
 
-    Attributes:
-        subject: what runs; without a ``profile`` among its engine's options, what steps cost is measured first.
-        num_rounds: counted rounds of the mix, after one that is not.
-        num_short, num_middle: requests of a round that come while a long one is read; a second one is read alone.
-        short_lens, middle_lens: least and most prompt tokens.
-        long_len: prompt tokens of a long request.
-        output_lens: least and most output tokens.
-        steps_between: mean number of steps between arrivals.
-        t_target_s: seconds of a step.
-        shapes: steps to repeat of each kind and KV range.
+    While a long prompt is read ``num_short`` and ``num_middle`` others come, ``steps_between`` steps apart in the mean;
+    a second long one is read alone. Pairs are the fewest and most tokens; ``shapes`` steps of each kind and KV range
+    are repeated.
     """
 
     subject: Subject = field(default_factory=Subject)
-    num_rounds: int = 3
+    num_rounds: int = asked(3, "Counted rounds of the mix.", COUNT)
+    long_len: int = asked(16384, "Tokens of the long prompt of a round.", COUNT)
+    t_target_s: float = asked(0.25, "Seconds that a step may take.", finite(0, is_open=True))
+    seed: int = 0
     num_short: int = 40
     num_middle: int = 4
     short_lens: tuple[int, int] = (50, 500)
     middle_lens: tuple[int, int] = (1500, 4000)
-    long_len: int = 16384
     output_lens: tuple[int, int] = (4, 24)
     steps_between: float = 4.0
-    t_target_s: float = 0.25
     shapes: int = 3
-    seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.num_rounds < 1:
-            raise ConfigError(f"num_rounds={self.num_rounds}; accepted: at least 1")
+    @property
+    def num_runs(self) -> int:
+        """Calibration and rounds."""
+        return 2 + self.num_rounds
 
     @property
     def max_model_len(self) -> int:
@@ -111,45 +109,6 @@ class Ran:
         return kv_range(max(part.kv_before for part in self.step))
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of the result.
-
-    Attributes:
-        kind, kv: which steps.
-        steps: how many the engine ran.
-        within: share of them within the tolerance of their prediction.
-        repeats: runs of identical steps.
-        repeatability: share of those within the tolerance of the median of their other runs, kinds and KV ranges
-            weighing as among the steps; None without any.
-        near: the same against the runs nearest in time.
-        ratio: ``within`` over the larger of these two.
-        mean_abs, mean_signed: error of the predictions; above 0 where they are too long.
-    """
-
-    kind: str
-    kv: str
-    steps: int
-    within: float
-    repeats: int
-    repeatability: float | None
-    near: float | None
-    ratio: float | None
-    mean_abs: float
-    mean_signed: float
-
-
-@dataclass(slots=True)
-class _Log:
-    """Steps of the engine since it was last cleared."""
-
-    ran: list[Ran] = field(default_factory=list)
-
-    def note(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
-        assert prediction is not None, "the medha scheduler predicts every batch"
-        self.ran.append(Ran(step_of(batch), prediction.kind, prediction.seconds, busy_s))
-
-
 def kv_range(kv: int) -> str:
     """The range that a KV length lies in, in words."""
     for low, high in zip((0, *KV_RANGES), KV_RANGES, strict=False):
@@ -158,15 +117,10 @@ def kv_range(kv: int) -> str:
     return f"{KV_RANGES[-1] // 1024}K-"
 
 
-def accuracy(options: AccuracyOptions, *, on_progress: Callable[[float], None] = lambda done: None) -> Report:
-    """Run the measurement, in one process.
+def accuracy(options: AccuracyOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+    """Predicted against real step times of the engine, beside the machine's own repeatability; one process.
 
-    Args:
-        options: what to run.
-        on_progress: called with the share done.
-
-    Raises:
-        ConfigError: the options are wrong, or the profile is of something else.
+    Without --profile, what steps cost is measured first.
     """
     subject, longest = options.subject, options.max_model_len
     engine: dict[str, Any] = {"t_target_s": options.t_target_s, "block_size": _BLOCK_SIZE, "seed": options.seed}
@@ -174,65 +128,59 @@ def accuracy(options: AccuracyOptions, *, on_progress: Callable[[float], None] =
     with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
         if subject.engine.get("profile") is None:
             with subject.folder(longest) as model:
-                config = subject.config(model, longest=longest, **engine)
-                found = measure(config, QUICK, max_kv=options.long_len, on_progress=lambda at: on_progress(0.4 * at))
+                found = measure(subject.config(model, longest=longest, **engine), QUICK, max_kv=options.long_len)
             assert found is not None, "one process measures"
             engine["profile"] = str(Path(folder) / "profile.json")
             Path(engine["profile"]).write_text(found.to_json())
-
-        def work(local: Local) -> Report:
-            return _measure(local, options, lambda at: on_progress(0.4 + 0.6 * at))
-
-        report = on_ranks(subject, work, longest=longest, fills=True, **engine)
+        on_run()
+        report = on_ranks(
+            subject, lambda local: _measure(local, options, on_run), longest=longest, fills=True, **engine
+        )
     assert report is not None, "one process has the engine"
     return report
 
 
-def _measure(local: Local, options: AccuracyOptions, on_progress: Callable[[float], None]) -> Report:
+def _measure(local: Local, options: AccuracyOptions, on_run: Callable[[], None]) -> Report:
     predictor = local.engine.scheduler.predictor
     if local.config.parallel.world_size > 1 or predictor is None or local.config.scheduler.scheduler != "medha":
         raise ConfigError("accuracy is of the medha scheduler's predictions on one rank; accepted: no other")
-    sizes = {"block_size": _BLOCK_SIZE, "num_blocks": local.role.runner.cache.num_blocks}
-    hand = StepRunner(local.engine.runner, vocab_size=local.model.vocab_size, **sizes)
-    log, repeated = _run(local.engine, hand, options, on_progress)
+    ran, repeated = _run(local, options, on_run)
     return local.report("accuracy", asdict(options)) | {
         "tolerance": TOLERANCE,
-        "lines": [asdict(line) for line in lines_of(log.ran, repeated)],
-        "chunks": [
-            {"kv": kv, "median_tokens": size, "chunks": count} for kv, (size, count) in chunks_of(log.ran).items()
-        ],
+        "lines": lines_of(ran, repeated),
+        "chunks": [{"kv": kv, "median_tokens": size, "chunks": count} for kv, (size, count) in chunks_of(ran).items()],
         "factors": {kind: predictor.factor(kind) for kind in KINDS},
-        "steps": [[ran.kind, [astuple(part) for part in ran.step], ran.expected_s, ran.busy_s] for ran in log.ran],
+        "steps": [[one.kind, [astuple(part) for part in one.step], one.expected_s, one.busy_s] for one in ran],
         "repeats": [[kind, [astuple(part) for part in step], seconds] for step, kind, seconds in repeated],
     }
 
 
 def _run(
-    engine: Engine, hand: StepRunner, options: AccuracyOptions, on_progress: Callable[[float], None]
-) -> tuple[_Log, list[tuple[Step, Kind, float]]]:
-    """All rounds; the log of the counted ones, and the runs of identical steps."""
-    log = _Log()
-    engine.on_step = log.note
+    local: Local, options: AccuracyOptions, on_run: Callable[[], None]
+) -> tuple[list[Ran], list[tuple[Step, Kind, float]]]:
+    """All rounds; the steps of the counted ones, and the runs of identical steps."""
+    hand, ran = local.hand, list[Ran]()
     repeated: list[tuple[Step, Kind, float]] = []
-    turns: Iterable[tuple[Step, Kind]] = ()
+    turns: Iterator[tuple[Step, Kind]] = iter(())
+
+    def note(batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
+        assert prediction is not None, "the medha scheduler predicts every batch"
+        ran.append(Ran(step_of(batch), prediction.kind, prediction.seconds, busy_s))
+
+    local.engine.on_step = note
     for number in range(1 + options.num_rounds):
-        ahead = iter(turns)
-
-        def again(ahead: Iterable[tuple[Step, Kind]] = ahead) -> None:
-            for step, kind in ahead:
+        for _ in _round(local.engine, options, number):
+            for step, kind in islice(turns, 1):
                 repeated.append((step, kind, hand.run(step)[1]))
-                break
-
-        _round(engine, options, number, after_step=again)
         if number == 0:
-            turns = cycle(_shapes(log.ran, options.shapes, seed=options.seed))
-            log.ran.clear()
-        on_progress((number + 1) / (1 + options.num_rounds))
-    return log, repeated
+            turns = cycle(_shapes(ran, options.shapes, seed=options.seed))
+            ran.clear()
+        on_run()
+    return ran, repeated
 
 
-def _round(engine: Engine, options: AccuracyOptions, number: int, *, after_step: Callable[[], None]) -> None:
-    """One mix of requests to its end, then a long prompt alone."""
+def _round(engine: Engine, options: AccuracyOptions, number: int) -> Iterator[None]:
+    """One mix of requests to its end, then a long prompt alone; yields after every step."""
     dice = random.Random(options.seed * 1_000_003 + number)
     lens = [dice.randint(*options.short_lens) for _ in range(options.num_short)]
     lens += [dice.randint(*options.middle_lens) for _ in range(options.num_middle)]
@@ -252,7 +200,7 @@ def _round(engine: Engine, options: AccuracyOptions, number: int, *, after_step:
             engine.add_request(f"{number}-{len(waiting)}", prompt, params)
         engine.step()
         num_steps += 1
-        after_step()
+        yield
 
 
 def _shapes(ran: Sequence[Ran], number: int, *, seed: int) -> list[tuple[Step, Kind]]:
@@ -279,48 +227,53 @@ def repeats_of(repeated: Sequence[tuple[Step, Kind, float]], *, near: int | None
     for step, kind, seconds in repeated:
         by_step[step, kind].append(seconds)
     return [
-        Ran(step, kind, statistics.median(_others(times, i, near or len(times))), times[i])
+        Ran(step, kind, statistics.median(_others(times, i)[: near or len(times)]), times[i])
         for (step, kind), times in by_step.items()
         if len(times) >= 3
         for i in range(len(times))
     ]
 
 
-def _others(times: Sequence[float], index: int, number: int) -> list[float]:
-    """As many of the other times, the nearest to ``index``."""
-    nearest = sorted((i for i in range(len(times)) if i != index), key=lambda i: abs(i - index))
-    return [times[i] for i in nearest[:number]]
+def _others(times: Sequence[float], index: int) -> list[float]:
+    """The other times, the nearest to ``index`` first."""
+    return [times[i] for i in sorted(range(len(times)), key=lambda i: abs(i - index))[1:]]
 
 
-def lines_of(ran: Sequence[Ran], repeated: Sequence[tuple[Step, Kind, float]]) -> tuple[Line, ...]:
-    """The lines of the result: all steps, each kind, each kind and KV range."""
+def lines_of(ran: Sequence[Ran], repeated: Sequence[tuple[Step, Kind, float]]) -> list[Report]:
+    """The lines of the result: all steps, each kind, each kind and KV range; KV is the longest in a step.
+
+    ``within`` is the share of the steps within the tolerance of their prediction; ``repeatability`` that of identical
+    steps within it of the median of their other runs, ``near`` of those nearest in time, kinds and KV ranges weighing
+    as among the steps (None without any); ``ratio`` is to the larger. The mean signed error is above 0 where
+    predictions are too long.
+    """
     repeats, near = repeats_of(repeated), repeats_of(repeated, near=_NEAR)
     ends = [kv_range(end - 1) for end in KV_RANGES] + [kv_range(KV_RANGES[-1])]
-    wanted = [(kind, kv) for kind in (_ALL, *KINDS) for kv in (_ALL, *(ends if kind != _ALL else ()))]
-    lines = []
+    lines: list[Report] = []
+    wanted = [(_ALL, _ALL), *((one, end) for one in KINDS for end in (_ALL, *ends))]
     for kind, kv in wanted:
         steps = [one for one in ran if kind in (_ALL, one.kind) and kv in (_ALL, one.kv_range)]
-        if steps:
-            lines.append(_line(kind, kv, steps, repeats, near))
-    return tuple(lines)
-
-
-def _line(kind: str, kv: str, steps: Sequence[Ran], repeats: Sequence[Ran], near: Sequence[Ran]) -> Line:
-    within = statistics.fmean(one.is_within for one in steps)
-    shares = _repeatability(steps, repeats), _repeatability(steps, near)
-    best = max((share for share in shares if share is not None), default=None)
-    cells = {(one.kind, one.kv_range) for one in steps}
-    return Line(
-        kind,
-        kv,
-        len(steps),
-        within,
-        sum((one.kind, one.kv_range) in cells for one in repeats),
-        *shares,
-        within / best if best else None,
-        statistics.fmean(abs(one.error) for one in steps),
-        statistics.fmean(one.error for one in steps),
-    )
+        if not steps:
+            continue
+        within = statistics.fmean(one.is_within for one in steps)
+        shares = _repeatability(steps, repeats), _repeatability(steps, near)
+        best = max((share for share in shares if share is not None), default=None)
+        cells = {(one.kind, one.kv_range) for one in steps}
+        lines.append(
+            {
+                "kind": kind,
+                "kv": kv,
+                "steps": len(steps),
+                "within": within,
+                "repeats": sum((one.kind, one.kv_range) in cells for one in repeats),
+                "repeatability": shares[0],
+                "near": shares[1],
+                "ratio": within / best if best else None,
+                "mean_abs": statistics.fmean(abs(one.error) for one in steps),
+                "mean_signed": statistics.fmean(one.error for one in steps),
+            }
+        )
+    return lines
 
 
 def _repeatability(steps: Sequence[Ran], same: Sequence[Ran]) -> float | None:
@@ -352,3 +305,6 @@ def shown(report: Report) -> Shown:
         f"steps of {options['t_target_s']:g} s, seed {options['seed']}, {options['num_rounds']} rounds after one "
         "that does not count",
     ]
+
+
+verb("accuracy", AccuracyOptions, accuracy, shown, SUBJECT, pick("profile"))

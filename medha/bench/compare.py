@@ -13,56 +13,69 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from medha.bench.harness import Report, Shown, Subject, median_text, rows_of
-from medha.bench.job import Worker, start_peer
+from medha.bench.job import Worker
 from medha.bench.load import Workload
 from medha.bench.peers import PAGE, Prompts
 from medha.bench.timing import Timing, in_turn
+from medha.bench.verb import ANY_COUNT, SUBJECT, asked, counted, verb, warmups
+from medha.cli.options import parse_lengths
+from medha.config.fields import choice, integer
 from medha.errors import ConfigError
 from medha.worker.shard import TORCH_DTYPES
 
-PEERS = ("transformers", "vllm")
 _DECODE_PROMPT = 128
 _WARM_MIXED = 8
 
 
+def _lengths_or_none(text: str) -> tuple[int, ...]:
+    return () if text == "none" else parse_lengths("input_len", text)
+
+
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """What is compared.
-
-    Attributes:
-        peer: who medha is compared with, run by the interpreter ``peer_python``.
-        input_lens: of prompts that are read to their first token; none leaves them out.
-        batch_size: requests that decode ``output_len`` tokens together; 0 leaves them out.
-        mixed: requests of different lengths, all there at once; None leaves them out.
-        enable_prefix_caching: of vLLM; medha and transformers have none.
-        warmup, runs: rounds of each case; the mixed requests warm up with the first eight.
-        seed: of weights and prompts.
-    """
+    """What is compared; the mixed requests warm up with the first eight."""
 
     subject: Subject = field(default_factory=Subject)
-    peer: str = "transformers"
-    peer_python: str = sys.executable
-    input_lens: tuple[int, ...] = (2048, 16384)
-    batch_size: int = 16
-    output_len: int = 32
-    mixed: Workload | None = None
-    dtype: str = "float32"
+    peer: str = asked("transformers", "transformers or vllm.", choice("transformers", "vllm"))
+    peer_python: str = asked(
+        sys.executable, "Interpreter that has the peer; vLLM's is that of a venv of its own.", shown="this one"
+    )
+    input_lens: tuple[int, ...] = asked(
+        (2048, 16384), "Prompts to read, in tokens, or none.", name="input_len", kind=str, shown="2048,16384",
+        flags=("--input-len", "--prompt-lens"), read=_lengths_or_none,
+    )  # fmt: skip
+    batch_size: int = asked(16, "Requests that decode together; 0 leaves them out.", ANY_COUNT)
+    output_len: int = asked(
+        32, "Tokens that each decodes.", integer(2, 2**31 - 1), flags=("--output-len", "--decode-len")
+    )
+    num_prompts: int = asked(
+        200, "Mixed requests, all there at once; 0 is none.", ANY_COUNT, flags=("--num-prompts", "--num-mixed")
+    )
+    lengths: str = asked(
+        "uniform:32-1024,4-128", "Of these, as medha trace synth.", flags=("--lengths", "--mixed-lengths")
+    )
+    dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
     num_threads: int = 2
-    enable_prefix_caching: bool = False
-    warmup: int = 1
-    runs: int = 3
-    seed: int = 0
+    enable_prefix_caching: bool = asked(
+        False, "Of vLLM; medha and transformers have none.", flags=("--enable-prefix-caching",)
+    )
+    seed: int = asked(0, "Of lengths, prompts and weights.", ANY_COUNT)
+    warmup: int = warmups(1)
+    runs: int = counted(3)
 
     def __post_init__(self) -> None:
-        for name, value, accepted in (("peer", self.peer, PEERS), ("dtype", self.dtype, TORCH_DTYPES)):
-            if value not in accepted:
-                raise ConfigError(f"{name}={value!r}; accepted: {', '.join(accepted)}")
-        if not self.input_lens and not self.batch_size and self.mixed is None:
-            raise ConfigError("input_len, batch_size and num_mixed are all left out; accepted: at least one of them")
+        if not self.input_lens and not self.batch_size and not self.num_prompts:
+            raise ConfigError("input_len, batch_size and num_prompts are all left out; accepted: at least one of them")
+
+
+_THREADS = typer.Option(min=1, help="CPU threads, the same for both.", envvar="OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +108,9 @@ class _Case:
 
 
 def compare(options: CompareOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
-    """Run the comparison.
+    """The same weights and prompts through medha and through another engine at its best; ratios of medians.
 
-    Args:
-        options: what to run.
-        on_run: called after each run, warm-up included.
-
-    Raises:
-        ConfigError: the options are wrong, or the peer is not installed.
-        RankFailedError: a worker ended.
+    A ratio above 1 means that medha is faster. Exit code 3: tokens differ that rounding cannot be blamed for.
     """
     load, model = os.getloadavg()[0], options.subject.model_config(longest=1)
     cases = _cases(options, model.vocab_size)
@@ -122,6 +129,12 @@ def compare(options: CompareOptions, *, on_run: Callable[[], None] = lambda: Non
     return head | {"engines": engines, "results": results, "num_wrong": num_wrong}
 
 
+def start_peer(name: str, python: str, settings: Mapping[str, Any]) -> Worker:
+    """The worker of an engine of :mod:`medha.bench.peers`, run by an interpreter that has it, on its threads."""
+    command = [python, str(Path(__file__).with_name("peers.py")), name]
+    return Worker(name, command, settings, environment={"OMP_NUM_THREADS": str(settings["num_threads"])})
+
+
 def _cases(options: CompareOptions, vocab_size: int) -> list[_Case]:
     chance = np.random.default_rng(options.seed)
 
@@ -132,8 +145,8 @@ def _cases(options: CompareOptions, vocab_size: int) -> list[_Case]:
     if options.batch_size:
         number, name = options.batch_size, f"decode of {options.batch_size}"
         cases.append(_Case(name, prompts([_DECODE_PROMPT] * number), [options.output_len] * number, is_step=True))
-    if options.mixed is not None:
-        trace = options.mixed.trace()
+    if options.num_prompts:
+        trace = Workload(options.num_prompts, lengths=options.lengths, seed=options.seed).trace
         cases.append(_Case(f"{len(trace)} mixed", prompts(trace.prompt_tokens.tolist()), trace.output_tokens.tolist()))
     return cases
 
@@ -172,3 +185,13 @@ def shown(report: Report) -> Shown:
     how = f"{median_text(report)}, interleaved, the idle side stopped; threads: {report['options']['num_threads']}"
     equal = "requests of which every token is the same; in 16 bits or with padding another order of sums may turn a tie"
     return {"results": rows_of(report["results"], columns)}, [how, f"equal: {equal}"]
+
+
+verb(
+    "compare",
+    CompareOptions,
+    compare,
+    shown,
+    {"num_threads": (Annotated[int, _THREADS], 2)},
+    {name: SUBJECT[name] for name in ("model", "hf_overrides")},
+)

@@ -12,20 +12,19 @@ another arrives, so the numbers stay as they are. The garbage collector is left 
 
 from __future__ import annotations
 
-import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from medha.batch import Batch
 from medha.bench.harness import Report, Shown, report_head, rows_of
+from medha.bench.verb import ANY_COUNT, COUNT, asked, counted, lengths, verb, warmups
 from medha.config import CacheConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
+from medha.config.fields import integer
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
@@ -59,29 +58,26 @@ _MODEL = ModelConfig(
 
 @dataclass(frozen=True, slots=True)
 class DecisionOptions:
-    """What is measured.
+    """What is measured: each policy over each queue. With too few KV blocks fewer decode than are to; the waiting ones
+    have arrived within ``backlog_s`` seconds."""
 
-    Attributes:
-        waiting: numbers of requests that have not started, each measured by itself.
-        policies: names, each measured by itself.
-        num_decoding: requests that decode.
-        num_prefilling: places for prefills under way beside them.
-        num_decisions: counted decisions.
-        warmup: decisions before them, from where as many decode as are to.
-        num_blocks: KV blocks; None is enough that nobody is refused memory. With too few, fewer decode.
-        backlog_s: seconds over which the waiting ones have arrived.
-        seed: of lengths, arrivals, objectives and classes.
-    """
-
-    waiting: tuple[int, ...] = (1_000, 10_000, 100_000)
-    policies: tuple[str, ...] = ("lars",)
-    num_decoding: int = 256
-    num_prefilling: int = 16
-    num_decisions: int = 500
-    warmup: int = 50
-    num_blocks: int | None = None
+    waiting: tuple[int, ...] = lengths(
+        "num_waiting", "1000,10000,100000", "Requests that wait, comma separated; each is measured."
+    )
+    policies: tuple[str, ...] = asked(
+        ("lars",), "May be repeated; lars by default.", name="policy", kind=list[str], read=tuple
+    )
+    num_decoding: int = asked(256, "Requests that decode.", COUNT, name="num_running")
+    num_prefilling: int = asked(
+        16, "Places for prefills under way beside them.", integer(2, 65536), name="num_prefills"
+    )
+    num_blocks: int | None = asked(
+        None, "KV blocks of 256 tokens.", COUNT, name="num_kv_blocks", shown="enough for all"
+    )
+    warmup: int = warmups(50, "Decisions")
+    runs: int = counted(500, "Decisions")
+    seed: int = asked(0, "Of lengths, arrivals, objectives and classes.", ANY_COUNT)
     backlog_s: float = 60.0
-    seed: int = 0
 
     def __post_init__(self) -> None:
         for policy in self.policies:
@@ -90,140 +86,51 @@ class DecisionOptions:
         if self.num_blocks is not None and self.num_blocks < least:
             raise ConfigError(f"num_kv_blocks={self.num_blocks}; accepted: at least {least}, one long request")
 
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Milliseconds of one call, over the counted decisions.
-
-    Attributes:
-        median_ms, p90_ms, p99_ms, max_ms: of the wall clock.
-        cpu_p99_ms: 99th percentile of the thread's own CPU time, in which other programs do not show.
-    """
-
-    median_ms: float
-    p90_ms: float
-    p99_ms: float
-    max_ms: float
-    cpu_p99_ms: float
-
-    @classmethod
-    def of(cls, wall_s: Sequence[float], cpu_s: Sequence[float]) -> Spread:
-        """Summarise seconds of calls."""
-        median, p90, p99, most = np.percentile(wall_s, [50, 90, 99, 100]) * 1e3
-        return cls(float(median), float(p90), float(p99), float(most), float(np.percentile(cpu_s, 99) * 1e3))
-
-
-@dataclass(frozen=True, slots=True)
-class Decisions:
-    """Decision times with one policy over one queue.
-
-    Attributes:
-        policy: its name.
-        waiting: requests that had not started.
-        decoding, prefilling: mean rows of a batch, by kind.
-        under_way: mean number of prefills that had begun.
-        long_under_way: the same of those of at least ``long_threshold`` tokens.
-        decisions: counted ones.
-        schedule, complete, both: of a call of either, and of the two together.
-        limit_ms: what the 99th percentile of both may take; None where nothing was set for so many.
-        collections, collections_ms: runs of the garbage collector within the counted calls, and their longest.
-    """
-
-    policy: str
-    waiting: int
-    decoding: float
-    prefilling: float
-    under_way: float
-    long_under_way: float
-    decisions: int
-    schedule: Spread
-    complete: Spread
-    both: Spread
-    limit_ms: float | None
-    collections: int
-    collections_ms: float
+    @property
+    def num_runs(self) -> int:
+        """Queues."""
+        return len(self.waiting) * len(self.policies)
 
 
 def bench_decisions(options: DecisionOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
-    """Measure each policy over each queue, one after the other.
-
-    Args:
-        options: what to run.
-        on_run: called after each queue.
-    """
+    """Time of one scheduling decision as the queue grows; no model runs."""
     results, load = [], os.getloadavg()[0]
     for policy in options.policies:
         for waiting in options.waiting:
             results.append(_measure(policy, waiting, options))
             on_run()
-    return report_head("micro scheduler", asdict(options), load) | {
-        "gc": {"is_enabled": gc.isenabled(), "thresholds": gc.get_threshold(), "frozen": gc.get_freeze_count()},
-        "results": [asdict(result) for result in results],
-        "growth": list(growth(results)),
-    }
+    return report_head("micro scheduler", asdict(options), load) | {"results": results}
 
 
-def growth(results: Sequence[Decisions]) -> Iterator[dict[str, Any]]:
-    """What the median and the 99th percentile grow by at each step to a longer queue."""
-    for before, after in pairwise(results):
-        if before.policy == after.policy and after.waiting > before.waiting:
-            yield {
-                "policy": after.policy,
-                "from_waiting": before.waiting,
-                "waiting": after.waiting,
-                "waiting_ratio": after.waiting / before.waiting,
-                "median_ratio": after.both.median_ms / before.both.median_ms,
-                "p99_ratio": after.both.p99_ms / before.both.p99_ms,
-            }
-
-
-def _measure(policy: str, waiting: int, options: DecisionOptions) -> Decisions:
+def _measure(policy: str, waiting: int, options: DecisionOptions) -> Report:
+    """One policy over one queue: milliseconds of the calls, and the mean rows of a batch by kind."""
     load = _Load(policy, options)
     load.begin(waiting)
     for _ in range(options.warmup):
         load.step()
     load.clear()
-    with _collector() as pauses:
-        for _ in range(options.num_decisions):
-            load.step()
-    schedule, complete = (Spread.of(*times) for times in (load.schedule.columns(), load.complete.columns()))
-    sums = (np.add(*pair) for pair in zip(load.schedule.columns(), load.complete.columns(), strict=True))
+    for _ in range(options.runs):
+        load.step()
+    decoding, prefilling = np.mean(load.num_rows, axis=0).tolist()
+    schedule_s, complete_s = np.array(load.seconds).T
     limits = [limit_ms for most, limit_ms in LIMITS_MS.items() if waiting <= most]
-    rows, begun = np.mean(load.num_rows, axis=0).tolist(), np.mean(load.num_begun, axis=0).tolist()
-    return Decisions(
-        policy=policy,
-        waiting=load.scheduler.num_waiting,
-        decoding=rows[0],
-        prefilling=rows[1],
-        under_way=begun[0],
-        long_under_way=begun[1],
-        decisions=options.num_decisions,
-        schedule=schedule,
-        complete=complete,
-        both=Spread.of(*(column.tolist() for column in sums)),
-        limit_ms=min(limits, default=None),
-        collections=len(pauses),
-        collections_ms=max(pauses, default=0.0) * 1e3,
-    )
+    return {
+        "policy": policy,
+        "waiting": load.scheduler.num_waiting,
+        "decoding": decoding,
+        "prefilling": prefilling,
+        "decisions": options.runs,
+        "schedule": spread(schedule_s),
+        "complete": spread(complete_s),
+        "both": spread(schedule_s + complete_s),
+        "limit_ms": min(limits, default=None),
+    }
 
 
-@dataclass(slots=True)
-class _Times:
-    """Seconds of calls, on the wall clock and of the thread's CPU time."""
-
-    wall_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
-
-    def columns(self) -> tuple[list[float], list[float]]:
-        return self.wall_s, self.cpu_s
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Time the body."""
-        cpu_s, wall_s = time.thread_time(), time.perf_counter()
-        yield
-        self.wall_s.append(time.perf_counter() - wall_s)
-        self.cpu_s.append(time.thread_time() - cpu_s)
+def spread(seconds: ArrayLike) -> dict[str, float]:
+    """Milliseconds of calls."""
+    found = np.percentile(np.asarray(seconds), [50, 90, 99, 100]) * 1e3
+    return dict(zip(("median_ms", "p90_ms", "p99_ms", "max_ms"), found.tolist(), strict=True))
 
 
 class _Load:
@@ -231,24 +138,20 @@ class _Load:
 
     Attributes:
         scheduler: the one that is measured.
-        schedule, complete: times of its calls.
+        seconds: of its two calls, for each decision.
         num_rows: (decodes, chunks) of each batch.
-        num_begun: (prefills begun, those of them that are long) at each batch.
     """
 
     def __init__(self, policy: str, options: DecisionOptions) -> None:
         self.options = options
         self.scheduler = _scheduler(policy, options)
-        self.schedule, self.complete = _Times(), _Times()
+        self.seconds: list[tuple[float, float]] = []
         self.num_rows: list[tuple[int, int]] = []
-        self.num_begun: list[tuple[int, int]] = []
         self._random = np.random.default_rng(options.seed)
         self._now_s = 0.0
         self._free: list[int] = []
         self._num_slots = 0
         self._decoding: dict[int, int] = {}  # tokens still to come, who decodes longest first
-        self._lengths: dict[int, int] = {}
-        self._begun: dict[int, bool] = {}  # prefills under way; whether each is long
 
     def begin(self, waiting: int) -> None:
         """Bring everybody to where they are to be: some decode, prefills are under way, and the others wait."""
@@ -270,22 +173,23 @@ class _Load:
 
     def clear(self) -> None:
         """Forget the times so far."""
-        self.schedule, self.complete = _Times(), _Times()
+        self.seconds.clear()
         self.num_rows.clear()
-        self.num_begun.clear()
 
     def step(self, *, refill: bool = True) -> None:
         """One decision, and the arrivals that keep the queue as long as it was."""
-        with self.schedule.measured():
-            decision = self.scheduler.schedule(self._now_s)
+        start_s = time.perf_counter()
+        decision = self.scheduler.schedule(self._now_s)
+        scheduled_s = time.perf_counter() - start_s
         batch, prediction = decision.batch, decision.prediction
         assert batch is not None and prediction is not None, "an overloaded scheduler always has a batch"
         self._now_s += prediction.seconds
         results = self._results(batch)
-        with self.complete.measured():
-            closed = self.scheduler.complete(batch, self._now_s, results, prediction.seconds)
+        start_s = time.perf_counter()
+        closed = self.scheduler.complete(batch, self._now_s, results, prediction.seconds)
+        self.seconds.append((scheduled_s, time.perf_counter() - start_s))
         self._free += closed
-        self._note(batch)
+        self.num_rows.append((batch.num_decodes, len(batch.rows) - batch.num_decodes))
         while refill and self.scheduler.num_waiting < self._target:
             self._add(self._now_s, may_be_long=True)
 
@@ -304,16 +208,6 @@ class _Load:
                 del self._decoding[slot]
         return [(slot, 1, slot in ended) for slot in sampling]
 
-    def _note(self, batch: Batch) -> None:
-        threshold = self.scheduler.config.long_threshold
-        for row in batch.rows[batch.num_decodes :]:
-            if row.samples:
-                self._begun.pop(row.slot, None)
-            else:
-                self._begun[row.slot] = self._lengths[row.slot] >= threshold
-        self.num_rows.append((batch.num_decodes, len(batch.rows) - batch.num_decodes))
-        self.num_begun.append((len(self._begun), sum(self._begun.values())))
-
     def _add(self, arrival_s: float, *, may_be_long: bool) -> None:
         """One request arrives: most are chats, one in a hundred is a document."""
         slot = self._free.pop() if self._free else self._num_slots
@@ -322,28 +216,8 @@ class _Load:
         length = int(np.clip(random.lognormal(6.9, 0.8), 16, _longest_short()))  # 1,000 tokens in the median
         if may_be_long and random.random() < _LONG_SHARE:
             length = int(random.uniform(0.2, 1.0) * _LONG_TOKENS)
-        self._lengths[slot] = length
         slo = SLO(ttft_s=float(random.uniform(0.5, 300.0)), tpot_s=0.5) if random.random() < 0.3 else None
         self.scheduler.add(SchedulerRequest(slot, length, _MAX_NEW_TOKENS, arrival_s, slo, int(random.integers(0, 4))))
-
-
-@contextmanager
-def _collector() -> Iterator[list[float]]:
-    """Seconds of each run of the garbage collector in the body."""
-    pauses: list[float] = []
-    started = [0.0]
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            started[0] = time.perf_counter()
-        else:
-            pauses.append(time.perf_counter() - started[0])
-
-    gc.callbacks.append(note)
-    try:
-        yield pauses
-    finally:
-        gc.callbacks.remove(note)
 
 
 def _scheduler(policy: str, options: DecisionOptions) -> Scheduler:
@@ -366,5 +240,8 @@ def shown(report: Report) -> Shown:
     rows = [line | {"call": call, **line[call]} for line in report["results"] for call in calls]
     columns = ("policy", "waiting", "call", "median_ms", "p90_ms", "p99_ms", "max_ms", "limit_ms")
     options = report["options"]
-    notes = [f"{options['warmup']} decisions of warm-up, {options['num_decisions']} counted; limit: of the P99 of both"]
-    return {"decisions": rows_of(rows, columns), "growth": report["growth"]}, notes
+    notes = [f"{options['warmup']} decisions of warm-up, {options['runs']} counted; limit: of the P99 of both"]
+    return {"decisions": rows_of(rows, columns)}, notes
+
+
+verb("scheduler", DecisionOptions, bench_decisions, shown)

@@ -34,8 +34,8 @@ from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
 from medha.models.hub import resolve_model
 from medha.models.weights import expected_tensors
-from medha.parallel.launch import own_ranks, read_launch
-from medha.profile.steps import fill
+from medha.parallel.launch import is_first_rank, own_ranks, read_launch
+from medha.profile.steps import StepRunner, fill_pools
 from medha.sched.scheduler import Scheduler
 from medha.worker.shard import TORCH_DTYPES
 from medha.worker.step import BatchRunner, PendingStep
@@ -79,11 +79,6 @@ class Subject:
         given = self.engine.get("load_format")
         if self.model is None and given not in (None, "auto", "dummy"):
             raise ConfigError(f"load_format={given!r} without a model; accepted: dummy, or --model with a folder")
-
-    @property
-    def name(self) -> str:
-        """Its name in a report."""
-        return self.model or "random Llama"
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -133,12 +128,9 @@ class Subject:
 
     def model_config(self, *, longest: int) -> ModelConfig:
         """The model's shape alone, no weights; raises ConfigError."""
-        with self.folder(longest) as folder:
-            return self._shape_in(folder, longest)
-
-    def _shape_in(self, folder: str, longest: int) -> ModelConfig:
         overrides = None if self.model is None else dict(self.hf_overrides or {}) or None
-        return load_model_config(resolve_model(folder), hf_overrides=overrides, max_model_len=longest)
+        with self.folder(longest) as folder:
+            return load_model_config(resolve_model(folder), hf_overrides=overrides, max_model_len=longest)
 
     def fitting(self, name: str, lengths: tuple[int, ...], *, more: int) -> tuple[int, ...]:
         """The lengths that the model takes, with ``more`` tokens behind them; of the others it is said on stderr.
@@ -149,45 +141,27 @@ class Subject:
             return lengths
         most = self.model_config(longest=1).max_position_embeddings
         fit = tuple(length for length in lengths if length + more <= most)
-        if fit and len(fit) < len(lengths):
+        if fit and len(fit) < len(lengths) and is_first_rank():
             rest = ", ".join(f"{length:,}" for length in lengths if length not in fit)
             print(f"medha: {name} {rest} left out: the model takes {most:,} positions", file=sys.stderr)
         return fit or lengths
 
-    def title(self, model: ModelConfig) -> str:
-        """The model in words."""
-        sharing = model.num_heads // model.num_kv_heads
-        return f"{self.name}, {model.num_layers} layers, {model.hidden_size:,} wide, GQA {sharing}"
-
     def head(
         self, benchmark: str, options: Mapping[str, Any], load_before: float, model: ModelConfig | None = None
     ) -> Report:
-        """What a report begins with.
-
-        Args:
-            benchmark: the verb.
-            options: of the verb.
-            load_before: load average before the run.
-            model: its shape; by default it is read.
-        """
-        model = model or self.model_config(longest=1)
+        """What a report begins with: the verb, its options, the load average before the run, the model's shape."""
+        model, name = model or self.model_config(longest=1), self.model or "random Llama"
+        sharing = model.num_heads // model.num_kv_heads
         return report_head(benchmark, options, load_before) | {
-            "title": f"{benchmark}: {self.title(model)}",
-            "model_id": self.name,
+            "title": f"{benchmark}: {name}, {model.num_layers} layers, {model.hidden_size:,} wide, GQA {sharing}",
+            "model_id": name,
             "model": self.shape if self.model is None else asdict(model),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A subject that is loaded, on rank 0.
-
-    Attributes:
-        config: of its engine, complete.
-        role: model, limits and engine.
-        model: its shape.
-        load_before: load average before it was loaded.
-    """
+    """A subject that is loaded, on rank 0: its engine's configuration, model, limits and engine, the model's shape."""
 
     subject: Subject
     config: EngineConfig
@@ -210,6 +184,13 @@ class Local:
     def dtype(self) -> torch.dtype:
         """Of weights and KV cache."""
         return self.role.runner.cache.k[0].dtype
+
+    @property
+    def hand(self) -> StepRunner:
+        """Runs steps that are made by hand, over all of its KV pool."""
+        cache = self.role.runner.cache
+        sizes = {"block_size": cache.block_size, "num_blocks": cache.num_blocks}
+        return StepRunner(self.engine.runner, vocab_size=self.model.vocab_size, **sizes)
 
     def engine_with(self, **scheduler: Any) -> Engine:
         """Another engine over the same weights and KV pool, with other fields of :class:`SchedulerConfig`.
@@ -304,11 +285,10 @@ def on_ranks(
             stack.enter_context(own_ranks(size, ["medha.bench.harness", json.dumps(told)]))
         with subject.folder(longest) as folder:
             config = subject.config(folder, longest=longest, **engine)
-            model = subject._shape_in(folder, longest)
             role = build_role(config)  # when it returns every rank has loaded, and the folder may go
         if fills:
             cache = role.runner.cache
-            fill(role.runner, cache.num_blocks * cache.block_size)
+            fill_pools(cache, cache.num_blocks * cache.block_size, seed=role.runner.group)
         if role.engine is None:
             ignore_signals()  # from here on rank 0 tells this rank when to stop
             with state_on_signal(role.describe):
@@ -316,7 +296,7 @@ def on_ranks(
             return None
         role.engine.runner = cast(BatchRunner, _SharedRunner(role.engine.runner))
         try:
-            report = work(Local(subject, config, role, model, load_before))
+            report = work(Local(subject, config, role, subject.model_config(longest=longest), load_before))
         except BaseException as error:
             role.give_up(error)
             raise
@@ -325,7 +305,7 @@ def on_ranks(
 
 
 def report_head(benchmark: str, options: Mapping[str, Any], load_before: float) -> Report:
-    """What every report begins with; arguments as of :meth:`Subject.head`."""
+    """What every report begins with."""
     return {
         "benchmark": benchmark,
         "environment": stamp(),

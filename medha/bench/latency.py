@@ -32,7 +32,9 @@ from medha.bench.harness import (
     terms,
 )
 from medha.bench.load import fixed_output, serve_load
-from medha.bench.timing import Rate, Timing, in_turn, matrix_product
+from medha.bench.timing import Timing, in_turn, matrix_product
+from medha.bench.verb import COUNT, SUBJECT, asked, counted, lengths, verb, warmups
+from medha.cli.options import MEMORY, PARALLEL, SCHEDULING
 from medha.config import ModelConfig
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
@@ -48,50 +50,38 @@ _PRODUCT = "matrix product"
 
 @dataclass(frozen=True, slots=True)
 class LatencyOptions:
-    """What is measured.
-
-    Attributes:
-        input_lens: prompt tokens.
-        output_len: tokens that each request generates.
-        whole: also read each prompt as one chunk, and measure matrix products.
-        warmup, runs: requests of each length that do not count, and that do.
-        seed: of prompts.
-    """
+    """What is measured; lengths that the model does not take are left out."""
 
     subject: Subject = field(default_factory=Subject)
-    input_lens: tuple[int, ...] = (128, 1024, 4096)
-    output_len: int = 16
-    whole: bool = False
-    warmup: int = 1
-    runs: int = 5
+    input_lens: tuple[int, ...] = lengths(
+        "input_len", "128,1024,4096", "Prompt tokens, comma separated.", "--input-len", "--prompt-lens"
+    )
+    output_len: int = asked(16, "Tokens that each request generates.", COUNT)
+    whole: bool = asked(False, "Also read each prompt as one chunk: the price of chunks; MFU.", flags=("--whole",))
+    warmup: int = warmups(1)
+    runs: int = counted(5)
     seed: int = 0
 
     def __post_init__(self) -> None:
         if len(set(self.input_lens)) < len(self.input_lens):
             raise ConfigError(f"input_len={','.join(map(str, self.input_lens))}; accepted: different lengths")
+        fitting = self.subject.fitting("input_len", self.input_lens, more=self.output_len)
+        object.__setattr__(self, "input_lens", fitting)
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of all lines, warm-up included."""
+        return (2 * len(self.input_lens) + 1 if self.whole else len(self.input_lens)) * (self.warmup + self.runs)
 
 
 def latency(options: LatencyOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
-    """Run the measurement; every rank calls it.
+    """One request at a time, over prompt lengths: time to the first token, between tokens, end to end.
 
-    Args:
-        options: what to run.
-        on_run: called after each run, warm-up included; see :func:`num_runs`.
-
-    Returns:
-        The report on rank 0; of a single line, its fields also stand where vLLM's own report has them.
-
-    Raises:
-        ConfigError: the options are wrong.
+    TTFT: arrival to first token, queueing included. TPOT: (last - first token) / (tokens - 1). Under torchrun, or with
+    --tp, --spp or --kvp alone, the engine runs on several ranks.
     """
     longest = max(options.input_lens) + options.output_len
     return on_ranks(options.subject, lambda local: _measure(local, options, on_run), longest=longest)
-
-
-def num_runs(options: LatencyOptions) -> int:
-    """Runs of all lines, warm-up included."""
-    lines = 2 * len(options.input_lens) + 1 if options.whole else len(options.input_lens)
-    return lines * (options.warmup + options.runs)
 
 
 def _measure(local: Local, options: LatencyOptions, on_run: Callable[[], None]) -> Report:
@@ -119,7 +109,7 @@ def _measure(local: Local, options: LatencyOptions, on_run: Callable[[], None]) 
     ]
     report = local.report("latency", asdict(options)) | {"results": lines}
     if product is not None:
-        rate = Rate.of(product, seconds[_PRODUCT])
+        rate = product.rate(seconds[_PRODUCT])
         report["matrix_product"] = asdict(rate)
         best = rate.per_s * local.config.parallel.world_size
         whole_s = {line["input_len"]: line["ttft"]["median_s"] for line in lines if line["way"] == WHOLE}
@@ -182,3 +172,6 @@ def shown(report: Report) -> Shown:
             "mfu: useful operations over TTFT, of the matrix product's; ratio: to the TTFT of the whole prompt"
         )
     return {**rate, "results": rows_of(report["results"], columns)}, notes
+
+
+verb("latency", LatencyOptions, latency, shown, SUBJECT, SCHEDULING, MEMORY, PARALLEL)

@@ -12,12 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from medha.bench.harness import random_prompt
+from medha.bench.verb import COUNT, of_load
+from medha.config.fields import number
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError, EngineDeadError, MedhaError
@@ -28,38 +31,31 @@ from medha.workload.metrics import Outcome, Served
 from medha.workload.synth import arrival_times, generators, synthesize
 from medha.workload.trace import Trace
 
+NO_SLO = SLO()
 _MAX_SLEEP_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
+_RATE = number("requests a second above 0, or inf", lambda value: value > 0)
+
+
+@dataclass(frozen=True)
 class Workload:
-    """Requests by number, lengths and arrivals; their prompts are random.
+    """Requests by number, lengths and arrivals; their prompts are random. ``seed`` is of all three."""
 
-    Attributes:
-        dataset_path: trace file; None draws the lengths.
-        lengths: what they are drawn from, as of :func:`medha.workload.synth.parse_lengths`; None is ``input_len`` and
-            ``output_len`` for all.
-        num_prompts: how many; of a trace the first ones, None for all of it.
-        request_rate: requests a second on average, ``inf`` for all at once; None is as a trace has it, else ``inf``.
-        burstiness: of gamma-distributed gaps, 1 being Poisson; a trace's own arrivals keep theirs.
-        seed: of arrivals, lengths and prompts.
-    """
-
-    dataset_path: Path | None = None
-    lengths: str | None = None
-    input_len: int = 1024
-    output_len: int = 128
-    num_prompts: int | None = None
+    num_prompts: int | None = of_load(None, "Requests; of a trace the first.", COUNT, shown="100, or all of a trace")
+    input_len: int = of_load(1024, "Prompt tokens of each.", COUNT)
+    output_len: int = of_load(128, "Output tokens of each.", COUNT)
+    lengths: str | None = of_load(None, "Draw both from a distribution, as medha trace synth.")
+    dataset_path: Path | None = of_load(None, "Trace file of requests.", kind=Path, flags=("--dataset-path", "--trace"))
     request_rate: float | None = None
     burstiness: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.request_rate is not None and not self.request_rate > 0:
-            raise ConfigError(f"request_rate={self.request_rate:g}; accepted: requests a second above 0, or inf")
         if self.dataset_path is not None and self.lengths is not None:
             raise ConfigError(f"a trace and lengths={self.lengths!r} are both given; accepted: one of the two")
 
+    @cached_property
     def trace(self) -> Trace:
         """The requests, the first at 0.
 
@@ -68,12 +64,12 @@ class Workload:
         """
         if self.dataset_path is not None:
             return self._timed(read_trace(self.dataset_path)).from_zero()
-        lengths = self.lengths or f"fixed:{self.input_len},{self.output_len}"
+        spread = self.lengths or f"fixed:{self.input_len},{self.output_len}"
         rate = math.inf if self.request_rate is None else self.request_rate
-        number = 100 if self.num_prompts is None else self.num_prompts
         process, qps = ("gamma", rate) if math.isfinite(rate) else ("at-once", None)
+        number = self.num_prompts or 100
         return synthesize(
-            lengths, process, qps=qps, burstiness=self.burstiness, num_requests=number, seed=self.seed
+            spread, process, qps=qps, burstiness=self.burstiness, num_requests=number, seed=self.seed
         ).from_zero()
 
     def _timed(self, reading: Reading) -> Trace:
@@ -91,44 +87,38 @@ class Workload:
         return trace.with_arrivals(drawn)
 
 
+@dataclass(frozen=True)
+class ArrivingWorkload(Workload):
+    """The same, whose arrivals users choose: a rate in place of a trace's own gaps scales them."""
+
+    request_rate: float | None = of_load(None, "Requests a second, or inf.", _RATE, shown="a trace's own, or inf")
+    burstiness: float = of_load(1.0, "Of the gaps: 1 is Poisson, less is burstier.")
+
+
 def longest_of(trace: Trace) -> int:
     """Tokens of the longest request, prompt and output."""
     return int((trace.prompt_tokens + trace.output_tokens).max())
 
 
-def arrivals_of(trace: Trace, vocab_size: int, *, seed: int, slo: SLO | None = None) -> list[Arrival]:
-    """The requests of a trace with random prompts, for :func:`serve_load`.
-
-    Args:
-        trace: what to ask for.
-        vocab_size: of the model.
-        seed: of the prompts.
-        slo: objectives of the requests for which the trace has none.
-    """
+def arrivals_of(trace: Trace, vocab_size: int, *, seed: int, slo: SLO = NO_SLO) -> list[Arrival]:
+    """The requests of a trace with random prompts, for :func:`serve_load`; ``slo`` is for those without their own."""
     chance = np.random.default_rng(seed)
-    default = slo or SLO()
-    arrivals = []
-    for row in trace.rows():
-        arrivals.append(
-            Arrival(
-                f"request-{row.request_id}",
-                random_prompt(row.prompt_tokens, vocab_size, chance),
-                fixed_output(row.output_tokens),
-                SLO(row.ttft_slo_s or default.ttft_s, row.tpot_slo_s or default.tpot_s),
-                float(row.arrival_s or 0.0),
-                "normal" if row.priority is None else PRIORITIES[row.priority],
-            )
+    return [
+        Arrival(
+            f"request-{row.request_id}",
+            random_prompt(row.prompt_tokens, vocab_size, chance),
+            fixed_output(row.output_tokens),
+            SLO(row.ttft_slo_s or slo.ttft_s, row.tpot_slo_s or slo.tpot_s),
+            float(row.arrival_s or 0.0),
+            "normal" if row.priority is None else PRIORITIES[row.priority],
         )
-    return arrivals
+        for row in trace.rows()
+    ]
 
 
-def rate_text(rate: float) -> float | str:
-    """A request rate as vLLM writes it: ``inf`` as a string."""
-    return rate if math.isfinite(rate) else "inf"
-
-
-def described(workload: Workload, trace: Trace) -> Mapping[str, object]:
+def described(workload: Workload) -> Mapping[str, object]:
     """The workload for a report."""
+    trace = workload.trace
     return {
         "dataset_path": None if workload.dataset_path is None else str(workload.dataset_path),
         "lengths": workload.lengths,

@@ -2,7 +2,7 @@
 
 Each layout is a job of its own, one thread a rank, with the whole engine and control plane; the jobs take turns, so a
 slow spell of the machine hits all alike. Weights are random and differ between layouts (each rank draws its own), so
-times are compared here, and tokens in the tests.
+times are compared here, and tokens in the tests. A job is a :class:`~medha.bench.job.Worker` that runs this module.
 
 ``prefill`` reads one prompt to its first token: stream pipeline parallelism is the paper's section 3.3 (arXiv
 2409.17264 v5), and its bound is the number of stages, less the time in which the pipeline fills and drains. ``decode``
@@ -13,20 +13,35 @@ merges.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import statistics
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from medha.bench.harness import Report, Shown, Subject, median_text, rows_of
-from medha.bench.job import Worker, records_of, start_job
+import numpy as np
+
+from medha.batch import Batch
+from medha.bench.harness import Local, Report, Shown, Subject, median_text, on_ranks, random_prompt, rows_of
+from medha.bench.job import Worker
+from medha.bench.load import fixed_output, serve_load
 from medha.bench.timing import Timing
+from medha.bench.verb import ANY_COUNT, COUNT, asked, counted, verb, warmups, words
+from medha.cli.command import end_process, run_guarded
+from medha.cli.options import parse_lengths, pick
 from medha.config import ParallelConfig
+from medha.config.fields import choice
+from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
-from medha.timeline import RankRecords
+from medha.profile.steps import Part, StepRunner
+from medha.timeline import RankRecords, decode_records, encode_records
+from medha.worker.step import BatchRunner, PendingStep
 
 ONE_RANK = "1 rank"
 MODES = ("prefill", "decode", "chunk")
@@ -36,34 +51,33 @@ _STEPS = 10  # of a turn
 
 @dataclass(frozen=True, slots=True)
 class ScalingOptions:
-    """What is measured, on one rank and on each layout.
-
-    Attributes:
-        mode: ``prefill`` of a prompt; ``decode`` or ``chunk``, which are one step over a context.
-        lengths: tokens of the prompt, or in the KV cache before the step; each by itself.
-        layouts: as ``spp2`` or ``kvp2spp2``.
-        chunk_size: tokens of a chunk.
-        warmup, runs: prompts, or turns of 10 steps, of each layout.
-        seed: of weights and prompts.
-    """
+    """What is measured, on one rank and on each layout; each length by itself."""
 
     subject: Subject = field(default_factory=Subject)
-    mode: str = "prefill"
-    lengths: tuple[int, ...] = (16384,)
-    layouts: tuple[str, ...] = ("spp2",)
-    chunk_size: int = 512
-    warmup: int = 1
-    runs: int = 3
-    seed: int = 0
+    mode: str = asked("prefill", "prefill of a prompt, or one step over a long context: decode, chunk.", choice(*MODES))
+    layouts: tuple[str, ...] = words("", "Compared with one rank, as kvp2spp2.", shown="spp2, kvp2 for a step")
+    lengths: tuple[int, ...] = asked(
+        (), "Tokens of the prompt, or in the KV cache before a step, comma separated.", name="input_len",
+        flags=("--input-len", "--prompt-len", "--context"), kind=str, shown="16384, 65536 for a step",
+        read=partial(parse_lengths, "input_len"),
+    )  # fmt: skip
+    chunk_size: int | None = asked(None, "Prompt tokens a batch.", COUNT, shown="512, 64 for a step")
+    warmup: int = warmups(1, "Prompts, or turns of 10 steps,")
+    runs: int = counted(3, "Prompts, or turns of 10 steps,")
+    seed: int = asked(0, "Of prompts and weights.", ANY_COUNT)
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"mode={self.mode!r}; accepted: {', '.join(MODES)}")
+        is_step = self.mode != "prefill"
+        usual = {"layouts": ("kvp2",) if is_step else ("spp2",), "lengths": (65536,) if is_step else (16384,)}
+        for name, value in {**usual, "chunk_size": 64 if is_step else 512}.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
         for layout in self.all_layouts.values():
-            if self.mode != "prefill" and min(self.lengths) <= (layout.kvp - 1) * _BLOCK_SIZE:
+            least = (layout.kvp - 1) * _BLOCK_SIZE
+            if is_step and min(self.lengths) <= least:
                 raise ConfigError(
                     f"{min(self.lengths)} tokens over {layout.kvp} groups in blocks of {_BLOCK_SIZE} leave one without "
-                    f"any; accepted: more than {(layout.kvp - 1) * _BLOCK_SIZE}"
+                    f"any; accepted: more than {least}"
                 )
 
     @property
@@ -92,16 +106,7 @@ def parse_layout(text: str) -> ParallelConfig:
 
 
 def scaling(options: ScalingOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
-    """Run the measurement.
-
-    Args:
-        options: what to run.
-        on_run: called after each turn, warm-up included.
-
-    Raises:
-        ConfigError: the options are wrong.
-        RankFailedError: a job ended.
-    """
+    """Several ranks against one, one thread a rank; starts its processes itself, without torchrun."""
     load = os.getloadavg()[0]
     results = [line for length in options.lengths for line in _one_length(options, length, on_run)]
     given = asdict(options) | {"threads_a_rank": 1}
@@ -111,11 +116,11 @@ def scaling(options: ScalingOptions, *, on_run: Callable[[], None] = lambda: Non
 def _one_length(options: ScalingOptions, length: int, on_run: Callable[[], None]) -> list[Report]:
     """Every layout over one prompt, or one context."""
     is_prefill, is_decode = options.mode == "prefill", options.mode == "decode"
-    q_len = 1 if is_decode else options.chunk_size
-    work: dict[str, Any] = {"q_len": q_len, "context": length, "is_decode": is_decode, "count": _STEPS}
+    q_len = 1 if is_decode else options.chunk_size or 0
+    work: dict[str, Any] = {"q_len": q_len, "context": length, "is_decode": is_decode}
     if is_prefill:
         work = {"prompt_len": length, "seed": options.seed}
-    answers: dict[str, list[Report]] = {}
+    answers: dict[str, list[Report]] = {name: [] for name in options.all_layouts}
     with ExitStack() as stack:
         jobs = {
             name: stack.enter_context(_start(options, layout, length + q_len))
@@ -126,42 +131,19 @@ def _one_length(options: ScalingOptions, length: int, on_run: Callable[[], None]
                 answer = job.ask("prefill" if is_prefill else "steps", **work)
                 on_run()
                 if i >= options.warmup:
-                    answers.setdefault(name, []).append(answer)
-    of_layout = _prefill_line if is_prefill else _step_line
-    lines: list[Report] = [{"length": length, "layout": name} | of_layout(found) for name, found in answers.items()]
-    for line in lines:
-        line["ratio"] = lines[0]["timing"]["median_s"] / line["timing"]["median_s"]
-    return lines
-
-
-def _start(options: ScalingOptions, layout: ParallelConfig, longest: int) -> Worker:
-    engine = dict(options.subject.engine) | {
-        "num_threads": 1, "seed": options.seed, "tp": layout.tp, "spp": layout.spp, "kvp": layout.kvp
-    }  # fmt: skip
-    sizes = {"scheduler": "sarathi", "chunk_size": options.chunk_size}  # chunks of one size, whatever they take
-    return start_job(
-        replace(options.subject, engine=engine),
-        longest=longest,
-        fills=options.mode != "prefill",
-        block_size=_BLOCK_SIZE,
-        num_kv_blocks=-(-longest // _BLOCK_SIZE) + 1,
-        max_num_seqs=1,
-        max_batch_tokens=options.chunk_size,
-        **sizes,
-    )
+                    answers[name].append(answer)
+    line_of = _prefill_line if is_prefill else _step_line
+    lines: list[Report] = [{"length": length, "layout": name} | line_of(found) for name, found in answers.items()]
+    first_s = lines[0]["timing"]["median_s"]
+    return [line | {"ratio": first_s / line["timing"]["median_s"]} for line in lines]
 
 
 def _prefill_line(answers: Sequence[Mapping[str, Any]]) -> Report:
     """A layout's prefills; where the time went in the run in the middle, the faster of two."""
     seconds = [answer["seconds"] for answer in answers]
-    middle = statistics.median_low(seconds)
-    ranks = records_of(answers[seconds.index(middle)])
-    return {
-        "num_ranks": len(ranks),
-        "timing": asdict(Timing.of(seconds)),
-        "seconds": seconds,
-        "usage": asdict(Usage.of(ranks)),
-    }
+    ranks = _records_of(answers[seconds.index(statistics.median_low(seconds))])
+    timing = asdict(Timing.of(seconds))
+    return {"num_ranks": len(ranks), "timing": timing, "seconds": seconds, "usage": usage(ranks)}
 
 
 def _step_line(answers: Sequence[Mapping[str, Any]]) -> Report:
@@ -169,61 +151,128 @@ def _step_line(answers: Sequence[Mapping[str, Any]]) -> Report:
     seconds = [taken for answer in answers for _, taken in answer["steps"]]
     parts: dict[int, list[tuple[float, float]]] = {}
     for answer in answers:
-        counted = {batch_id for batch_id, _ in answer["steps"]}
-        for rank in records_of(answer):
-            found = [(one.busy_s, one.merge_wait_s) for one in rank.batches if one.batch_id in counted]
+        counted_ids = {batch_id for batch_id, _ in answer["steps"]}
+        for rank in _records_of(answer):
+            found = [(one.busy_s, one.merge_wait_s) for one in rank.batches if one.batch_id in counted_ids]
             parts.setdefault(rank.rank, []).extend(found)
     busy, merge = ([statistics.median(one[i] for one in parts[rank]) for rank in sorted(parts)] for i in (0, 1))
+    timing = asdict(Timing.of(seconds))
+    return {"num_ranks": len(parts), "timing": timing, "seconds": seconds, "busy_s": busy, "merge_s": merge}
+
+
+def _records_of(answer: Mapping[str, Any]) -> list[RankRecords]:
+    """What each rank ran."""
+    return [decode_records(text.encode()) for text in answer["ranks"]]
+
+
+def usage(ranks: Sequence[RankRecords]) -> Report:
+    """Where the time of a prefill went, from its first batch's start to its last one's end on any rank.
+
+    ``busy_s`` is of each rank, and ``bubble`` the share of all ranks' time in which they did not compute. The waits are
+    the most that a rank waited once its first batch was there: for hidden states, for messages, and for reports of
+    batches that are done, as rank 0 does because of the depth; merges are of all batches.
+    """
+    active = [r.batches for r in ranks if r.batches]  # a group may have had nothing to do
+    span_s = max(batches[-1].end_s for batches in active) - min(batches[0].start_s for batches in active)
+    busy_s = [sum(batch.busy_s for batch in r.batches) for r in ranks]
+    filled = [batches[1:] for batches in active]  # the wait for a rank's first batch is the pipeline's filling
     return {
-        "num_ranks": len(parts),
-        "timing": asdict(Timing.of(seconds)),
-        "seconds": seconds,
-        "busy_s": busy,
-        "merge_s": merge,
+        "span_s": span_s,
+        "busy_s": busy_s,
+        "bubble": 1 - sum(busy_s) / (span_s * len(ranks)),
+        "transfer_wait_s": max(sum(batch.hidden_wait_s for batch in batches) for batches in filled),
+        "control_wait_s": max(sum(batch.control_wait_s for batch in batches) for batches in filled),
+        "merge_wait_s": max(sum(batch.merge_wait_s for batch in batches) for batches in active),
+        "report_wait_s": max(sum(batch.report_wait_s for batch in batches) for batches in filled),
+        "num_late_messages": sum(not batch.control_ready for batches in filled for batch in batches),
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Where the time of a prefill went, from its first batch's start to its last one's end on any rank.
+def _start(options: ScalingOptions, layout: ParallelConfig, longest: int) -> Worker:
+    """The job of a layout; its chunks have one size, whatever they take."""
+    degrees = {"tp": layout.tp, "spp": layout.spp, "kvp": layout.kvp}
+    engine = {**options.subject.engine, "num_threads": 1, "seed": options.seed, **degrees}
+    settings = {
+        "subject": asdict(replace(options.subject, engine=engine)),
+        "longest": longest,
+        "fills": options.mode != "prefill",
+        "scheduler": "sarathi",
+        "chunk_size": options.chunk_size,
+        "max_batch_tokens": options.chunk_size,
+        "max_num_seqs": 1,
+        "block_size": _BLOCK_SIZE,
+        "num_kv_blocks": -(-longest // _BLOCK_SIZE) + 1,
+    }
+    return Worker(f"a job of {degrees}", [sys.executable, "-P", "-m", "medha.bench.scaling"], settings, stops=False)
 
-    Attributes:
-        span_s: that time.
-        busy_s: of each rank, computing.
-        bubble: share of all ranks' time that was not computing: filling, draining and waits.
-        transfer_wait_s: the most that a rank waited for hidden states once its first batch was there.
-        control_wait_s: the most that a rank waited for messages once its first batch was there.
-        merge_wait_s: the most that a rank waited for other groups' parts of shared attention and merged them.
-        report_wait_s: the most that a rank waited for reports of batches that are done, rank 0 because of the depth.
-        num_late_messages: batches whose message was not there when their rank had ended the one before.
-    """
 
-    span_s: float
-    busy_s: tuple[float, ...]
-    bubble: float
-    transfer_wait_s: float
-    control_wait_s: float
-    merge_wait_s: float
-    report_wait_s: float
-    num_late_messages: int
+class _Submitted:
+    """A runner whose batches are waited for at once, so that the seconds of the last one are known."""
 
-    @classmethod
-    def of(cls, ranks: Sequence[RankRecords]) -> Usage:
-        """Summarise what the ranks recorded of one prefill."""
-        active = [r.batches for r in ranks if r.batches]  # a group may have had nothing to do
-        span = max(batches[-1].end_s for batches in active) - min(batches[0].start_s for batches in active)
-        busy = tuple(sum(batch.busy_s for batch in r.batches) for r in ranks)
-        filled = [batches[1:] for batches in active]  # the wait for a rank's first batch is the pipeline's filling
-        return cls(
-            span_s=span,
-            busy_s=busy,
-            bubble=1 - sum(busy) / (span * len(ranks)),
-            transfer_wait_s=max(sum(batch.hidden_wait_s for batch in batches) for batches in filled),
-            control_wait_s=max(sum(batch.control_wait_s for batch in batches) for batches in filled),
-            merge_wait_s=max(sum(batch.merge_wait_s for batch in batches) for batches in active),
-            report_wait_s=max(sum(batch.report_wait_s for batch in batches) for batches in filled),
-            num_late_messages=sum(not batch.control_ready for batches in filled for batch in batches),
-        )
+    def __init__(self, runner: BatchRunner) -> None:
+        self._runner = runner
+        self.seconds = 0.0
+        self.open, self.close, self.reset = runner.open, runner.close, runner.reset
+
+    def submit(self, batch: Batch) -> PendingStep:
+        start = time.perf_counter()
+        found = self._runner.submit(batch).result()
+        self.seconds = time.perf_counter() - start
+        return PendingStep(lambda: found)
+
+
+class _Job:
+    """What rank 0 of a job does."""
+
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self._submitted = _Submitted(local.engine.runner)
+        cache = local.role.runner.cache
+        sizes = {"block_size": cache.block_size, "num_blocks": cache.num_blocks}
+        self._hand = StepRunner(self._submitted, vocab_size=local.model.vocab_size, **sizes)
+
+    def prefill(self, *, prompt_len: int, seed: int) -> Report:
+        """Read a random prompt to its first token; seconds, and what each rank ran."""
+        prompt = random_prompt(prompt_len, self._local.model.vocab_size, np.random.default_rng(seed))
+        (outcome,) = serve_load(self._local.engine, [Arrival("prompt", prompt, fixed_output(1))]).outcomes
+        if outcome.ttft_s is None:
+            raise ConfigError(f"a prompt of {prompt_len} tokens has failed: {outcome.error}")
+        return {"seconds": outcome.ttft_s, "ranks": self._records()}
+
+    def steps(self, *, q_len: int, context: int, is_decode: bool) -> Report:
+        """Equal steps of one row over a context that lies on all groups; of each its batch and its seconds."""
+        groups = self._local.config.parallel.kvp
+        step = (Part(q_len, context, is_decode=is_decode, num_groups=groups, samples=is_decode),)
+        found = []
+        for _ in range(_STEPS):
+            batch_id, _ = self._hand.run(step)
+            found.append((batch_id, self._submitted.seconds))
+        return {"steps": found, "ranks": self._records()}
+
+    def _records(self) -> list[str]:
+        """What each rank ran since the last call."""
+        role = self._local.role
+        if role.caller is None:
+            records = [RankRecords(0, 0, 0, role.runner.recorder.take())]
+        else:
+            records = self._local.engine.runner.gather_records()  # type: ignore[attr-defined]
+        return [encode_records(one).decode() for one in records]
+
+
+def _serve_lines(local: Local) -> Report:
+    """Answer line after line until the input ends."""
+    job = _Job(local)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(getattr(job, request.pop("work"))(**request)), flush=True)
+    return {}
+
+
+def _run_job() -> int:
+    settings = json.loads(sys.stdin.readline())
+    on_ranks(Subject(**settings.pop("subject")), _serve_lines, **settings)
+    return 0
 
 
 def shown(report: Report) -> Shown:
@@ -234,3 +283,9 @@ def shown(report: Report) -> Shown:
     if report["options"]["mode"] != "prefill":
         notes.append("turns of 10 steps over random keys and values; compute and merges by rank are in the report")
     return {"results": rows}, notes
+
+
+verb("scaling", ScalingOptions, scaling, shown, pick("dtype", "device", "attention_backend", "hf_overrides"))
+
+if __name__ == "__main__":
+    end_process(run_guarded(_run_job))

@@ -21,14 +21,20 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from medha.batch import Batch
 from medha.bench.harness import Local, Report, Shown, Subject, on_ranks, plain, random_prompt, terms
-from medha.bench.load import Workload, arrivals_of, described, fixed_output, longest_of, rate_text, serve_load
+from medha.bench.load import ArrivingWorkload, arrivals_of, described, fixed_output, longest_of, serve_load
+from medha.bench.verb import ANY_COUNT, COUNT, SUBJECT, asked, of_load, verb
+from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
+from medha.cli.report import check_writable
+from medha.config.fields import choice, finite
 from medha.cost.correction import KINDS, RunningError
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
@@ -43,100 +49,126 @@ from medha.workload.metrics import (
     detailed,
     latency_fields,
     meets,
+    parse_metrics,
+    parse_percentiles,
     percentile_name,
     seconds_of,
     serving_figures,
 )
-from medha.workload.trace import Trace
 
 _WARM_SHORT = 8
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """What is measured.
+_OBJECTIVES = "Objectives in ms, as ttft:100 tpot:50 e2el:900; the first two are the scheduler's."
+_MORE: Group = {
+    "more_goodput": (
+        Annotated[list[str] | None, typer.Argument(metavar="KEY:MS", help="Further values of --goodput.")], None
+    )
+}  # fmt: skip
 
-    Attributes:
-        max_concurrency: requests of the load at once; who comes while there are so many arrives when one ends.
-        goodput: objectives of requests that bring none.
-        metrics, percentiles: what is reported of which figures, see :mod:`medha.workload.metrics`.
-        probe_request_rate: probes a second on average; 0 is none.
-        probe_input_len, probe_output_len: tokens of a probe.
-        num_warmups: requests of the load that are served before it, all at once, and do not count.
-        save_detailed: also report the arrays of one value a request.
-        label: copied into the report.
-    """
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What is measured. Probes are small requests that the load stalls; ``long_len``, ``load`` and ``plot`` are of the
+    preset."""
 
     subject: Subject = field(default_factory=Subject)
-    workload: Workload = field(default_factory=Workload)
-    max_concurrency: int | None = None
-    goodput: Goodput = field(default_factory=Goodput)
-    metrics: tuple[str, ...] = METRICS
-    percentiles: tuple[float, ...] = (99.0,)
-    probe_request_rate: float = 0.0
-    probe_input_len: int = 16
-    probe_output_len: int = 1
-    num_warmups: int = 1
-    save_detailed: bool = False
-    label: str | None = None
+    preset: str | None = of_load(
+        None, "convoy: short requests beside long prompts, under six schedulers.", choice("convoy")
+    )
+    long_len: int = of_load(32_768, "Of the preset: tokens of each of four long prompts.", COUNT)
+    load: float = of_load(
+        0.75, "Of the preset: part of the measured capacity that the stream takes.", finite(0, is_open=True)
+    )
+    plot: Path | None = of_load(None, "Of the preset: draw TTFTs here; needs matplotlib.", kind=Path)
+    workload: ArrivingWorkload = field(default_factory=ArrivingWorkload)
+    max_concurrency: int | None = of_load(None, "Requests at once; others arrive as one ends.", COUNT)
+    num_warmups: int = of_load(1, "Requests served before, which do not count.", ANY_COUNT)
+    probe_request_rate: float = of_load(0.0, "Small requests a second that the load stalls; 0 is none.", finite(0))
+    probe_input_len: int = of_load(16, "Prompt tokens of a probe.", COUNT)
+    probe_output_len: int = of_load(1, "Output tokens of a probe.", COUNT)
+    goodput: tuple[str, ...] = asked((), _OBJECTIVES, kind=list[str])
+    more_goodput: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = asked(
+        METRICS, "Which of these to report.", name="percentile_metrics", kind=str, shown=",".join(METRICS),
+        read=parse_metrics,
+    )  # fmt: skip
+    percentiles: tuple[float, ...] = asked(
+        (99.0,), "Percentiles of them, comma separated.", name="metric_percentiles", kind=str, shown="99",
+        read=parse_percentiles,
+    )  # fmt: skip
+    save_detailed: bool = asked(False, "Report one value a request too.", flags=("--save-detailed",))
+    label: str | None = asked(None, "Copied into the report.")
+    t_target_s: float | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.probe_request_rate < math.inf:
-            raise ConfigError(
-                f"probe_request_rate={self.probe_request_rate:g}; accepted: probes a second, a finite number, not "
-                "negative"
-            )
+        assert self.goals
+
+    @cached_property
+    def goals(self) -> Goodput:
+        """Objectives of requests that bring none; raises ConfigError."""
+        return Goodput.parse([*self.goodput, *self.more_goodput])
+
+    @property
+    def has_tpot(self) -> bool:
+        """Whether requests may have a TPOT objective; those of a trace may."""
+        return self.goals.tpot_s is not None or self.workload.dataset_path is not None
+
+    @property
+    def convoy(self) -> ConvoyOptions:
+        """Those of the preset."""
+        subject, number = self.subject, self.workload.num_prompts or ConvoyOptions.num_short
+        if subject.model is None:
+            subject = replace(subject, hf_overrides=CONVOY_MODEL | dict(subject.hf_overrides or {}))
+        target_s = self.t_target_s or ConvoyOptions.t_target_s
+        return ConvoyOptions(subject, number, self.long_len, self.load, target_s, self.seed)
+
+    @property
+    def num_runs(self) -> int:
+        """Requests, of the preset under all schedulers and at once."""
+        if self.preset is None:
+            return len(self.workload.trace)
+        return (1 + len(self.convoy.systems)) * (self.convoy.num_long + self.convoy.num_short)
 
 
-def serve(options: ServeOptions, trace: Trace, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
-    """Run the load; every rank calls it.
+def serve(options: ServeOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
+    """Requests arrive at a live engine: TTFT, TPOT, ITL, E2EL, goodput; on one rank or several.
 
-    Args:
-        options: what to run.
-        trace: of the workload.
-        on_run: called as each request of the load ends.
-
-    Returns:
-        The report on rank 0.
-
-    Raises:
-        ConfigError: the options are wrong, or the model has no room for a request.
+    TTFT: arrival to first token, queueing included. TPOT: (last - first token) / (tokens - 1). ITL: gap between
+    successive tokens. E2EL: arrival to last token. Goodput: completed requests a second that met every objective;
+    SLO attainment: their share of the requests with one. Exit code 3: some requests failed.
     """
-    longest = max(longest_of(trace), options.probe_input_len + options.probe_output_len)
-    return on_ranks(options.subject, lambda local: _serve(local, options, trace, on_run), longest=longest)
+    if options.preset is not None:
+        return convoy(options.convoy, plot=options.plot, on_run=on_run)
+    longest = max(longest_of(options.workload.trace), options.probe_input_len + options.probe_output_len)
+    return on_ranks(options.subject, lambda local: _serve(local, options, on_run), longest=longest)
 
 
-def _serve(local: Local, options: ServeOptions, trace: Trace, on_run: Callable[[], None]) -> Report:
-    vocab_size = local.model.vocab_size
-    arrivals = arrivals_of(trace, vocab_size, seed=options.workload.seed, slo=options.goodput.slo)
+def _serve(local: Local, options: ServeOptions, on_run: Callable[[], None]) -> Report:
+    vocab_size, workload, goals = local.model.vocab_size, options.workload, options.goals
+    arrivals = arrivals_of(workload.trace, vocab_size, seed=workload.seed, slo=goals.slo)
     warm_up(local.engine, arrivals[: options.num_warmups])
+    probes, limit = probe_stream(options, vocab_size), options.max_concurrency
     with errors_counted(local.engine) as errors:
-        served = serve_load(
-            local.engine,
-            arrivals,
-            probes=probe_stream(options, vocab_size),
-            max_concurrency=options.max_concurrency,
-            on_end=on_run,
-        )
-    given = asdict(options) | {"workload": described(options.workload, trace)}
-    rate = trace.qps if options.workload.request_rate is None else options.workload.request_rate
-    return (
-        local.report("serve", given)
-        | {
-            "backend": "medha",
-            "label": options.label,
-            "tokenizer_id": options.subject.model if local.role.tokenizer is not None else None,
-            "num_prompts": len(trace),
-            "request_rate": rate_text(math.inf if rate is None else rate),
-            "burstiness": options.workload.burstiness,
-            "max_concurrency": options.max_concurrency,
-            "runs": 1,
-            "warmup": min(options.num_warmups, len(trace)),
-        }
-        | serving_figures(served, goodput=options.goodput, metrics=options.metrics, percentiles=options.percentiles)
-        | {"prediction_error": errors_by_kind(errors)}
-        | (detailed(served.outcomes) if options.save_detailed else {})
-    )
+        served = serve_load(local.engine, arrivals, probes=probes, max_concurrency=limit, on_end=on_run)
+    given = asdict(options) | {"workload": described(workload), "goodput": asdict(goals)}
+    rate = workload.trace.qps if workload.request_rate is None else workload.request_rate
+    found = {
+        "backend": "medha",
+        "label": options.label,
+        "tokenizer_id": options.subject.model if local.role.tokenizer is not None else None,
+        "num_prompts": len(arrivals),
+        "request_rate": "inf" if rate is None or math.isinf(rate) else rate,
+        "burstiness": workload.burstiness,
+        "max_concurrency": limit,
+        "runs": 1,
+        "warmup": min(options.num_warmups, len(arrivals)),
+        "prediction_error": errors_by_kind(errors),
+    }
+    figures = serving_figures(served, goodput=goals, metrics=options.metrics, percentiles=options.percentiles)
+    per_request = detailed(served.outcomes) if options.save_detailed else {}
+    return local.report("serve", given) | found | figures | per_request
 
 
 def warm_up(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
@@ -189,34 +221,23 @@ CONVOY_MODEL: dict[str, Any] = {
 """A model so small that two CPU threads read 32K tokens in some ten seconds; fields of its ``config.json``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ConvoyOptions:
-    """The load of the convoy.
-
-    Attributes:
-        num_short, num_long: requests.
-        short_lens: fewest and most prompt tokens of a short one; drawn evenly.
-        long_len: prompt tokens of a long one.
-        output_len: tokens of each request.
-        load: the part of the capacity that the stream takes.
-        short_ttft_s: TTFT objective of short requests; the scheduler derives that of the long ones.
-        t_target_s: seconds of a batch.
-    """
+    """The load of the convoy: short requests of ``short_lens`` prompt tokens with a TTFT objective, drawn evenly, and
+    long ones, whose objective the scheduler derives."""
 
     subject: Subject = field(default_factory=lambda: Subject(hf_overrides=CONVOY_MODEL))
     num_short: int = 200
-    num_long: int = 4
-    short_lens: tuple[int, int] = (50, 500)
     long_len: int = 32_768
-    output_len: int = 8
     load: float = 0.75
-    short_ttft_s: float = 1.0
     t_target_s: float = 0.25
     seed: int = 0
+    num_long: int = 4
+    short_lens: tuple[int, int] = (50, 500)
+    output_len: int = 8
+    short_ttft_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.load < math.inf:
-            raise ConfigError(f"load={self.load:g}; accepted: a part of the capacity, above 0")
         if self.long_len <= self.short_lens[1]:
             raise ConfigError(f"long_len={self.long_len}; accepted: above {self.short_lens[1]}, the longest short one")
 
@@ -256,26 +277,18 @@ class ConvoyOptions:
         return [replace(one, arrival_s=at) for one, at in zip(mix, [0.0] * self.num_long + times, strict=True)]
 
 
-def convoy(options: ConvoyOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
-    """Calibrate, then serve the stream under every system; every rank calls it.
-
-    Args:
-        options: the load.
-        on_run: called as each request ends, those of the calibration included.
-
-    Returns:
-        The report on rank 0.
-
-    Raises:
-        ConfigError: the options are wrong, or the model has no room for the requests.
-    """
+def convoy(
+    options: ConvoyOptions, *, plot: Path | None = None, on_run: Callable[[], None] = lambda: None
+) -> Report | None:
+    """Measure the capacity, serve the stream under every system, and draw it; every rank calls it."""
+    check_writable(plot)
     longest, short = (length + options.output_len for length in (options.long_len, options.short_lens[1]))
     given = options.subject.engine
     block_size = given.get("block_size") or 256
     blocks = sum(
         n * -(-length // block_size) for n, length in ((options.num_long, longest), (options.num_short, short))
     )
-    return on_ranks(
+    report = on_ranks(
         options.subject,
         lambda local: _convoy(local, options, on_run),
         longest=longest,
@@ -285,6 +298,9 @@ def convoy(options: ConvoyOptions, *, on_run: Callable[[], None] = lambda: None)
         t_target_s=options.t_target_s,
         depth=given.get("spp") or 1,  # one batch more would hide the host, and have new requests wait for it
     )
+    if report is not None and plot is not None:
+        plot_convoy(report, plot)
+    return report
 
 
 def _convoy(local: Local, options: ConvoyOptions, on_run: Callable[[], None]) -> Report:
@@ -367,6 +383,8 @@ def plot_convoy(report: Mapping[str, Any], path: Path) -> None:
 
 def shown(report: Report) -> Shown:
     """What is printed of the report."""
+    if "systems" in report:
+        return _convoy_shown(report)
     options = report["options"]
     names = ("mean", "median", "std", *(percentile_name(percent) for percent in options["percentiles"]))
     figures = ["completed", "failed", "request_rate", "burstiness", "max_concurrent_requests"]
@@ -384,8 +402,7 @@ def shown(report: Report) -> Shown:
     return entries, [warm, terms("TTFT", "TPOT", "ITL", "E2EL", "goodput", "SLO attainment")]
 
 
-def convoy_shown(report: Report) -> Shown:
-    """What is printed of the report."""
+def _convoy_shown(report: Report) -> Shown:
     rows = [
         {
             "scheduler": one["system"],
@@ -407,3 +424,6 @@ def convoy_shown(report: Report) -> Shown:
         f"{options['load']:g}; batches of {options['t_target_s']:g} s; SLO: a TTFT of {options['short_ttft_s']:g} s",
         terms("TTFT", "TPOT"),
     ]
+
+
+verb("serve", ServeOptions, serve, shown, _MORE, SUBJECT, SCHEDULING, SERVING, MEMORY, PARALLEL)

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 from medha.batch import Batch
 from medha.bench.harness import Local, Report, Shown, Subject, median_text, on_ranks, rows_of
 from medha.bench.load import Workload, arrivals_of, described, longest_of, serve_load
 from medha.bench.timing import Timing, in_turn
+from medha.bench.verb import SUBJECT, counted, verb, warmups
+from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.sched.decision import Prediction
@@ -25,37 +28,32 @@ from medha.workload.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class ThroughputOptions:
-    """What is measured.
-
-    Attributes:
-        workload: the requests; their arrivals do not count.
-        warmup, runs: passes over all of them.
-    """
+    """What is measured: passes over all requests of a workload, whose arrivals do not count."""
 
     subject: Subject = field(default_factory=Subject)
     workload: Workload = field(default_factory=Workload)
-    warmup: int = 1
-    runs: int = 3
+    warmup: int = warmups(1, "Passes over all requests")
+    runs: int = counted(3, "Passes over all requests")
+
+    @property
+    def has_tpot(self) -> bool:
+        """Whether requests may have a TPOT objective; those of a trace may."""
+        return self.workload.dataset_path is not None
+
+    @property
+    def num_runs(self) -> int:
+        """Requests of all passes."""
+        return (self.warmup + self.runs) * len(self.workload.trace)
 
 
-def throughput(options: ThroughputOptions, trace: Trace, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
-    """Run the measurement; every rank calls it.
-
-    Args:
-        options: what to run.
-        trace: of the workload.
-        on_run: called as each request ends, warm-up included.
-
-    Returns:
-        The report on rank 0.
-
-    Raises:
-        ConfigError: the options are wrong, or the model has no room for a request.
-    """
-    return on_ranks(options.subject, lambda local: _measure(local, options, trace, on_run), longest=longest_of(trace))
+def throughput(options: ThroughputOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
+    """A number of requests, all there from the start: requests and tokens a second; on one rank or several."""
+    longest = longest_of(options.workload.trace)
+    return on_ranks(options.subject, lambda local: _measure(local, options, on_run), longest=longest)
 
 
-def _measure(local: Local, options: ThroughputOptions, trace: Trace, on_run: Callable[[], None]) -> Report:
+def _measure(local: Local, options: ThroughputOptions, on_run: Callable[[], None]) -> Report:
+    trace = options.workload.trace
     arrivals = arrivals_of(trace, local.model.vocab_size, seed=options.workload.seed)
     arrivals = [replace(one, arrival_s=0.0) for one in arrivals]
     clock = HostClock(local.engine)
@@ -71,7 +69,7 @@ def _measure(local: Local, options: ThroughputOptions, trace: Trace, on_run: Cal
         return served.duration_s
 
     seconds = in_turn({"pass": run}, warmup=options.warmup, runs=options.runs)["pass"]
-    fields = asdict(options) | {"workload": described(options.workload, trace)}
+    fields = asdict(options) | {"workload": described(options.workload)}
     found = throughput_fields(trace, seconds) | {"host": host_fields([*chain.from_iterable(steps[options.warmup :])])}
     return local.report("throughput", fields) | found
 
@@ -94,8 +92,7 @@ def throughput_fields(trace: Trace, seconds: Sequence[float]) -> Report:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class HostStep:
+class HostStep(NamedTuple):
     """One step: the rows of its batch, and the seconds beside the runner's."""
 
     num_rows: int
@@ -114,14 +111,7 @@ def host_fields(steps: Sequence[HostStep]) -> Report:
 
 
 class HostClock:
-    """Listens to an engine's steps.
-
-    Args:
-        engine: its ``on_step`` is taken.
-
-    Attributes:
-        steps: those since :meth:`begin`; the first one's seconds begin there, so they have the requests' arrival.
-    """
+    """Listens to an engine's steps: ``steps`` are those since :meth:`begin`, with which the first one begins."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -153,3 +143,6 @@ def shown(report: Report) -> Shown:
     host_is = "a step less the runner's compute: scheduler, engine, and noting the tokens here"
     notes = [f"all requests at once; {median_text(report)} passes", f"host: {host_is}; of all passes that count"]
     return entries, notes
+
+
+verb("throughput", ThroughputOptions, throughput, shown, SUBJECT, SCHEDULING, SERVING, MEMORY, PARALLEL)

@@ -45,6 +45,7 @@ class OptionField:
         flags: its spellings on a command line, where they are not made from the name.
         shown: its default in words, where it is not the value.
         is_length: whether it counts tokens, so that it may be text such as ``128K``.
+        read: what text of a command line means, where the field is no text.
     """
 
     panel: str
@@ -55,6 +56,7 @@ class OptionField:
     flags: tuple[str, ...] = ()
     shown: str = ""
     is_length: bool = False
+    read: Callable[[Any], Any] | None = None
 
 
 def option(panel: str, default: Any, help: str, check: Check | None = None, *, repr: bool = True, **more: Any) -> Any:

@@ -76,11 +76,7 @@ QUICK = Effort(
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run of a step on one stage.
-
-    Attributes:
-        time: where its busy seconds went.
-    """
+    """One run of a step on one stage, and where its busy seconds went."""
 
     step: Step
     time: StageTime
@@ -106,12 +102,7 @@ def families(effort: Effort, *, max_kv: int, num_groups: int, block_size: int) -
 
 
 class Measuring:
-    """The measuring side, on rank 0.
-
-    Args:
-        run: runs a step and returns its batch id and busy seconds.
-        effort: how much.
-        on_progress: called with the share done, from 0 to 1.
+    """The measuring side, on rank 0; ``on_progress`` is called with the share done, from 0 to 1.
 
     Attributes:
         steps: by batch id, the runs that count.
@@ -130,7 +121,8 @@ class Measuring:
             if not _is_too_long(steps[0], costs):
                 costs |= self._within_limit(steps)
             self._on_progress(0.3 * (number + 1) / len(wanted))
-        rounds = self._num_rounds(sum(costs.values()))
+        effort = self._effort
+        rounds = min(max(int(effort.total_s / sum(costs.values())), effort.min_repeats), effort.max_repeats)
         shuffled = random.Random(seed)
         for done in range(rounds):
             for step in shuffled.sample(list(costs), len(costs)):
@@ -149,10 +141,6 @@ class Measuring:
                 break
         return costs
 
-    def _num_rounds(self, round_s: float) -> int:
-        effort = self._effort
-        return min(max(int(effort.total_s / round_s), effort.min_repeats), effort.max_repeats)
-
 
 def _is_too_long(step: Step, costs: Mapping[Step, float]) -> bool:
     """Whether a chunk takes too long even with nothing cached, as was found out before."""
@@ -167,12 +155,7 @@ def _growth(step: Step, following: Step) -> float:
 
 
 def slowest_stage(stages: Sequence[Mapping[int, StageTime]], steps: Mapping[int, Step]) -> tuple[int, list[Measured]]:
-    """The stage that took longest in all, and the runs on it.
-
-    Args:
-        stages: of group 0, by batch id.
-        steps: by batch id, the runs that count.
-    """
+    """The stage of group 0 that took longest in all, and the runs on it; both are by batch id."""
     totals = [sum(stage[batch_id].busy_s for batch_id in steps) for stage in stages]
     slowest = totals.index(max(totals))
     return slowest, [Measured(step, stages[slowest][batch_id]) for batch_id, step in steps.items()]
@@ -218,7 +201,7 @@ def fit(
     )
     return Coefficients(
         key=key,
-        linear=_linear(rows, tp),
+        linear=_curve([(row.num_tokens, row.time.linear_s - _reduces_s(row, tp)) for row in rows]),
         chunks=fit_chunks(q_len, kv, attention, tile=_TILE),
         decodes=fit_decodes(batch, mean_kv, beside),
         head=_curve([(len(row.step), row.time.head_s) for row in decode_rows]) if has_head else None,
@@ -228,13 +211,9 @@ def fit(
     )
 
 
-def _linear(rows: Sequence[Measured], tp: Link | None) -> Curve:
-    """Layers without attention and all-reduces, over tokens."""
-    points = []
-    for row in rows:
-        reduces_s = 0.0 if tp is None else tp.fixed_s + tp.token_s * row.num_tokens
-        points.append((row.num_tokens, row.time.linear_s - reduces_s))
-    return _curve(points)
+def _reduces_s(row: Measured, tp: Link | None) -> float:
+    """All-reduces of a step; what the layers take without attention and them goes over tokens."""
+    return 0.0 if tp is None else tp.fixed_s + tp.token_s * row.num_tokens
 
 
 def _curve(points: Sequence[tuple[int, float]]) -> Curve:

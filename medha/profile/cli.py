@@ -53,23 +53,26 @@ def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = No
     Raises:
         ConfigError: the file cannot be written, or ``max_kv`` is too long.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from medha.cli.report import check_writable, stamp
+    from medha.cli.report import check_writable, progress, stamp
     from medha.cli.table import print_report
     from medha.profile.calibrate import QUICK, Effort
     from medha.profile.measure import measure
 
     check_writable(output)
-    load = os.getloadavg()[0]
-    columns = TextColumn("measuring"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_first_rank()) as bar:
-        task = bar.add_task("", total=1.0)
-        effort = QUICK if quick else Effort()
-        found = measure(config, effort, max_kv=max_kv, on_progress=lambda done: bar.update(task, completed=done))
-    if found is None:
+    load, effort = os.getloadavg()[0], QUICK if quick else Effort()
+    if not is_first_rank():
+        measure(config, effort, max_kv=max_kv)
         return 0
+    with progress("measuring", 100) as advance:
+        shown = 0
+
+        def on_progress(done: float) -> None:
+            nonlocal shown
+            advance(int(100 * done) - shown)
+            shown = int(100 * done)
+
+        found = measure(config, effort, max_kv=max_kv, on_progress=on_progress)
+    assert found is not None, "rank 0 has what was measured"
     partial = output.with_name(output.name + ".partial")
     partial.write_text(found.to_json())
     partial.replace(output)

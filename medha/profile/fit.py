@@ -1,4 +1,4 @@
-"""Coefficients from measured rows: what ``medha profile`` and ``python -m tools.predictor`` fit with.
+"""Coefficients from measured rows: what ``medha profile`` fits with, and ``tools/`` beside it.
 
 Each size (a tile count of queries, or a number of decodes) gets its own line over KV by least squares of the relative
 error, both coefficients non-negative. Over chunk sizes the lines' slopes and offsets are then made non-decreasing,
@@ -12,18 +12,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention, MixedAttention
+from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention
 
 Floats = NDArray[np.float64]
 
-TILES = (16, 32, 64, 128, 256)
-"""Query tiles that :func:`best_tile` tries."""
 SHORT_KV = (64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)
 """Lengths at which :func:`fit_decodes` tries to part short decodes from long ones."""
 _GAIN = 0.8
 """Two lines must reduce the error to this share of one line's."""
-_NEAR_BEST = 1.1
-"""A larger tile, which makes shorter tables, may err this much more than the best."""
 _NOISE = 0.03
 """Relative error expected of a measured row; decides which slopes are known well enough."""
 _SLOPE_ERROR = 0.1
@@ -37,7 +33,7 @@ def fit_curve(x: ArrayLike, seconds: ArrayLike) -> Curve:
         x: above 0, any order, repeats allowed.
         seconds: of each row, above 0.
     """
-    x, seconds = _floats(x), _floats(seconds)
+    x, seconds = floats(x), floats(seconds)
     points = np.unique(x)
     medians = np.array([np.median(seconds[x == point]) for point in points])
     return Curve(_plain(points), _plain(isotonic(medians, medians**-2.0)))
@@ -55,7 +51,7 @@ def fit_chunks(q_len: ArrayLike, kv_before: ArrayLike, seconds: ArrayLike, *, ti
         seconds: above 0.
         tile: queries of an attention tile.
     """
-    tiles, kv, seconds = np.ceil(_floats(q_len) / tile), _floats(kv_before), _floats(seconds)
+    tiles, kv, seconds = np.ceil(floats(q_len) / tile), floats(kv_before), floats(seconds)
     later = kv > 0
     sizes = np.unique(tiles)
     first = None
@@ -70,29 +66,6 @@ def fit_chunks(q_len: ArrayLike, kv_before: ArrayLike, seconds: ArrayLike, *, ti
     return ChunkAttention(_plain(sizes * tile), _plain(a), _plain(b), _plain(a if first is None else first), tile)
 
 
-def best_tile(q_len: ArrayLike, kv_before: ArrayLike, seconds: ArrayLike) -> int:
-    """The tile of :func:`fit_chunks` that predicts every fourth chunk size from the others: the largest of the good.
-
-    With too few sizes to tell, it is the largest tile that no chunk falls short of.
-
-    Args:
-        q_len, kv_before, seconds: as for :func:`fit_chunks`.
-    """
-    q_len, kv, seconds = _floats(q_len), _floats(kv_before), _floats(seconds)
-    held = np.isin(q_len, np.unique(q_len)[2:-1:4])
-    if not held.any():
-        return max((tile for tile in TILES if tile <= q_len.min()), default=TILES[0])
-    errors = {}
-    for tile in TILES:
-        table = fit_chunks(q_len[~held], kv[~held], seconds[~held], tile=tile)
-        sizes, tiles = _floats(table.tokens), np.ceil(q_len[held] / tile) * tile
-        line_s = _at(tiles, sizes, _floats(table.a_s)) + _at(tiles, sizes, _floats(table.b_s)) * kv[held]
-        own_s = _at(tiles, sizes, _floats(table.first_s))
-        predicted = np.where(kv[held] > 0, line_s, own_s)
-        errors[tile] = float(np.mean(np.abs(predicted / seconds[held] - 1.0)))
-    return max(tile for tile in TILES if errors[tile] <= _NEAR_BEST * min(errors.values()))
-
-
 def fit_decodes(batch: ArrayLike, mean_kv: ArrayLike, seconds: ArrayLike) -> DecodeAttention:
     """Decode attention from rows of one batch each, with two lines over KV where one explains the rows much worse.
 
@@ -101,51 +74,15 @@ def fit_decodes(batch: ArrayLike, mean_kv: ArrayLike, seconds: ArrayLike) -> Dec
         mean_kv: their mean KV length.
         seconds: above 0.
     """
-    batch, kv, seconds = _floats(batch), _floats(mean_kv), _floats(seconds)
+    batch, kv, seconds = floats(batch), floats(mean_kv), floats(seconds)
     rows = batch, kv, seconds
-    return _best_lines(np.unique(batch), *rows, scale=_between(batch, seconds), beside=np.zeros_like(seconds))
-
-
-def fit_mixed(
-    chunk_s: ArrayLike, batch: ArrayLike, mean_kv: ArrayLike, seconds: ArrayLike, *, rounds: int = 6
-) -> MixedAttention:
-    """Attention of mixed batches whose decodes are equally long.
-
-    The larger of two pieces, the work of all and the longest decode: rows are given to the piece that explains them,
-    both pieces are fitted, and again. The decodes have two lines over KV where one explains the rows much worse, as 128
-    decodes on an RTX PRO 6000, whose keys at 4,096 tokens take six times as long as at 1,024.
-
-    Args:
-        chunk_s: predicted seconds of the chunks alone.
-        batch: number of decodes.
-        mean_kv: their KV length.
-        seconds: measured, above 0.
-        rounds: how often rows are given out.
-    """
-    chunk_s, batch, kv, seconds = _floats(chunk_s), _floats(batch), _floats(mean_kv), _floats(seconds)
-    ones, scale = np.ones_like(seconds), _between(batch, seconds)
-    lone = (batch == batch.min()) & (chunk_s <= np.quantile(chunk_s, 0.25))
-    straggler = _least_squares([ones[lone], kv[lone]], seconds[lone])
-    work = seconds > 1.1 * (straggler[0] + straggler[1] * kv)
-    sizes = np.unique(batch)
-    for _ in range(rounds):
-        if not work.any():
-            work = ones > 0
-        factor = float(_least_squares([c[work] for c in (chunk_s, batch * kv, batch)], seconds[work])[0])
-        of_chunks = factor * chunk_s
-        rows = batch[work], kv[work], np.maximum(seconds - of_chunks, 0.0)[work]
-        decodes = _best_lines(sizes, *rows, scale=scale[work], beside=of_chunks[work])
-        of_work = of_chunks + _lines_s(decodes, batch, kv)
-        if (~work).sum() > 2:
-            straggler = _least_squares([ones[~work], kv[~work]], seconds[~work])
-        work = of_work >= straggler[0] + straggler[1] * kv
-    return MixedAttention(factor, decodes, float(straggler[0]), float(straggler[1]))
+    return best_lines(np.unique(batch), *rows, scale=decode_scale(batch, seconds), beside=np.zeros_like(seconds))
 
 
 def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
     """The non-decreasing sequence nearest to ``values`` in weighted squares (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, length
-    for value, weight in zip(_floats(values).tolist(), _floats(weights).tolist(), strict=True):
+    for value, weight in zip(floats(values).tolist(), floats(weights).tolist(), strict=True):
         mean, total, length = value, weight, 1
         while pools and pools[-1][0] > mean:
             before, heavy, count = pools.pop()
@@ -180,16 +117,16 @@ def _affine(
         b = _extend(sizes, np.array(known), isotonic(slopes, weights) if rising else np.array(slopes))
         if not rising:
             b = np.where(sizes < known[0], b * sizes / known[0], b)
-    offsets = seconds - _at(size, sizes, b) * kv
+    offsets = seconds - at(size, sizes, b) * kv
     present = np.unique(size)
     precision = np.array([float(np.sum(scale[size == point] ** -2.0)) for point in present])
     a = np.array([float(np.average(offsets[size == p], weights=scale[size == p] ** -2.0)) for p in present])
     if rising:
         a = isotonic(a, precision)
-    return _at(sizes, present, np.maximum(a, 0.0)), b
+    return at(sizes, present, np.maximum(a, 0.0)), b
 
 
-def _best_lines(
+def best_lines(
     sizes: Floats, batch: Floats, kv: Floats, seconds: Floats, *, scale: Floats, beside: Floats
 ) -> DecodeAttention:
     """One line over KV for each batch size, or two where they explain the rows much better.
@@ -226,20 +163,20 @@ def _two_lines(
 
 def _misfit(table: DecodeAttention, batch: Floats, kv: Floats, seconds: Floats, beside: Floats) -> float:
     """Mean absolute relative error on the rows themselves."""
-    return float(np.mean(np.abs((_lines_s(table, batch, kv) + beside) / (seconds + beside) - 1.0)))
+    return float(np.mean(np.abs((lines_s(table, batch, kv) + beside) / (seconds + beside) - 1.0)))
 
 
-def _lines_s(table: DecodeAttention, batch: Floats, kv: Floats) -> Floats:
+def lines_s(table: DecodeAttention, batch: Floats, kv: Floats) -> Floats:
     """Seconds of decodes on their line."""
-    sizes, long = _floats(table.batch), kv > table.short_kv
-    seconds = _at(batch, sizes, _floats(table.a_s)) + _at(batch, sizes, _floats(table.b_s)) * kv
+    sizes, long = floats(table.batch), kv > table.short_kv
+    seconds = at(batch, sizes, floats(table.a_s)) + at(batch, sizes, floats(table.b_s)) * kv
     if not table.short_kv:
         return seconds
-    short = _at(batch, sizes, _floats(table.short_a_s)) + _at(batch, sizes, _floats(table.short_b_s)) * kv
+    short = at(batch, sizes, floats(table.short_a_s)) + at(batch, sizes, floats(table.short_b_s)) * kv
     return np.where(long, seconds, short)
 
 
-def _between(batch: Floats, seconds: Floats) -> Floats:
+def decode_scale(batch: Floats, seconds: Floats) -> Floats:
     """What decode errors are relative to: midway between a row's time and the median of its batch size.
 
     Plain relative errors weigh the short rows most, whose regime says least about long ones: with one line the A100
@@ -271,25 +208,13 @@ def _extend(sizes: Floats, known: Floats, values: Floats) -> Floats:
     return np.asarray(np.where(sizes > known[-1], values[-1] * sizes / known[-1], inside), dtype=np.float64)
 
 
-def _least_squares(columns: list[Floats], seconds: Floats) -> Floats:
-    """Non-negative coefficients with the least squared relative error; columns that would be negative are dropped."""
-    matrix = np.stack(columns, axis=1) / seconds[:, None]
-    used = list(range(len(columns)))
-    result = np.zeros(len(columns))
-    while used:
-        solved = np.linalg.lstsq(matrix[:, used], np.ones(len(seconds)), rcond=None)[0]
-        if (solved >= 0).all():
-            result[used] = solved
-            break
-        used.pop(int(np.argmin(solved)))
-    return result
-
-
-def _at(size: Floats, sizes: Floats, values: Floats) -> Floats:
+def at(size: Floats, sizes: Floats, values: Floats) -> Floats:
+    """Values over sizes, between the known ones."""
     return np.asarray(np.interp(size, sizes, values), dtype=np.float64)
 
 
-def _floats(values: ArrayLike) -> Floats:
+def floats(values: ArrayLike) -> Floats:
+    """As an array."""
     return np.asarray(values, dtype=np.float64)
 
 

@@ -16,7 +16,7 @@ from medha.outputs import RequestOutput
 from medha.parallel.mesh import Ranks
 from medha.profile.calibrate import Effort, Measuring, families, fit, slowest_stage
 from medha.profile.meter import StageMeter, StageTime, all_reduce_seconds, gathered
-from medha.profile.steps import Step, StepRunner, fill
+from medha.profile.steps import Step, StepRunner, fill_pools
 from medha.worker.runner import Runner
 
 MAX_KV = 131072
@@ -49,7 +49,7 @@ def measure(
     role = build_role(dataclasses.replace(config, scheduler=scheduler, cuda_graphs=False))  # step by step
     effort, longest = _bounded(role, effort, max_kv)
     num_blocks = -(-(longest + effort.chunks[-1]) // role.runner.cache.block_size)
-    fill(role.runner, num_blocks * role.runner.cache.block_size)
+    fill_pools(role.runner.cache, num_blocks * role.runner.cache.block_size, seed=role.runner.group)
     meter = StageMeter(role.runner)
     ranks = next((part.ranks for part in (role.caller, role.follower) if part is not None), None)
     reduces = [] if ranks is None else _all_reduces(ranks, role.runner)
@@ -58,10 +58,14 @@ def measure(
         gathered(role.follower.ranks, meter.take())
         role.close()
         return None
-    steps: dict[int, Step] = {}
+    assert role.engine is not None, "rank 0 has the engine"
+    sizes = {"block_size": role.runner.cache.block_size, "num_blocks": num_blocks}
+    hand = StepRunner(role.engine.runner, vocab_size=role.limits.vocab_size, **sizes)
+    measuring = Measuring(hand, effort, on_progress)
+    groups, block_size = config.parallel.kvp, sizes["block_size"]
 
     def run() -> list[RequestOutput]:
-        steps.update(_run_steps(role, config, effort, longest, num_blocks=num_blocks, on_progress=on_progress))
+        measuring.all_of(families(effort, max_kv=longest, num_groups=groups, block_size=block_size))
         return []
 
     if role.caller is None:
@@ -70,7 +74,7 @@ def measure(
     else:
         role.caller.call("profile", run)
         by_rank = gathered(role.caller.ranks, meter.take())
-    found = _fitted(role, config, steps, by_rank, reduces)
+    found = _fitted(role, config, measuring.steps, by_rank, reduces)
     role.close()
     return found
 
@@ -95,26 +99,6 @@ def _all_reduces(ranks: Ranks, runner: Runner) -> list[tuple[int, float]]:
         return []
     dim, dtype = runner.model.config.hidden_size, runner.cache.k[0].dtype
     return all_reduce_seconds(ranks.tp_group, _REDUCED_TOKENS, dim=dim, dtype=dtype, device=runner.device)
-
-
-def _run_steps(
-    role: RankHandle,
-    config: EngineConfig,
-    effort: Effort,
-    longest: int,
-    *,
-    num_blocks: int,
-    on_progress: Callable[[float], None],
-) -> dict[int, Step]:
-    """Run all steps on rank 0; by batch id, those that count."""
-    assert role.engine is not None, "rank 0 has the engine"
-    block_size = role.runner.cache.block_size
-    hand = StepRunner(
-        role.engine.runner, block_size=block_size, num_blocks=num_blocks, vocab_size=role.limits.vocab_size
-    )
-    measuring = Measuring(hand, effort, on_progress)
-    measuring.all_of(families(effort, max_kv=longest, num_groups=config.parallel.kvp, block_size=block_size))
-    return measuring.steps
 
 
 def _fitted(

@@ -142,29 +142,16 @@ def gathered(ranks: Ranks, mine: Mapping[int, StageTime]) -> list[dict[int, Stag
     """What every rank measured, by rank, on rank 0, which waits for it; the others give theirs and get nothing."""
     store = ranks.job.store
     if ranks.rank != 0:
-        store.set(_key(ranks.rank), json.dumps([[batch_id, *astuple(one)] for batch_id, one in mine.items()]))
+        store.set(f"profile/{ranks.rank}", json.dumps([[batch_id, *astuple(one)] for batch_id, one in mine.items()]))
         return []
-    others = [json.loads(store.get(_key(rank))) for rank in range(1, ranks.config.world_size)]
+    others = [json.loads(store.get(f"profile/{rank}")) for rank in range(1, ranks.config.world_size)]
     return [dict(mine), *({int(row[0]): StageTime(*row[1:]) for row in rows} for rows in others)]
-
-
-def _key(rank: int) -> str:
-    return f"profile/{rank}"
 
 
 def all_reduce_seconds(
     group: dist.ProcessGroup, sizes: Iterable[int], *, dim: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[int, float]]:
-    """Median seconds of an all-reduce of [tokens, dim]; every rank of ``group`` calls it.
-
-    Args:
-        group: a tensor-parallel group.
-        sizes: tokens.
-        dim, dtype, device: of the hidden states.
-
-    Returns:
-        (tokens, seconds) of each size.
-    """
+    """Median seconds of an all-reduce of [tokens, dim], for each number of tokens; every rank of ``group`` calls it."""
     found = []
     for size in sizes:
         x_TD = torch.zeros(size, dim, dtype=dtype, device=device)

@@ -20,7 +20,6 @@ import torch
 from medha.batch import Batch, Extent, Row
 from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
-from medha.worker.runner import Runner
 from medha.worker.step import BatchRunner
 
 FIRST_SLOT = 1 << 20
@@ -65,11 +64,6 @@ def step_of(batch: Batch) -> Step:
     return tuple(Part(row.q_len, row.position, row.is_decode, samples=row.samples) for row in batch.rows)
 
 
-def fill(runner: Runner, num_tokens: int) -> None:
-    """Put random numbers into the first tokens of a rank's pools, in place."""
-    fill_pools(runner.cache, num_tokens, seed=runner.group)
-
-
 def fill_pools(cache: KVCache, num_tokens: int, *, seed: int) -> None:
     """Put random numbers into the first tokens of some pools, in place; pages never written would cost less."""
     generator = torch.Generator(cache.k[0].device).manual_seed(seed)
@@ -98,11 +92,8 @@ class StepRunner:
         self._prompt = tokens.astype(np.int32)
 
     def run(self, step: Step) -> tuple[int, float]:
-        """Run a step once; returns its batch id and its busy seconds, those of the stage that samples."""
-        return self._submit(*self._placed(step))
-
-    def _placed(self, step: Step) -> tuple[list[Row], list[Extent], tuple[int, ...]]:
-        """The rows of a step whose cached tokens have been placed, and the blocks that it brings and frees."""
+        """Run a step once, behind what it has cached; returns its batch id and its busy seconds, those of the stage
+        that samples."""
         self._open(len(step))
         extents = self._extents(step)
         slots = tuple(FIRST_SLOT + i for i in range(len(step)))
@@ -111,7 +102,11 @@ class StepRunner:
             self._submit(rows, [extent for slot in frees for extent in extents[slot]], frees)
             frees = ()
         new = [extent for slot in frees for extent in extents[slot]]
-        return [_row(slot, part) for slot, part in zip(slots, step, strict=True)], new, frees
+        timed = [
+            Row(slot, part.kv_before, part.q_len, part.is_decode, part.samples, num_groups=part.num_groups)
+            for slot, part in zip(slots, step, strict=True)
+        ]
+        return self._submit(timed, new, frees)
 
     def _open(self, number: int) -> None:
         """Make the first slots known; their prompts are as long as the pool, so none ever ends."""
@@ -138,10 +133,6 @@ class StepRunner:
                 extents[slot].append(Extent(slot, first[group], size, group))
                 first[group] += size
         return extents
-
-
-def _row(slot: int, part: Part) -> Row:
-    return Row(slot, part.kv_before, part.q_len, part.is_decode, part.samples, num_groups=part.num_groups)
 
 
 def _share(part: Part, block_size: int) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
-from medha.bench import accuracy as benchmark
-from medha.bench.accuracy import AccuracyOptions, Ran, accuracy, chunks_of, kv_range, lines_of, repeats_of
+from medha.bench.accuracy import AccuracyOptions, Ran, accuracy, chunks_of, kv_range, lines_of, repeats_of, shown
 from medha.bench.cli import app
 from medha.bench.harness import Subject
 from medha.cli.command import run_app
@@ -48,16 +46,16 @@ def test_report() -> None:
     assert lines["all", "all"]["repeats"] >= 0  # which steps come twice depends on the clock
     assert set(report["factors"]) == {"decode", "mixed", "prefill"}
     assert report["engine"]["scheduler"]["t_target_s"] == 0.002
+    assert list(shown(report)[0]) == ["factors", "lines", "chunks"]
 
 
-@pytest.mark.usefixtures("_few_points")
-def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        benchmark, "AccuracyOptions", lambda **given: replace(SMALL, seed=given["seed"], subject=given["subject"])
-    )
-    assert run_app(app, "bench", ["accuracy", *ON_TINY, "--seed", "1"]) == 0
-    text = capsys.readouterr().out
-    assert "repeatability" in text and "median tokens" in text and "factors" in text
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--num-rounds", "0"], "num_rounds=0; accepted"), (["--t-target-s", "0"], "t_target_s=0.0; accepted")],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "bench", ["accuracy", *ON_TINY, *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def ran(step: Step, expected_s: float, busy_s: float) -> Ran:
@@ -71,16 +69,16 @@ def test_shares_and_errors() -> None:
     repeated: list[tuple[Step, Kind, float]] = [(short, "decode", seconds) for seconds in times]
     repeated += [(long, "prefill", 3.0)] * 2
     assert [one.is_within for one in repeats_of(repeated)] == [True, True, True, False]  # two runs are too few to tell
-    lines = {(line.kind, line.kv): line for line in lines_of(steps, repeated)}
-    decode = lines["decode", "0K-1K"]
-    assert (decode.steps, decode.within, decode.repeatability) == (3, pytest.approx(2 / 3), 0.75)
-    assert decode.ratio == pytest.approx(2 / 3 / 0.75)
-    assert decode.mean_signed == pytest.approx((1 / 1.1 + 1 / 1.2 + 1 / 0.9) / 3 - 1)
-    prefill = lines["prefill", "16K-64K"]
-    assert (prefill.steps, prefill.within, prefill.repeatability, prefill.ratio) == (1, 0.0, None, None)
-    assert prefill.mean_abs == prefill.mean_signed == 1.0
-    everything = lines["all", "all"]
-    assert (everything.steps, everything.within, everything.repeatability) == (4, 0.5, 0.75)
+    lines = {(line["kind"], line["kv"]): line for line in lines_of(steps, repeated)}
+
+    def figures(kind: str, kv: str) -> list[float | None]:
+        return [lines[kind, kv][name] for name in ("steps", "within", "repeatability", "ratio")]
+
+    assert figures("decode", "0K-1K") == [3, pytest.approx(2 / 3), 0.75, pytest.approx(2 / 3 / 0.75)]
+    assert lines["decode", "0K-1K"]["mean_signed"] == pytest.approx((1 / 1.1 + 1 / 1.2 + 1 / 0.9) / 3 - 1)
+    assert figures("prefill", "16K-64K") == [1, 0.0, None, None]
+    assert lines["prefill", "16K-64K"]["mean_abs"] == lines["prefill", "16K-64K"]["mean_signed"] == 1.0
+    assert figures("all", "all")[:3] == [4, 0.5, 0.75]
     assert ("mixed", "all") not in lines
 
 
@@ -90,7 +88,7 @@ def test_repeatability_weighs_as_the_steps_do() -> None:
     repeated: list[tuple[Step, Kind, float]] = [(noisy, "decode", seconds) for seconds in (1.0, 2.0, 4.0)]
     repeated += [(steady, "prefill", 1.0)] * 99
     steps = [ran(noisy, 1.0, 2.0)] * 9 + [ran(steady, 1.0, 1.0)]
-    assert lines_of(steps, repeated)[0].repeatability == pytest.approx(0.1)
+    assert lines_of(steps, repeated)[0]["repeatability"] == pytest.approx(0.1)
 
 
 def test_a_machine_that_drifts_is_steady_against_what_is_near() -> None:
@@ -99,7 +97,7 @@ def test_a_machine_that_drifts_is_steady_against_what_is_near() -> None:
     share, near = (sum(one.is_within for one in repeats_of(repeated, near=number)) / 40 for number in (None, 4))
     assert share < 0.25 and near > 0.9
     line = lines_of([ran(step, 1.0, 1.0)], repeated)[0]
-    assert (line.repeatability, line.near, line.ratio) == (share, near, 1 / near)
+    assert (line["repeatability"], line["near"], line["ratio"]) == (share, near, 1 / near)
 
 
 def test_chunks_that_had_the_step_to_themselves() -> None:

@@ -14,10 +14,9 @@ import pytest
 
 from medha.bench import compare as benchmark
 from medha.bench.cli import app
-from medha.bench.compare import CompareOptions
+from medha.bench.compare import CompareOptions, start_peer
 from medha.bench.harness import Subject
-from medha.bench.job import Worker, start_peer
-from medha.bench.load import Workload
+from medha.bench.job import Worker
 from medha.cli.command import run_app
 from medha.errors import ConfigError, RankFailedError
 from tests.bench.shapes import TINY
@@ -72,7 +71,7 @@ def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     engines = report["engines"]
     assert set(engines["transformers"]["versions"]) == {"transformers", "torch"}
     assert engines["medha"]["options"]["num_threads"] == 1
-    assert report["options"]["mixed"]["num_prompts"] == 11
+    assert report["options"]["num_prompts"] == 11
     assert "11 mixed" in capsys.readouterr().out
 
 
@@ -104,7 +103,7 @@ def test_medha_against_the_made_up_vllm(tmp_path: Path) -> None:
     python = fake_python(tmp_path)
     options = CompareOptions(
         subject=Subject(hf_overrides=TINY), peer="vllm", peer_python=python, input_lens=(8,), batch_size=0, runs=2,
-        warmup=0, num_threads=1, mixed=Workload(lengths="fixed:4,2", num_prompts=3),
+        warmup=0, num_threads=1, lengths="fixed:4,2", num_prompts=3,
     )  # fmt: skip
     report = benchmark.compare(options)
     assert [(r["name"], r["way"], r["is_exact"]) for r in report["results"]] == [
@@ -126,7 +125,7 @@ for line in sys.stdin: print(json.dumps({"count": count}), flush=True)
 
 
 def test_a_worker_is_stopped_while_it_is_not_asked() -> None:
-    with Worker("counter", [sys.executable, "-c", COUNTING], {}, environment={}) as worker:
+    with Worker("counter", [sys.executable, "-c", COUNTING], {}) as worker:
         first = worker.ask("count")["count"]
         stat = Path(f"/proc/{worker._process.pid}/stat")
         limit_s = time.monotonic() + 30
@@ -138,9 +137,9 @@ def test_a_worker_is_stopped_while_it_is_not_asked() -> None:
 
 def test_a_worker_that_ends_or_cannot_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"^gone has ended: 5$"):
-        Worker("gone", [sys.executable, "-c", "import os; os._exit(5)"], {}, environment={})
+        Worker("gone", [sys.executable, "-c", "import os; os._exit(5)"], {})
     with pytest.raises(ConfigError, match=r"^x: /absent/python cannot be started: No such file or directory$"):
-        Worker("x", ["/absent/python"], {}, environment={})
+        Worker("x", ["/absent/python"], {})
 
 
 @pytest.mark.parametrize(("variable", "threads"), [(None, 2), ("1", 1)])
@@ -152,11 +151,11 @@ def test_threads_are_those_of_the_environment(
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     seen = []
 
-    def compare(options: CompareOptions, **_: Any) -> None:
+    def note(options: CompareOptions) -> None:
         seen.append(options.num_threads)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("medha.bench.compare.compare", compare)
+    monkeypatch.setattr(CompareOptions, "__post_init__", note)
     assert run_app(app, "bench", ["compare"]) == run_app(app, "bench", ["compare", "--num-threads", "4"]) == 2
     assert seen == [threads, 4]
 

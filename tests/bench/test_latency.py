@@ -46,8 +46,8 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
             assert e2el == pytest.approx(ttft + 2 * tpot)
         assert line["ttft"]["min_s"] <= line["ttft"]["median_s"] <= line["ttft"]["max_s"]
     printed = capsys.readouterr()
-    assert "ttft" in printed.out and "serving" not in printed.out
-    assert "serving" in printed.err and "6/6" in printed.err
+    assert "ttft" in printed.out and "measuring" not in printed.out
+    assert "measuring" in printed.err and "6/6" in printed.err
 
 
 def test_one_length_has_vllm_fields_at_the_top_and_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:

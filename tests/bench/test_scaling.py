@@ -9,8 +9,7 @@ import pytest
 
 from medha.bench.cli import app
 from medha.bench.harness import Subject
-from medha.bench.job import start_job
-from medha.bench.scaling import ONE_RANK, Usage, parse_layout
+from medha.bench.scaling import ONE_RANK, ScalingOptions, parse_layout, scaling, usage
 from medha.cli.command import run_app
 from medha.config import ParallelConfig
 from medha.errors import ConfigError, RankFailedError
@@ -64,17 +63,15 @@ def test_usage_counts_idle_time_and_leaves_the_filling_out_of_the_waits() -> Non
     first = RankRecords(0, 0, 0, tuple(batch(i, float(i)) for i in range(3)))
     filling = batch(0, 1.0, control_ready=False, hidden_wait_s=1.0)
     second = RankRecords(1, 1, 0, (filling, batch(1, 2.5, hidden_wait_s=0.5), batch(2, 3.5, control_ready=False)))
-    usage = Usage.of([first, second])
-    assert usage.span_s == 4.5
-    assert usage.busy_s == (3.0, 3.0)
-    assert usage.bubble == pytest.approx(1 / 3)
-    assert (usage.transfer_wait_s, usage.control_wait_s, usage.num_late_messages) == (0.5, 0.25, 1)
+    found = usage([first, second])
+    assert (found["span_s"], found["busy_s"], found["bubble"]) == (4.5, [3.0, 3.0], pytest.approx(1 / 3))
+    assert (found["transfer_wait_s"], found["control_wait_s"], found["num_late_messages"]) == (0.5, 0.25, 1)
 
 
 def test_a_group_without_work_has_no_share_in_the_figures() -> None:
     busy = RankRecords(0, 0, 0, (batch(0, 0.0), batch(1, 1.0)))
-    usage = Usage.of([busy, RankRecords(1, 0, 0, (), group=1)])
-    assert (usage.span_s, usage.busy_s, usage.bubble) == (2.0, (2.0, 0.0), 0.5)
+    found = usage([busy, RankRecords(1, 0, 0, (), group=1)])
+    assert (found["span_s"], found["busy_s"], found["bubble"]) == (2.0, [2.0, 0.0], 0.5)
 
 
 LAYOUTS = {
@@ -98,8 +95,8 @@ def test_other_layout_names_are_refused(text: str) -> None:
 
 
 def test_a_job_that_cannot_start_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError, match=r"a job of \{\} has ended"):
-        start_job(Subject(str(tmp_path / "absent")), longest=8, fills=False)
+    with pytest.raises(RankFailedError, match=r"a job of \{'tp': 1, .*\} has ended"):
+        scaling(ScalingOptions(Subject(str(tmp_path / "absent"))))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_lengths_of_a_trace_or_a_distribution(tmp_path: Path, source: str) -> No
 
 
 def test_the_run_with_the_median_time() -> None:
-    trace = Workload(num_prompts=4, input_len=10, output_len=5).trace()
+    trace = Workload(num_prompts=4, input_len=10, output_len=5).trace
     fields = throughput_fields(trace, (1.0, 4.0, 2.0))
     assert (fields["elapsed_time"], fields["requests_per_second"], fields["tokens_per_second"]) == (2.0, 2.0, 30.0)
 
@@ -113,7 +113,7 @@ def test_a_new_pass_begins_at_its_own_time_and_leaves_the_last_one_alone() -> No
         (["--lengths", "nothing"], "lengths='nothing'; accepted"),
         (["--dataset-path", "absent.csv"], "absent.csv"),
         (["--dataset-path", "absent.csv", "--lengths", "fixed:1,1"], "a trace and lengths='fixed:1,1' are both given"),
-        (["--num-prompts", "0"], "num-prompts"),
+        (["--num-prompts", "0"], "num_prompts=0; accepted: an integer from 1"),
         (["--output-json", "absent/throughput.json"], "absent/throughput.json cannot be written"),
         (["--num-prompts", "2", "--num-kv-blocks", "1", "--input-len", "600"], "has failed"),
     ],

@@ -1,0 +1,110 @@
+"""``medha bench micro attention``, ``decode`` and ``sampling`` at a toy size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha.bench.cli import app
+from medha.bench.harness import Subject
+from medha.bench.micro import WAYS, AttentionOptions, DecodeOptions, attention_flops, step_parameters
+from medha.cli.command import run_app
+from tests.bench.shapes import ON_TINY, TINY
+
+SMALL = [*ON_TINY, "--num-iters", "2", "--num-iters-warmup", "1"]
+LAYER = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 32
+"""Parameters of a layer: queries and output, keys and values, the MLP, two norms."""
+
+
+def report_of(verb: str, path: Path, *arguments: str) -> dict[str, Any]:
+    assert run_app(app, "bench", ["micro", verb, *SMALL, *arguments, "--output-json", str(path)]) == 0
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+@pytest.mark.usefixtures("_small_rates")
+def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of("attention", tmp_path / "attention.json", "--chunk-size", "32,1,8", "--kv-lens", "300,16")
+    assert (report["num_heads"], report["num_kv_heads"], report["head_dim"]) == (2, 1, 16)
+    assert set(report["backend"].values()) == {"torch"}
+    cells = report["results"]
+    expected = [(16, 1), (16, 8), (300, 1), (300, 8), (300, 32)]  # chunks longer than the cache are left out
+    assert [(c["dtype"], c["kv_len"], c["chunk"]) for c in cells] == [
+        (dtype, *cell) for dtype in ("float32", "bfloat16") for cell in expected
+    ]
+    rates = {(rate["dtype"], rate["kv_len"]): rate["per_s"] for rate in report["matrix_rates"]}
+    for cell in cells:
+        assert cell["timing"]["runs"] == 2
+        assert cell["flops_per_s"] == pytest.approx(cell["flops"] / cell["timing"]["median_s"])
+        assert cell["share"] == pytest.approx(cell["flops_per_s"] / rates[cell["dtype"], cell["kv_len"]])
+        assert cell["share"] > 0 and cell["overhead"] > -1
+    assert [c["overhead"] for c in cells if (c["kv_len"], c["chunk"]) in ((16, 8), (300, 32))] == [0.0] * 4
+    printed = capsys.readouterr().out
+    assert "float32" in printed and "bfloat16" in printed and "overhead" in printed
+
+
+def test_useful_operations_are_those_under_the_mask() -> None:
+    model = Subject(hf_overrides=TINY).model_config(longest=64)
+    scores = sum(min(key, 10) <= query for query in range(6, 10) for key in range(10))  # the last 4 of 10 positions
+    assert attention_flops(model, 4, 10) == 4 * model.num_heads * model.head_dim * scores
+    assert AttentionOptions(chunks=(8, 32), kv_lens=(64, 16)).num_runs == (2 + 3) * 4 * 2
+
+
+@pytest.mark.usefixtures("_small_rates")
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, size: int) -> None:
+    grid = ["--batch-size", "3,1", "--context", "10,300", "--dtype", dtype]
+    report = report_of("decode", tmp_path / "decode.json", *grid)
+    assert report["timed"].startswith("a step of the runner") and report["dtype"] == dtype
+    rate = report["memory_read"]["per_s"]
+    assert report["memory_read"]["timing"]["runs"] == 2
+    cells = report["results"]
+    assert [(c["context"], c["batch_size"]) for c in cells] == [(10, 1), (10, 3), (300, 1), (300, 3)]
+    for cell in cells:
+        assert cell["weight_bytes"] == (2 * LAYER + 32 + 64 * 32) * size
+        assert cell["kv_bytes"] == cell["batch_size"] * (cell["context"] + 1) * 2 * 2 * 16 * size
+        seconds = cell["timing"]["median_s"]
+        assert cell["bytes_per_s"] == pytest.approx((cell["weight_bytes"] + cell["kv_bytes"]) / seconds)
+        assert cell["mbu"] == pytest.approx(cell["bytes_per_s"] / rate)
+        assert cell["tokens_per_s"] == pytest.approx(cell["batch_size"] / seconds)
+    text = capsys.readouterr().out
+    assert "mbu" in text and "a step of the runner" in text
+
+
+def test_sampling(tmp_path: Path) -> None:
+    results = report_of("sampling", tmp_path / "sampling.json", "--batch-size", "1,3")["results"]
+    assert [(one["batch_size"], one["way"]) for one in results] == [(batch, way) for batch in (1, 3) for way in WAYS]
+    assert all(one["per_token_s"] == one["timing"]["median_s"] / one["batch_size"] > 0 for one in results)
+
+
+def test_a_tied_embedding_is_read_as_the_head() -> None:
+    tied = Subject(hf_overrides=TINY | {"tie_word_embeddings": True}).model_config(longest=64)
+    assert step_parameters(tied) == 2 * LAYER + 32 + 64 * 32
+
+
+def test_no_two_requests_share_a_block() -> None:
+    options = DecodeOptions(batch_sizes=(4, 2), contexts=(256, 255))
+    assert options.cells == [(255, 2), (255, 4), (256, 2), (256, 4)]
+    assert options.num_blocks == 8  # the new token of 256 takes a second block
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attention", "--dtype", "float64"], "dtype='float64'; accepted"),
+        (["attention", "--chunk-size", "64", "--kv-lens", "32"], "kv_lens=(32,) with chunks=(64,)"),
+        (["attention", "--device", "cuda:99"], "device='cuda:99'; accepted"),
+        (["attention", "--output-json", "absent/attention.json"], "absent/attention.json cannot be written"),
+        (["decode", "--batch-size", "x"], "batch_size='x'; accepted"),
+        (["decode", "--context", "0"], "input_len='0'; accepted"),
+        (["decode", "--load-format", "safetensors"], "load_format='safetensors' without a model"),
+        (["sampling", "--num-iters", "0"], "num_iters=0; accepted: an integer from 1"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    verb, *given = arguments
+    assert run_app(app, "bench", ["micro", verb, *SMALL, *given]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
