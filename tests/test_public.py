@@ -49,8 +49,8 @@ FIELDS = {
     "RequestOutput": "request_id prompt prompt_token_ids outputs finished metrics error num_cached_tokens",
     "SamplingParams": (
         "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
-        "stop_token_ids ignore_eos min_tokens max_tokens logprobs detokenize skip_special_tokens "
-        "include_stop_str_in_output output_kind"
+        "stop_token_ids logit_bias allowed_token_ids ignore_eos min_tokens max_tokens logprobs detokenize "
+        "skip_special_tokens include_stop_str_in_output output_kind"
     ),
 }
 

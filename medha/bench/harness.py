@@ -113,9 +113,7 @@ class Subject:
         job = f"{os.getpid()}" if launch is None else f"{launch.address}-{launch.attempt}".replace(":", "-")
         folder = Path(tempfile.gettempdir()) / f"medha-bench-{job}-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        shape = self.shape
-        shape |= {"max_position_embeddings": max(longest, shape["max_position_embeddings"])}
-        write_config(folder, shape if weights is None else shape | {"torch_dtype": weights[0]})
+        write_config(folder, self._shape(longest) | ({} if weights is None else {"torch_dtype": weights[0]}))
         try:
             if weights is not None:
                 _write_weights(folder, *weights)
@@ -128,9 +126,15 @@ class Subject:
 
     def model_config(self, *, longest: int) -> ModelConfig:
         """The model's shape alone, no weights; raises ConfigError."""
-        overrides = None if self.model is None else dict(self.hf_overrides or {}) or None
-        with self.folder(longest) as folder:
-            return load_model_config(resolve_model(folder), hf_overrides=overrides, max_model_len=longest)
+        if self.model is not None:
+            overrides = dict(self.hf_overrides or {}) or None
+            return load_model_config(resolve_model(self.model), hf_overrides=overrides, max_model_len=longest)
+        with tempfile.TemporaryDirectory() as folder:  # of this rank alone
+            write_config(Path(folder), self._shape(longest))
+            return load_model_config(Path(folder), max_model_len=longest)
+
+    def _shape(self, longest: int) -> dict[str, Any]:
+        return self.shape | {"max_position_embeddings": max(longest, self.shape["max_position_embeddings"])}
 
     def fitting(self, name: str, lengths: tuple[int, ...], *, more: int) -> tuple[int, ...]:
         """The lengths that the model takes, with ``more`` tokens behind them; of the others it is said on stderr.

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, get_args, get_origin, get_type_hints
 
@@ -121,17 +122,23 @@ class _App(typer.Typer):
                 kind, *infos = get_args(hint) if get_origin(hint) is Annotated else [hint]
                 for info in infos:
                     if isinstance(info, OptionInfo) and int in (kind, *get_args(kind)):
-                        info.parser, info.metavar = _integer, info.metavar or "INTEGER"
+                        info.parser = partial(_integer, least=info.min, most=info.max)
+                        info.metavar = info.metavar or "INTEGER"
             return register(function)
 
         return registered
 
 
-def _integer(text: str | int) -> int:
+def _integer(text: str | int, *, least: float | None, most: float | None) -> int:
     try:
-        return parse_size(text) if isinstance(text, str) and text[-1:].isalpha() else int(text)
+        number = parse_size(text) if isinstance(text, str) and text[-1:].isalpha() else int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not an integer such as 2048 or 128K") from None
+    if least is not None and number < least:
+        raise typer.BadParameter(f"{number} is not at least {least}")
+    if most is not None and number > most:
+        raise typer.BadParameter(f"{number} is not at most {most}")
+    return number
 
 
 def make_app(*, help: str | None = None) -> typer.Typer:

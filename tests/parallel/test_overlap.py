@@ -6,6 +6,7 @@ Judged from what each rank recorded. No threshold in seconds: the machine may be
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,15 @@ def read_prompts(folder: str, trace: str, layout: dict[str, int]) -> list[list[R
     timeline = Timeline()
     config = EngineConfig.from_flat(folder, load_format="dummy", dtype="float32", **options, **layout)
     role = build_role(config, timeline=timeline)
-    taken = []
+    taken: list[list[RankRecords]] = []
     if role.engine is not None:
         for name in ("first", "second"):
             role.engine.add_request(name, prompt, SamplingParams(max_tokens=2, ignore_eos=True))
             while role.engine.has_unfinished:
                 role.engine.step()
             timeline.collect()
-            taken.append([parts[-1] for _, parts in sorted(timeline._ranks.items())])
+            known = sum(len(stages[0].batches) for stages in taken)
+            taken.append([replace(one, batches=one.batches[known:]) for _, one in sorted(timeline._ranks.items())])
         timeline.write(Path(trace))
     role.close()
     return taken

@@ -186,7 +186,7 @@ REASONS = {"raise": "no tools here", "loops": "fuel", "syntax": "syntax error", 
 def test_hostile_templates(name: str) -> None:
     tokenizer = chat_tokenizer(HOSTILE[name])
     start = time.monotonic()
-    with pytest.raises(ChatTemplateError, match=REASONS.get(name, "")):
+    with pytest.raises(ChatTemplateError, match=REASONS.get(name, "chat template")):
         tokenizer.encode_chat([{"role": "user", "content": "hi <|eot_id|>"}])
     assert time.monotonic() - start < HOSTILE_SECONDS
 
