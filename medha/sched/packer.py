@@ -155,11 +155,16 @@ class MedhaPacker(Packer):
                 last=queue.relegated,
             )
             states = queue.states_of_rows(rows)
+            has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
             for state in states:
-                if not self._has_room(builder, may_exceed=True):
+                if not has_room:
                     return
-                if not state.ended and state.prefilling:
-                    self._give(state, builder, yielding, may_exceed=True)
+                if state.ended or not state.prefilling:
+                    continue
+                if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in builder.chunked:
+                    continue
+                if self._give(state, builder, yielding, may_exceed=True):
+                    has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
             if len(states) < _FIRST:
                 return
             tried.update(state.slot for state in states)
@@ -294,6 +299,18 @@ class MedhaPacker(Packer):
             if left > 0 and ((may_exceed and not has_chunk) or group.tick.largest_chunk(0, group.limit_s, 1) > 0):
                 return True
         return False
+
+    def _is_cramped(self, builder: BatchBuilder) -> bool:
+        """Whether there is surely no time for the smallest chunk, so that many requests need not be tried.
+
+        Says False where it is not sure: with several groups, and where tokens or the chunk size make chunks small.
+        """
+        group, least, size = self._groups[0], self.config.min_chunk, self.config.chunk_size
+        if len(self._groups) > 1 or not builder.has_chunk[0] or builder.tokens_left[0] < least:
+            return False
+        if least > self.predictor.max_tokens or (size is not None and size < least):
+            return False
+        return group.tick.with_chunk(least, 0) > group.limit_s * (1 + 1e-9)  # however the sum is rounded
 
     # -- time --------------------------------------------------------------------------------------------------------
 
