@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from medha.errors import ConfigError
 from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
-from medha.sim.study import WINDOW, Run
+from medha.sim.study import Run
 from medha.timeline import arrow_events, counter_event, name_event, slice_event, write_events
 from medha.workload.metrics import Times
 
@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which differ also for those who see few.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _SHORT, _LONG = "#0072B2", "#D55E00"
-_KINDS = {"chunks": "#0072B2", "chunks and decodes": "#E69F00", "decodes": "#009E73"}
 _LINES = ("-", "--", ":", "-.")
 _MAX_PANELS = 9
-_MAX_RATES = 3
-_MAX_STAGE_PANELS = 4
 
 logger = logging.getLogger("medha")
 
@@ -51,7 +48,7 @@ def check_plots(folder: Path) -> None:
 
 
 def draw(runs: Sequence[Run], folder: Path, long_threshold: int) -> list[Path]:
-    """Draw all plots.
+    """Draw TTFT over time, and TTFT and TPOT of every run.
 
     Args:
         runs: at least one.
@@ -62,11 +59,8 @@ def draw(runs: Sequence[Run], folder: Path, long_threshold: int) -> list[Path]:
         The files, in order.
     """
     plots: dict[str, Callable[[], Figure]] = {
-        "ttft_cdf": lambda: _cdf(runs),
         "ttft_over_time": lambda: _over_time(runs, long_threshold),
-        "requests_over_time": lambda: _requests(runs),
         "ttft_tpot": lambda: _by_rate(runs),
-        "stages": lambda: _stages(runs),
     }
     paths = []
     for name, make in plots.items():
@@ -116,18 +110,6 @@ def _legend(figure: Figure, axes: Axes, ncols: int) -> None:
     figure.legend(handles, labels, loc="outside upper center", ncols=ncols, frameon=False)
 
 
-def _cdf(runs: Sequence[Run]) -> Figure:
-    figure = _figure(7.5, 4.5)
-    axes = figure.subplots()
-    for run, style in zip(runs, _styles(runs), strict=True):
-        times = run.outcome.times
-        ttft_s = np.sort(times.ttft_s[~np.isnan(times.ttft_s)])
-        axes.step(ttft_s, np.arange(1, len(ttft_s) + 1) / max(len(times), 1), where="post", **style)
-    _finish(axes, xscale="log", xlabel="TTFT (s)", ylabel="share of requests", ylim=(0, 1.01))
-    axes.legend(frameon=False, fontsize="small")
-    return figure
-
-
 def _over_time(runs: Sequence[Run], long_threshold: int) -> Figure:
     shown = runs[:_MAX_PANELS]
     columns = min(len({run.system.qps for run in shown}), 3)
@@ -154,31 +136,6 @@ def _over_time(runs: Sequence[Run], long_threshold: int) -> Figure:
 
 def _dots(axes: Axes, times: Times, chosen: NDArray[np.bool_], **style: Any) -> None:
     axes.scatter(times.arrival_s[chosen], times.ttft_s[chosen], linewidths=0, alpha=0.75, **style)
-
-
-def _requests(runs: Sequence[Run]) -> Figure:
-    """A column a rate."""
-    from matplotlib.ticker import MaxNLocator
-
-    rates = list(dict.fromkeys(run.system.qps for run in runs))[:_MAX_RATES]
-    names = list(dict.fromkeys(run.system.name for run in runs))
-    figure = _figure(max(5.0 * len(rates), 8), 5.2)
-    grid = figure.subplots(2, len(rates), sharex="col", sharey="row", squeeze=False)
-    for column, rate in enumerate(rates):
-        for run in runs:
-            if run.system.qps == rate:
-                series, index = run.report["series"], names.index(run.system.name)
-                style = {"color": _COLORS[index % len(_COLORS)], "label": names[index], "linewidth": 1.3}
-                grid[0, column].step(series["time_s"], series["active"], where="post", **style)
-                grid[1, column].step(series["time_s"], series["waiting"], where="post", **style)
-        _finish(grid[0, column])
-        grid[0, column].set_title("" if rate is None else f"{rate:g} requests/s", fontsize="medium")
-        _finish(grid[1, column], xlabel="time (s)", xlim=(0, None))
-    for row, name in zip(grid, ("active", "waiting"), strict=True):  # the limit last, as the columns share it
-        row[0].set(ylabel=f"{name} requests", ylim=(0, None))
-        row[0].yaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-    _legend(figure, grid[0, 0], len(names))
-    return figure
 
 
 def _by_rate(runs: Sequence[Run]) -> Figure:
@@ -229,58 +186,6 @@ def _bars(axes: Axes, runs: Sequence[Run], name: str, unit_ms: float) -> None:
         axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=2)
     axes.set_xticks(range(len(runs)), [run.system.name for run in runs])
     axes.margins(y=0.12)
-
-
-def _stages(runs: Sequence[Run]) -> Figure:
-    """What each stage computes when, from the arrival of the longest prompt on."""
-    from matplotlib.patches import Patch
-
-    shown = runs[:_MAX_STAGE_PANELS]
-    num_lanes = len(shown[0].report["stages"])
-    figure = _figure(11, 1.2 + len(shown) * (0.7 + 0.38 * num_lanes))
-    panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
-    for axes, run in zip(panels, shown, strict=True):
-        lanes = {(stage["group"], stage["stage"]): lane for lane, stage in enumerate(run.report["stages"])}
-        for kind, color in enumerate(_KINDS.values()):
-            some = [s for s in _window(run) if _kind(s.num_tokens, s.num_decodes) == kind]
-            axes.barh(
-                [lanes[s.group, s.stage] for s in some],
-                [s.end_s - s.start_s for s in some],
-                left=[s.start_s for s in some],
-                height=0.78,
-                color=color,
-                edgecolor="white",
-                linewidth=0.4,
-            )
-        axes.set_yticks(
-            list(lanes.values()), [_lane(*place, num_groups=1 + max(g for g, _ in lanes)) for place in lanes]
-        )
-        axes.invert_yaxis()
-        axes.set_title(run.system.label, fontsize="medium")
-        axes.margins(x=0.005)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-    panels[-1].set_xlabel("time (s)")
-    patches = [Patch(color=color, label=name) for name, color in _KINDS.items()]
-    figure.legend(handles=patches, loc="outside upper center", ncols=3, frameon=False)
-    return figure
-
-
-def _window(run: Run) -> list[Segment]:
-    """Batches on the stages from when the longest prompt arrived."""
-    trace = run.outcome.trace
-    start_s = trace.arrival_s[trace.prompt_tokens.argmax()]
-    first = next((i for i, segment in enumerate(run.segments) if segment.start_s >= start_s), len(run.segments))
-    return run.segments[first : first + WINDOW * len(run.report["stages"])]
-
-
-def _kind(num_tokens: int, num_decodes: int) -> int:
-    """0 for chunks alone, 1 for chunks and decodes, 2 for decodes alone."""
-    return 2 if num_tokens == num_decodes else 1 if num_decodes else 0
-
-
-def _lane(group: int, stage: int, *, num_groups: int) -> str:
-    return f"group {group}, stage {stage}" if num_groups > 1 else f"stage {stage}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

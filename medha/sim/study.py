@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from medha.cost.hardware import HardwareSpec, load_spec
 from medha.errors import ConfigError
 from medha.sim.known_models import find_model
 from medha.sim.outcome import DRAIN, Outcome, System, alone_seconds, report
-from medha.sim.pipeline import Pipeline, Segment
+from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica
 from medha.sim.simulator import Simulation
 from medha.workload.io import Reading, read_trace
@@ -27,8 +27,6 @@ from medha.workload.trace import Trace
 
 NUM_REQUESTS = 200
 """Of a workload where neither a number nor a duration is given."""
-WINDOW = 60
-"""Batches on each stage that a plot of the stages shows."""
 LIVE_ONLY = ("scheduler", "policy", "admission", "decode_lag")
 """Fields of a scheduler's configuration that a simulation does not take from its options as they are."""
 
@@ -41,7 +39,7 @@ class Run:
         system: what ran.
         report: figures, see :func:`medha.sim.outcome.report`.
         outcome: of the requests.
-        segments: batches on the stages: all of them, or some from when the longest prompt arrived.
+        segments: batches on the stages, where they are kept.
         wall_s: seconds that the simulation took on this machine; no part of the report.
         interrupted: it was broken off.
     """
@@ -54,22 +52,6 @@ class Run:
     interrupted: bool = False
 
 
-@dataclass(slots=True)
-class _Window:
-    """Keeps so many segments from a time on, then no longer looks on."""
-
-    pipeline: Pipeline | None = None
-    start_s: float = 0.0
-    most: int = 1 << 62
-    segments: list[Segment] = field(default_factory=list)
-
-    def add(self, segment: Segment) -> None:
-        if segment.start_s >= self.start_s:
-            self.segments.append(segment)
-        if len(self.segments) >= self.most and self.pipeline is not None:
-            self.pipeline.on_segment = None
-
-
 @dataclass(frozen=True, slots=True)
 class Study:
     """Systems, each to be run on the trace of its rate.
@@ -79,14 +61,14 @@ class Study:
         traces: by rate; those of :attr:`System.qps`.
         stop_s: virtual time at which a run stops; None is the end.
         skips: whether stretches of steady decoding are stepped over.
-        keeps: which batches on the stages are kept: none, those of a plot, or all.
+        keeps_segments: whether the batches on the stages are kept.
     """
 
     systems: Sequence[System]
     traces: dict[float | None, Trace]
     stop_s: float | None = None
     skips: bool = True
-    keeps: Literal["none", "window", "all"] = "none"
+    keeps_segments: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -116,9 +98,8 @@ class Study:
         alone = {qps: alone_seconds(self.systems[0].replica, trace.prompt_tokens) for qps, trace in self.traces.items()}
         for system in self.systems:
             trace = self.traces[system.qps]
-            window = self._window(system, trace)
-            scheduler, pipeline = system.replica.build(on_segment=None if self.keeps == "none" else window.add)
-            window.pipeline = pipeline
+            segments: list[Segment] = []
+            scheduler, pipeline = system.replica.build(on_segment=segments.append if self.keeps_segments else None)
             simulation = Simulation(
                 scheduler,
                 pipeline,
@@ -134,16 +115,9 @@ class Study:
                 outcome, interrupted = simulation.outcome(), True
             wall_s = time.perf_counter() - start_s
             figures = report(system, outcome, alone[system.qps], interrupted=interrupted)
-            yield Run(system, figures, outcome, window.segments, wall_s, interrupted)
+            yield Run(system, figures, outcome, segments, wall_s, interrupted)
             if interrupted:
                 return
-
-    def _window(self, system: System, trace: Trace) -> _Window:
-        if self.keeps == "all":
-            return _Window()
-        parallel = system.replica.parallel
-        start_s = float(trace.arrival_s[trace.prompt_tokens.argmax()])
-        return _Window(start_s=start_s, most=WINDOW * parallel.spp * parallel.kvp)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,13 +146,12 @@ def study_of(given: Mapping[str, Any]) -> Study:
     systems = [
         System(name, replace(replica, scheduler=config), rate) for name, config in configs.items() for rate in traces
     ]
-    keeps: Literal["none", "window", "all"] = "none" if given["plot"] is None else "window"
     return Study(
         systems,
         traces,
         stop_s=given["stop_s"],
         skips=not given["no_skip"],
-        keeps=keeps if given["timeline"] is None else "all",
+        keeps_segments=given["timeline"] is not None,
     )
 
 
