@@ -162,7 +162,7 @@ class Explainer:
         for account in sent.refused:
             self._count_refused(account, tick, start_s, length_s)
         for row, seconds in sent.chunks:
-            self._count_chunk(row, seconds * scale, start_s)
+            self._count_chunk(row, seconds * scale, start_s, tick)
         self._num_ticks += 1
 
     def of(self, slot: int) -> Explanation:
@@ -212,13 +212,16 @@ class Explainer:
             account.refused += share * tick
             account.refused_s += share * length_s
 
-    def _count_chunk(self, row: Row, seconds: float, start_s: float) -> None:
+    def _count_chunk(self, row: Row, seconds: float, start_s: float, tick: Floats) -> None:
         account, now_s = self._accounts[row.slot], self._totals.time_s
         if seconds > 0:
             self._chunks.add((account.name, account.number, self._num_ticks, *row.run, start_s, now_s, seconds))
         if account.end is not None:
             return
         account.own_s += seconds
+        if account.group is not None and not row.run[0] <= account.group <= row.run[1]:
+            for first in (1, 1 + self._num_groups):  # preempted, it began anew elsewhere: the tick counts as there
+                account.refused[first + account.group] += tick[first + account.group] - tick[first + row.group]
         if row.samples:
             account.end, account.end_s, account.has_first_token = self._totals.now, now_s, True
             account.sample(now_s, account.deadline_s - now_s, is_last=True)
