@@ -160,8 +160,11 @@ class Batch:
         return {group for row in self.rows for group in range(row.group, row.holder + 1)}
 
     def part_of(self, group: int) -> Batch:
-        """What concerns one group: its rows and blocks, and every freed slot."""
+        """What concerns one group: its blocks, every freed slot, and its rows: those of it alone in their order, then
+        those that it shares, by span, so that each of the span's groups has them adjacent and in one order."""
         rows = tuple(row for row in self.rows if row.concerns(group))
+        if any(row.is_shared for row in rows):
+            rows = tuple(sorted(rows, key=lambda row: (row.is_shared, row.run if row.is_shared else ())))
         kinds = (self.extents, self.swaps_out, self.swaps_in)
         extents, out, back = (tuple(extent for extent in kind if extent.group == group) for kind in kinds)
         return Batch(self.batch_id, rows, extents, self.frees, out, back)

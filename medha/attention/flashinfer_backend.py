@@ -20,17 +20,16 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.attention.interface import LayerShape, Segment
-from medha.attention.staging import Staged, Staging, record_event
+from medha.attention.interface import AttentionRows, LayerShape
+from medha.attention.staging import record_event, to_device
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -47,113 +46,35 @@ _FA2_MOST_ROWS = 128
 _WORKSPACE_SPARE = 1 << 20  # alignment of what FlashInfer cuts out of it
 
 
-@dataclass(frozen=True, slots=True)
-class PageTable:
-    """Where the keys of some segments lie, as FlashInfer wants it; int32 on the CPU.
-
-    Attributes:
-        page_size: tokens a page.
-        indices: pages of all segments, one after the other.
-        indptr: where each segment's pages begin and, as its last entry, where the last one's end.
-        last_page_len: tokens in each segment's last page, at least 1.
-    """
-
-    page_size: int
-    indices: npt.NDArray[np.int32]
-    indptr: npt.NDArray[np.int32]
-    last_page_len: npt.NDArray[np.int32]
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment], page_size: int) -> PageTable:
-        """The table of segments that have keys, in ranges that begin with a page and, but for the last, end with one.
-
-        Raises:
-            OverflowError: a page or their number does not fit 32 bits.
-        """
-        pages = [
-            np.arange(first // page_size, -(-(first + count) // page_size), dtype=np.int64)
-            for segment in segments
-            for first, count in segment.ranges
-            if count
-        ]
-        indices = np.concatenate(pages) if pages else np.empty(0, np.int64)
-        lengths = np.array([segment.kv_len for segment in segments], np.int64)
-        indptr = np.concatenate([[0], np.cumsum(-(-lengths // page_size))])
-        largest = max(int(indices.max(initial=0)), int(indptr[-1]))
-        if largest > _MAX_INT32:
-            raise OverflowError(f"a page table of {indptr[-1]} pages up to page {indices.max(initial=0)} needs 64 bits")
-        last_page_len = (lengths - 1) % page_size + 1
-        return cls(page_size, indices.astype(np.int32), indptr.astype(np.int32), last_page_len.astype(np.int32))
-
-
 class FlashInferPlan:
-    """A step's segments and their page table; planned on the device by the first run.
+    """A step's rows, planned on the device by the first run.
 
-    Pages are ``block_size`` tokens long; shorter where a range does not begin or end with a block.
+    Raises:
+        OverflowError: a page or their number does not fit 32 bits.
     """
 
-    def __init__(self, segments: Sequence[Segment], block_size: int) -> None:
-        for segment in segments:
-            if segment.causal and segment.kv_len < segment.q_len:
-                raise ValueError(
-                    f"a causal segment of {segment.q_len} queries needs as many keys, got {segment.kv_len}"
-                )
-        self.segments = [segment for segment in segments if segment.kv_len]
-        self.empty = [slice(s.q_start, s.q_start + s.q_len) for s in segments if not s.kv_len]
-        self.table = PageTable.of(self.segments, _page_size(self.segments, block_size))
-        tokens = [np.arange(s.q_start, s.q_start + s.q_len, dtype=np.int64) for s in self.segments]
-        self._tokens = None if _are_adjacent(self.segments) else np.concatenate(tokens)
-        self.starts = np.concatenate([[0], np.cumsum([segment.q_len for segment in self.segments])]).astype(np.int32)
-        self._staged_indices: Staged | None = None
-        self._staged_tokens: Staged | None = None
+    def __init__(self, rows: AttentionRows) -> None:
+        if rows.page_indptr[-1] > _MAX_INT32:
+            raise OverflowError(f"a page table of {rows.page_indptr[-1]} pages needs 64 bits")
+        self.rows = rows
         self.launches: list[_Launch] | None = None
         self.shape: LayerShape | None = None
 
-    def stage(self, staging: Staging) -> None:
-        """Hand the page table in, to travel with the step's other integers."""
-        self._staged_indices = staging.add(self.table.indices)
-        self._staged_tokens = None if self._tokens is None else staging.add(self._tokens)
-
-    def fit(self, num_pool_tokens: int, device: torch.device) -> None:
-        """Cut the pages down until a pool is a whole number of them (of blocks it is); copy them, if nobody has."""
-        if num_pool_tokens % self.table.page_size:
-            self.table = PageTable.of(self.segments, math.gcd(self.table.page_size, num_pool_tokens))
-            self._staged_indices = None
-        if self._staged_indices is None:
-            staging = Staging(device)
-            self.stage(staging)
-            staging.send()
-
-    def indices_of(self, first: int, last: int) -> torch.Tensor:
-        """Pages of the segments [first, last), int32 on the device."""
-        assert self._staged_indices is not None, "the page table has been sent"
-        return self._staged_indices.tensor[self.table.indptr[first] : self.table.indptr[last]]
-
-    def rows_of(self, first: int, last: int) -> slice | torch.Tensor:
-        """Batch tokens of the segments [first, last): a slice if they are adjacent, else int64 on the device."""
-        segments = self.segments[first:last]
-        if _are_adjacent(segments):
-            return slice(segments[0].q_start, segments[-1].q_start + segments[-1].q_len)
-        assert self._staged_tokens is not None, "rows with gaps have been sent"
-        return self._staged_tokens.tensor[self.starts[first] : self.starts[last]]
+    def pages_of(self, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the rows [first, last), int32: index pointer, pages (on the device) and length of the last pages."""
+        rows = self.rows
+        if rows.device_pages is None:
+            (rows.device_pages,) = to_device([rows.pages], device)
+        pages = rows.device_pages[int(rows.page_indptr[first]) : int(rows.page_indptr[last])]
+        return _part(rows.page_indptr, first, last), pages, _last_page_len(rows, first, last)
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A planned wrapper and the batch tokens that it attends for."""
+    """A planned wrapper and the queries that it attends for."""
 
     wrapper: Any
-    rows: slice | torch.Tensor
-
-    def run(
-        self, q_TNH: torch.Tensor, kv: tuple[torch.Tensor, ...], out_TNH: torch.Tensor, lse_TN: torch.Tensor
-    ) -> None:
-        """Attend; the log-sum-exp has base 2."""
-        if isinstance(self.rows, slice):
-            self.wrapper.run(q_TNH[self.rows], kv, out=out_TNH[self.rows], lse=lse_TN[self.rows], return_lse=True)
-            return
-        out, lse = self.wrapper.run(q_TNH[self.rows], kv, return_lse=True)
-        out_TNH[self.rows], lse_TN[self.rows] = out, lse
+    queries: slice
 
 
 class _Wrapper:
@@ -190,6 +111,7 @@ class FlashInferBackend:
     """
 
     name = "flashinfer"
+    reads_pages = True
 
     def __init__(self, api: Any, *, block_size: int, num_sms: int, has_fa3: bool) -> None:
         self.api = api
@@ -199,16 +121,9 @@ class FlashInferBackend:
         self._wrappers: list[_Wrapper] = []
         self._workspace: torch.Tensor | None = None
 
-    def plan(self, segments: Sequence[Segment], staging: Staging | None = None) -> FlashInferPlan:
-        """Make the page table of a step; see :meth:`medha.attention.interface.AttentionBackend.plan`.
-
-        Raises:
-            ValueError: a causal segment has more queries than keys.
-        """
-        plan = FlashInferPlan(segments, self.block_size)
-        if staging is not None:
-            plan.stage(staging)
-        return plan
+    def plan(self, rows: AttentionRows) -> FlashInferPlan:
+        """See :meth:`medha.attention.interface.AttentionBackend.plan`."""
+        return FlashInferPlan(rows)
 
     def run(
         self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: FlashInferPlan
@@ -217,18 +132,18 @@ class FlashInferBackend:
         q_TNH = q_TNH.contiguous()
         shape = LayerShape.of(q_TNH, k_PKH)
         if plan.launches is None or plan.shape != shape:
-            plan.fit(len(k_PKH), q_TNH.device)
             plan.launches = self._launches(plan, shape, q_TNH.device)
             plan.shape = shape
         out_TNH = torch.empty_like(q_TNH)
         lse_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
-        kv = paged(k_PKH, plan.table.page_size), paged(v_PKH, plan.table.page_size)
+        kv = paged(k_PKH, plan.rows.page_size), paged(v_PKH, plan.rows.page_size)
         for launch in plan.launches:
-            launch.run(q_TNH, kv, out_TNH, lse_TN)
+            at = launch.queries
+            if launch.wrapper is None:
+                out_TNH[at], lse_TN[at] = 0.0, -torch.inf
+            else:
+                launch.wrapper.run(q_TNH[at], kv, out=out_TNH[at], lse=lse_TN[at], return_lse=True)
         lse_TN.mul_(_LN2)  # every row of a launch sees a key, so FlashInfer's marks of empty rows do not occur
-        for rows in plan.empty:
-            out_TNH[rows] = 0.0
-            lse_TN[rows] = -torch.inf
         return out_TNH, lse_TN
 
     def workspace(self, shape: LayerShape, device: torch.device, *, num_decodes: int = 0) -> torch.Tensor:
@@ -242,35 +157,32 @@ class FlashInferBackend:
             self._wrappers.clear()  # they keep the memory that they were made with
         return self._workspace
 
-    def kernel_of(self, segment: Segment, num_heads: int) -> Kernel:
-        """What a chunk runs in."""
-        num_blocks = num_heads * -(-segment.q_len // _FA3_TILE_ROWS)
-        return "fa3" if self.has_fa3 and num_blocks >= _FA3_WAVES * self.num_sms else "fa2"
+    def kernels_of(self, rows: AttentionRows, num_heads: int) -> list[Kernel | None]:
+        """What each row runs in; None where it sees no keys."""
+        num_blocks = num_heads * -(-rows.q_len // _FA3_TILE_ROWS)
+        is_wide = self.has_fa3 & (num_blocks >= _FA3_WAVES * self.num_sms)
+        kinds = np.select([rows.kv_len == 0, rows.q_len == 1, is_wide], [0, 1, 3], 2)
+        kernels: tuple[Kernel | None, ...] = None, "decode", "fa2", "fa3"
+        return [kernels[kind] for kind in kinds.tolist()]
 
     def _launches(self, plan: FlashInferPlan, shape: LayerShape, device: torch.device) -> list[_Launch]:
-        """Plan a wrapper for each run of neighbouring segments that one launch can take."""
-        bounds = [0]
-        kinds: list[tuple[Kernel, bool]] = []
-        for index, segment in enumerate(plan.segments):
-            kind: tuple[Kernel, bool] = self.kernel_of(segment, shape.num_heads), segment.causal
-            if segment.q_len == 1 and (not kinds or kinds[-1][0] == "decode"):
-                kind = "decode", False
-            if not kinds or kinds[-1] != kind:
-                kinds.append(kind)
-                bounds.append(index)
-            bounds[-1] = index + 1
-        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, plan.table.page_size
+        """Plan a wrapper for each run of neighbouring rows that one launch can take."""
+        rows, launches, last = plan.rows, [], 0
+        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, rows.page_size
         dtypes = {"q_data_type": shape.dtype, "kv_data_type": shape.dtype, "sm_scale": shape.head_dim**-0.5}
-        launches = []
-        for (kernel, causal), (first, last) in zip(kinds, pairwise(bounds), strict=True):
-            leased = self._lease(kernel, shape, device)
-            last_page_len = torch.from_numpy(plan.table.last_page_len[first:last])
-            pages = _part(plan.table.indptr, first, last), plan.indices_of(first, last), last_page_len
-            if kernel == "decode":
-                leased.plan(plan, device, *pages, *sizes, **dtypes)
-            else:
-                leased.plan(plan, device, _part(plan.starts, first, last), *pages, *sizes, causal=causal, **dtypes)
-            launches.append(_Launch(leased.wrapper, plan.rows_of(first, last)))
+        kinds = zip(self.kernels_of(rows, shape.num_heads), (rows.causal & (rows.q_len > 1)).tolist(), strict=True)
+        for (kernel, causal), its_rows in groupby(kinds):
+            first, last = last, last + len(list(its_rows))
+            wrapper = None
+            if kernel is not None:
+                leased = self._lease(kernel, shape, device)
+                pages, wrapper = plan.pages_of(first, last, device), leased.wrapper
+                if kernel == "decode":
+                    leased.plan(plan, device, *pages, *sizes, **dtypes)
+                else:
+                    queries = _part(rows.q_indptr, first, last)
+                    leased.plan(plan, device, queries, *pages, *sizes, causal=causal, **dtypes)
+            launches.append(_Launch(wrapper, slice(int(rows.q_indptr[first]), int(rows.q_indptr[last]))))
         return launches
 
     def _lease(self, kernel: Kernel, shape: LayerShape, device: torch.device) -> _Wrapper:
@@ -319,7 +231,6 @@ class FixedDecodes:
         self._batch_size = batch_size
         self._indices = indices
         self._page_size = backend.block_size
-        self._table: PageTable | None = None
         self._copied: torch.cuda.Event | None = None
         self._wrapper = backend.api.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
@@ -332,21 +243,19 @@ class FixedDecodes:
             paged_kv_last_page_len_buffer=torch.ones(batch_size, dtype=torch.int32, device=indices.device),
         )
 
-    def pages(self, segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
-        """The page table of a step, to be copied into the buffer before :meth:`plan`; one segment a row, with keys."""
-        assert len(segments) == self._batch_size, f"{len(segments)} decodes in a graph of {self._batch_size}"
-        self._table = PageTable.of(segments, self._page_size)
-        return self._table.indices
+    def plan(self, rows: AttentionRows) -> None:
+        """Spread a step over the GPU; a replay with an old plan would be silently wrong.
 
-    def plan(self) -> None:
-        """Spread the step over the GPU; a replay with an old plan would be silently wrong."""
-        table, shape = self._table, self._shape
-        assert table is not None, "the pages of the step are known"
+        Args:
+            rows: one query each, as many as the graph has, with keys; their pages lie in the buffer.
+        """
+        assert len(rows) == self._batch_size, f"{len(rows)} decodes in a graph of {self._batch_size}"
+        shape = self._shape
         if self._copied is not None:
             self._copied.synchronize()
         self._wrapper.plan(
-            torch.from_numpy(table.indptr), self._indices[: len(table.indices)], torch.from_numpy(table.last_page_len),
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, table.page_size,
+            _part(rows.page_indptr, 0, len(rows)), self._indices[: len(rows.pages)],
+            _last_page_len(rows, 0, len(rows)), shape.num_heads, shape.num_kv_heads, shape.head_dim, rows.page_size,
             q_data_type=shape.dtype, kv_data_type=shape.dtype, sm_scale=shape.head_dim**-0.5,
         )  # fmt: skip
         self._copied = record_event(self._indices.device)
@@ -382,19 +291,11 @@ def paged(pool_PKH: torch.Tensor, page_size: int) -> torch.Tensor:
     return pool_PKH.view(-1, page_size, *pool_PKH.shape[1:])
 
 
-def _page_size(segments: Sequence[Segment], block_size: int) -> int:
-    """The longest page that all ranges begin with, and all but a segment's last end with."""
-    page_size = block_size
-    for segment in segments:
-        ranges = [(first, count) for first, count in segment.ranges if count]
-        page_size = math.gcd(page_size, *(first for first, _ in ranges), *(count for _, count in ranges[:-1]))
-    return page_size
+def _part(indptr: npt.NDArray[np.int64], first: int, last: int) -> torch.Tensor:
+    """The entries of an index pointer for [first, last), from 0, int32."""
+    return torch.from_numpy((indptr[first : last + 1] - indptr[first]).astype(np.int32))
 
 
-def _are_adjacent(segments: Sequence[Segment]) -> bool:
-    return all(a.q_start + a.q_len == b.q_start for a, b in pairwise(segments))
-
-
-def _part(indptr: npt.NDArray[np.int32], first: int, last: int) -> torch.Tensor:
-    """The entries of an index pointer for [first, last), from 0."""
-    return torch.from_numpy(indptr[first : last + 1] - indptr[first])
+def _last_page_len(rows: AttentionRows, first: int, last: int) -> torch.Tensor:
+    """Tokens in the last page of the rows [first, last), which have keys, int32."""
+    return torch.from_numpy(((rows.kv_len[first:last] - 1) % rows.page_size + 1).astype(np.int32))

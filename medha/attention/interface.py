@@ -1,11 +1,11 @@
 """The interface of an attention backend: partial attention of a ragged batch over a paged KV pool.
 
-A backend is planned once a step from the batch's :class:`Segment` list and then run in every layer with the same plan.
-Each segment is one request's queries and the KV range they see; a range may be empty, and a segment may cover only a
-part of a request's context (a shard of it, or its past): the log-sum-exp lets parts be merged exactly
+A backend is planned once a step for adjacent rows of it (:class:`AttentionRows`), and then run in every layer with the
+same plan. A row is one request's queries and the keys they see; there may be none, and they may be only a part of the
+request's context (a shard of it): the log-sum-exp lets parts be merged exactly
 (:func:`medha.attention.merge.merge_partials`).
 
-Legend: T query tokens of the batch, N query heads, K KV heads, H head dimension, P tokens in the pool.
+Legend: R rows, T query tokens of them, N query heads, K KV heads, H head dimension, P tokens in the pool.
 """
 
 from __future__ import annotations
@@ -14,32 +14,112 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from medha.attention.staging import Staging
 
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Queries [q_start, q_start + q_len) of a batch and the keys they see.
+@dataclass(slots=True)
+class AttentionRows:
+    """Adjacent rows of queries, and the pages of the pool whose keys each of them sees.
 
     Attributes:
-        q_start: index of the first query token in the batch.
-        q_len: number of query tokens, at least 1.
-        ranges: the KV tokens as (first token in the pool, count), in position order; empty when there are none.
-        causal: right-aligned: query j sees the keys up to ``kv_len - q_len + j``; then ``kv_len >= q_len`` must hold.
-            Otherwise every query sees every key.
+        q_indptr: where each row's queries begin and, as the last entry, where they end, from 0; int64 [R + 1].
+        kv_len: keys that the last query of a row sees; int64 [R].
+        causal: query j sees the keys up to ``kv_len - q_len + j``, where ``kv_len >= q_len``; otherwise every query
+            sees every key; bool [R].
+        page_size: tokens of a page.
+        pages: of all rows, one behind the other, in position order; int32.
+        page_indptr: where each row's pages begin and, as the last entry, where they end; int64 [R + 1].
+        device_pages: ``pages`` on the device, once they are there.
     """
 
-    q_start: int
-    q_len: int
-    ranges: tuple[tuple[int, int], ...]
-    causal: bool
+    q_indptr: npt.NDArray[np.int64]
+    kv_len: npt.NDArray[np.int64]
+    causal: npt.NDArray[np.bool_]
+    page_size: int
+    pages: npt.NDArray[np.int32]
+    page_indptr: npt.NDArray[np.int64]
+    device_pages: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q_len: npt.NDArray[np.int64],
+        kv_len: npt.NDArray[np.int64],
+        causal: npt.NDArray[np.bool_],
+        tables: Sequence[npt.NDArray[np.int32]],
+        page_size: int,
+    ) -> AttentionRows:
+        """Rows of so many queries and keys; ``tables`` has the pages of each row, at least as many as it needs.
+
+        Raises:
+            ValueError: a causal row has more queries than keys.
+        """
+        if (causal & (kv_len < q_len)).any():
+            row = int((causal & (kv_len < q_len)).argmax())
+            raise ValueError(f"a causal row of {q_len[row]} queries needs as many keys, got {kv_len[row]}")
+        num_pages = -(-kv_len // page_size)
+        used = [table[:count] for table, count in zip(tables, num_pages.tolist(), strict=True)]
+        pages = np.concatenate(used) if used else np.empty(0, np.int32)
+        return cls(indptr(q_len), kv_len, causal, page_size, pages, indptr(num_pages))
+
+    @classmethod
+    def over(cls, rows: Sequence[tuple[int, Sequence[tuple[int, int]], bool]], page_size: int) -> AttentionRows:
+        """Rows given as (queries, (first pool token, count) runs of keys, whether causal).
+
+        Every run begins with a page, and but for a row's last one ends with one.
+        """
+        tables = []
+        for _, runs, _ in rows:
+            pages = [np.arange(at // page_size, -(-(at + count) // page_size)) for at, count in runs]
+            tables.append(np.concatenate([np.empty(0, np.int32), *pages]).astype(np.int32))
+        kv_len = np.array([sum(count for _, count in runs) for _, runs, _ in rows], np.int64)
+        q_len, causal = np.array([row[0] for row in rows], np.int64), np.array([row[2] for row in rows], bool)
+        return cls.of(q_len, kv_len, causal, tables, page_size)
+
+    def __len__(self) -> int:
+        return len(self.kv_len)
 
     @property
-    def kv_len(self) -> int:
-        """KV tokens that the last query sees."""
-        return sum(count for _, count in self.ranges)
+    def num_tokens(self) -> int:
+        """Queries of all rows."""
+        return int(self.q_indptr[-1])
+
+    @property
+    def q_len(self) -> npt.NDArray[np.int64]:
+        """Queries of each row."""
+        return np.diff(self.q_indptr)
+
+    def filled_up(self, num_rows: int, page: int) -> AttentionRows:
+        """With rows of one query behind them that see the first token of ``page``, so many in all."""
+        more = num_rows - len(self)
+        ones = np.ones(more, np.int64)
+        return AttentionRows(
+            np.append(self.q_indptr, self.q_indptr[-1] + ones.cumsum()),
+            np.append(self.kv_len, ones),
+            np.append(self.causal, ones.astype(bool)),
+            self.page_size,
+            np.append(self.pages, np.full(more, page, np.int32)),
+            np.append(self.page_indptr, self.page_indptr[-1] + ones.cumsum()),
+        )
+
+
+def indptr(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where each of some adjacent parts begins and, as the last entry, where the last one ends."""
+    ends = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=ends[1:])
+    return ends
+
+
+def adjacent_runs(numbers: npt.NDArray[Any], breaks: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+    """Where runs of numbers that go up by 1 begin, and as the last entry the end; ``breaks`` begin runs as well."""
+    begins = np.ones(len(numbers) + 1, bool)
+    if len(numbers) > 1:
+        begins[1:-1] = np.diff(numbers) != 1
+    if breaks is not None:
+        begins[breaks] = True
+    return np.flatnonzero(begins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,31 +138,32 @@ class LayerShape:
 
 
 class AttentionBackend(Protocol):
-    """What runs attention; stateless between steps apart from its workspace."""
+    """What runs attention; stateless between steps apart from its workspace.
+
+    Attributes:
+        name: of the option ``attention_backend``.
+        reads_pages: it reads ``device_pages`` of the rows.
+    """
 
     name: str
+    reads_pages: bool
 
-    def plan(self, segments: Sequence[Segment], staging: Staging | None = None) -> Any:
-        """Prepare a step; the result is handed to :meth:`run` in each layer.
-
-        Args:
-            segments: of the step.
-            staging: takes along the integers that the device needs; without it the first run copies them.
-        """
+    def plan(self, rows: AttentionRows) -> Any:
+        """Prepare a step on the host; the result is handed to :meth:`run` in each layer."""
         ...
 
     def run(
         self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Partial attention of every segment, scaled by ``H ** -0.5``.
+        """Partial attention of the rows, scaled by ``H ** -0.5``.
 
         Args:
-            q_TNH: queries, any float dtype.
+            q_TNH: queries of the rows, any float dtype.
             k_PKH, v_PKH: the layer's whole pool, same dtype and device; any strides with a contiguous last dimension.
             plan: from :meth:`plan`.
 
         Returns:
             out_TNH in the dtype of q, and lse_TN: natural logarithm of the sum of exponentials, float32, -inf (with
-            out 0) for an empty range. Rows of q that no segment covers are undefined.
+            out 0) for a row without keys.
         """
         ...

@@ -1,12 +1,12 @@
-"""The integers of a step on their way to the device: gathered on the host, copied at once.
+"""The arrays of a step on their way to the device, all in one copy.
 
 A step needs token ids, positions, write targets and page tables on the device. Copied one by one they would cost a
-launch each and, from pageable memory, a wait each; here they lie behind each other in one pinned buffer and travel
-together.
+launch each and, from pageable memory, a wait each; here they lie behind each other in one pinned buffer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,63 +16,33 @@ import torch
 _ALIGNMENT = 16  # bytes; no kernel reads wider
 
 
-class Staged:
-    """Integers that were handed in, and once they were sent, where they lie on the device."""
-
-    def __init__(self, ints: npt.NDArray[Any], start: int) -> None:
-        self.ints = ints
-        self.bytes = slice(start, start + ints.nbytes)
-        self._tensor: torch.Tensor | None = None
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The integers on the device, one axis, in their own dtype."""
-        assert self._tensor is not None, "what is staged has been sent before it is used"
-        return self._tensor
+def packed_bytes(arrays: Sequence[npt.NDArray[Any]]) -> int:
+    """Bytes that arrays take behind each other."""
+    return sum(array.nbytes + -array.nbytes % _ALIGNMENT for array in arrays)
 
 
-class Staging:
-    """One copy from host to device.
+def to_device(
+    arrays: Sequence[npt.NDArray[Any]], device: torch.device, into: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Arrays of one axis on a device, in the order of the current stream; the host does not wait.
 
     Args:
+        arrays: not changed before the copy is done; on the CPU the tensors share their memory.
         device: where to.
+        into: uint8 on the device, of at least :func:`packed_bytes`; by default new memory.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._parts: list[Staged] = []
-        self._size = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that were handed in, each part rounded up."""
-        return self._size
-
-    def add(self, ints: npt.NDArray[Any]) -> Staged:
-        """Hand in integers of one axis; not copied before :meth:`send`."""
-        staged = Staged(ints, self._size)
-        self._parts.append(staged)
-        self._size = staged.bytes.stop + -staged.bytes.stop % _ALIGNMENT
-        return staged
-
-    def send(self, into: torch.Tensor | None = None) -> None:
-        """Copy everything at once; on CUDA in the order of the current stream, without waiting.
-
-        Args:
-            into: uint8 on the device, at least as long as what was handed in; by default new memory.
-        """
-        # The allocator of pinned memory gives none out again before the copies from it are done.
-        host = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        flat = host.numpy()
-        for part in self._parts:
-            flat[part.bytes] = np.ascontiguousarray(part.ints).view(np.uint8)
-        if into is None:
-            buffer = host.to(self._device, non_blocking=True)
-        else:
-            buffer = into[: self._size]
-            buffer.copy_(host, non_blocking=True)
-        for part in self._parts:
-            part._tensor = buffer[part.bytes].view(torch.from_numpy(part.ints).dtype)
+    if device.type == "cpu" and into is None:
+        return [torch.from_numpy(array) for array in arrays]
+    # The allocator of pinned memory gives none out again before the copies from it are done.
+    host = torch.empty(packed_bytes(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    flat, start, places = host.numpy(), 0, []
+    for array in arrays:
+        places.append(slice(start, start + array.nbytes))
+        flat[places[-1]] = np.ascontiguousarray(array).view(np.uint8)
+        start += array.nbytes + -array.nbytes % _ALIGNMENT
+    buffer = torch.empty_like(host, device=device, pin_memory=False) if into is None else into[: len(host)]
+    buffer.copy_(host, non_blocking=True)
+    return [buffer[at].view(torch.from_numpy(array).dtype) for at, array in zip(places, arrays, strict=True)]
 
 
 def record_event(device: torch.device, *, timing: bool = False) -> torch.cuda.Event | None:

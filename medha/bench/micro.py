@@ -24,7 +24,7 @@ from itertools import product as pairs
 
 import torch
 
-from medha.attention.interface import LayerShape, Segment
+from medha.attention.interface import AttentionRows, LayerShape
 from medha.bench.harness import Local, Report, Shown, Subject, count_parameters, median_text, on_ranks, rows_of
 from medha.bench.timing import Timing, in_turn, matrix_product, memory_read, timed, waited
 from medha.bench.verb import ALONE, SUBJECT, counted, lengths, verb, warmups, words
@@ -141,7 +141,7 @@ def _attention(
     def attend(chunk: int, kv_len: int) -> Callable[[], None]:
         generator = torch.Generator(device).manual_seed(chunk)
         q_TNH = torch.randn(chunk, model.num_heads, model.head_dim, generator=generator, device=device).to(dtype)
-        plan = backend.plan([Segment(0, chunk, ((0, kv_len),), causal=True)])
+        plan = backend.plan(AttentionRows.over([(chunk, ((0, kv_len),), True)], _BLOCK_SIZE))
         run = torch.inference_mode()(partial(backend.run, q_TNH, cache.k[0], cache.v[0], plan))
         return waited(run, device)
 

@@ -4,11 +4,12 @@ Rank 0 gives its engine a :class:`DrivingRunner`, which has the interface of :cl
 batch that is submitted goes out as a message, runs on rank 0's own stage, and its result is a report from the sampling
 ranks. Every other rank runs :class:`Follower`: it takes messages in order and runs its stage as told, at its own pace.
 
-What travels: the batch to everyone; with it the tokens of its rows, to the ranks that embed them, and to the rank that
-samples for a request what it needs for that, once; sampled tokens from each group's sampling rank to rank 0, which has
-them before it schedules the next decode of a request. A rank reports also a batch after which it draws no token, so
-that no more batches than the depth are between the first stage and the last. A group without rows in a batch changes
-its block tables, moves what it swaps, and does nothing else. No outputs travel: followers return nothing.
+What travels: the batch to everyone; with it the tokens of its chunks, to the ranks that embed them, and to the rank
+that samples for a request what it needs for that, once; sampled tokens from each group's sampling rank to the ranks
+that embed them for the next decode, and in a report to rank 0. So a decode may be scheduled before its token is known.
+A rank reports also a batch after which it draws no token, so that no more batches than the depth are between the first
+stage and the last. A group without rows in a batch changes its block tables, moves what it swaps, and does nothing
+else. No outputs travel: followers return nothing.
 
 The file is longer than most because the two ends of each message, and its encoding, are read beside each other.
 """
@@ -19,7 +20,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -39,13 +40,16 @@ from medha.params import SamplingParams
 from medha.timeline import RankRecords, Timeline, decode_records, encode_records
 from medha.worker.runner import Runner
 from medha.worker.sampling import Sampled, SlotSampling
-from medha.worker.step import PendingStep, StepResult, sampling_rows
+from medha.worker.step import InOrder, PendingStep, StepResult, sampling_rows
+from medha.worker.step_input import StepInput
 
 logger = logging.getLogger("medha")
 
 _REPORTS_IN_FLIGHT = 64
 _NO_TOKENS = np.empty(0, np.int32)
+_TOKENS_IN_FLIGHT = 256
 _RECORDS_TAG = 1  # apart from the reports, which go between the same ranks
+_TOKENS_TAG = 2
 _ROW_SIZE = 2  # token, finite
 _LOGPROB_SIZE = 3  # token, logprob, rank
 _ERROR_FIELDS = ("param", "index", "predicted_s", "objective_s")
@@ -67,6 +71,7 @@ class ReportLine:
         work = dist.irecv(buffer, src=self._ranks.sampler_rank(group), group=self._ranks.report_group)
         assert work is not None, "the receiver is in the group"
 
+        @cache
         def received() -> StepResult:
             work.wait()
             return decode_report(buffer, rows, slots)
@@ -88,6 +93,85 @@ class ReportLine:
             self._sends.popleft()[0].wait()
 
 
+class TokenLine:
+    """Sends the tokens that this rank draws to those that embed them, and receives what this rank embeds.
+
+    A token goes to the first stages of its request's groups and of the group behind them, into which it may grow.
+    """
+
+    def __init__(self, ranks: Ranks, runner: Runner) -> None:
+        self._ranks = ranks
+        self._runner = runner
+        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._receives: deque[tuple[list[int], Callable[[], torch.Tensor]]] = deque()
+
+    def post(self, batch: Batch) -> None:
+        """Post the receives of a batch's tokens, on a rank that embeds."""
+        group = self._ranks.group
+        for sampler_group in sorted({row.group for row in batch.rows if row.group <= group}):
+            sampler, slots = self._ranks.sampler_rank(sampler_group), _slots_for(batch, sampler_group, group)
+            if slots and sampler != self._ranks.rank:
+                buffer = torch.empty(len(slots), dtype=torch.int64)
+                work = dist.irecv(buffer, src=sampler, group=self._ranks.report_group, tag=_TOKENS_TAG)
+                assert work is not None, "the receiver is in the group"
+                self._receives.append((slots, partial(_received, work, buffer)))
+
+    def take_from(self, report: PendingStep, batch: Batch) -> None:
+        """Take a batch's tokens from the report of rank 0's group, on rank 0."""
+        slots = [row.slot for row in sampling_rows(batch, self._ranks.group)]
+        if slots:
+            self._receives.append((slots, lambda: torch.tensor([one.token_id for one in report.result().sampled])))
+
+    def has(self, step: StepInput) -> bool:
+        """Whether no token that a step embeds is still on its way."""
+        wanted = set(step.decode_slots.tolist())
+        return all(wanted.isdisjoint(its) for its, _ in self._receives)
+
+    def wait_for(self, slots: npt.NDArray[np.int64]) -> None:
+        """Note the last tokens of slots, once they are here, for their decodes that run now."""
+        wanted = set(slots.tolist())
+        last = max((at for at, (its, _) in enumerate(self._receives) if not wanted.isdisjoint(its)), default=-1)
+        for _ in range(max(last + 1, len(self._receives) - _TOKENS_IN_FLIGHT)):
+            its, received = self._receives.popleft()
+            self._runner.note_tokens(its, received())
+
+    def send(self, batch: Batch, result: StepResult) -> None:
+        """Send what was sampled here after a batch's rows."""
+        here = self._ranks.group
+        tokens = {row.slot: token.token_id for row, token in zip(result.rows, result.sampled, strict=True)}
+        last = max((row.holder for row in result.rows), default=here) + 1
+        for group in range(here, min(last, self._ranks.config.kvp - 1) + 1):
+            slots = _slots_for(batch, here, group)
+            embedders = [rank for rank in self._ranks.first_stage_ranks(group) if rank not in (0, self._ranks.rank)]
+            if slots and embedders:
+                drawn = torch.tensor([tokens[slot] for slot in slots], dtype=torch.int64)
+                self._sends += [(self._isend(drawn, rank), drawn) for rank in embedders]
+        while len(self._sends) > _TOKENS_IN_FLIGHT:
+            self._sends.popleft()[0].wait()
+
+    def _isend(self, tokens: torch.Tensor, rank: int) -> dist.Work:
+        work = dist.isend(tokens, dst=rank, group=self._ranks.report_group, tag=_TOKENS_TAG)
+        assert work is not None, "the sender is in the group"
+        return work
+
+    def drain(self) -> None:
+        """Wait for every transfer."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+        while self._receives:
+            self._receives.popleft()[1]()
+
+
+def _received(work: dist.Work, buffer: torch.Tensor) -> torch.Tensor:
+    work.wait()
+    return buffer
+
+
+def _slots_for(batch: Batch, sampler_group: int, group: int) -> list[int]:
+    """The slots whose tokens go from the sampling rank of one group to those that embed for another."""
+    return [row.slot for row in sampling_rows(batch, sampler_group) if row.group <= group <= row.holder + 1]
+
+
 class DrivingRunner:
     """Rank 0's runner: sends each batch to everybody and runs its own stage of it."""
 
@@ -96,6 +180,8 @@ class DrivingRunner:
         self._ranks = ranks
         self._sender = sender
         self._reports = ReportLine(ranks, runner)
+        self._tokens = TokenLine(ranks, runner)
+        self._steps = InOrder(self._run_own, at_once=runner.device.type == "cuda")
         self._closed: list[int] = []
         self._sampled_on: dict[int, int] = {}  # the group that has the sampling state of a slot
         self._num_in_pipeline = 0
@@ -137,7 +223,7 @@ class DrivingRunner:
         parts = [batch.part_of(group) for group in range(self._ranks.config.kvp)]
         told = set()
         for group, (part, embedders) in enumerate(zip(parts, self._embedders, strict=True)):
-            tokens = self._runner.input_ids(part).numpy() if embedders else _NO_TOKENS
+            tokens = self._runner.chunk_ids(part) if embedders else _NO_TOKENS
             sampler, (opened, ids) = self._ranks.sampler_rank(group), self._opened(part, group)
             if opened:
                 told.add(sampler)
@@ -149,8 +235,25 @@ class DrivingRunner:
             self._sender.send(Message("batch", closed, batch), only=plain)
         concerned = [group for group, part in enumerate(parts) if part.rows]
         reports = [self._reports.post(batch, group) for group in concerned if self._ranks.sampler_rank(group) != 0]
-        own = self._runner.run(parts[0], self._runner.input_ids(parts[0]))
+        if self._ranks.sampler_rank(0) != 0 and parts[0].rows:
+            self._tokens.take_from(reports[0], batch)
+        own = self._steps.add(self._runner.prepare(parts[0], self._runner.chunk_ids(parts[0])))
         return PendingStep(partial(self._completed, batch, own, reports))
+
+    def _run_own(self, step: StepInput) -> Callable[[], StepResult | None]:
+        """Run rank 0's part of a batch, behind the tokens that it embeds."""
+        with self._runner.recorder.waiting("report"):
+            self._tokens.wait_for(step.decode_slots)
+        pending = self._runner.run(step)
+        if pending is None:
+            return lambda: None
+
+        def result() -> StepResult:
+            found = pending.result()
+            self._tokens.send(step.batch, found)
+            return found
+
+        return result
 
     def _opened(self, part: Batch, group: int) -> tuple[list[dict[str, Any]], npt.NDArray[np.int32]]:
         """What a group's sampling rank is to know of the requests that it samples for the first time, or again after
@@ -166,12 +269,17 @@ class DrivingRunner:
                     ids.append(its_ids)
         return opened, np.concatenate(ids)
 
-    def _completed(self, batch: Batch, own: StepResult | None, reports: list[PendingStep]) -> StepResult:
-        """Wait for the oldest batch in the pipeline: for the reports of the groups that it concerns, beside what rank
-        0 itself sampled; raises as :meth:`submit`."""
-        results = [] if own is None else [own]
-        with failures_named(self._ranks.monitor, batch), self._runner.recorder.waiting("report"):
-            results += [report.result() for report in reports]
+    def _completed(self, batch: Batch, own: Callable[[], StepResult | None], reports: list[PendingStep]) -> StepResult:
+        """Wait for the oldest batch in the pipeline: for what rank 0 itself sampled, and the reports of the groups that
+        it concerns; raises as :meth:`submit`."""
+        with failures_named(self._ranks.monitor, batch):
+            mine = own()
+            if self._ranks.config.spp > 1:  # the next stage is not to run dry while the last one draws
+                self._steps.run_while(self._tokens.has)
+            with self._runner.recorder.waiting("report"):
+                results = [report.result() for report in reports]
+        if mine is not None:
+            results.insert(0, mine)
         rows = tuple(row for result in results for row in result.rows)
         sampled = [token for result in results for token in result.sampled]
         whole = StepResult(rows, sampled, max(result.busy_s for result in results))
@@ -209,13 +317,15 @@ class Follower:
         self.ranks = ranks
         self._receiver = receiver
         self._reports = ReportLine(ranks, runner)
-        self._queue: deque[Message] = deque()
+        self._tokens = TokenLine(ranks, runner)
+        self._queue: deque[StepInput] = deque()
+        self._running: deque[tuple[Batch, PendingStep]] = deque()  # launched, and not reported
         self._last: Message | None = None
         self._newest: Message | None = None
 
     def describe(self) -> str:
         """The batches that have come and not run, and the last message; for another thread."""
-        queued = [str(message.batch) for message in list(self._queue)]
+        queued = [str(step.batch) for step in list(self._queue)]
         last = "none" if self._newest is None else f"{self._newest.kind} {dict(self._newest.fields)!r:.200}"
         return "\n".join([f"{self.ranks.monitor.place}: {len(queued)} batches are here; last message: {last}", *queued])
 
@@ -250,13 +360,16 @@ class Follower:
         for slot in message.fields.get("close", ()):
             self._runner.close(slot)
         part = message.batch.part_of(self.ranks.group)
-        token_ids, ids = np.split(message.token_ids, [part.num_tokens if self.ranks.is_first_stage else 0])
+        num_ids = sum(row.q_len for row in part.rows if not row.is_decode) if self.ranks.is_first_stage else 0
+        chunk_ids, ids = np.split(message.token_ids, [num_ids])
         for fields in message.fields.get("open", ()):
             slot, sampling, ids = decode_sampling(fields, ids)
             self._runner.open_sampling(slot, sampling)
         if self._runner.pipe is not None and part.rows:
             self._runner.pipe.post(part)
-        self._queue.append(dataclasses.replace(message, batch=part, token_ids=token_ids))
+        if self.ranks.is_first_stage:
+            self._tokens.post(message.batch)
+        self._queue.append(self._runner.prepare(part, chunk_ids))
 
     def _send_records(self) -> None:
         """Answer :meth:`DrivingRunner.gather_records`."""
@@ -264,13 +377,20 @@ class Follower:
         for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
             dist.send(tensor, dst=0, group=self.ranks.report_group, tag=_RECORDS_TAG)
 
-    def _run(self, message: Message) -> None:
-        assert message.batch is not None, "only batches are queued"
-        with failures_named(self.ranks.monitor, message.batch):
-            ids = torch.from_numpy(message.token_ids) if self.ranks.is_first_stage else None
-            sampled_here = self._runner.run(message.batch, ids)
-            if sampled_here is not None:
-                self._reports.send(sampled_here)
+    def _run(self, step: StepInput) -> None:
+        with failures_named(self.ranks.monitor, step.batch):
+            if self.ranks.is_first_stage:
+                with self._runner.recorder.waiting("control"):
+                    self._tokens.wait_for(step.decode_slots)
+            pending = self._runner.run(step)
+            if pending is not None:
+                self._running.append((step.batch, pending))
+            # A device that runs behind the host is given the next batch before this one is waited for.
+            while len(self._running) > (self._runner.device.type == "cuda" and bool(self._queue)):
+                batch, oldest = self._running.popleft()
+                result = oldest.result()
+                self._tokens.send(batch, result)
+                self._reports.send(result)
 
     def join(self, name: str) -> None:
         """Follow one call of the front door to its end; raises what rank 0's call raised.
@@ -289,6 +409,7 @@ class Follower:
         """Follow until rank 0 stops, then leave the process groups; raises as :meth:`join`."""
         self._follow_to("close", "stop")
         with failures_named(self.ranks.monitor, activity="shutdown"):
+            self._tokens.drain()
             self._reports.drain()
             leave(self.ranks)
 

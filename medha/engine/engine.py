@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, TextIO, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
 
 from torch.profiler import record_function
 
@@ -56,6 +56,15 @@ def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenat
                 raise
 
     return call
+
+
+class _InFlight(NamedTuple):
+    """A batch that was submitted: when it was decided, and as what."""
+
+    start_s: float
+    decision: Decision
+    batch: Batch
+    pending: PendingStep
 
 
 class Engine:
@@ -105,7 +114,8 @@ class Engine:
         self._by_slot: dict[int, Completion] = {}  # theirs, and of ended ones those with chunks in flight
         self._free_slots: list[int] = []
         self._num_added = 0
-        self._in_flight: deque[tuple[Batch, Prediction | None, PendingStep]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
+        self._completed_s = 0.0  # when the last batch was
         self._unreturned: list[RequestOutput] = []  # outputs that the next step returns
         self._dead: EngineDeadError | None = None
         self._dying = threading.Lock()
@@ -132,7 +142,7 @@ class Engine:
         stuck."""
         lines = [f"{len(self._live)} unfinished requests, {len(self._in_flight)} batches in flight"]
         lines += [f"  {one}" for live in list(self._live.values()) for one in live.completions]
-        lines += [str(batch) for batch, _, _ in list(self._in_flight)]
+        lines += [str(sent.batch) for sent in list(self._in_flight)]
         return "\n".join(lines)
 
     def prefills(self, min_tokens: int = 1) -> list[tuple[str, int, int]]:
@@ -343,11 +353,7 @@ class Engine:
                 if metrics.first_scheduled is None:
                     metrics.first_scheduled = start
                 metrics.num_chunks += not row.is_decode
-            pending = self.runner.submit(batch)
-            if self.timeline is not None:
-                names = [self._by_slot[row.slot].name for row in batch.rows]
-                self.timeline.record(batch, start, self.now(), names, decision.slack_s)
-            self._in_flight.append((batch, decision.prediction, pending))
+            self._in_flight.append(_InFlight(start, decision, batch, self.runner.submit(batch)))
 
     def _schedule(self, now: float) -> Decision:
         """Ask for the next batch; note who was preempted for it."""
@@ -365,15 +371,19 @@ class Engine:
 
     def _complete_oldest(self) -> None:
         """Wait for the oldest batch in flight and hand out what came of it."""
-        batch, prediction, pending = self._in_flight[0]
-        result = pending.result()
+        oldest = self._in_flight[0]
+        batch, prediction, result = oldest.batch, oldest.decision.prediction, oldest.pending.result()
         self._in_flight.popleft()
         now, busy_s = self.now(), result.busy_s
         for row in batch.rows:
             if not row.is_decode:
                 self._by_slot[row.slot].num_computed_tokens = row.kv_len
-        if self.timeline is not None and prediction is not None:
-            self.timeline.count_step(now, prediction.seconds, busy_s, budget_s=prediction.budget_s)
+        if self.timeline is not None:
+            names = [self._by_slot[row.slot].name for row in batch.rows]
+            self.timeline.record(batch, max(oldest.start_s, self._completed_s), now, names, oldest.decision.slack_s)
+            if prediction is not None:
+                self.timeline.count_step(now, prediction.seconds, busy_s, budget_s=prediction.budget_s)
+        self._completed_s = now
         if self.on_step is not None:
             self.on_step(batch, prediction, busy_s)
         results: list[tuple[int, int, bool]] = []

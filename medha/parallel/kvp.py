@@ -10,12 +10,13 @@ Legend: T tokens shared on a run, N query heads of one rank, H head dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 
 from medha.attention.merge import merge_partials
-from medha.batch import Batch, Row
+from medha.batch import Batch
 from medha.errors import PlanDivergenceError
 from medha.parallel.spp import TAIL_BYTES
 
@@ -29,13 +30,13 @@ class Shared:
     Attributes:
         batch_id: of the batch.
         run: first and last group.
-        tokens: indices of their tokens in this rank's part of the batch, int64.
+        tokens: where their tokens lie among those of all shared rows of this rank's part of the batch.
         digest: CRC-32 of the rows.
     """
 
     batch_id: int
     run: tuple[int, int]
-    tokens: torch.Tensor
+    tokens: slice
     digest: int
 
 
@@ -67,7 +68,7 @@ class Merge:
 
     def warm(self, device: torch.device) -> None:
         """Use the communicator once; every rank of the run calls it."""
-        shared = Shared(-1, (0, 0), torch.empty(0, dtype=torch.int64, device=device), 0)
+        shared = Shared(-1, (0, 0), slice(0), 0)
         empty = torch.zeros(1, 1, 2, device=device)
         self.start(shared, (empty, empty[..., 0])).result(compare=True)
 
@@ -107,23 +108,15 @@ class Pending:
                 )
 
 
-def shared_rows(batch: Batch, device: torch.device) -> list[Shared]:
+def shared_rows(batch: Batch) -> list[Shared]:
     """The rows of a rank's part of a batch that are shared, by run in ascending order: the order of all collectives."""
-    runs: dict[tuple[int, int], list[tuple[int, Row]]] = {}
-    start = 0
-    for row in batch.rows:
-        if row.is_shared:
-            runs.setdefault(row.run, []).append((start, row))
-        start += row.q_len
-    return [
-        Shared(
-            batch.batch_id,
-            run,
-            torch.cat([torch.arange(start, start + row.q_len) for start, row in located]).to(device),
-            Batch(batch.batch_id, tuple(row for _, row in located)).digest(),
-        )
-        for run, located in sorted(runs.items())
-    ]
+    found, start = [], 0
+    for run, its_rows in groupby((row for row in batch.rows if row.is_shared), key=lambda row: row.run):
+        rows = tuple(its_rows)
+        end = start + sum(row.q_len for row in rows)
+        found.append(Shared(batch.batch_id, run, slice(start, end), Batch(batch.batch_id, rows).digest()))
+        start = end
+    return found
 
 
 def _packed(shared: Shared, partial: Partial) -> torch.Tensor:

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from medha.attention.staging import record_event
-from medha.batch import Batch
 from medha.parallel.mesh import Ranks
 from medha.timeline import BatchRecord
 from medha.worker.runner import Runner
-from medha.worker.step import StepResult
+from medha.worker.step import PendingStep
+from medha.worker.step_input import StepInput
 
 _REDUCE_CALLS = 5
 
@@ -97,9 +97,9 @@ class StageMeter:
         """This moment on the device."""
         return record_event(self._runner.device, timing=True) or time.perf_counter()
 
-    def _measured_run(self, batch: Batch, input_ids: torch.Tensor | None) -> StepResult | None:
-        self._now = self._batches[batch.batch_id] = _Marks(self._mark())
-        result = self._run(batch, input_ids)
+    def _measured_run(self, step: StepInput) -> PendingStep | None:
+        self._now = self._batches[step.batch.batch_id] = _Marks(self._mark())
+        result = self._run(step)
         # a stage without the head is done with its layers, and then waits to send
         self._now.end = self._mark() if self._runner.model.has_head else self._now.layers_end
         return result

@@ -82,13 +82,13 @@ def _kvp_rows(
         num_groups = 1 + run[1] - run[0]
         qkv = random_qkv(2 * num_groups * 256 - 156, q_len=4, device=device, dtype=dtype)
         part = shard_attention(backend, qkv, *cut(len(qkv[1]), num_groups)[ranks.group - run[0]])
-        merge, shared = Merge(group, num_groups), Shared(0, run, torch.arange(4, device=device), digest=1)
+        merge, shared = Merge(group, num_groups), Shared(0, run, slice(4), digest=1)
         out_TNH = merge.start(shared, part).result(compare=True)
         want_TNH, _ = dense_attention(*qkv, causal=True)
         what = f"merge of every run of groups ({num_runs}), {name_of(dtype)}"
         rows.append(held("kvp", what, largest_error(out_TNH, want_TNH), out_limit(want_TNH, dtype)))
         bits[f"{run} {ranks.stage} {ranks.tp_rank}"] = _crc(out_TNH)
-        one = Shared(0, run, shared.tokens[:1], digest=1), (part[0][:1], part[1][:1])
+        one = Shared(0, run, slice(1), digest=1), (part[0][:1], part[1][:1])
         latency_s = max(latency_s, _median_s(partial(_merged, merge, *one), device))
     worst = max(rows, key=lambda row: row.strain)  # every group is in a run
     yield from crew.worst("kvp", [worst])

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
-from medha.attention.interface import AttentionBackend, Segment
+from medha.attention.interface import AttentionBackend, AttentionRows
 from medha.attention.merge import merge_partials
 from medha.attention.reference import dense_attention, largest_error, lse_limit, out_limit
 from medha.verify.rows import Row, exact, held
@@ -21,14 +22,15 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _HEADS = ((8, 2, 128), (4, 4, 64), (8, 1, 64))  # (N, K, H)
 _BLOCK = 256
+_SHARD_PAGE = 4  # tokens; every shard begins with a page
 _POOL_BLOCKS = 48
-_EXTENTS = ((512, 2048), (4096, 1024), (2560, 512), (6144, 4096), (11000, 512))
+_EXTENTS = ((512, 2048), (4096, 1024), (2560, 512), (6144, 4096), (11008, 512))
 _SEGMENTS = {
     "decode over 8,192 keys in 5 extents": (1, _EXTENTS, False),
-    "decode over one key": (1, ((77, 1),), True),
-    "chunk of 96 over 2,000 keys": (96, ((256, 1024), (5000, 1072)), True),
+    "decode over one key": (1, ((768, 1),), True),
+    "chunk of 96 over 2,000 keys": (96, ((256, 1024), (5120, 1072)), True),
     "first chunk of 200": (200, ((8192, 200),), True),
-    "33 queries over another's shard": (33, ((300, 700),), False),
+    "33 queries over another's shard": (33, ((512, 700),), False),
     "empty shard": (3, (), False),
 }
 
@@ -79,8 +81,8 @@ def cut(num_keys: int, count: int) -> list[tuple[int, int]]:
 def shard_attention(backend: AttentionBackend, qkv: Tensors, start: int, end: int) -> Partial:
     """Attention over one shard; causal on the last, which has the queries' own keys."""
     q_TNH, k_SKH, v_SKH = qkv
-    segment = Segment(0, len(q_TNH), ((start, end - start),), causal=end == len(k_SKH))
-    return backend.run(q_TNH, k_SKH, v_SKH, backend.plan([segment]))
+    row = AttentionRows.over([(len(q_TNH), ((start, end - start),), end == len(k_SKH))], _SHARD_PAGE)
+    return backend.run(q_TNH, k_SKH, v_SKH, backend.plan(row))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -98,19 +100,15 @@ def _attention_errors(
     )
     generator = torch.Generator(device=device).manual_seed(0)
     k_PKH, v_PKH = (pool.normal_(generator=generator) for pool in (cache.k[0], cache.v[0]))
-    segments: list[Segment] = []
-    for q_len, ranges, causal in _SEGMENTS.values():
-        q_start = segments[-1].q_start + segments[-1].q_len if segments else 0
-        segments.append(Segment(q_start, q_len, ranges, causal))
-    num_tokens = segments[-1].q_start + segments[-1].q_len
-    q_TNH = 2 * torch.randn(num_tokens, N, H, generator=generator, device=device, dtype=dtype)
-    out_TNH, lse_TN = backend.run(q_TNH, k_PKH, v_PKH, backend.plan(segments))
+    plan = AttentionRows.over(list(_SEGMENTS.values()), _BLOCK)
+    q_TNH = 2 * torch.randn(plan.num_tokens, N, H, generator=generator, device=device, dtype=dtype)
+    out_TNH, lse_TN = backend.run(q_TNH, k_PKH, v_PKH, backend.plan(plan))
     errors = []
-    for segment in segments:
-        rows = slice(segment.q_start, segment.q_start + segment.q_len)
-        keys = [torch.arange(first, first + count, device=device) for first, count in segment.ranges]
+    for (_, ranges, causal), bounds in zip(_SEGMENTS.values(), pairwise(plan.q_indptr.tolist()), strict=True):
+        rows = slice(*bounds)
+        keys = [torch.arange(first, first + count, device=device) for first, count in ranges]
         index_S = torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64, device=device)
-        want_out, want_lse = dense_attention(q_TNH[rows], k_PKH[index_S], v_PKH[index_S], causal=segment.causal)
+        want_out, want_lse = dense_attention(q_TNH[rows], k_PKH[index_S], v_PKH[index_S], causal=causal)
         finite = want_lse.masked_fill(want_lse == -torch.inf, 0.0)
         output = largest_error(out_TNH[rows], want_out), out_limit(want_out, dtype)
         errors.append((output, (largest_error(lse_TN[rows], want_lse), lse_limit(finite, dtype))))

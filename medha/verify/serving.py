@@ -188,7 +188,7 @@ def find_needle(
             figures = {"found": found == wanted, "ttft_s": output.metrics.ttft}
             details = {"num_tokens": num_tokens, "depth": depth, **figures}
             row = Row("needle", what, repr(found), repr(wanted), PASS if found == wanted else FAIL, details=details)
-    return row, role.runner.tables.num_blocks * role.runner.cache.block_bytes
+    return row, role.runner.slots.num_blocks * role.runner.cache.block_bytes
 
 
 def memory_row(parallel: ParallelConfig, num_tokens: int, kv_bytes: Sequence[int | None]) -> Row:

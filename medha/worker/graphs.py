@@ -21,12 +21,14 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.flashinfer_backend import FixedDecodes, FlashInferBackend
-from medha.attention.interface import LayerShape, Segment
-from medha.attention.staging import Staging
+from medha.attention.interface import AttentionRows, LayerShape
+from medha.attention.staging import packed_bytes, to_device
+from medha.batch import Batch
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder
 from medha.models.rope import cos_sin
-from medha.worker.kv_cache import KVCache, WritePlan
+from medha.worker.kv_cache import KVCache
+from medha.worker.step_input import StepInput
 
 logger = logging.getLogger("medha")
 
@@ -62,25 +64,6 @@ class CudaGraphs:
             out = run()
         self._pool = graph.pool()
         return out, graph.replay
-
-
-@dataclass(frozen=True, slots=True)
-class Decodes:
-    """A batch of decodes, one row each.
-
-    Attributes:
-        segments: what each row sees.
-        positions: of each row.
-        targets: pool token that each row writes.
-        token_ids: of each row, on a rank that embeds them; None where they lie on the device.
-        slots: of each row, where ``last_tokens`` is given.
-    """
-
-    segments: Sequence[Segment]
-    positions: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.int64]
-    token_ids: npt.NDArray[np.int64] | None
-    slots: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +112,10 @@ class DecodeGraphs:
     def _allocate(self, device: torch.device) -> None:
         """The buffers that all sizes share, behind each other as :meth:`_fill` sends them."""
         rows, pages = np.zeros(self._most, np.int64), np.zeros(self._cache.num_blocks + self._most, np.int32)
-        staging = Staging(device)
-        parts = [staging.add(ints) for ints in (rows, rows, rows, rows, pages)]
-        self._inputs = torch.empty(staging.num_bytes, dtype=torch.uint8, device=device)
-        staging.send(into=self._inputs)
-        self._ids, self._positions, self._targets, self.slots, self._pages = (part.tensor for part in parts)
+        arrays: list[npt.NDArray[Any]] = [rows, rows, rows, rows, pages]
+        self._inputs = torch.empty(packed_bytes(arrays), dtype=torch.uint8, device=device)
+        sent = to_device(arrays, device, into=self._inputs)
+        self._ids, self._positions, self._targets, self.slots, self._pages = sent
         hidden = (0 if self._model.has_embedding else self._most, self._model.config.hidden_size)
         self._hidden = torch.zeros(hidden, dtype=self._shape.dtype, device=device)
 
@@ -179,28 +161,29 @@ class DecodeGraphs:
     def _captured(self, maker: CudaGraphs, size: int) -> _Graph:
         attention = self._backend.fixed_decodes(self._shape, size, self._pages, most_decodes=self._most)
         none = np.empty(0, np.int64)
-        self._fill(Decodes((), none, none, none, none), size, attention)
+        rows = AttentionRows.of(none, none, none.astype(bool), [], self._cache.block_size)
+        self._fill(StepInput(Batch(0, ()), own=rows), size, attention)
         out, replay = maker.capture(lambda: self._forward(size, attention))
         return _Graph(out, replay, attention)
 
     def run(
-        self, decodes: Decodes, *, hidden_TD: torch.Tensor | None = None, last_tokens: torch.Tensor | None = None
+        self, step: StepInput, *, hidden_TD: torch.Tensor | None = None, last_tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Replay the graph that holds a batch.
 
         Args:
-            decodes: at most as many rows as the largest size.
+            step: decodes, at most as many as the largest size.
             hidden_TD: hidden states of the stage before, on a rank without the embedding.
             last_tokens: int64 on the device, the token of each slot, where the ids are not known to the host.
 
         Returns:
             Logits [T, V], float32, on a rank with the head, else hidden states [T, D]; until the next run.
         """
-        num_rows = len(decodes.segments)
+        num_rows = len(step.batch.rows)
         size = self.size_for(num_rows)
         assert size is not None, f"no graph holds {num_rows} decodes"
         graph = self._graphs[size]
-        self._fill(decodes, size, graph.attention)
+        self._fill(step, size, graph.attention)
         if hidden_TD is not None:
             self._hidden[:num_rows].copy_(hidden_TD)
         if last_tokens is not None:
@@ -208,30 +191,33 @@ class DecodeGraphs:
         graph.replay()
         return graph.out[:num_rows]
 
-    def _fill(self, decodes: Decodes, size: int, attention: FixedDecodes) -> None:
-        """Put a batch into the buffers, filled up with rows that read and write the scratch token; plan its attention.
+    def _fill(self, step: StepInput, size: int, attention: FixedDecodes) -> None:
+        """Put a batch into the buffers, filled up with rows that read and write the scratch block; plan its attention.
 
         The buffers keep the places that they have at the largest size; what lies behind a batch's rows is not read.
         """
-        scratch, num_rows = self._cache.scratch_token, len(decodes.segments)
-        padding = [Segment(row, 1, ((scratch, 1),), True) for row in range(num_rows, size)]
-        ids = np.zeros(num_rows, np.int64) if decodes.token_ids is None else decodes.token_ids
-        staging = Staging(self._inputs.device)
-        for ints, filler in ((ids, 0), (decodes.positions, 0), (decodes.targets, scratch), (decodes.slots, 0)):
+        assert step.own is not None, "decodes of one group"
+        rows = step.own.filled_up(size, self._cache.num_blocks)
+        ids = step.positions[:0] if step.token_ids is None else step.token_ids
+        arrays: list[npt.NDArray[Any]] = []
+        for ints, filler in (
+            (ids, 0),
+            (step.positions, 0),
+            (step.targets, self._cache.scratch_token),
+            (step.decode_slots, 0),
+        ):
             whole = np.full(self._most, filler, np.int64)
             whole[: len(ints)] = ints
-            staging.add(whole)
-        staging.add(attention.pages([*decodes.segments, *padding]))
-        staging.send(into=self._inputs)
-        attention.plan()
+            arrays.append(whole)
+        to_device([*arrays, rows.pages], self._inputs.device, into=self._inputs)
+        attention.plan(rows)
 
     def _forward(self, size: int, attention: FixedDecodes) -> torch.Tensor:
         """What a graph holds."""
         cos, sin = cos_sin(self._positions[:size], self._inv_freq, self._model.config.rope.attention_factor)
-        writes = WritePlan(self._targets[:size], ())
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
-            self._cache.write(layer, k_TKH, v_TKH, writes)
+            self._cache.write(layer, k_TKH, v_TKH, self._targets[:size])
             return attention.run(q_TNH, self._cache.k[layer], self._cache.v[layer])
 
         x_TD = self._model.embed(self._ids[:size]) if self._model.has_embedding else self._hidden[:size]

@@ -131,7 +131,7 @@ def build_runner(
     if num_swap_blocks:
         host = HostCache(cache, num_swap_blocks, CudaCopyStream(device) if device.type == "cuda" else CopyStream())
     if ranks is None:
-        return Runner(model, cache, backend, device, decode_lag=config.scheduler.decode_lag or 0, host=host)
+        return Runner(model, cache, backend, device, host=host)
     pipe = StagePipe(
         ranks.pipe_group,
         previous=ranks.neighbour(-1),

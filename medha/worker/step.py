@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,9 @@ import numpy.typing as npt
 from medha.batch import Batch, Row
 from medha.params import SamplingParams
 from medha.worker.sampling import Sampled
+from medha.worker.step_input import StepInput
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +68,51 @@ class BatchRunner(Protocol):
         ...
 
 
+class InOrder(Generic[T]):
+    """Runs prepared steps in order.
+
+    Where the device runs behind the host they run at once. On the CPU, which would block the host, one runs when the
+    next is added or its result is asked for: so the next batch is made, sent and prepared before this one computes.
+
+    Args:
+        run: runs a step; returns what waits for its result.
+        at_once: whether that does not block.
+    """
+
+    def __init__(self, run: Callable[[StepInput], Callable[[], T]], *, at_once: bool) -> None:
+        self._run = run
+        self._most_waiting = 0 if at_once else 1
+        self._waiting: deque[StepInput] = deque()
+        self._results: dict[int, Callable[[], T]] = {}
+
+    def add(self, step: StepInput) -> Callable[[], T]:
+        """Take the next step; returns what runs it, if it has not yet, and waits for its result; called once."""
+        self._waiting.append(step)
+        while len(self._waiting) > self._most_waiting:
+            self._run_next()
+
+        def result() -> T:
+            while (batch_id := step.batch.batch_id) not in self._results:
+                self._run_next()
+            return self._results.pop(batch_id)()
+
+        return result
+
+    def run_while(self, may_run: Callable[[StepInput], bool]) -> None:
+        """Run what was added, up to the first that may not yet."""
+        while self._waiting and may_run(self._waiting[0]):
+            self._run_next()
+
+    def clear(self) -> None:
+        """Forget what has not run."""
+        self._waiting.clear()
+        self._results.clear()
+
+    def _run_next(self) -> None:
+        step = self._waiting.popleft()
+        self._results[step.batch.batch_id] = self._run(step)
+
+
 def sampling_rows(batch: Batch, group: int) -> tuple[Row, ...]:
     """The rows of a batch after which a group draws a token, in order: those whose span begins there."""
     return tuple(row for row in batch.rows if row.samples and row.group == group)
-
-
-def last_tokens_of(batch: Batch, group: int) -> list[int]:
-    """Index in the batch of the last token of each row after which a group draws a token."""
-    ends = np.cumsum([row.q_len for row in batch.rows]).tolist()
-    return [end - 1 for end, row in zip(ends, batch.rows, strict=True) if row.samples and row.group == group]
-
-
-def positions_of(batch: Batch) -> npt.NDArray[np.int64]:
-    """Position of each token of a batch."""
-    return np.concatenate([np.arange(row.position, row.kv_len, dtype=np.int64) for row in batch.rows])

@@ -1,0 +1,260 @@
+"""What one rank's kernels need to know of a step, made from the Batch by vectorised numpy.
+
+:class:`Slots` is a rank's replica of the scheduler's block tables: by slot, which blocks lie here and how many tokens
+they hold. :meth:`Slots.prepare` applies a batch to it and gathers a :class:`StepInput`; it touches host arrays alone,
+so the next batch is prepared while this one computes. Nothing on a device refers to the arrays of the slots.
+
+Legend: R rows of this rank's part of a batch, T their tokens, S rows after which a token is drawn here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from medha.attention.interface import AttentionRows, adjacent_runs
+from medha.attention.staging import to_device
+from medha.batch import Batch, Extent, Row
+from medha.worker.swap import Run
+
+Ints = npt.NDArray[np.int64]
+_NO_INTS = np.empty(0, np.int64)
+_NO_PAGES = np.empty(0, np.int32)
+_FIRST_SLOTS = 64
+_NO_IDS = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class StepInput:
+    """A batch on one rank, ready to run.
+
+    Attributes:
+        batch: the part of the plan that concerns this rank's group; rows of one group first, then those of several.
+        positions: of each token in its request, int64 [T].
+        targets: pool token of each new key that is kept here, int64.
+        kept: index of those tokens among the T; None if they are all of them.
+        own, shared: what the rows of this group alone and those of several attend to; None if there are none.
+        decode_tokens, decode_slots: index of each decode's token among the T, and its slot, int64.
+        drawn_rows: after which a token is drawn on this group.
+        drawn_tokens, drawn_slots: index of the last token of each of those rows, and its slot, int64 [S].
+        swaps_out, swaps_in: runs of tokens that move to host memory and back.
+        token_ids: of the T tokens, int32, on a rank that embeds them.
+    """
+
+    batch: Batch
+    positions: Ints = field(default_factory=_NO_INTS.copy)
+    targets: Ints = field(default_factory=_NO_INTS.copy)
+    kept: Ints | None = None
+    own: AttentionRows | None = None
+    shared: AttentionRows | None = None
+    decode_tokens: Ints = field(default_factory=_NO_INTS.copy)
+    decode_slots: Ints = field(default_factory=_NO_INTS.copy)
+    drawn_rows: tuple[Row, ...] = ()
+    drawn_tokens: Ints = field(default_factory=_NO_INTS.copy)
+    drawn_slots: Ints = field(default_factory=_NO_INTS.copy)
+    swaps_out: Sequence[Run] = ()
+    swaps_in: Sequence[Run] = ()
+    token_ids: npt.NDArray[np.int32] | None = None
+
+    @property
+    def is_of_decodes(self) -> bool:
+        """Whether it has decodes of this group alone: what a graph can hold."""
+        return self.shared is None and len(self.decode_slots) == len(self.batch.rows)
+
+
+class Slots:
+    """By slot, what a rank holds: the blocks, in order of arrival, and how many tokens are in them.
+
+    With KV parallelism that is a shard of the request: adjacent positions whose keys and values this group took.
+
+    Args:
+        block_size: tokens a block.
+        group: this rank's KV-parallel group; blocks of other groups are not noted.
+
+    Attributes:
+        held: tokens of each slot that lie here once the batches prepared so far have run, int64.
+    """
+
+    def __init__(self, block_size: int, group: int = 0) -> None:
+        self.block_size = block_size
+        self.group = group
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every slot."""
+        self.held = np.zeros(_FIRST_SLOTS, np.int64)
+        self._blocks: dict[int, npt.NDArray[np.int32]] = {}  # with spare room behind
+        self._num_blocks: dict[int, int] = {}
+
+    def blocks(self, slot: int) -> npt.NDArray[np.int32]:
+        """The blocks of a request that lie here, int32."""
+        return self._blocks.get(slot, _NO_PAGES)[: self._num_blocks.get(slot, 0)]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all requests that lie here."""
+        return sum(self._num_blocks.values())
+
+    def prepare(self, batch: Batch) -> StepInput:
+        """Apply a batch's delta, and gather what its rows need.
+
+        Args:
+            batch: this group's part of the plan. Batches come in order; each is prepared before the next one.
+
+        Raises:
+            IndexError: a slot has not the blocks that a row needs.
+        """
+        step = StepInput(batch, swaps_out=self._runs(batch.swaps_out))
+        for slot in batch.frees:
+            if self._num_blocks.pop(slot, 0):
+                del self._blocks[slot]
+            if slot < len(self.held):
+                self.held[slot] = 0
+        for extent in batch.extents:
+            if extent.group == self.group:
+                self._append(extent)
+        step.swaps_in = self._runs(batch.swaps_in)
+        if batch.rows:
+            self._gather(step)
+        return step
+
+    def _append(self, extent: Extent) -> None:
+        start = self._num_blocks.get(extent.slot, 0)
+        end = self._num_blocks[extent.slot] = start + extent.count
+        blocks = self._blocks.get(extent.slot, _NO_PAGES)
+        if end > len(blocks):
+            blocks = np.empty(max(end, 2 * start), np.int32)
+            blocks[:start] = self.blocks(extent.slot)[:start]
+            self._blocks[extent.slot] = blocks
+        blocks[start:end] = np.arange(extent.first, extent.first + extent.count)
+
+    def _gather(self, step: StepInput) -> None:
+        rows, size = step.batch.rows, self.block_size
+        columns = np.fromiter(chain.from_iterable(rows), np.int64, len(Row._fields) * len(rows))
+        slot, position, q_len, is_decode, samples, group, num_groups = columns.reshape(len(rows), -1).T
+        if (most := int(slot.max())) >= len(self.held):
+            self.held = np.pad(self.held, (0, max(most + 1, 2 * len(self.held)) - len(self.held)))
+        for extent in step.batch.swaps_in:
+            self.held[extent.slot] = position[slot == extent.slot][0]
+        before, is_writer = self.held[slot], group + num_groups - 1 == self.group
+        kv_len = before + q_len * is_writer
+        self.held[slot] = kv_len
+        tables = [self.blocks(one) for one in slot.tolist()]
+        self._check(slot, kv_len, tables)
+
+        num_own = int((num_groups == 1).sum())
+        parts = [
+            AttentionRows.of(q_len[at], kv_len[at], is_writer[at], tables[at], size) if len(slot[at]) else None
+            for at in (slice(num_own), slice(num_own, None))
+        ]
+        step.own, step.shared = parts
+
+        ends = np.cumsum(q_len)
+        token, first = np.arange(ends[-1]), ends - q_len
+        step.positions = np.repeat(position - first, q_len) + token
+        pages = [part.pages for part in parts if part is not None]
+        page_start = np.cumsum(counts := -(-kv_len // size)) - counts
+        is_kept = slice(None) if is_writer.all() else np.repeat(is_writer, q_len)
+        local = (np.repeat(before - first, q_len) + token)[is_kept]
+        at = np.repeat(page_start, q_len)[is_kept] + local // size
+        step.targets = np.concatenate(pages)[at] * np.int64(size) + local % size
+        step.kept = None if isinstance(is_kept, slice) else np.flatnonzero(is_kept)
+        step.decode_tokens, step.decode_slots = first[is_decode > 0], slot[is_decode > 0]
+        drawn = np.flatnonzero((samples > 0) & (group == self.group))
+        step.drawn_rows = tuple([rows[row] for row in drawn.tolist()])
+        step.drawn_tokens, step.drawn_slots = ends[drawn] - 1, slot[drawn]
+
+    def _check(self, slot: Ints, kv_len: Ints, tables: Sequence[npt.NDArray[np.int32]]) -> None:
+        """Refuse rows without the blocks for their keys."""
+        room = np.fromiter(map(len, tables), np.int64, len(tables)) * self.block_size
+        if (lacks := room < kv_len).any():
+            row = int(lacks.argmax())
+            raise IndexError(f"slot {slot[row]} has blocks for {room[row]} tokens, {kv_len[row]} are to lie there")
+
+    def _runs(self, host: Sequence[Extent]) -> list[Run]:
+        """Where host blocks and the first blocks of their slots' tables face each other.
+
+        Args:
+            host: of a batch's swaps, in position order for each slot; those of other groups are left out.
+
+        Returns:
+            (first pool token, first token of the host's pool, count) runs.
+        """
+        runs, size = [], self.block_size
+        done: dict[int, int] = {}  # blocks by slot
+        for extent in host:
+            if extent.group != self.group:
+                continue
+            start = done.get(extent.slot, 0)
+            done[extent.slot] = start + extent.count
+            blocks = self.blocks(extent.slot)[start : start + extent.count]
+            if len(blocks) < extent.count:
+                raise IndexError(f"slot {extent.slot} has {len(blocks)} of the {extent.count} blocks to be moved")
+            bounds = adjacent_runs(blocks).tolist()
+            runs += [
+                (int(blocks[first]) * size, (extent.first + first) * size, (end - first) * size)
+                for first, end in pairwise(bounds)
+            ]
+        return runs
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """The arrays of a :class:`StepInput` on the device, and where its new keys and values go.
+
+    Attributes:
+        targets, kept: pool token and batch token of each key that is written by itself.
+        pieces: (first batch token, first pool token, count) of the others, which on the CPU go run by run.
+    """
+
+    pieces: Sequence[tuple[int, int, int]]
+    kept: torch.Tensor | None
+    targets: torch.Tensor
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+    decode_tokens: torch.Tensor
+    decode_slots: torch.Tensor
+    drawn_tokens: torch.Tensor
+    drawn_slots: torch.Tensor
+
+    @classmethod
+    def of(cls, step: StepInput, device: torch.device, *, with_pages: bool) -> DeviceStep:
+        """Send a step in one copy, with the page tables of its rows if they are read."""
+        pieces: list[tuple[int, int, int]] = []
+        targets, kept = step.targets, step.kept
+        if device.type == "cpu":
+            pieces, targets, kept = _in_pieces(targets, kept)
+        arrays: list[npt.NDArray[Any]] = [
+            targets,
+            step.positions,
+            _NO_IDS if step.token_ids is None else step.token_ids,
+            step.decode_tokens,
+            step.decode_slots,
+            step.drawn_tokens,
+            step.drawn_slots,
+        ]
+        parts = [part for part in (step.own, step.shared) if part is not None and with_pages]
+        kept_parts = [] if kept is None else [kept]
+        sent = iter(to_device([*kept_parts, *(part.pages for part in parts), *arrays], device))
+        kept_on_device = None if kept is None else next(sent)
+        for part in parts:
+            part.device_pages = next(sent)
+        return cls(pieces, kept_on_device, *sent)
+
+
+def _in_pieces(targets: Ints, kept: Ints | None) -> tuple[list[tuple[int, int, int]], Ints, Ints | None]:
+    """Runs of several tokens as (first batch token, first pool token, count), then what is left, token by token."""
+    sources = np.arange(len(targets)) if kept is None else kept
+    bounds = adjacent_runs(targets, adjacent_runs(sources)[:-1])
+    if len(bounds) > len(targets):
+        return [], targets, kept
+    counts = np.diff(bounds)
+    firsts, is_single = bounds[:-1], np.repeat(counts == 1, counts)
+    runs = np.stack([sources[firsts], targets[firsts], counts], axis=1)[counts > 1].tolist()
+    return [(source, target, count) for source, target, count in runs], targets[is_single], sources[is_single]
