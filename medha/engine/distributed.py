@@ -103,7 +103,7 @@ class TokenLine:
         self._ranks = ranks
         self._runner = runner
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._receives: deque[tuple[list[int], Callable[[], torch.Tensor]]] = deque()
+        self._receives: deque[tuple[int, list[int], Callable[[], torch.Tensor]]] = deque()  # by batch
 
     def post(self, batch: Batch) -> None:
         """Post the receives of a batch's tokens, on a rank that embeds."""
@@ -114,26 +114,34 @@ class TokenLine:
                 buffer = torch.empty(len(slots), dtype=torch.int64)
                 work = dist.irecv(buffer, src=sampler, group=self._ranks.report_group, tag=_TOKENS_TAG)
                 assert work is not None, "the receiver is in the group"
-                self._receives.append((slots, partial(_received, work, buffer)))
+                self._receives.append((batch.batch_id, slots, partial(_received, work, buffer)))
 
     def take_from(self, report: PendingStep, batch: Batch) -> None:
         """Take a batch's tokens from the report of rank 0's group, on rank 0."""
         slots = [row.slot for row in sampling_rows(batch, self._ranks.group)]
         if slots:
-            self._receives.append((slots, lambda: torch.tensor([one.token_id for one in report.result().sampled])))
+            tokens = lambda: torch.tensor([one.token_id for one in report.result().sampled])
+            self._receives.append((batch.batch_id, slots, tokens))
 
     def has(self, step: StepInput) -> bool:
         """Whether no token that a step embeds is still on its way."""
-        wanted = set(step.decode_slots.tolist())
-        return all(wanted.isdisjoint(its) for its, _ in self._receives)
+        return self._num_needed(step) == 0
 
-    def wait_for(self, slots: npt.NDArray[np.int64]) -> None:
-        """Note the last tokens of slots, once they are here, for their decodes that run now."""
-        wanted = set(slots.tolist())
-        last = max((at for at, (its, _) in enumerate(self._receives) if not wanted.isdisjoint(its)), default=-1)
-        for _ in range(max(last + 1, len(self._receives) - _TOKENS_IN_FLIGHT)):
-            its, received = self._receives.popleft()
-            self._runner.note_tokens(its, received())
+    def wait_for(self, step: StepInput) -> None:
+        """Note the tokens that a step's decodes embed, once they are here."""
+        for _ in range(max(self._num_needed(step), len(self._receives) - _TOKENS_IN_FLIGHT)):
+            _, slots, received = self._receives.popleft()
+            self._runner.note_tokens(slots, received())
+
+    def _num_needed(self, step: StepInput) -> int:
+        """How many of the oldest receives are to be waited for before a step."""
+        wanted = set(step.decode_slots.tolist())
+        before = (
+            at
+            for at, (batch_id, slots, _) in enumerate(self._receives, start=1)
+            if batch_id < step.batch.batch_id and not wanted.isdisjoint(slots)
+        )
+        return max(before, default=0)
 
     def send(self, batch: Batch, result: StepResult) -> None:
         """Send what was sampled here after a batch's rows."""
@@ -159,7 +167,7 @@ class TokenLine:
         while self._sends:
             self._sends.popleft()[0].wait()
         while self._receives:
-            self._receives.popleft()[1]()
+            self._receives.popleft()[-1]()
 
 
 def _received(work: dist.Work, buffer: torch.Tensor) -> torch.Tensor:
@@ -243,7 +251,7 @@ class DrivingRunner:
     def _run_own(self, step: StepInput) -> Callable[[], StepResult | None]:
         """Run rank 0's part of a batch, behind the tokens that it embeds."""
         with self._runner.recorder.waiting("report"):
-            self._tokens.wait_for(step.decode_slots)
+            self._tokens.wait_for(step)
         pending = self._runner.run(step)
         if pending is None:
             return lambda: None
@@ -381,7 +389,7 @@ class Follower:
         with failures_named(self.ranks.monitor, step.batch):
             if self.ranks.is_first_stage:
                 with self._runner.recorder.waiting("control"):
-                    self._tokens.wait_for(step.decode_slots)
+                    self._tokens.wait_for(step)
             pending = self._runner.run(step)
             if pending is not None:
                 self._running.append((step.batch, pending))

@@ -348,11 +348,11 @@ class Engine:
         """Schedule and submit batches until no more may enter."""
         while (decision := self._schedule(start := self.now())).batch is not None:
             batch = decision.batch
-            for row in batch.rows:
-                metrics = self._by_slot[row.slot].metrics
+            for slot in [row.slot for row in batch.rows if not row.is_decode]:
+                metrics = self._by_slot[slot].metrics
                 if metrics.first_scheduled is None:
                     metrics.first_scheduled = start
-                metrics.num_chunks += not row.is_decode
+                metrics.num_chunks += 1
             self._in_flight.append(_InFlight(start, decision, batch, self.runner.submit(batch)))
 
     def _schedule(self, now: float) -> Decision:
@@ -375,9 +375,8 @@ class Engine:
         batch, prediction, result = oldest.batch, oldest.decision.prediction, oldest.pending.result()
         self._in_flight.popleft()
         now, busy_s = self.now(), result.busy_s
-        for row in batch.rows:
-            if not row.is_decode:
-                self._by_slot[row.slot].num_computed_tokens = row.kv_len
+        for row in [row for row in batch.rows if not row.is_decode]:
+            self._by_slot[row.slot].num_computed_tokens = row.kv_len
         if self.timeline is not None:
             names = [self._by_slot[row.slot].name for row in batch.rows]
             self.timeline.record(batch, max(oldest.start_s, self._completed_s), now, names, oldest.decision.slack_s)
@@ -402,13 +401,15 @@ class Engine:
     def _hand_out(self, changed: Sequence[Completion]) -> None:
         """Emit what a batch has changed: first the requests that have ended, then those that report as they go."""
         for one in changed:
-            self._keep_explanation(one)
-        requests = {one.request.request_id: one.request for one in changed}
+            if one.metrics.explanation is None:
+                self._keep_explanation(one)
+        told = (one for one in changed if one.finish_reason is not None or one.request.reports_progress)
+        requests = {one.request.request_id: one.request for one in told}
         for request in requests.values():
             if request.has_ended:
                 self._retire(request)
         for request in requests.values():
-            if not request.has_ended and request.params.output_kind != "final_only":
+            if not request.has_ended and request.reports_progress:
                 request.emit()
 
     def _find(self, request_id: str) -> Request | None:

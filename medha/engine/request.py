@@ -126,6 +126,11 @@ class Request:
         """Whether all of its completions have."""
         return all(completion.finish_reason is not None for completion in self.completions)
 
+    @property
+    def reports_progress(self) -> bool:
+        """Whether it hands out more than its last output."""
+        return self.params.output_kind != "final_only"
+
     def emit(self) -> None:
         """Hand out the request as it is now; with ``output_kind`` ``delta``, what was not handed out before."""
         is_delta = self.params.output_kind == "delta"
@@ -197,7 +202,8 @@ class Completion:
         self._tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            streams = params.output_kind != "final_only" or bool(params.stop_strings)
+            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, streams=streams)
         self._stops = StopChecker(params.stop_strings, include_stop_str_in_output=params.include_stop_str_in_output)
         self._pieces: list[str] = []  # of the text, one or more a token
         self._logprobs: list[dict[int, Logprob]] = []
@@ -248,7 +254,9 @@ class Completion:
             self._take_logprobs(sampled.logprobs)
         ends = token in self.end_ids
         if self._detokenizer is not None and (not ends or params.include_stop_str_in_output):
-            self._add_text(self._detokenizer.push(token))
+            piece = self._detokenizer.push(token)
+            if piece:
+                self._add_text(piece)
         if ends or self._stops.matched is not None:
             self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
             self.finish("stop", now_s)

@@ -22,11 +22,13 @@ class Detokenizer:
     Args:
         tokenizer: the tokenizer the ids belong to.
         skip_special_tokens: whether special tokens are left out.
+        streams: whether text is wanted before the end; if not, all of it comes with :meth:`finish`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, streams: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._streams = streams
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._ids: list[int] = []
         self._num_emitted = 0  # characters
@@ -35,6 +37,8 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Add one token, not negative; returns the text that became final, perhaps none."""
         self._ids.append(token_id)
+        if not self._streams:
+            return ""
         token = self._tokenizer.backend.id_to_token(token_id)
         if token is None or (self._skip_special_tokens and token_id in self._tokenizer.special_ids):
             return ""
