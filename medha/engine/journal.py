@@ -7,7 +7,7 @@ them and writes them down; :func:`replay` puts the calls to a new scheduler and 
 The first line says what scheduler it is, each other line is one call with its result, batches as the flat integers of
 :meth:`medha.batch.Batch.to_ints`. JSON is as Python writes it: numbers come back bit by bit, and ``Infinity`` and
 ``NaN`` are numbers. Calls that raised are not recorded, nor are calls of ``schedule`` while the pipeline is full: they
-decide nothing. Older journals have lines ``admission_s``, which changed nothing; ``add`` judges admission now.
+decide nothing.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ _Call = Callable[[], _Decision]
 
 def _head(scheduler: Scheduler) -> dict[str, Any]:
     """What a scheduler is, as a line of a journal."""
-    config, memory, predictor = scheduler.config, scheduler.memory, scheduler.predictor
+    config, predictor = scheduler.config, scheduler.predictor
     check_recordable(config)
     if predictor is not None and predictor.correction.errors.figures().count:
         raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
@@ -192,10 +192,7 @@ def _head(scheduler: Scheduler) -> dict[str, Any]:
         "format": _FORMAT,
         "version": _VERSION,
         "config": asdict(config),
-        "num_blocks": memory.num_blocks,
-        "block_size": memory.block_size,
-        "num_groups": memory.num_groups,
-        "max_prompt_tokens": scheduler.max_prompt_tokens,
+        **scheduler.sizes,
         "predictor": None
         if predictor is None
         else {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())},
@@ -236,8 +233,6 @@ class _Replayer:
         name, now_s = entry["call"], entry.get("now_s")
         if name == "fresh":
             return partial(self._start_afresh, entry["learned"]), None
-        if name == "admission_s":  # of older journals
-            return lambda: None, None
         if name == "add":
             slo = entry["head"]["slo"]
             request = SchedulerRequest(**entry["head"] | {"slo": None if slo is None else SLO(**slo)})

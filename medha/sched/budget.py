@@ -78,7 +78,7 @@ def batch_budget_s(config: SchedulerConfig, queue: Queue, memory: KVMemory, grou
     for state in queue.decoding.values():
         slo = state.request.slo
         if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
-            first, count = memory.run(state.slot)
+            first, count = memory.span(state.slot)
             if first <= group < first + count:
                 tightest = slo.tpot_s
     return tightest / period

@@ -51,11 +51,6 @@ _MAX_ROUNDS = 1 << 20
 class MedhaPacker(Packer):
     """The paper's packer.
 
-    Args:
-        config: policy, budgets, shares.
-        predictor: of the slowest stage of a group.
-        depth: batches in flight at most: a decode returns every so many.
-
     Attributes:
         num_over_budget: batches with a chunk beyond their budget.
         num_grown: how often a request took its next group before its shard was full.

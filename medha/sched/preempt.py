@@ -1,13 +1,14 @@
 """Which requests are preempted when one finds no KV memory, and how: a preempted request is computed again later, or
 its KV is swapped to host memory and back, whichever takes less.
 
-By default nobody is preempted: claims and the banker's test (:mod:`medha.sched.memory`) let every request come to its
-end. Two options change that.
+By default nobody is preempted: reservations and the banker's test (:mod:`medha.sched.memory`) let every request come to
+its end. Two options change that.
 
 - Priority classes (a policy ``priority…``): a prefill that was refused memory, or a place among the running, preempts
   requests of lower classes, decodes too: the lowest class first, and in a class whoever loses least.
-- ``overcommit``: requests take memory without regard to claims. A decode that finds no block preempts prefills, whoever
-  loses least, and a decode only where no prefill is left. So does the oldest started request while it is a prefill.
+- ``overcommit``: requests take memory without regard to reservations. A decode that finds no block preempts prefills,
+  whoever loses least, and a decode only where no prefill is left. So does the oldest started request while it is a
+  prefill.
 
 Only a request with nothing in flight can be preempted. It loses the predicted time to compute again what it had, or to
 copy it out and in: the most that this can be, as the copies run beside what others compute. Only a request that lies on
@@ -30,11 +31,6 @@ from medha.sched.queue import Queue, State
 
 class Preemption:
     """Takes KV memory from some requests for others.
-
-    Args:
-        queue: the requests.
-        memory: what they hold.
-        predictor: whose factor corrects the predicted seconds of prefills; None for none.
 
     Attributes:
         by_class: whether priority classes say who gives way.

@@ -102,7 +102,7 @@ def holding(num_blocks: int, **options: Any) -> KVMemory:
     memory = KVMemory(num_blocks=8, block_size=BLOCK, overcommit=True, **options)
     memory.start(0, 0, 8 * BLOCK)
     account = memory._accounts[0]
-    memory.pools[0].allocate(0, num_blocks, claim=num_blocks)
+    memory.pools[0].allocate(0, num_blocks, reserved=num_blocks)
     account.starts, account.held = [0], [num_blocks]
     return memory
 
