@@ -44,8 +44,7 @@ def prepare_request(
         request_id: any string but the empty one.
         prompt: in any of its forms.
         params: None for the model's defaults.
-        slo: objectives, if any.
-        priority: class.
+        slo, priority: objectives and class.
         limits: of the model.
         tokenizer: None takes token ids alone.
         kv: the pools, which the request must be able to fit, however long it waits.

@@ -190,7 +190,7 @@ def order(
     is_nan = np.isnan(keys)
     if is_nan.any():
         raise _policy_error(ranking.name, "the key is NaN", slots[is_nan])
-    if last is not None:
+    if last is not None and last.any():
         keys = np.where(last, np.inf, keys)
     by = (keys, columns.arrival_s, slots)
     return sort_rows((columns.priority, *by) if ranking.by_class else by, first=first, among=among)

@@ -71,7 +71,7 @@ class Preemption:
         again_s = self._queue.prefill_s(state.num_scheduled_tokens) * factor if state.num_scheduled_tokens else 0.0
         blocks = self._memory.swappable(state.slot)
         moved_s = 2 * blocks * self._memory.swap_block_s
-        if blocks and (moved_s < again_s or not self._queue.predicts):
+        if blocks and (moved_s < again_s or self._predictor is None):
             return moved_s, True
         return again_s, False
 
@@ -97,12 +97,7 @@ def oldest(states: Iterable[State]) -> State | None:
 
 
 def fewest(candidates: list[State], fits: Callable[[Collection[int]], bool]) -> list[State] | None:
-    """The fewest candidates, from the front, without which a request fits; None if it does not fit without all of them.
-
-    Args:
-        candidates: in the order in which they are preempted.
-        fits: whether it would fit if some slots were gone.
-    """
+    """The fewest candidates, from the front, without whose slots a request ``fits``; None if all are too few."""
     gone: set[int] = set()
     chosen: list[State] = []
     while not fits(gone):

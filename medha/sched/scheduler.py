@@ -78,12 +78,8 @@ class Scheduler:
             self.packer = MedhaPacker(config, predictor, self.depth)
         else:
             raise ValueError("scheduler='medha' needs a predictor")
-        self._queue = Queue(
-            None if predictor is None else _prefill_times(config, predictor, max_prompt_tokens),
-            deadline_floor_s=config.deadline_floor_s,
-            deadline_factor=config.deadline_factor,
-            decode_lag=bool(config.decode_lag),
-        )
+        times = None if predictor is None else _prefill_times(config, predictor, max_prompt_tokens)
+        self._queue = Queue(config, times)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._preemption = Preemption(self._queue, self.memory, predictor)
         self._next_batch_id = 0
@@ -153,7 +149,15 @@ class Scheduler:
         predicted_s = None if now_s is None else self._late_ttft_s(request, now_s)
         if predicted_s is not None:
             if self.config.admission == "refuse":
-                raise _refused(request, predicted_s)
+                objective_s = None if request.slo is None else request.slo.ttft_s
+                raise DeadlineError(
+                    f"slo.ttft_s={objective_s}: its first token is predicted {predicted_s:.3f} s after its arrival "
+                    "even if it runs next; accepted: a later one, or admission='all' or 'relegate'",
+                    predicted_s=predicted_s,
+                    objective_s=objective_s,
+                    param="slo.ttft_s",
+                    value=objective_s,
+                )
             request = replace(request, is_relegated=True)
         factor = 1.0 if self.predictor is None else self.predictor.factor("prefill")
         deadline_s = self._queue.add(request, factor).deadline_s
@@ -231,13 +235,10 @@ class Scheduler:
     def complete(
         self, batch: Batch, now_s: float, results: Iterable[tuple[int, int, bool]], busy_s: float
     ) -> tuple[int, ...]:
-        """Record that a batch is done in every stage.
-
-        The batches of a KV-parallel group complete in the order in which they were scheduled; those of groups that
-        have nothing in common in any order.
+        """Record that a batch, the oldest in flight of its groups, is done in every stage.
 
         Args:
-            batch: the oldest in flight of its groups.
+            batch: which.
             now_s: time.
             results: (slot, number of new tokens, finished) of the rows that sampled.
             busy_s: seconds the slowest group computed, waits excluded.
@@ -263,14 +264,11 @@ class Scheduler:
 
     def _take_in_flight(self, batch: Batch) -> Prediction | None:
         """Take a batch out of those in flight; returns its prediction."""
-        if self._in_flight and self._in_flight[0][0].batch_id == batch.batch_id:
-            return self._in_flight.popleft()[1]
-        groups = batch.groups
         for index, (older, prediction) in enumerate(self._in_flight):
             if older.batch_id == batch.batch_id:
                 del self._in_flight[index]
                 return prediction
-            if groups & older.groups:
+            if batch.groups & older.groups:
                 raise ValueError(f"batch {batch.batch_id} completed, but the oldest of its groups is {older.batch_id}")
         raise ValueError(f"batch {batch.batch_id} completed, but it is not in flight")
 
@@ -285,18 +283,6 @@ class Scheduler:
             self.memory.release(slot)
             closed.append(slot)
         return tuple(closed)
-
-
-def _refused(request: SchedulerRequest, predicted_s: float) -> DeadlineError:
-    objective_s = None if request.slo is None else request.slo.ttft_s
-    return DeadlineError(
-        f"slo.ttft_s={objective_s}: its first token is predicted {predicted_s:.3f} s after its arrival even if it "
-        "runs next; accepted: a later one, or admission='all' or 'relegate'",
-        predicted_s=predicted_s,
-        objective_s=objective_s,
-        param="slo.ttft_s",
-        value=objective_s,
-    )
 
 
 def _prefill_times(config: SchedulerConfig, predictor: Predictor, max_prompt_tokens: int) -> PrefillTimes:
