@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from medha.child.process import popen_module
 from medha.errors import ConfigError
@@ -133,6 +133,19 @@ def tell_launcher(message: str) -> None:
 
 
 @contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of the loopback that within the context nobody else is given, and the store may listen on.
+
+    It is bound and does not listen: the kernel gives it to no other socket, while one that sets ``SO_REUSEADDR``, as
+    the store's does, may bind it too. A rank that comes before the store listens cannot connect to itself either.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+@contextmanager
 def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
     """Be, for the rest of this process, rank 0 of a job on this machine whose other ranks run ``python -m`` a module.
 
@@ -142,35 +155,30 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
         size: ranks.
         module: its name and arguments.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
-    sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    first, *others = [
-        {name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": rank, **sizes}.items()}
-        for rank in range(size)
-    ]
-    # they do not outlive this process, which alone gets Ctrl-C and ends them
-    ranks = [
-        popen_module(
-            module, {**os.environ, **variables, _AGENT: _OWN}, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        for variables in others
-    ]
-    _own_processes.update((number, rank.pid) for number, rank in enumerate(ranks, start=1))
-    os.environ.update(first)
+    ranks: list[subprocess.Popen[Any]] = []
     limit_s = _FAIL_S
-    try:
-        yield
-        limit_s = _END_S
-    finally:
-        deadline = time.monotonic() + limit_s
-        for rank in ranks:
-            with suppress(subprocess.TimeoutExpired):
-                rank.wait(max(0.0, deadline - time.monotonic()))
-            rank.kill()
-            rank.wait()
+    with reserved_port() as port:
+        try:
+            for rank in reversed(range(size)):
+                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+                numbers["MASTER_PORT"] = port
+                environ = {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
+                if rank == 0:
+                    os.environ.update(environ)
+                else:  # none outlives this process, which alone gets Ctrl-C and ends them
+                    environ = {**os.environ, **environ, _AGENT: _OWN}
+                    ranks.append(popen_module(module, environ, stdin=subprocess.DEVNULL, start_new_session=True))
+                    _own_processes[rank] = ranks[-1].pid
+            yield
+            limit_s = _END_S
+        finally:
+            deadline = time.monotonic() + limit_s
+            for process in ranks:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                process.kill()
+                process.wait()
 
 
 def gloo_interface(launch: Launch) -> str:
@@ -204,11 +212,19 @@ class Process(NamedTuple):
         return cls(_machine(), pid, 0 if stat is None else int(stat[19]))
 
     @property
+    def is_here(self) -> bool:
+        """Whether it can be seen whether it runs."""
+        return self.started != 0 and self.machine == _machine()
+
+    @property
     def trouble(self) -> str | None:
-        """``has died`` or ``is stopped``; None for one that runs, waits, is held by a debugger or is elsewhere."""
-        if not self.started or self.machine != _machine():
+        """``has died`` or ``is stopped``; None for one that runs, waits, is held by a debugger or cannot be seen."""
+        if not self.is_here:
             return None
-        stat = _stat(self.pid)
+        try:
+            stat = _stat(self.pid)
+        except OSError:
+            return None
         if stat is None or stat[0] in "ZX" or int(stat[19]) != self.started:
             return "has died"
         return "is stopped" if stat[0] == "T" else None
@@ -223,10 +239,14 @@ def _machine() -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """State, parent, and further fields of ``/proc/PID/stat``; None for a process that is not there."""
+    """State, parent, and further fields of ``/proc/PID/stat``; None for a process that is not there.
+
+    Raises:
+        OSError: it cannot be told, as where this process has no file descriptor left.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
 
 

@@ -157,7 +157,7 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
         prefix = f"medha/{launch.attempt}"
         prefix = f"{prefix}/{PrefixStore(prefix, whole).add(f'joins/{launch.rank}', 1)}"
         own = whole.clone()  # type: ignore[attr-defined]  # a connection that nothing else uses
-        monitor.attach(PrefixStore(prefix, own), holder=holder)
+        monitor.attach(PrefixStore(prefix, own), agent_has_store=launch.agent_has_store)
     except BaseException as error:
         monitor.stop()
         if not isinstance(error, (dist.DistError, RuntimeError, ValueError)):
