@@ -122,7 +122,7 @@ def test_message_names_field_value_and_range() -> None:
     assert str(error) == "top_p=1.5; accepted: a finite number above 0 to 1"
     assert error.value == 1.5
     assert str(refuse("max_tokens", 0)) == "max_tokens=0; accepted: an integer from 1 to 2147483647"
-    assert str(refuse("output_kind", "x")) == "output_kind='x'; accepted: 'cumulative', 'delta' or 'final_only'"
+    assert str(refuse("output_kind", "x")) == "output_kind='x'; accepted: cumulative, delta, final_only"
     assert len(str(refuse("temperature", "x" * 10_000_000))) < 200
     assert str(refuse("logprobs", -1)) == (
         "logprobs=-1; accepted: 0 to 20; the whole vocabulary at each token is not implemented"

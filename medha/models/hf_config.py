@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from medha.config import DTYPES, ModelConfig
-from medha.errors import ConfigError, UnsupportedModelError
+from medha.errors import ConfigError, UnsupportedModelError, short_repr
 from medha.models.hf_rope import ROPE_FIELDS, merge_rope, read_rope
-from medha.models.json_fields import MAX_LENGTH, Fields, read_json_object, short_repr
+from medha.models.json_fields import MAX_LENGTH, Fields, read_json_object
 
 logger = logging.getLogger("medha")
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from medha.config import RopeConfig
-from medha.errors import ConfigError, UnsupportedModelError
-from medha.models.json_fields import MAX_LENGTH, Fields, short_repr
+from medha.errors import ConfigError, UnsupportedModelError, short_repr
+from medha.models.json_fields import MAX_LENGTH, Fields
 
 logger = logging.getLogger("medha")
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from medha.errors import ConfigError, MedhaError
+from medha.errors import ConfigError, MedhaError, short_repr
 
 N = TypeVar("N", int, float)
 
@@ -58,15 +58,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(keys) < len(pairs):
         raise ValueError(f"key {short_repr(keys.most_common(1)[0][0])} is given twice in one object")
     return dict(pairs)
-
-
-def short_repr(value: Any) -> str:
-    """``repr`` for a message, cut where a hostile file would fill the screen."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits have no repr
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= 100 else text[:97] + "..."
 
 
 class Fields:
