@@ -242,15 +242,7 @@ def test_an_unsupported_field_is_refused_by_name_unless_it_is_empty(build: Any) 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [
-        ("temprature", "did you mean temperature?"),
-        ("maxtokens", "did you mean max_tokens?"),
-        ("max_new_token", "did you mean max_tokens?"),
-        ("Temperature", "did you mean temperature?"),
-        ("stop_string_ids", "did you mean stop_token_ids?"),
-        ("sampling_temperatures_of_each", "accepted: one of allowed_token_ids, detokenize, "),
-        ("", "accepted: one of allowed_token_ids, "),
-    ],
+    [("temprature", "did you mean temperature?"), ("zzz", "accepted: one of allowed_token_ids, detokenize, ")],
 )
 def test_unknown_name_is_refused(name: str, hint: str) -> None:
     for value, build in product((1, None), BUILDERS):

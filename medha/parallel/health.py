@@ -54,7 +54,7 @@ class Monitor:
         end: called with a message, and whether to print it, when the main thread is stuck; ends the process.
 
     Attributes:
-        place: this rank in messages.
+        place, store_holder: this rank in messages, and who holds the store.
         before_end: called with the error, in another thread, just before ``end``. It has two seconds.
         predicted_s: asked for the seconds that the longest batch in flight is predicted to take.
         waits_for: asked what of other ranks the main thread waits for; None while it computes.
@@ -76,8 +76,8 @@ class Monitor:
         self.predicted_s: Callable[[], float] = lambda: 0.0
         self.waits_for: Callable[[], str | None] = lambda: None
         self.describe: Callable[[], str] = str
-        self._holder = name(0)  # of the store
-        self._agent_has_store = False
+        self._agent_has_store = launch.agent_has_store
+        self.store_holder = "torchrun's agent" if launch.agent_has_store else name(0)
         self._activity, self._since = "start", time.monotonic()
         self._mine: str | None = None  # this rank's error
         self._error: str | None = None  # everybody's
@@ -108,15 +108,8 @@ class Monitor:
         self._left.set()
         self._wake.set()
 
-    def attach(self, store: Store, *, agent_has_store: bool = False) -> None:
-        """Begin to talk with the other ranks.
-
-        Args:
-            store: shared by all ranks, through a connection that nothing else uses.
-            agent_has_store: torchrun's agent holds it, wherever that is, and not rank 0.
-        """
-        if agent_has_store:
-            self._holder, self._agent_has_store = "torchrun's agent", True
+    def attach(self, store: Store) -> None:
+        """Begin to talk with the other ranks, through a connection to the job's store that nothing else uses."""
         atexit.register(self._at_exit)
         store.set(f"process/{self._rank}", json.dumps(Process.of(os.getpid())))
         self._talker = threading.Thread(target=self._talk, args=(store,), name="medha-talk", daemon=True)
@@ -199,7 +192,7 @@ class Monitor:
                 self._wake.clear()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            self.report(f"{self._holder} has died: {self.place} lost its store in {self._activity}: {reason}")
+            self.report(f"{self.store_holder} has died: {self.place} lost its store in {self._activity}: {reason}")
 
     def _round(self, store: Store, elapsed_s: float) -> None:
         """One exchange with the store."""
@@ -296,7 +289,7 @@ class Monitor:
             answers = self._num_answers
             if trouble := self._trouble_of_store(silence_s):
                 self.report(
-                    f"{self._holder} {trouble}: the store that it holds has not answered {self.place} for "
+                    f"{self.store_holder} {trouble}: the store that it holds has not answered {self.place} for "
                     f"{silence_s:.0f} s, in {self._activity}"
                 )
             if self._mine is not None and (not is_talking or silence_s >= 2 * _BEAT_S):  # nobody can be told

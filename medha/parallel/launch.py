@@ -42,7 +42,7 @@ class Launch:
     """This process among the job's.
 
     Attributes:
-        address: where the ranks meet, host:port; differs between jobs that run at once.
+        host, port: where the ranks meet; differs between jobs that run at once.
         agent_pid: torchrun's agent, or the process that started this rank in its place; None if nobody watches.
         processes: process ids of the ranks that this one has started.
         agent_has_store: whether the agent holds the store at that address; rank 0 does otherwise.
@@ -53,29 +53,21 @@ class Launch:
     world_size: int
     local_rank: int
     local_world_size: int
-    address: str
+    host: str
+    port: int
     agent_pid: int | None = None
     processes: Mapping[int, int] = field(default_factory=dict)
     agent_has_store: bool = False
     attempt: int = 0
 
     @property
-    def host(self) -> str:
-        """Where the ranks meet."""
-        return self.address.rpartition(":")[0]
-
-    @property
-    def port(self) -> int:
-        """Where the ranks meet."""
-        return int(self.address.rpartition(":")[2])
+    def address(self) -> str:
+        """Where the ranks meet, for messages."""
+        return f"{self.host}:{self.port}"
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """What torchrun set, or None for a plain Python process.
-
-    Raises:
-        ConfigError: only some of the variables are set, or one is no number, or no rank of that world.
-    """
+    """What torchrun set, or None for a plain Python process; ConfigError where it is not whole, or no rank."""
     env = os.environ if environ is None else environ
     there = [name for name in _SIGNS if name in env]
     if not there:
@@ -91,7 +83,8 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
             world_size=int(env["WORLD_SIZE"]),
             local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
-            address=f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT'])}",
+            host=env["MASTER_ADDR"],
+            port=int(env["MASTER_PORT"]),
             agent_pid=_PARENT if _AGENT in env else None,
             processes=dict(_own_processes),
             agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -125,10 +118,9 @@ def has_agent() -> bool:
 
 def tell_launcher(message: str) -> None:
     """Have torchrun's own report of the failure, below which nothing else is seen, end with a message."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is not None:
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"timestamp": str(int(time.time()))}
         with suppress(OSError):
-            extra = {"timestamp": str(int(time.time()))}
             Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
@@ -194,16 +186,11 @@ def gloo_interface(launch: Launch) -> str:
 
 
 class Process(NamedTuple):
-    """A process of this machine or another.
+    """A process of this machine or another."""
 
-    Attributes:
-        machine: where process ids mean the same.
-        started: when it began, in the kernel's ticks, as ids come round; 0 where that is not known.
-    """
-
-    machine: str
+    machine: str  # where process ids mean the same
     pid: int
-    started: int
+    started: int  # in the kernel's ticks, as ids come round; 0 where that is not known
 
     @classmethod
     def of(cls, pid: int) -> Process:
@@ -239,11 +226,8 @@ def _machine() -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """State, parent, and further fields of ``/proc/PID/stat``; None for a process that is not there.
-
-    Raises:
-        OSError: it cannot be told, as where this process has no file descriptor left.
-    """
+    """State, parent, and further fields of ``/proc/PID/stat``; None for a process that is not there. An OSError where
+    that cannot be told, as without a file descriptor left."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

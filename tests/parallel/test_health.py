@@ -27,7 +27,7 @@ from medha.parallel.launch import Launch, Process
 def place(rank: int, world_size: int, local_ranks: range = range(0), **options: Any) -> Launch:
     """A rank among those of its node."""
     local_ranks = local_ranks or range(rank, rank + 1)
-    return Launch(rank, world_size, rank - local_ranks.start, len(local_ranks), "127.0.0.1:1", **options)
+    return Launch(rank, world_size, rank - local_ranks.start, len(local_ranks), "127.0.0.1", 1, **options)
 
 
 class Ranks:

@@ -94,7 +94,7 @@ def test_a_layout_is_chosen_for_a_model(tmp_path: Path, jobs: list[Job]) -> None
     assert (tmp_path / "stdout-0").read_text() == " 31.\n"
     assert "medha: layout of 2 ranks: spp=2, as none was asked for with --tp, --spp or --kvp\n" in job.stderr(0)
     config = EngineConfig.from_flat(str(model))
-    layouts = [choose_layout(config, Launch(0, size, 0, local, "h:1")) for size, local in ((3, 3), (8, 8), (8, 2))]
+    layouts = [choose_layout(config, Launch(0, size, 0, local, "h", 1)) for size, local in ((3, 3), (8, 8), (8, 2))]
     assert layouts == [{"tp": 1, "spp": 1, "kvp": 3}, {"tp": 4, "spp": 2, "kvp": 1}, {"tp": 1, "spp": 1, "kvp": 8}]
 
 
