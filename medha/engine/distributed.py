@@ -120,8 +120,7 @@ class TokenLine:
         """Take a batch's tokens from the report of rank 0's group, on rank 0."""
         slots = [row.slot for row in sampling_rows(batch, self._ranks.group)]
         if slots:
-            tokens = lambda: torch.tensor([one.token_id for one in report.result().sampled])
-            self._receives.append((batch.batch_id, slots, tokens))
+            self._receives.append((batch.batch_id, slots, partial(_tokens_of, report)))
 
     def has(self, step: StepInput) -> bool:
         """Whether no token that a step embeds is still on its way."""
@@ -173,6 +172,10 @@ class TokenLine:
 def _received(work: dist.Work, buffer: torch.Tensor) -> torch.Tensor:
     work.wait()
     return buffer
+
+
+def _tokens_of(report: PendingStep) -> torch.Tensor:
+    return torch.tensor([sampled.token_id for sampled in report.result().sampled])
 
 
 def _slots_for(batch: Batch, sampler_group: int, group: int) -> list[int]:
