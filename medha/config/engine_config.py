@@ -110,11 +110,6 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r}; accepted: a folder or a hub id")
         check_options(self)
-        if self.scheduler.decode_lag == 1 and self.parallel.world_size > 1:
-            raise ConfigError(
-                f"decode_lag=1 with {self.parallel.world_size} ranks: the others get a token from the first one; "
-                "accepted: 0 or None"
-            )
         whole = whole_blocks(self.scheduler.max_kv_per_group, self.cache.block_size)
         if whole != self.scheduler.max_kv_per_group:
             object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler, max_kv_per_group=whole))

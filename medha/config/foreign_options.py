@@ -17,7 +17,6 @@ _ANY = None
 # the command line; the others take a value there.
 FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "api_key": ((), "there is no server; medha generate --requests FILE serves a file"),
-    "async_scheduling": ((False,), "decode_lag=1 prepares a batch while another runs"),
     "compilation_config": (("0",), "nothing is compiled; cuda_graphs=True captures decodes"),
     "cpu_offload_gb": ((0, "0"), "weights stay on their device; spread the model with tp or spp"),
     "cuda_graph_sizes": (_ANY, "graphs are captured for the batch sizes up to max_num_seqs"),

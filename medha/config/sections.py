@@ -18,7 +18,6 @@ from medha.config.fields import (
     SERVING,
     SHARE,
     SIMULATED,
-    Check,
     check_options,
     choice,
     finite,
@@ -161,12 +160,13 @@ class SchedulerConfig:
         "parallelism) or waits meanwhile, as in Sarathi-Serve and vLLM.",
         BOOLEAN,
     )
-    decode_lag: int | None = _scheduling(
+    async_scheduling: bool | None = _scheduling(
         None,
-        "1 schedules a request's next token while the one before is computed, so that the host prepares a batch while "
-        "the device runs another; one rank, --depth 2. 0 waits for each token.",
-        Check("0, 1 or None", lambda value: type(value) is int and value in (0, 1)),
-        shown="1 on CUDA with one rank, else 0",
+        "Schedule a request's next token before the one before is known, so that a batch is made, sent and prepared "
+        "while another computes.",
+        BOOLEAN,
+        flags=("--async-scheduling/--no-async-scheduling",),
+        shown="on; off with one rank on a CPU, which would gain nothing, and in simulations",
     )
     admission: str = _serving(
         "all",
@@ -188,8 +188,16 @@ class SchedulerConfig:
             )
         if self.scheduler != "medha" and self.chunk_size is None:
             object.__setattr__(self, "chunk_size", self.max_batch_tokens if self.scheduler == "vllm" else 512)
-        if self.decode_lag == 1 and self.depth not in (None, 2):
-            raise ConfigError(f"depth={self.depth!r} with decode_lag=1; accepted: 2")
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches in flight at most: ``depth``, where it is known."""
+        return self.depth or (2 if self.async_scheduling else 1)
+
+    @property
+    def period(self) -> int:
+        """In how many batches a decode comes round again: where its token need not be known, in one per stage."""
+        return max(self.num_in_flight - 1, 1) if self.async_scheduling else self.num_in_flight
 
     def budget_text(self, *, has_tpot: bool) -> str:
         """What a batch may hold, and why, in words.

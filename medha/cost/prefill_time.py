@@ -122,7 +122,7 @@ def complete_config(
 
     ``longest`` is the tokens of the longest request, ``num_blocks`` and ``block_size`` are of each group's pool.
     """
-    depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else 2 if config.decode_lag else 1)
+    depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else config.num_in_flight)
     most = config.max_kv_per_group
     if most is None:
         most = pool = num_blocks * block_size

@@ -160,7 +160,7 @@ def _build(
     check_layout(config.parallel, model_config, 1 if job is None else job.launch.world_size)
     limits, tokenizer = _load_text_side(config, folder, model_config)
     device = own_device(pick_device(config.device), None if job is None else job.launch)
-    config = _with_decode_lag(config, device)
+    config = _with_async(config, device)
     dtype = torch_dtype(config, model_config)
     ranks = None
     if job is not None:
@@ -248,12 +248,11 @@ def _build_scheduler(
     return Scheduler(completed, num_groups=num_groups, predictor=predictor, max_prompt_tokens=longest, **sizes)
 
 
-def _with_decode_lag(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """The configuration with a decode lag where it leaves that open: where a host can run ahead of a device."""
-    if config.scheduler.decode_lag is not None:
+def _with_async(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The configuration with async scheduling decided: on where anything runs beside this host."""
+    if config.scheduler.async_scheduling is not None:
         return config
-    is_fit = device.type == "cuda" and config.parallel.world_size == 1 and config.scheduler.depth in (None, 2)
-    return _scheduling(config, decode_lag=int(is_fit))
+    return _scheduling(config, async_scheduling=device.type == "cuda" or config.parallel.world_size > 1)
 
 
 def _with_swap(config: EngineConfig, runner: Runner, ranks: Ranks | None) -> EngineConfig:

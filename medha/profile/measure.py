@@ -45,7 +45,7 @@ def measure(
         ConfigError: ``max_kv`` is too long, the device cannot be measured, or something is wrong with the engine.
         RankFailedError: another rank failed.
     """
-    scheduler = dataclasses.replace(config.scheduler, decode_lag=0)
+    scheduler = dataclasses.replace(config.scheduler, async_scheduling=False)
     role = build_role(dataclasses.replace(config, scheduler=scheduler, cuda_graphs=False))  # step by step
     effort, longest = _bounded(role, effort, max_kv)
     num_blocks = -(-(longest + effort.chunks[-1]) // role.runner.cache.block_size)

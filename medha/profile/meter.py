@@ -70,7 +70,7 @@ class _Marks:
 class StageMeter:
     """Notes where a rank's time goes, by wrapping what it consists of, in place.
 
-    Batches run one after the other, one kernel after the other: neither ``decode_lag`` nor CUDA graphs.
+    Batches run one after the other, one kernel after the other: neither async scheduling nor CUDA graphs.
 
     Args:
         runner: this rank's own.

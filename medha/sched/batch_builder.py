@@ -45,8 +45,6 @@ class Packer:
 class BatchBuilder:
     """A batch that is being filled.
 
-    ``depth`` is over how many batches in flight the decodes are dealt.
-
     Attributes:
         rows, extents, swaps_in: so far.
         tokens_left: tokens that each group may still get.
@@ -61,7 +59,7 @@ class BatchBuilder:
         queue: Queue,
         memory: KVMemory,
         *,
-        depth: int,
+        batch_id: int,
         now_s: float,
         preemption: Preemption,
     ) -> None:
@@ -77,7 +75,10 @@ class BatchBuilder:
         self.chunked: dict[int, int] = {}
         self.refused: list[int] = []
         self._queue = queue
-        self._depth = depth
+        self._batch_id = batch_id
+        # Over how many batches the decodes are dealt. Where few decode and nobody prefills, a stage would only wait.
+        is_for_decodes = not queue.num_prefills
+        self._period = max(1, min(config.period, len(queue.decoding))) if is_for_decodes else config.period
         self._decodes: Decodes | None = None  # all of the batch, where they were sent together
 
     def add_decodes(self) -> None:
@@ -98,15 +99,20 @@ class BatchBuilder:
         for _, first, count in placed:
             for group in range(first, first + count):
                 num_decoding[group] += 1
-        shares = [min(-(-n // self._depth), left) for n, left in zip(num_decoding, self.tokens_left, strict=True)]
+        shares = [min(-(-n // self._period), left) for n, left in zip(num_decoding, self.tokens_left, strict=True)]
         due = []
         for state, first, count in placed:
             groups = range(first, first + count)
-            if state.can_decode and all(shares[group] > 0 for group in groups):
+            if self._is_due(state) and all(shares[group] > 0 for group in groups):
                 for group in groups:
                     shares[group] -= 1
                 due.append(state)
         return due
+
+    def _is_due(self, state: State) -> bool:
+        """Whether a request's next token can be computed, and the last one will be known by then."""
+        is_behind = self._batch_id - state.last_batch >= self._period
+        return state.can_decode and (is_behind or not state.num_in_flight)
 
     def add_decode(self, state: State) -> bool:
         """The next token of a request that can decode; False if a group of its has no token left, or no block."""
@@ -317,19 +323,22 @@ class BatchBuilder:
         A decode is within the last block of its request unless that is full, so memory is asked for a block's first.
         """
         decoding = self._queue.decoding
-        share = min(-(-len(decoding) // self._depth), self.tokens_left[0])
+        share = min(-(-len(decoding) // self._period), self.tokens_left[0])
         block_size, new = self.memory.block_size, tuple.__new__  # half the time of Row(...), and there are hundreds
         rows, positions = self.rows, []
         for slot, state in decoding.items() if share else ():
             position = state.num_scheduled_tokens
             if not state.num_prefill_tokens <= position < state.num_known_tokens:
                 continue
+            if self._batch_id - state.last_batch < self._period and state.num_in_flight:
+                continue
+            state.last_batch = self._batch_id
             row = new(Row, (slot, position, 1, True, True, 0, 1))
             rows.append(row)
             positions.append(position)
             state.num_scheduled_tokens = position + 1
             state.num_in_flight += 1
-            if self._queue.decode_lag:
+            if self._queue.foresees:
                 state.foresee()
             if not position % block_size:
                 self.extents += self.memory.take(row)
@@ -342,6 +351,7 @@ class BatchBuilder:
     def _append_row(self, state: State, row: Row) -> None:
         """Put a row into the batch, count it as scheduled and allocate the blocks it fills."""
         self.rows.append(row)
+        state.last_batch = self._batch_id
         self.extents += self.memory.take(row)
         self._queue.sent(state, row, self.now_s)
         for group in range(row.group, row.group + row.num_groups):

@@ -58,24 +58,21 @@ class GroupTime:
         return max(0.0, self.budget_s - self.decodes_s)
 
 
-def batch_budget_s(config: SchedulerConfig, queue: Queue, memory: KVMemory, group: int, *, depth: int) -> float:
+def batch_budget_s(config: SchedulerConfig, queue: Queue, memory: KVMemory, group: int) -> float:
     """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the preemption quantum.
 
-    A decode returns with every batch in flight, so it may take a depth-th of the TPOT; with a decode lag it is in every
-    batch.
-
+    A decode comes round again after ``config.period`` batches, so each may take that share of the TPOT.
     """
     if config.t_target_s is not None:
         return config.t_target_s
-    period = 1 if config.decode_lag else depth
-    tightest = config.quantum_s * period
+    tightest = config.quantum_s * config.period
     for state in queue.decoding.values():
         slo = state.request.slo
         if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
             first, count = memory.span(state.slot)
             if first <= group < first + count:
                 tightest = slo.tpot_s
-    return tightest / period
+    return tightest / config.period
 
 
 def is_guarded(

@@ -312,7 +312,7 @@ class MedhaPacker(Packer):
 
     def _group_time(self, queue: Queue, builder: BatchBuilder, group: int) -> GroupTime:
         tick = self.predictor.tick(*builder.works(group))
-        budget_s = batch_budget_s(self.config, queue, builder.memory, group, depth=self.depth)
+        budget_s = batch_budget_s(self.config, queue, builder.memory, group)
         return GroupTime(tick, budget_s, budget_s, tick.seconds)
 
     def _note(self, builder: BatchBuilder) -> None:

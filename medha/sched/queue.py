@@ -27,7 +27,7 @@ class State:
     """Progress of one request.
 
     ``num_scheduled_tokens`` moves when a chunk is sent, ``num_computed_tokens`` when its batch is complete.
-    ``num_known_tokens`` counts the prompt and the tokens sampled so far, with a decode lag also those that are being
+    ``num_known_tokens`` counts the prompt and the tokens sampled so far, with async scheduling also those being
     sampled: a request has work to schedule while fewer are scheduled than known, be it prefill or decode.
 
     Attributes:
@@ -45,6 +45,7 @@ class State:
     num_scheduled_tokens: int = 0
     num_computed_tokens: int = 0
     num_in_flight: int = 0
+    last_batch: int = -1  # the newest that it is in
     has_started: bool = False
     ended: bool = False
     num_preempted: int = 0
@@ -96,7 +97,8 @@ class Queue:
 
     Args:
         config: of a request without a TTFT objective the deadline is ``max(deadline_floor_s, deadline_factor *
-            predicted seconds alone)``; with a decode lag tokens count as known as soon as what samples them is sent.
+            predicted seconds alone)``; with async scheduling tokens count as known once what samples them
+            is sent.
         times: predicted seconds of prefills; None counts work in tokens of short context instead, and derives no
             deadline.
 
@@ -111,7 +113,7 @@ class Queue:
     def __init__(self, config: SchedulerConfig, times: PrefillTimes | None) -> None:
         self._config = config
         self._times = times
-        self.decode_lag = bool(config.decode_lag)
+        self.foresees = bool(config.async_scheduling)
         self.running: dict[int, State] = {}
         self.decoding: dict[int, State] = {}
         self.waiting: dict[int, State] = {}
@@ -249,7 +251,7 @@ class Queue:
         """A row of a request goes into a batch."""
         state.num_scheduled_tokens = row.kv_len
         state.num_in_flight += 1
-        if self.decode_lag and row.samples:
+        if self.foresees and row.samples:
             state.foresee()
         if row.is_decode:
             return

@@ -58,9 +58,7 @@ class Scheduler:
         max_prompt_tokens: int = 10_000_000,
     ) -> None:
         self.config = config
-        self.depth = config.depth or (2 if config.decode_lag else 1)
-        # In how many batches a decode comes round again: with a decode lag in every one.
-        self._period = 1 if config.decode_lag else self.depth
+        self.depth = config.num_in_flight
         self.predictor = predictor
         self.max_prompt_tokens = max_prompt_tokens
         self.memory = KVMemory(
@@ -210,7 +208,12 @@ class Scheduler:
         if len(self._in_flight) >= self.depth:
             return Decision()
         builder = BatchBuilder(
-            self.config, self._queue, self.memory, depth=self._period, now_s=now_s, preemption=self._preemption
+            self.config,
+            self._queue,
+            self.memory,
+            batch_id=self._next_batch_id,
+            now_s=now_s,
+            preemption=self._preemption,
         )
         self.packer.fill(self._queue, builder)
         preempted, refused = tuple(self._preemption.preempted), tuple(builder.refused)
@@ -256,7 +259,7 @@ class Scheduler:
         self._queue.computed(batch.rows)
         for slot, num_new_tokens, finished in results:
             state = self._queue.running[slot]
-            state.num_known_tokens += 0 if self.config.decode_lag else num_new_tokens  # foreseen when it was sent
+            state.num_known_tokens += 0 if self.config.async_scheduling else num_new_tokens  # foreseen when it was sent
             if finished:
                 self._queue.end(state)
         ending = self._queue.ending

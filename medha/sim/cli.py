@@ -34,7 +34,7 @@ _LENGTHS += "uniform:A-B,C-D"
 
 # What an engine needs, and a simulation does not or takes in its own way.
 _OTHERS = (
-    *("scheduler", "policy", "admission", "decode_lag", "profile"),
+    *("scheduler", "policy", "admission", "async_scheduling", "profile"),
     *("tp_forward", "dist_timeout", "kv_memory", "swap_space", "block_size"),
 )
 

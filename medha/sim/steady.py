@@ -15,10 +15,10 @@ from medha.sched.scheduler import Scheduler
 def may_go_round(scheduler: Scheduler) -> bool:
     """Whether :func:`go_round` can ever come to the same as the calls that it stands for.
 
-    Not with several groups, overcommitted memory, a decode lag, and packers that learn from each batch.
+    Not with several groups, overcommitted memory, async scheduling, and packers that learn from each batch.
     """
     config = scheduler.config
-    is_plain = scheduler.memory.num_groups == 1 and not config.overcommit and not config.decode_lag
+    is_plain = scheduler.memory.num_groups == 1 and not config.overcommit and not config.async_scheduling
     return is_plain and not scheduler.packer.learns
 
 

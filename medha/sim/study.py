@@ -27,7 +27,7 @@ from medha.workload.trace import Trace
 
 NUM_REQUESTS = 200
 """Of a workload where neither a number nor a duration is given."""
-LIVE_ONLY = ("scheduler", "policy", "admission", "decode_lag")
+LIVE_ONLY = ("scheduler", "policy", "admission", "async_scheduling")
 """Fields of a scheduler's configuration that a simulation does not take from its options as they are."""
 
 
