@@ -357,6 +357,5 @@ def _present(outputs: Mapping[str, RequestOutput | None], box: Iterable[RequestO
 
 
 def _progress(*, enabled: bool) -> Progress:
-    """A bar over requests on stderr, when that is a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     return Progress(*columns, console=Console(stderr=True), disable=not (enabled and sys.stderr.isatty()))

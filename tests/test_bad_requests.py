@@ -185,8 +185,13 @@ def test_bad_parameters(model: Model, llm: LLM) -> None:
         assert caught.value.param == "slo"
         with pytest.raises(ValidationError, match="accepted: SLO"):
             llm.generate("good", slo=bad)
-    with pytest.raises(ValidationError, match=r"stop_token_ids\[1\]=256; accepted: integers from 0 to 255"):
-        engine.add_request("bad", "good", SamplingParams(stop_token_ids=[3, 256]))
+    for bad, place in (
+        ({"stop_token_ids": [3, 256]}, r"stop_token_ids\[1\]"),
+        ({"allowed_token_ids": [1, 256]}, r"allowed_token_ids\[1\]"),
+        ({"logit_bias": {256: 1.0}}, r"logit_bias\[0\]"),
+    ):
+        with pytest.raises(ValidationError, match=f"{place}=256; accepted: integers from 0 to 255"):
+            engine.add_request("bad", "good", SamplingParams(**bad))
     assert_empty(engine)
 
 
@@ -196,6 +201,8 @@ def test_min_tokens_that_hold_every_id_back(model: Model) -> None:
     with pytest.raises(ValidationError, match=r"^min_tokens=1 leaves nothing to draw: each of the 256 ids") as caught:
         engine.add_request("bad", "good", SamplingParams(min_tokens=1, stop_token_ids=every))
     assert caught.value.param == "min_tokens"
+    with pytest.raises(ValidationError, match="each of the 1 ids"):
+        engine.add_request("bad", "good", SamplingParams(min_tokens=1, allowed_token_ids=[5], stop_token_ids=[5, 6]))
     params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=every[:-1])
     assert serve_one(engine, "good", params).outputs[0].token_ids[0] == 255
     assert serve_one(engine, "good", SamplingParams(stop_token_ids=every)).outputs[0].finish_reason == "stop"

@@ -103,22 +103,6 @@ def test_as_few_as_will_do_give_way() -> None:
     assert fewest([], lambda gone: True) == []
 
 
-def test_what_is_lost_is_predicted_from_what_was_computed() -> None:
-    scheduler = make(8, overcommit=True)
-    predictor = scheduler.predictor
-    assert predictor is not None
-    lost: list[float] = []
-
-    class Lost(Watched):
-        def on_schedule(self, batch: Batch | None) -> None:
-            lost.extend(p.lost_s / predictor.factor("prefill") for p in self.decision.preempted)
-
-    Lost(scheduler, [Job(0.0, 16, 100), Job(0.01, 16, 100)], lambda batch: 0.1).run()
-    times = scheduler._queue._times
-    assert times is not None and lost
-    assert lost[0] == pytest.approx(times.total_s(64), rel=0.2)  # both had filled half of the pool
-
-
 def test_a_class_makes_the_lower_ones_give_way_decodes_too() -> None:
     load = [Job(0.0, 16, 60, priority=3), Job(0.0, 16, 60, priority=1), Job(3.0, 48, 2, priority=0)]
     patient = play(make(10, policy="lars"), load)
