@@ -116,12 +116,6 @@ def test_prompt_too_long(model: Model, length: int) -> None:
     assert serve_one(engine, "good").outputs[0].finish_reason == "length"
 
 
-def test_longest_prompt(model: Model) -> None:
-    engine = model.engine(max_model_len=100)
-    completion = serve_one(engine, [1] * 99).outputs[0]
-    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
-
-
 @pytest.mark.parametrize(
     ("length", "max_tokens", "param"), [(10, 248, "max_tokens"), (250, 8, "max_tokens"), (257, 1, "prompt")]
 )
@@ -295,11 +289,6 @@ def test_bad_messages(llm: LLM, messages: Any) -> None:
     assert caught.value.param == "messages"
     assert caught.value.index == (0 if isinstance(messages, list) else None)
     assert_empty(llm.engine)
-
-
-def test_a_megabyte_without_a_space_is_refused_by_its_length(llm: LLM) -> None:
-    with pytest.raises(ContextLengthError, match="the prompt has 1000000 tokens"):
-        llm.generate("x" * 1_000_000)
 
 
 def test_refused_requests_leave_the_seeds_alone(model: Model) -> None:

@@ -162,10 +162,6 @@ def test_every_wrong_length_is_refused() -> None:
     for tail in ([0, 0], [1, 0], [1, -1], [-1, 2, *range(4)], [2**31 - 1, 0], [0, 1, *range(5)]):
         with pytest.raises(ValueError, match=f"cannot have {len(ints) + len(tail)} integers"):
             Batch.from_ints([*ints, *tail])
-    swapped = list(SWAPPED.to_ints())
-    for length in range(len(SWAPPED.to_ints()) - 13, len(swapped)):
-        with pytest.raises(ValueError, match=f"cannot have {length} integers"):
-            Batch.from_ints(swapped[:length])
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**63, 10**30])

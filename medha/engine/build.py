@@ -108,7 +108,7 @@ class RankHandle:
 
 
 def build_engine(config: EngineConfig, *, timeline: Timeline | None = None) -> Engine:
-    """Load a model and make an engine for it, in a single process; raises as :func:`build_role`."""
+    """:func:`build_role` in a single process; its engine."""
     engine = build_role(config, timeline=timeline).engine
     assert engine is not None, "one process has the engine"
     return engine
@@ -217,7 +217,7 @@ def _pool_sizes(
     device: torch.device,
     max_model_len: int,
 ) -> tuple[int, int]:
-    """KV blocks on the device and in host memory: the least that any rank has room for."""
+    """KV blocks on the device and in host memory, as many as every rank has room for."""
     blocks = num_kv_blocks(config, shard, dtype, device, max_model_len)
     host_blocks = num_swap_blocks(config, shard, dtype)
     if ranks is not None:

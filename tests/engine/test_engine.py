@@ -165,13 +165,10 @@ def test_metrics_of_n_completions(bytes_model: Model) -> None:
     assert len(output.outputs[1].token_ids) == 3
     metrics, parts = output.metrics, [one.metrics for one in running]
     assert metrics.num_completions == 3
-    assert metrics.arrival == parts[0].arrival
-    assert metrics.first_scheduled == min(part.first_scheduled for part in parts)  # type: ignore[type-var]
-    assert metrics.first_token == min(part.first_token for part in parts)  # type: ignore[type-var]
-    assert metrics.finished == max(part.finished for part in parts)  # type: ignore[type-var]
-    assert metrics.num_prompt_tokens == len(PROMPTS[0])
-    assert metrics.num_output_tokens == sum(len(completion.token_ids) for completion in output.outputs)
-    assert metrics.num_chunks == sum(part.num_chunks for part in parts)
+    assert (metrics.arrival, metrics.num_prompt_tokens) == (parts[0].arrival, len(PROMPTS[0]))
+    joined = {"first_scheduled": min, "first_token": min, "finished": max, "num_chunks": sum, "num_output_tokens": sum}
+    for name, join in joined.items():
+        assert getattr(metrics, name) == join([getattr(part, name) for part in parts]), name
     assert metrics.explanation is not None and metrics.met_slo is True
     assert metrics.tpot == pytest.approx(
         (metrics.finished - metrics.first_token) / (metrics.num_output_tokens / 3 - 1)  # type: ignore[operator]
