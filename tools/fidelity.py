@@ -9,7 +9,6 @@ lengths. Nothing is fitted to the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,7 +21,7 @@ from medha.cost.coefficients import Coefficients, Link, ProfileKey
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigError
 from medha.sched.scheduler import Scheduler
-from medha.sim.pipeline import Pipeline, Segment
+from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Simulation
 from tools.comparison import METRICS, Times, against_aims, compared, pair, request_error
 from tools.kernels import fit_kernels, read_kernels
@@ -68,7 +67,7 @@ def fidelity(
     all_reduce = _all_reduce(run, all_reduce_alpha_s, all_reduce_bytes_per_s)
     coefficients = fit_kernels(kernels, _key(run), host_s=host_s, tp=all_reduce)
     num_blocks = _num_blocks(run, num_kv_tokens)
-    simulated, segments = _replay(run, coefficients, num_blocks)
+    simulated = _replay(run, coefficients, num_blocks)
     return {
         "benchmark": "fidelity",
         "title": f"{run.model_name}, tp {run.tp}: simulated against measured",
@@ -84,17 +83,15 @@ def fidelity(
             "num_kv_tokens": num_blocks * run.block_size,
         },
         **_figures(run, simulated),
-        "steps": _steps(segments),
         "notes": [f"{host_s * 1e3:g} ms of the host a step; nothing is fitted to the run; one simulation"],
     }
 
 
-def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> tuple[Times, list[Segment]]:
-    """Simulate the requests of a run; their times and all steps."""
-    segments: list[Segment] = []
+def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> Times:
+    """Simulate the requests of a run."""
     stage = Predictor(coefficients, max_tokens=run.config.max_batch_tokens)
     scheduler = Scheduler(run.config, num_blocks=num_blocks, block_size=run.block_size)
-    simulation = Simulation(scheduler, Pipeline([stage], on_segment=segments.append), run.trace)
+    simulation = Simulation(scheduler, Pipeline([stage]), run.trace)
     outcome = simulation.run().requests
     if outcome.is_refused.any():
         row = int(np.argmax(outcome.is_refused))
@@ -103,7 +100,7 @@ def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> tu
             f"num_kv_tokens={num_blocks * run.block_size}; accepted: at least the {tokens} tokens of request "
             f"{run.trace.request_ids[row]}"
         )
-    return Times(run.times.arrival_s, outcome.first_token_s, outcome.finish_s, run.times.num_tokens), segments
+    return Times(run.times.arrival_s, outcome.first_token_s, outcome.finish_s, run.times.num_tokens)
 
 
 def _num_blocks(run: MeasuredRun, num_kv_tokens: int | None) -> int:
@@ -137,11 +134,6 @@ def _key(run: MeasuredRun) -> ProfileKey:
 def _figures(run: MeasuredRun, simulated: Times) -> dict[str, Any]:
     """Figures of the run, errors of each request, and which of both are as small as aimed at."""
     spreads = {metric: compared(run.times, simulated, metric) for metric in METRICS}
-    for (metric, share), seconds in run.others.items():
-        spreads[metric][share] |= {
-            "LLMServingSim_s": seconds,
-            "LLMServingSim_error": seconds / spreads[metric][share]["measured_s"] - 1.0,
-        }
     makespan = pair(run.times.makespan_s, simulated.makespan_s)
     each = {metric: request_error(run.times, simulated, metric) for metric in METRICS}
     errors = {
@@ -155,18 +147,6 @@ def _figures(run: MeasuredRun, simulated: Times) -> dict[str, Any]:
         "of each request": {f"{metric}_error": error for metric, error in each.items()},
         "aims": against_aims(errors, AIMS),
     }
-
-
-def _steps(segments: Sequence[Segment]) -> dict[str, dict[str, float]]:
-    """Number, tokens and seconds of the simulated steps, by kind."""
-    found: dict[str, dict[str, float]] = {}
-    for one in segments:
-        kind = "prefill" if not one.num_decodes else "mixed" if one.num_tokens > one.num_decodes else "decode"
-        steps = found.setdefault(kind, {"steps": 0, "tokens": 0, "total_s": 0.0})
-        steps["steps"] += 1
-        steps["tokens"] += one.num_tokens
-        steps["total_s"] += one.end_s - one.start_s
-    return found
 
 
 app = make_app()

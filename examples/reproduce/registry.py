@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from importlib import import_module
 
-from examples.reproduce.figures import (
-    adaptive,
-    baselines,
-    capacity,
-    chunks,
-    decode_load,
-    disaggregation,
-    example,
-    kvp,
-    layouts,
-    lengths,
-    pools,
-    requirements,
-    schedulers,
-    stages,
-    utilization,
-    versus,
-)
 from examples.reproduce.result import FigureSpec
 from medha.errors import ConfigError
 
 _MODULES = (
-    *(requirements, chunks, adaptive, stages, versus, kvp, utilization, example, lengths, baselines, disaggregation),
-    *(capacity, decode_load, schedulers, pools, layouts),
+    *("requirements", "chunks", "adaptive", "stages", "versus", "kvp", "utilization", "example", "lengths"),
+    *("disaggregation", "capacity", "decode_load", "schedulers", "pools", "layouts"),
 )
-FIGURES: dict[str, FigureSpec] = {figure.name: figure for module in _MODULES for figure in module.FIGURES}
+FIGURES: dict[str, FigureSpec] = {
+    figure.name: figure
+    for module in _MODULES
+    for figure in import_module(f"examples.reproduce.figures.{module}").FIGURES
+}
 SMALL = ("requirements", "adaptive-chunking", "example")
 """What is computed where nobody asks for more: within seconds."""
 

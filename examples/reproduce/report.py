@@ -6,18 +6,17 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from examples.reproduce.claims import Claim
+from examples.reproduce.plotting import Panel, draw
 from examples.reproduce.registry import FIGURES
 from examples.reproduce.result import RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
 from medha.errors import ConfigError
 
 _DPI = 130
 _NUM_COLORS = 96
-_HEIGHT = 4.2
 _SIGNS = {"at-least": "at least ", "at-most": "at most "}
 _SPECS = (
     "Times are simulated, with the cost specs of `medha/cost/specs`: `a100-80g` is fitted to public kernel tables; "
@@ -84,7 +83,7 @@ def write_all(
             result, more = run_figure(figure, claims, options)
             rows += more
             (out / f"{figure.name}.json").write_text(_json(figure, result, more, options))
-            drawn = draw(figure, result.numbers, out / f"{figure.name}.png") and drawn
+            drawn = save(result.panels, out / f"{figure.name}.png") and drawn
             tell(f"{figure.name}: {_counts(more)}")
         (out / "REPORT.md").write_text(report(figures, claims, rows, options, drawn=drawn))
     except OSError as error:
@@ -92,8 +91,8 @@ def write_all(
     return rows
 
 
-def draw(figure: FigureSpec, numbers: dict[str, Any], path: Path) -> bool:
-    """Draw a figure into a PNG.
+def save(panels: Sequence[Panel], path: Path) -> bool:
+    """Draw panels into a PNG.
 
     Returns:
         False, and nothing is written, where matplotlib is not installed.
@@ -104,10 +103,7 @@ def draw(figure: FigureSpec, numbers: dict[str, Any], path: Path) -> bool:
     except ImportError:
         return False
     canvas = Figure(layout="constrained")
-    figure.draw(numbers, canvas)
-    grids = [spec.get_gridspec() for axes in canvas.axes if (spec := axes.get_subplotspec()) is not None]
-    num_rows, num_columns = max(((grid.nrows, grid.ncols) for grid in grids), default=(1, 1))
-    canvas.set_size_inches(1.5 + 4.6 * num_columns + 1.5 * (num_columns == 1), _HEIGHT * num_rows)
+    draw(panels, canvas)
     drawn = io.BytesIO()
     canvas.savefig(drawn, dpi=_DPI, format="png")
     Image.open(drawn).convert("RGB").quantize(_NUM_COLORS).save(path, optimize=True)
@@ -219,6 +215,6 @@ def _json(figure: FigureSpec, result: FigureResult, rows: Sequence[Row], options
             }
             for row in rows
         ],
-        "numbers": result.numbers,
+        "panels": [asdict(panel) for panel in result.panels],
     }
     return json.dumps(tree, indent=1) + "\n"

@@ -12,11 +12,11 @@ The rule, printed in every report:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from examples.reproduce.claims import Claim
+from examples.reproduce.plotting import Panel
 
 CLOSE = 0.15
 FACTOR = 2.0
@@ -64,11 +64,11 @@ class FigureResult:
     """A figure that was computed.
 
     Attributes:
-        numbers: everything that is drawn, and more; JSON types.
+        panels: what is drawn.
         answers: by the id of the claim.
     """
 
-    numbers: dict[str, Any]
+    panels: Sequence[Panel]
     answers: dict[str, Answer] = field(default_factory=dict)
 
 
@@ -80,13 +80,11 @@ class FigureSpec:
         name: on the command line and of its files.
         title: one line.
         run: computes it.
-        draw: draws its numbers into a matplotlib figure.
     """
 
     name: str
     title: str
     run: Callable[[Options], FigureResult]
-    draw: Callable[[Mapping[str, Any], Any], None]
 
 
 def verdict(claim: Claim, ours: Ours) -> str:

@@ -112,8 +112,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "tensor_parallel_size": 1, "max_model_len": None}
     meta = {"model": "meta-llama/Llama-3.1-8B", "engine_kwargs": settings}
     (path / "vllm_run" / "meta.json").write_text(json.dumps(meta))
-    summary = "Metric   vLLM   Sim   Diff%\n-----\nTTFT Mean   700.0   650.0   -7.1%\nLatency P90   2,0   1   -1%\n"
-    (path / "vllm_run" / "llmservingsim_summary.txt").write_text(summary)
     return path
 
 
@@ -141,17 +139,12 @@ def test_a_run_is_read_in_order_of_arrival(folder: Path) -> None:
     assert (run.tp, run.block_size, run.num_blocks, run.model.num_layers) == (1, 16, None, LAYERS)
     config = run.config
     assert (config.scheduler, config.max_num_seqs, config.max_batch_tokens, config.chunk_size) == ("vllm", 8, 512, 512)
-    assert run.others == {("TTFT", "mean"): 0.65}
 
 
 def test_the_simulation_comes_near_what_was_measured(folder: Path) -> None:
     report = fidelity(folder)
     assert report["of each request"]["latency_error"] < 0.04 and abs(report["TTFT"]["mean"]["error"]) < 0.05
     assert [one["verdict"] for one in report["aims"].values()] == ["met"] * 4
-    assert {"decode", "mixed"} <= set(report["steps"])
-    trace = read_run(folder / "vllm_run").trace
-    num_tokens = int(trace.prompt_tokens.sum() + trace.output_tokens.sum()) - len(trace)
-    assert sum(steps["tokens"] for steps in report["steps"].values()) == num_tokens
     assert fidelity(folder, host_s=20e-3)["makespan"]["error"] > 0.1
 
 
@@ -236,7 +229,6 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "meta-llama/Llama-3.1-8B, tp 1: simulated against measured" in out and "makespan: " in out and "met" in out
     written = json.loads(path.read_text())
     assert written["benchmark"] == "fidelity" and written["run"]["num_requests"] == 40
-    assert written["TTFT"]["mean"]["LLMServingSim_s"] == 0.65
     assert run_app(app, "fidelity", []) == 2
     assert "--run" in capsys.readouterr().err
 
