@@ -69,7 +69,7 @@ def make_engine(
     num_swap_blocks = scheduler.get("num_swap_blocks", 0)
     host = HostCache(cache, num_swap_blocks, stream or CopyStream()) if num_swap_blocks else None
     return Engine(
-        Runner(model, cache, backend or TorchBackend(), CPU, decode_lag=scheduler.get("decode_lag", 0), host=host),
+        Runner(model, cache, backend or TorchBackend(), CPU, host=host),
         Scheduler(SchedulerConfig("sarathi", **scheduler), num_blocks=num_blocks, block_size=block_size),
         ModelLimits(config.vocab_size, max_model_len),
     )

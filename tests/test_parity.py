@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import medha.attention.torch_backend as torch_backend
-from medha.attention.interface import Segment
+from medha.attention.interface import AttentionRows
 from medha.attention.merge import merge_partials
 from medha.attention.torch_backend import TorchBackend
 from medha.batch import Batch
@@ -144,7 +144,7 @@ def test_schedule_never_changes_tokens(case: Case, data: st.DataObject) -> None:
     """Any order, chunking, company, depth, block size and tight pool, with other requests aborted on the way."""
     draw = data.draw
     block_size = draw(st.sampled_from([1, 16, 48, 256]), "block_size")
-    decode_lag = draw(st.sampled_from([0, 1]), "decode_lag")
+    async_scheduling = draw(st.booleans(), "async_scheduling")
     engine = make_engine(
         case.decoder,
         block_size=block_size,
@@ -152,8 +152,8 @@ def test_schedule_never_changes_tokens(case: Case, data: st.DataObject) -> None:
         chunk_size=draw(st.integers(1, 200), "chunk_size"),
         max_batch_tokens=draw(st.integers(8, 256), "max_batch_tokens"),
         max_num_seqs=draw(st.integers(1, 8), "max_num_seqs"),
-        depth=2 if decode_lag else draw(st.sampled_from([1, 2, 4]), "depth"),
-        decode_lag=decode_lag,
+        depth=draw(st.sampled_from([1, 2, 4]), "depth"),
+        async_scheduling=async_scheduling,
     )
     chosen = draw(st.lists(st.sampled_from(range(len(case.prompts))), min_size=1, max_size=5), "requests")
     arrive_at = draw(st.lists(st.integers(0, 12), min_size=len(chosen), max_size=len(chosen)), "arrival steps")
@@ -187,7 +187,7 @@ def test_chunk_of_one_token(case: Case) -> None:
 
 LOG2_E = 1.4426950408889634
 plan = TorchBackend.plan
-positions_of = runner.positions_of
+prepare = Slots.prepare
 
 
 def check_parity(case: Case) -> None:
@@ -204,39 +204,37 @@ def base_2_lse(patch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_block(patch: pytest.MonkeyPatch) -> None:
-    def without_first_block(segment: Segment) -> Segment:
-        (first, count), *rest = segment.ranges
-        drops = segment.kv_len - segment.q_len >= 16 and count > 16
-        return replace(segment, ranges=((first + 16, count - 16), *rest)) if drops else segment
+    """Every request that has more than a block before its chunk loses its first one."""
 
-    patch.setattr(
-        TorchBackend, "plan", lambda self, segments, *_: plan(self, [without_first_block(s) for s in segments])
-    )
+    def without_first_block(rows: AttentionRows) -> AttentionRows:
+        drops = rows.kv_len - rows.q_len > rows.page_size
+        tables = np.split(rows.pages, rows.page_indptr[1:-1])
+        kept = [table[1:] if drop else table for table, drop in zip(tables, drops, strict=True)]
+        return AttentionRows.of(rows.q_len, rows.kv_len - drops * rows.page_size, rows.causal, kept, rows.page_size)
+
+    patch.setattr(TorchBackend, "plan", lambda self, rows: plan(self, without_first_block(rows)))
 
 
-def shifted_extent(patch: pytest.MonkeyPatch) -> None:
-    def shifted(segment: Segment) -> Segment:
-        (first, count), *rest = segment.ranges
-        return replace(segment, ranges=((first + 1, count), *rest)) if segment.kv_len > segment.q_len else segment
-
-    patch.setattr(TorchBackend, "plan", lambda self, segments, *_: plan(self, [shifted(s) for s in segments]))
+def shifted_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TorchBackend, "plan", lambda self, rows: plan(self, replace(rows, pages=rows.pages + 1)))
 
 
 def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """In every chunk but the first: a shift of all positions alike would be invisible to RoPE."""
 
-    def shifted(batch: Batch) -> npt.NDArray[np.int64]:
-        later = np.concatenate([np.full(row.q_len, int(row.position > 0)) for row in batch.rows])
-        return positions_of(batch) + later
+    def shifted(self: Slots, batch: Batch) -> StepInput:
+        step = prepare(self, batch)
+        step.positions += np.concatenate([np.full(row.q_len, int(row.position > 0)) for row in batch.rows])
+        return step
 
-    patch.setattr(runner, "positions_of", shifted)
+    patch.setattr(Slots, "prepare", shifted)
 
 
 def test_parity_holds_without_mutation(case: Case) -> None:
     check_parity(case)
 
 
-@pytest.mark.parametrize("mutate", [base_2_lse, dropped_block, shifted_extent, position_off_by_one])
+@pytest.mark.parametrize("mutate", [base_2_lse, dropped_block, shifted_pages, position_off_by_one])
 def test_mutation_turns_parity_red(
     case: Case, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

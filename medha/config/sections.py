@@ -200,11 +200,7 @@ class SchedulerConfig:
         return max(self.num_in_flight - 1, 1) if self.async_scheduling else self.num_in_flight
 
     def budget_text(self, *, has_tpot: bool) -> str:
-        """What a batch may hold, and why, in words.
-
-        Args:
-            has_tpot: whether some request has a TPOT objective.
-        """
+        """What a batch may hold, and why, in words; ``has_tpot``: some request has a TPOT objective."""
         if self.scheduler != "medha":
             whole = self.scheduler in ("static", "orca")
             chunks = "whole prompts" if whole else f"chunks of at most {self.chunk_size:,}"

@@ -62,12 +62,7 @@ class StopChecker:
     The match that starts earliest in the whole text wins; of two with the same start, the one listed first. So a
     complete match is not reported while an occurrence that would win over it may still be completed.
 
-    Args:
-        stops: stop strings, none empty.
-        include_stop_str_in_output: whether the stop string itself is emitted.
-
-    Attributes:
-        matched: the stop string found, or None.
+    ``matched`` is the stop string found, or None; none of ``stops`` is empty.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:

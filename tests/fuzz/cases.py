@@ -172,7 +172,7 @@ def draw(seed: int, ranks: int = 1) -> Case:
     if rng.random() < 0.05:
         options["max_model_len"] = rng.randint(2, 2 * max(lengths))
     if ranks == 1 and rng.random() < 0.3:
-        options |= {"decode_lag": 1, "depth": None}
+        options |= {"async_scheduling": True, "depth": None}
     if layout[0] > 1 and rng.random() < 0.15:
         options["tp_forward"] = "dtensor"
     step_s, token_s = rng.choice([1e-5, 1e-3, 0.1]), rng.choice([1e-7, 1e-5, 1e-3])
