@@ -28,7 +28,6 @@ class Replica:
         block_size: tokens of a KV block.
         utilization: share of an accelerator's memory that may be used.
         dtype_bytes: bytes of a weight and of a key or value element.
-        backend: of attention, ``split-kv`` or ``no-split-kv``; None is what the spec says.
         num_blocks: KV blocks of each group; None is what the memory holds beside weights and activations.
     """
 
@@ -40,7 +39,6 @@ class Replica:
     block_size: int = 256
     utilization: float = 0.9
     dtype_bytes: int = 2
-    backend: str | None = None
     num_blocks: int | None = None
 
     @property
@@ -74,20 +72,11 @@ class Replica:
         Raises:
             ConfigError: the layout does not split the model.
         """
-        return [
-            Predictor(
-                stage_coefficients(
-                    self.spec,
-                    self.model,
-                    self.parallel,
-                    stage,
-                    dtype_bytes=self.dtype_bytes,
-                    backend=self.backend,
-                ),
-                max_tokens=self.max_predicted_tokens,
-            )
-            for stage in range(self.parallel.spp)
+        stages = range(self.parallel.spp)
+        costs = [
+            stage_coefficients(self.spec, self.model, self.parallel, s, dtype_bytes=self.dtype_bytes) for s in stages
         ]
+        return [Predictor(one, max_tokens=self.max_predicted_tokens) for one in costs]
 
     @property
     def max_predicted_tokens(self) -> int:

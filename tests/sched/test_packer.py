@@ -165,7 +165,7 @@ def test_a_predictor_that_is_far_off_or_hears_nonsense_stops_nothing(world: dict
     drive.run()
     assert scheduler.predictor is not None
     if is_nonsense:
-        assert scheduler.predictor.correction.errors.figures().count == 0
+        assert scheduler.predictor.correction.num_seen == 0
         assert scheduler.predictor.factor("prefill") == 1.0
 
 
