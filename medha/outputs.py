@@ -193,12 +193,7 @@ class RequestOutput:
 
 
 def unserved(
-    request_id: str,
-    arrival_s: float,
-    *,
-    slo: SLO | None,
-    error: Exception | None,
-    finished_s: float | None = None,
+    request_id: str, arrival_s: float, *, slo: SLO | None, error: Exception | None, finished_s: float | None = None
 ) -> RequestOutput:
     """The output of a request that the engine never took; without an error it is aborted."""
     slo = slo or SLO()

@@ -217,7 +217,7 @@ def test_the_kv_capacity_of_groups() -> None:
     scheduler = Scheduler(config, num_blocks=16, block_size=16, num_groups=2)
     with pytest.raises(KVCapacityError) as caught:
         prepare_request(
-            "bad", [1] * 65, None, slo=None, limits=ModelLimits(256, 999), tokenizer=None, kv=scheduler.memory.limits
+            "bad", [1] * 65, None, slo=None, limits=ModelLimits(256, 999), tokenizer=None, kv=scheduler.memory
         )
     assert str(caught.value) == (
         "65 prompt tokens and max_tokens=16 need 80 tokens of KV cache; "

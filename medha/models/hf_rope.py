@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from medha.config import RopeConfig
-from medha.errors import ConfigError, UnsupportedModelError
-from medha.models.json_fields import MAX_LENGTH, Fields, short_repr
+from medha.errors import ConfigError, UnsupportedModelError, short_repr
+from medha.models.json_fields import MAX_LENGTH, Fields
 
 logger = logging.getLogger("medha")
 
@@ -42,10 +42,6 @@ def read_rope(
         claimed: ``max_position_embeddings``.
         rope_scaling: replaces the scaling of the file: a type name, or a mapping as in ``rope_parameters``.
         max_model_len: length in tokens that a ``rope_scaling`` without a factor stretches to.
-
-    Raises:
-        ConfigError: a field is missing or wrong, or two disagree.
-        UnsupportedModelError: a type of RoPE that is not implemented, or one that differs by layer.
     """
     name = "rope_scaling" if reader.raw.get("rope_parameters") is None else "rope_parameters"
     rope = Fields(_rope_parameters(reader), f"{reader.where}: {name}")
@@ -62,11 +58,7 @@ def read_rope(
 
 
 def merge_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``rope_parameters`` of ``config.json`` under those of ``hf_overrides``, each in either generation.
-
-    Raises:
-        ConfigError, UnsupportedModelError: as :func:`read_rope`.
-    """
+    """The ``rope_parameters`` of ``config.json`` under those of ``hf_overrides``, each in either generation."""
     given = _rope_parameters(Fields(overrides, "hf_overrides"))
     kept = _rope_parameters(Fields(raw, "config.json"))
     if any(name in overrides and not overrides[name] for name in ("rope_scaling", "rope_parameters")):
@@ -75,12 +67,7 @@ def merge_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _rope_parameters(reader: Fields) -> dict[str, Any]:
-    """The RoPE fields of both generations as one flat object, nulls dropped.
-
-    Raises:
-        ConfigError: two fields, or two spellings of one key, disagree.
-        UnsupportedModelError: parameters that differ by layer type.
-    """
+    """The RoPE fields of both generations as one flat object, nulls dropped; refused where they disagree."""
     old, new = _flat_rope(reader, "rope_scaling"), _flat_rope(reader, "rope_parameters")
     thetas = [field["rope_theta"] for field in (reader.raw, old, new) if field.get("rope_theta") is not None]
     base = {"rope_theta": thetas[0]} if thetas else {}
@@ -97,12 +84,11 @@ def _flat_rope(reader: Fields, name: str) -> dict[str, Any]:
         return {}
     if not isinstance(raw, Mapping):
         raise reader.wrong(name, "an object or null")
-    for key, value in raw.items():
-        if isinstance(value, Mapping):
-            raise UnsupportedModelError(
-                f"{reader.where}: {name}: {short_repr(key)} holds an object: RoPE that differs by layer is not "
-                "implemented; accepted: one set of parameters for all layers"
-            )
+    if objects := [key for key, value in raw.items() if isinstance(value, Mapping)]:
+        raise UnsupportedModelError(
+            f"{reader.where}: {name}: {short_repr(objects[0])} holds an object: RoPE that differs by layer is not "
+            "implemented; accepted: one set of parameters for all layers"
+        )
     # yarn's null factor means something (see _build_rope), and so does null truncate
     flat = {key: value for key, value in raw.items() if value is not None or key in ("factor", "truncate")}
     if "type" in flat:
@@ -154,10 +140,9 @@ def _check_rope_keys(rope: Fields) -> None:
         )
     used = _ROPE_KEYS[rope_type]
     unused = sorted(str(key) for key in rope.raw if key not in used and key not in _INERT_KEYS)
-    for key in unused:
-        if not any(key in keys for keys in _ROPE_KEYS.values()):
-            value = short_repr(rope.raw.get(key))
-            raise ConfigError(f"{rope.where}: unknown key {short_repr(key)}={value}; accepted: {', '.join(used)}")
+    if unknown := [key for key in unused if not any(key in keys for keys in _ROPE_KEYS.values())]:
+        key, value = short_repr(unknown[0]), short_repr(rope.raw.get(unknown[0]))
+        raise ConfigError(f"{rope.where}: unknown key {key}={value}; accepted: {', '.join(used)}")
     if unused:
         logger.warning("%s: %s have no effect with rope_type=%r", rope.where, ", ".join(unused), rope_type)
 

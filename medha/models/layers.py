@@ -91,7 +91,7 @@ class Attention(nn.Module):
         return (self._out or self.o_proj)(out_TNH.flatten(-2))
 
     def pack_(self, shard: TensorShard | None = None) -> None:
-        """Fuse and pack this rank's part of the projections in place; their plain weights are dropped."""
+        """As :meth:`~medha.models.decoder.Decoder.pack_`."""
         self._sizes = [len(local_part(linear.weight)) for linear in (self.q_proj, self.k_proj, self.v_proj)]
         self._qkv = packed_linear(self.q_proj, self.k_proj, self.v_proj)
         self._out = packed_row_linear(self.o_proj, shard)
@@ -119,7 +119,7 @@ class MLP(nn.Module):
         return out
 
     def pack_(self, shard: TensorShard | None = None) -> None:
-        """Fuse and pack this rank's part of the projections in place; their plain weights are dropped."""
+        """As :meth:`~medha.models.decoder.Decoder.pack_`."""
         self._gated = packed_swiglu(self.gate_proj, self.up_proj)
         self._down = packed_row_linear(self.down_proj, shard)
         del self.gate_proj, self.up_proj, self.down_proj

@@ -63,11 +63,9 @@ def encode(message: Message) -> npt.NDArray[np.int32]:
 
 
 def decode(ints: npt.NDArray[np.int32]) -> Message:
-    """The inverse of :func:`encode`.
+    """The inverse of :func:`encode`; ValueError where the integers are no message.
 
-    Raises:
-        ValueError: the integers are no message.
-        PlanDivergenceError: the batch is not the one that was sent; within a tensor-parallel group nothing else tells.
+    PlanDivergenceError where the batch is not the one that was sent; within a tensor-parallel group nothing else tells.
     """
     kind, num_bytes, num_batch, num_ids, crc = ints[:_HEADER].tolist()
     if not 0 <= kind < len(_KINDS) or min(num_bytes, num_batch, num_ids) < 0:
@@ -88,8 +86,7 @@ def decode(ints: npt.NDArray[np.int32]) -> Message:
 
 def _signed_crc(ints: npt.NDArray[np.int32]) -> int:
     """CRC-32 as a signed number, which fits an int32."""
-    crc = zlib.crc32(ints.tobytes())
-    return crc - (1 << 32) if crc >= 1 << 31 else crc
+    return int(np.uint32(zlib.crc32(ints.tobytes())).astype(np.int32))
 
 
 class ControlSender:

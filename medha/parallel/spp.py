@@ -66,11 +66,7 @@ class StagePipe:
         self._receives.append((batch, work, buffer))
 
     def receive(self, batch: Batch) -> torch.Tensor:
-        """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them.
-
-        Raises:
-            PlanDivergenceError: the stage before ran another batch.
-        """
+        """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them."""
         posted, work, buffer = self._receives.popleft()
         assert posted.batch_id == batch.batch_id, "receives are taken in the order of their posts"
         work.wait()

@@ -161,14 +161,14 @@ def simulate(
         from medha.sim.plots import write_trace
 
         write_trace(timeline, runs[0].outcome, runs[0].segments)
-    plots: list[Path] = []
+    drawn: list[str] = []
     if plot is not None:
         from medha.sim.plots import draw
 
-        plots = draw(runs, plot, given["long_threshold"])
+        drawn = [str(draw(runs, plot, given["long_threshold"]))]
     if output_json != STDOUT:
         title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(study, given)])
-        print_report({"title": title, **shown(reports), "notes": [*remarks(reports), *NOTES, *map(str, plots)]})
+        print_report({"title": title, **shown(reports), "notes": [*remarks(reports), *NOTES, *drawn]})
     _print_wall(runs)
     if interrupted:
         return exit_code(KeyboardInterrupt())

@@ -164,7 +164,7 @@ def about(study: Study, given: Mapping[str, Any]) -> list[str]:
     has_tpot = trace.tpot_slo_s is not None and any(value == value for value in trace.tpot_slo_s.tolist())
     what = given["trace"] or f"{given['workload'] or 'medha-mix'} ({given['arrivals']}, seed {given['seed']})"
     return [
-        f"{given['model']} on {replica.num_gpus} x {spec.name} ({spec.provenance}): tp {layout.tp}, "
+        f"{given['model']} on {layout.world_size} x {spec.name} ({spec.provenance}): tp {layout.tp}, "
         f"spp {layout.spp}, kvp {layout.kvp}, {tokens:,} KV tokens a group",
         f"{what}: {len(trace):,} requests over {trace.duration_s:,.4g} s, {int(trace.prompt_tokens.sum()):,} prompt "
         f"and {int(trace.output_tokens.sum()):,} output tokens" + " at the first rate" * (len(study.traces) > 1),
@@ -183,7 +183,7 @@ def config_of(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
         **plain,
         "workload": (given["workload"] or "medha-mix") if given["trace"] is None else None,
         "max_model_len": replica.max_model_len,
-        "num_gpus": replica.num_gpus,
+        "num_gpus": replica.parallel.world_size,
         "hardware_spec": spec_fields(replica.spec),
         "num_kv_blocks": replica.kv_blocks(),
         "block_size": replica.block_size,

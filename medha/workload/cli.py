@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,7 +105,7 @@ def stats(
         "num_dropped": reading.num_dropped,
         "num_skipped": reading.num_faults,
         "has_arrivals": reading.has_arrivals,
-        **asdict(trace_stats(reading.trace)),
+        **trace_stats(reading.trace),
     }
     deliver(report, output_json, title=f"{file.name} ({reading.format})")
     return 0

@@ -40,7 +40,7 @@ def answer(message):
     return message
 
 if __name__ == "__main__":
-    serve(answer, setup=lambda message: state.update(first=message))
+    serve(lambda message: state.update(first=message) or answer)
 """
 
 

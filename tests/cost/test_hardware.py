@@ -308,8 +308,6 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     assert kv_pool_tokens(A100, LLAMA_70B, ParallelConfig(tp=4)) > 100_000
     with pytest.raises(ConfigError, match=r"utilization=1\.5; accepted"):
         kv_pool_tokens(A100, LLAMA_8B, ParallelConfig(), utilization=1.5)
-    with pytest.raises(ConfigError, match="max_batch_tokens=0; accepted"):
-        kv_pool_tokens(A100, LLAMA_8B, ParallelConfig(), max_batch_tokens=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

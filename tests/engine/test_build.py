@@ -181,7 +181,7 @@ def test_each_rank_of_a_node_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    ranks = [Launch(rank=8 + i, world_size=16, local_rank=i, local_world_size=8, address="host:1") for i in range(5)]
+    ranks = [Launch(rank=8 + i, world_size=16, local_rank=i, local_world_size=8, host="host", port=1) for i in range(5)]
     assert own_device(cpu, ranks[1]) == cpu and not current
     own = [own_device(cuda, None), *(own_device(cuda, launch) for launch in ranks[:4])]
     assert own == current == [torch.device("cuda", i) for i in (0, 0, 1, 2, 3)]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from medha.models.needle import (
     HEAD_DIM,
@@ -20,7 +19,6 @@ from medha.models.needle import (
     NUM_BITS,
     NUM_HEADS,
     NUM_KV_HEADS,
-    main,
     make_haystack,
     needle_config,
     needle_weights,
@@ -94,21 +92,6 @@ def test_folder_has_the_files_of_a_model_and_writing_again_replaces_them(folder:
     write_needle(out)
     assert {file.name for file in folder.iterdir()} == {file.name for file in out.iterdir()} == names
     assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in names)
-
-
-def test_command_prints_path_and_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["needle", str(tmp_path / "out")])
-    main()
-    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 5.9 MB\n"
-
-
-def test_transformers_finds_every_weight_and_no_other(folder: Path) -> None:
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert model.dtype == torch.float32
-    assert set(load_file(folder / "model.safetensors")) == set(needle_weights())
 
 
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
@@ -186,27 +169,9 @@ def test_haystack_is_exact_deterministic_and_varied(num_tokens: int, depth: floa
         assert len(set(lines)) > 0.9 * len(lines)
 
 
-def test_haystack_takes_another_fact() -> None:
-    hay = make_haystack(300, needle="Bert keeps the key under stone 12.\n", question="Bert keeps the key under")
-    assert hay.answer == " stone 12.\n"
-    assert bytes(expected_continuation(encode_bytes(hay.prompt), 20)).decode() == hay.answer
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_tokens": 50}, "num_tokens=50; accepted: 87 or more"),
-        ({"depth": 1.5}, "depth=1.5; accepted: 0 to 1"),
-        ({"needle": "no newline"}, "one line of ASCII"),
-        ({"needle": "two\nlines\n"}, "one line of ASCII"),
-        ({"question": "Who?"}, "last 8 characters"),
-        ({"question": "Where is the other key?"}, "last 8 characters"),
-        ({"question": "The vault code of Priya is. The vault code of Priya is"}, "occurs 3 times"),
-    ],
-)
-def test_haystack_errors_name_what_is_accepted(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_haystack(**{"num_tokens": 500, **arguments})
+def test_haystack_that_has_no_room_for_its_fact() -> None:
+    with pytest.raises(ValueError, match="num_tokens=50; accepted: 87 or more"):
+        make_haystack(50)
 
 
 # --- the numbers the construction rests on ---------------------------------------------------------------------------
@@ -254,36 +219,6 @@ def test_layer_1_gap_at_every_distance_to_10m() -> None:
     for head in range(1, NUM_HEADS):
         shifted = layer1_scores(weights, 0, distances - head)
         assert np.allclose(layer1_scores(weights, head, distances), shifted, rtol=0, atol=1e-2), head
-
-
-def test_layer_1_reads_position_0_before_the_start() -> None:
-    weights = needle_weights()
-    for head in range(NUM_HEADS):
-        for position in range(head + 1):
-            scores = layer1_scores(weights, head, np.arange(position, -1, -1, dtype=np.float64))
-            assert scores[0] - max(scores[1:], default=-np.inf) >= ONE_HOT_GAP, (head, position)
-
-
-@pytest.mark.parametrize(
-    ("position", "smallest_gap"), [(5_000, 68), (99_999, 68), (999_999, 65), (NUM_KEYS - 1, ONE_HOT_GAP)]
-)
-def test_layer_1_gap_with_float32_angles(position: int, smallest_gap: float) -> None:
-    """As transformers computes RoPE: angles rounded to float32, off by up to half a radian at 10M."""
-    weights = needle_weights()
-    inv_freq = torch.from_numpy(inverse_frequencies()).float()
-    # The nearest keys compete most, and later ones only where all pairs come round.
-    rng = np.random.default_rng(0)
-    near = np.arange(min(position, 4096))
-    keys = position - torch.from_numpy(np.unique(np.concatenate([near, rng.integers(0, position, 100_000)])))
-    for head in range(NUM_HEADS):
-        q, k = (torch.from_numpy(x).to(torch.complex64) for x in qk_constant(weights, head))
-        q = q * torch.polar(torch.ones(len(inv_freq)), torch.tensor(position).float() * inv_freq)
-        k = k * torch.polar(torch.ones(len(keys), len(inv_freq)), keys.float()[:, None] * inv_freq)
-        q, k = torch.view_as_real(q).flatten(), torch.view_as_real(k).flatten(1)
-        scores = k @ q / HEAD_DIM**0.5
-        target = keys == position - (head + 1)
-        assert target.sum() == 1
-        assert scores[target] - scores[~target].max() >= smallest_gap, head
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

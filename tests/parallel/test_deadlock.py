@@ -117,11 +117,7 @@ def buffers() -> st.SearchStrategy[Buffers]:
 def workloads() -> st.SearchStrategy[Workload]:
     """Prompts of up to 20 tokens in chunks of up to 8."""
     arrival = st.builds(
-        Arrival,
-        st.integers(0, 12),
-        st.integers(1, 20),
-        st.integers(1, 5),
-        st.none() | st.integers(0, 12),
+        Arrival, st.integers(0, 12), st.integers(1, 20), st.integers(1, 5), st.none() | st.integers(0, 12)
     )
     return st.builds(
         Workload,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.sched.budget import guard_limit_s, guarded_rows, is_guarded, owed_after_s
+from medha.sched.budget import guard_limit_s, guarded_rows, is_guarded
 from medha.sched.policy import Columns
 from tests.sched.unit_rate import QUANTUM_S, US, GuardRule, Job, Server
 
@@ -46,20 +46,17 @@ def test_the_late_the_passed_over_and_those_guarded_before_are_guarded(now_s: fl
 def test_the_guarded_are_served_by_arrival_then_slot() -> None:
     columns = columns_of([3.0, 1.0, 2.0, 1.0, 0.0], [1.0] * 5)
     guarded, slots = np.array([True, True, True, True, False]), np.array([1, 9, 3, 4, 5])
-    assert guarded_rows(columns, guarded, slots=slots).tolist() == [3, 1, 2, 0]
+    assert guarded_rows(columns, guarded, slots=slots, first=9).tolist() == [3, 1, 2, 0]
     assert guarded_rows(columns, guarded, slots=slots, first=2).tolist() == [3, 1]
-    assert guarded_rows(columns, np.zeros(5, np.bool_), slots=slots).tolist() == []
+    assert guarded_rows(columns, np.zeros(5, np.bool_), slots=slots, first=9).tolist() == []
 
 
 def test_what_did_not_fit_is_owed_up_to_one_budget() -> None:
     limits, owed_s = [], 0.0
     for _ in range(12):
         limits.append(guard_limit_s(0.02, late_share=SHARE, owed_s=owed_s))
-        owed_s = owed_after_s(limits[-1], given_s=0.0, any_left=True)
+        owed_s = limits[-1]
     assert limits == pytest.approx([0.002 * k for k in range(1, 11)] + [0.02, 0.02])
-    assert owed_after_s(0.02, given_s=0.015, any_left=True) == pytest.approx(0.005)
-    assert owed_after_s(0.02, given_s=0.021, any_left=True) == 0.0  # a chunk longer than its limit is no credit
-    assert owed_after_s(0.02, given_s=0.0, any_left=False) == 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_decodes_that_fill_the_pool_give_way_and_come_to_their_end() -> None:
 
 
 def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> None:
-    queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
+    queue = Queue(SchedulerConfig(), None)
     memory = KVMemory(num_blocks=100, block_size=BLOCK)
     scheduled = {0: 90, 1: 10, 2: 70, 3: 30, 4: 50, 5: 20}
     for slot, num_tokens in scheduled.items():
@@ -95,7 +95,7 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
 
 
 def test_as_few_as_will_do_give_way() -> None:
-    queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
+    queue = Queue(SchedulerConfig(), None)
     states = [queue.add(SchedulerRequest(slot, 10, 1, 0.0), 1.0) for slot in range(4)]
     assert fewest(states, lambda gone: 2 in gone) == [states[2]]
     assert fewest(states, lambda gone: len(gone) >= 2) == states[:2]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from medha.batch import Batch
+from medha.config import SchedulerConfig
 from medha.cost.correction import KINDS
 from medha.engine.journal import Journal, replay
 from medha.sched.memory import KVMemory
@@ -90,7 +91,7 @@ def test_both_ways_are_compared_as_corrected(factor: float) -> None:
 
 
 def test_without_predictions_whoever_can_is_swapped() -> None:
-    queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
+    queue = Queue(SchedulerConfig(), None)
     state = queue.add(SchedulerRequest(0, 40, 5, 0.0), 1.0)
     state.num_scheduled_tokens = 40
     assert Preemption(queue, holding(3, swap_block_s=99.0, num_swap_blocks=3), None).loss(state)[1]
@@ -102,7 +103,7 @@ def holding(num_blocks: int, **options: Any) -> KVMemory:
     memory = KVMemory(num_blocks=8, block_size=BLOCK, overcommit=True, **options)
     memory.start(0, 0, 8 * BLOCK)
     account = memory._accounts[0]
-    memory.pools[0].allocate(0, num_blocks, claim=num_blocks)
+    memory.pools[0].allocate(0, num_blocks, reserved=num_blocks)
     account.starts, account.held = [0], [num_blocks]
     return memory
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.sched.budget import guard_limit_s, guarded_rows, is_guarded, owed_after_s
+from medha.sched.budget import guard_limit_s, guarded_rows, is_guarded
 from medha.sched.policy import Columns, Ints, load_policy, order
 
 QUANTUM_S = 0.02
@@ -118,7 +118,7 @@ class Server:
             was_guarded=was_guarded,
             patience_s=rule.patience_s,
         )
-        rows = guarded_rows(columns, guarded, slots=slots)
+        rows = guarded_rows(columns, guarded, slots=slots, first=slots.size)
         self._note_guarded(slots, guarded & ~was_guarded, now_s)
         limit_s = guard_limit_s(budget_us / US, late_share=rule.late_share, owed_s=self.owed_s)
         limit_us, used_us = round(limit_s * US), 0
@@ -127,8 +127,7 @@ class Server:
             if self.left_us[slot] > room_us < rule.grain_s * US:
                 break
             used_us += self._chunk(slot, now_us, room_us)
-        any_left = bool(self.left_us[slots[rows]].any())
-        self.owed_s = owed_after_s(limit_s, given_s=used_us / US, any_left=any_left)
+        self.owed_s = max(0.0, limit_s - used_us / US) if self.left_us[slots[rows]].any() else 0.0
         return used_us
 
     def _note_guarded(self, slots: Ints, new: NDArray[np.bool_], now_s: float) -> None:

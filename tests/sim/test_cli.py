@@ -256,7 +256,7 @@ def test_the_timeline_has_stages_requests_and_counters(simulate: Simulate, tmp_p
     assert len([event for event in events if event["ph"] == "s"]) == len(lanes[0])
     assert {e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1} == {"waiting", "prefill", "decode"}
     counters = {event["name"] for event in events if event["ph"] == "C"}
-    assert counters == {"waiting requests", "active requests", "KV blocks in use (%)"}
+    assert counters == {"KV blocks in use (%)"}
 
 
 def test_plots_are_drawn(simulate: Simulate, tmp_path: Path) -> None:
@@ -264,9 +264,8 @@ def test_plots_are_drawn(simulate: Simulate, tmp_path: Path) -> None:
     for name, more in (("one", ()), ("several", ("--policy", "lars,edf", "--qps", "2,5"))):
         done = simulate(*SMALL, *more, "--plot", tmp_path / name)
         assert done.code == 0
-        assert {path.name for path in (tmp_path / name).iterdir()} == {"ttft_over_time.png", "ttft_tpot.png"}
-        assert all(path.stat().st_size > 5000 for path in (tmp_path / name).iterdir())
-        assert str(tmp_path / name / "ttft_tpot.png") in done.out
+        (path,) = (tmp_path / name).iterdir()
+        assert path.stat().st_size > 5000 and str(path) in done.out
 
 
 def test_plots_without_matplotlib(simulate: Simulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptur
     assert load_tokenizer(tmp_path) is None
     bare = load_tokenizer(save(tmp_path, byte_level(), {"eos_token": "not in the vocabulary"}))
     assert bare is not None
-    assert (bare.eos_token_id, bare.bos_token_id, bare.has_chat_template) == (None, None, False)
+    assert (bare.eos_token_id, bare.bos_token_id, bare.chat_template) == (None, None, None)
     named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
     config = {"bos_token": {"content": "<|bos|>"}, "chat_template": named}
     special_map = {"bos_token": "<|im_end|>", "eos_token": "<|eot_id|>"}
@@ -56,7 +56,6 @@ def test_load_reads_names_and_templates(tmp_path: Path, caplog: pytest.LogCaptur
     (tmp_path / "chat_template.jinja").write_text("F")
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
-    assert tokenizer.has_chat_template
     assert tokenizer.encode_chat(CHAT)[0] == "F"
 
 

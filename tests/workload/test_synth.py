@@ -107,10 +107,10 @@ def test_arrivals_have_rate_and_burstiness(process: str, burstiness: float, cv: 
     trace = synthesize("fixed:1,1", process, qps=5.0, burstiness=burstiness, duration_s=40_000.0, seed=7)
     stats = trace_stats(trace)
     assert len(trace) == pytest.approx(200_000, rel=NEAR)
-    assert (stats.qps, stats.gap_cv) == (pytest.approx(5.0, rel=NEAR), pytest.approx(cv, rel=NEAR, abs=1e-6))
+    assert (stats["qps"], stats["gap_cv"]) == (pytest.approx(5.0, rel=NEAR), pytest.approx(cv, rel=NEAR, abs=1e-6))
     assert trace.arrival_s[-1] < 40_000.0
     if process == "gamma":
-        assert stats.burstiness == pytest.approx(burstiness, rel=2 * NEAR)
+        assert stats["burstiness"] == pytest.approx(burstiness, rel=2 * NEAR)
 
 
 def test_uniform_and_at_once_are_exact() -> None:
