@@ -168,7 +168,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "dist_timeout": (0, 0.5, -1, 86401, NAN, INF, "120", None),
     "seed": (None, 1.0, 2**63, *NO_NUMBER),
     "device": (None, "", "gpu", "cuda:", "cuda:-1", "cuda:0 ", "mps", 0, "cpu\n"),
-    "decode_lag": (-1, 2, 1.0, False, *NO_NUMBER),
+    "async_scheduling": (0, 1, "on"),
     "rope_scaling": (3, True, ["yarn"], NAN),
     "hf_overrides": (3, True, "{}", [("a", 1)]),
 }
@@ -190,7 +190,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "dist_timeout": (1, 120.0, 86400),
     "seed": (0, -1, 2**63 - 1),
     "device": ("auto", "cpu", "cuda", "cuda:0", "cuda:15"),
-    "decode_lag": (0, 1, None),
+    "async_scheduling": (True, False, None),
     "rope_scaling": (None, "yarn", {"rope_type": "linear", "factor": 2.0}),
     "hf_overrides": (None, {}, {"rope_theta": 1e6}),
 }

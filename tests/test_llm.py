@@ -493,10 +493,10 @@ def test_every_thread_hears_of_the_engines_death(
     with LLM(str(byte_folder[0]), **SMALL) as llm:
         run = llm.engine.runner.run
 
-        def failing(batch: Any, input_ids: Any) -> Any:
+        def failing(step: Any) -> Any:
             if llm.engine.num_unfinished == 5:
                 raise RuntimeError("lost")
-            return run(batch, input_ids)
+            return run(step)
 
         monkeypatch.setattr(llm.engine.runner, "run", failing)
         errors = in_threads(
@@ -576,10 +576,10 @@ def fail_in_run(llm: LLM, patch: pytest.MonkeyPatch, *, at: int, error: BaseExce
     run = llm.engine.runner.run
     calls = iter(range(10**9))
 
-    def failing(batch: Any, input_ids: Any) -> Any:
+    def failing(step: Any) -> Any:
         if next(calls) == at:
             raise error
-        return run(batch, input_ids)
+        return run(step)
 
     patch.setattr(llm.engine.runner, "run", failing)
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import transformers
@@ -30,7 +29,7 @@ from medha.config import RopeConfig
 from medha.models.decoder import Decoder
 from medha.models.rope import inverse_frequencies
 from medha.params import SamplingParams
-from medha.worker import runner
+from medha.worker.step_input import Slots, StepInput
 from tests.checkpoints import FAMILIES, make_checkpoint, random_prompt, reference_greedy
 from tests.engines import load_decoder, make_engine, run_to_end, run_with_logits
 

@@ -25,7 +25,7 @@ from medha.models.needle import write_needle
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer
-from medha.worker.step import PendingStep, StepResult
+from medha.worker.step import PendingStep
 from tests.text.samples import PANIC, panicking
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
@@ -233,10 +233,10 @@ def test_a_stop_returns_every_request(engine: Engine) -> None:
 def test_a_dead_engine_returns_every_request_and_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run = engine.runner.run
 
-    def run_twice(batch: Batch, input_ids: Any) -> StepResult | None:
-        if batch.batch_id >= 2:
+    def run_twice(step: Any) -> Any:
+        if step.batch.batch_id >= 2:
             raise RuntimeError("the device fell off")
-        return run(batch, input_ids)
+        return run(step)
 
     monkeypatch.setattr(engine.runner, "run", run_twice)
     outputs: list[RequestOutput] = []

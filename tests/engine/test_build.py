@@ -17,7 +17,7 @@ from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import LayerShape
 from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig
-from medha.engine.build import _with_decode_lag, build_engine
+from medha.engine.build import _with_async, build_engine
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.parallel.launch import Launch
@@ -189,14 +189,13 @@ def test_each_rank_of_a_node_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) ->
         own_device(cuda, ranks[4])
 
 
-def test_where_a_host_can_run_ahead_there_is_a_decode_lag() -> None:
-    def lag(device: str, **options: Any) -> int | None:
+def test_scheduling_is_async_where_anything_runs_beside_the_host() -> None:
+    def is_async(device: str, **options: Any) -> bool | None:
         config = EngineConfig.from_flat("m", **options)
-        return _with_decode_lag(config, torch.device(device)).scheduler.decode_lag
+        return _with_async(config, torch.device(device)).scheduler.async_scheduling
 
-    assert (lag("cuda"), lag("cuda", depth=2), lag("cpu")) == (1, 1, 0)
-    assert (lag("cuda", tp=2), lag("cuda", depth=1)) == (0, 0)
-    assert (lag("cuda", decode_lag=0), lag("cpu", decode_lag=1)) == (0, 1)
+    assert (is_async("cuda"), is_async("cpu"), is_async("cpu", tp=2)) == (True, False, True)
+    assert (is_async("cuda", async_scheduling=False), is_async("cpu", async_scheduling=True)) == (False, True)
 
 
 def test_graphs_are_for_cuda_and_flashinfer() -> None:

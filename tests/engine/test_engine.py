@@ -410,9 +410,9 @@ def tick_in_run(engine: Engine, clock: Clock, patch: pytest.MonkeyPatch, seconds
     """Let every batch take a second."""
     run = engine.runner.run
 
-    def slow(batch: Any, input_ids: Any) -> Any:
+    def slow(step: Any) -> Any:
         clock.time_s += seconds
-        return run(batch, input_ids)
+        return run(step)
 
     patch.setattr(engine.runner, "run", slow)
 
@@ -607,10 +607,10 @@ def fail_in_run(engine: Engine, patch: pytest.MonkeyPatch, *, at: int, error: Ba
     run = engine.runner.run
     calls = iter(range(10**9))
 
-    def failing(batch: Any, input_ids: Any) -> Any:
+    def failing(step: Any) -> Any:
         if next(calls) == at:
             raise error
-        return run(batch, input_ids)
+        return run(step)
 
     patch.setattr(engine.runner, "run", failing)
 

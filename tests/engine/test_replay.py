@@ -113,10 +113,10 @@ def test_an_engine_that_dies_leaves_a_journal_to_its_end(
 ) -> None:
     original = Runner.run
 
-    def run_three(self: Runner, batch: Any, input_ids: Any) -> Any:
-        if batch.batch_id == 3:
+    def run_three(self: Runner, step: Any) -> Any:
+        if step.batch.batch_id == 3:
             raise RuntimeError("the device fell off")
-        return original(self, batch, input_ids)
+        return original(self, step)
 
     monkeypatch.setattr(Runner, "run", run_three)
     journal = tmp_path / "run.journal"

@@ -9,12 +9,14 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import medha.models.decoder as decoder
 import medha.parallel.kvp as kvp
-from medha.batch import Row
+from medha.attention.interface import AttentionRows
+from medha.batch import Batch
 from medha.engine.engine import Engine
 from medha.models.layers import LinearFn, TensorShard
 from medha.sched.decision import Decision
@@ -23,8 +25,8 @@ from medha.sched.preempt import Preemption
 from medha.sched.queue import Queue
 from medha.sched.scheduler import Scheduler
 from medha.text import StopChecker
-from medha.worker.kv_cache import BlockTables
 from medha.worker.runner import Runner
+from medha.worker.step_input import Slots, StepInput
 from medha.worker.swap import HostCache, Run, SwapCopies
 
 Patch = pytest.MonkeyPatch
@@ -60,13 +62,19 @@ def merge_without_lse(patch: Patch) -> None:
 
 def shard_off_by_a_block(patch: Patch) -> None:
     """A shard that is not the first is read from its second block on."""
-    shard = BlockTables.shard
+    prepare = Slots.prepare
 
-    def later(self: BlockTables, slot: int) -> tuple[int, int]:
-        start, end = shard(self, slot)
-        return min(start + self.block_size * (start > 0), end), end
+    def later(self: Slots, batch: Batch) -> StepInput:
+        step = prepare(self, batch)
+        if (rows := step.shared) is not None and self.group > 0:
+            drops = rows.kv_len > rows.q_len + rows.page_size
+            tables = np.split(rows.pages, rows.page_indptr[1:-1])
+            kept = [table[1:] if drop else table for table, drop in zip(tables, drops, strict=True)]
+            kv_len = rows.kv_len - drops * rows.page_size
+            step.shared = AttentionRows.of(rows.q_len, kv_len, rows.causal, kept, rows.page_size)
+        return step
 
-    patch.setattr(BlockTables, "shard", later)
+    patch.setattr(Slots, "prepare", later)
 
 
 def output_ids_not_moved(patch: Patch) -> None:
@@ -78,9 +86,9 @@ def draw_index_reset(patch: Patch) -> None:
     """Who comes back after giving way draws with the numbers of its first tokens again."""
     draws = Runner._draws
 
-    def reset(self: Runner, rows: Sequence[Row]) -> Any:
-        slots, indices = draws(self, rows)
-        return slots, [index if row.is_decode else 0 for row, index in zip(rows, indices, strict=True)]
+    def reset(self: Runner, step: StepInput) -> Any:
+        slots, indices = draws(self, step)
+        return slots, [index if row.is_decode else 0 for row, index in zip(step.drawn_rows, indices, strict=True)]
 
     patch.setattr(Runner, "_draws", reset)
 
@@ -125,9 +133,9 @@ def min_tokens_counted_anew(patch: Patch) -> None:
     """Who comes back after giving way gives ``min_tokens`` more tokens."""
     draws = Runner._draws
 
-    def anew(self: Runner, rows: Sequence[Row]) -> Any:
-        slots, indices = draws(self, rows)
-        for slot, row, index in zip(slots, rows, indices, strict=True):
+    def anew(self: Runner, step: StepInput) -> Any:
+        slots, indices = draws(self, step)
+        for slot, row, index in zip(slots, step.drawn_rows, indices, strict=True):
             if index and not row.is_decode:
                 slot.params = copy.copy(slot.params)
                 object.__setattr__(slot.params, "min_tokens", slot.params.min_tokens + index)

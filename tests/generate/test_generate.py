@@ -628,10 +628,10 @@ def test_an_engine_that_dies_leaves_every_request_a_line(
 ) -> None:
     original = Runner.run
 
-    def run_three(self: Runner, batch: Any, input_ids: Any) -> Any:
-        if batch.batch_id == 3:
+    def run_three(self: Runner, step: Any) -> Any:
+        if step.batch.batch_id == 3:
             raise RuntimeError("the device fell off")
-        return original(self, batch, input_ids)
+        return original(self, step)
 
     monkeypatch.setattr(Runner, "run", run_three)
     rows = [{"id": "short", "prompt": ADA, "max_tokens": 2}, {"id": "a", "prompt": ADA}]

@@ -422,8 +422,8 @@ def turn_runs_around(patch: pytest.MonkeyPatch) -> None:
     """Mutation: groups with an odd number take the runs of a batch in descending order."""
     rows = medha.worker.runner.shared_rows
 
-    def turned(batch: Batch, device: torch.device) -> list[Shared]:
-        shared = rows(batch, device)
+    def turned(batch: Batch) -> list[Shared]:
+        shared = rows(batch)
         rank = int(threading.current_thread().name.split()[1])
         return shared[::-1] if rank % 2 else shared
 

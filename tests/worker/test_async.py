@@ -1,4 +1,4 @@
-"""With a decode lag of 1 a token is scheduled before the one before it is known: the tokens stay the same."""
+"""With async scheduling a token is scheduled before the one before it is known: the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Rows = list[tuple[int, int]]
 
 def lagging(case: Case, **scheduler: int) -> Engine:  # noqa: F811
     options = {"chunk_size": 50, "max_batch_tokens": 96, "num_blocks": 100, "block_size": 16} | scheduler
-    return make_engine(case.decoder, decode_lag=1, **options)
+    return make_engine(case.decoder, async_scheduling=True, **options)
 
 
 def submitted(engine: Engine) -> list[Batch]:
@@ -54,7 +54,7 @@ def drained(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
 
 
 def make_scheduler(**options: int) -> Scheduler:
-    return Scheduler(SchedulerConfig("sarathi", decode_lag=1, **options), num_blocks=20, block_size=4)
+    return Scheduler(SchedulerConfig("sarathi", async_scheduling=True, **options), num_blocks=20, block_size=4)
 
 
 def rows(batch: Batch | None) -> Rows:
@@ -98,6 +98,25 @@ def test_every_batch_has_every_decode() -> None:
         scheduler.complete(scheduler.in_flight[0], 0.0, [(slot, 1, False) for slot in range(3)], 1.0)
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_decode_comes_round_after_a_batch_for_each_stage(stages: int) -> None:
+    """Where prefills fill the batches between; alone it is in every batch."""
+    scheduler = make_scheduler(depth=stages + 1, chunk_size=4, max_batch_tokens=8)
+    scheduler.add(SchedulerRequest(0, 2, 20, 0.0))
+    scheduler.add(SchedulerRequest(1, 40, 1, 0.0))
+    found = []
+    for batch_id in range(8):
+        batch = scheduler.schedule(0.0).batch
+        assert batch is not None
+        found.append([row.slot for row in batch.rows])
+        if batch_id >= stages:
+            oldest = scheduler.in_flight[0]
+            sampled = [(row.slot, 1, False) for row in oldest.rows if row.samples]
+            scheduler.complete(oldest, 0.0, sampled, 1.0)
+    assert [0 in slots for slots in found] == [batch_id % stages == 0 for batch_id in range(8)]
+    assert all(1 in slots for slots in found)
+
+
 def test_one_token_is_never_decoded() -> None:
     scheduler = make_scheduler()
     scheduler.add(SchedulerRequest(0, 2, 1, 0.0))
@@ -109,7 +128,7 @@ def test_one_token_is_never_decoded() -> None:
 # The engine
 
 
-def test_tokens_are_those_without_a_lag_and_batches_overlap(case: Case) -> None:  # noqa: F811
+def test_tokens_are_those_of_waiting_for_each_and_batches_overlap(case: Case) -> None:  # noqa: F811
     engine = lagging(case)
     scheduled: list[tuple[Batch, ...]] = []  # what is in flight whenever a batch is handed in, itself last
     submit = engine.runner.submit
@@ -142,9 +161,9 @@ CHOICES: dict[str, list[Any]] = {
     stop_at=st.integers(0, 7),
 )
 def test_any_sampling_gives_the_same_outputs(case: Case, chosen: dict[str, Any], stop_at: int) -> None:  # noqa: F811
-    def outputs(lag: int, stop: list[int]) -> list[object]:
+    def outputs(is_async: bool, stop: list[int]) -> list[object]:
         engine = make_engine(
-            case.decoder, decode_lag=lag, chunk_size=50, max_batch_tokens=96, num_blocks=100, block_size=16
+            case.decoder, async_scheduling=is_async, chunk_size=50, max_batch_tokens=96, num_blocks=100, block_size=16
         )
         params = SamplingParams(**chosen, stop_token_ids=stop, max_tokens=8, seed=11, output_kind="final_only")
         for i, prompt in enumerate(case.prompts[:4]):
@@ -155,10 +174,10 @@ def test_any_sampling_gives_the_same_outputs(case: Case, chosen: dict[str, Any],
         assert engine.scheduler.memory.num_used == 0
         return [done[str(i)] for i in range(4)]
 
-    free = outputs(0, [])
+    free = outputs(False, [])
     stop = [free[0].token_ids[stop_at]]  # type: ignore[attr-defined]
-    assert outputs(1, []) == free
-    assert outputs(1, stop) == outputs(0, stop)
+    assert outputs(True, []) == free
+    assert outputs(True, stop) == outputs(False, stop)
 
 
 def test_an_end_by_token_drops_the_row_that_was_sent_after_it(case: Case) -> None:  # noqa: F811
@@ -197,7 +216,7 @@ def test_what_gave_way_to_overcommitted_memory_goes_on_with_the_same_tokens(case
 def test_slots_beyond_the_first_tokens_kept(case: Case) -> None:  # noqa: F811
     """More requests than the device's list of last tokens begins with; it grows."""
     engine = lagging(case, max_num_seqs=16)
-    begun = len(engine.runner._last_tokens)  # type: ignore[attr-defined]
+    begun = len(engine.runner.last_tokens)  # type: ignore[attr-defined]
     prompts = [case.prompts[i % 3] for i in range(begun + 6)]
     assert run_to_end(engine, prompts, NUM_TOKENS) == [case.expected[i % 3] for i in range(begun + 6)]
 
@@ -242,18 +261,14 @@ def test_an_interrupted_engine_serves_again(case: Case) -> None:  # noqa: F811
 
 
 def test_options(tmp_path: Path) -> None:
-    for value in (2, -1, True, "1"):
-        with pytest.raises(ConfigError, match=r"decode_lag=.*; accepted: 0, 1 or None"):
-            SchedulerConfig(decode_lag=value)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"depth=4 with decode_lag=1; accepted: 2"):
-        SchedulerConfig(decode_lag=1, depth=4)
-    with pytest.raises(ConfigError, match=r"decode_lag=1 with 2 ranks: .*; accepted: 0 or None"):
-        EngineConfig.from_flat("m", decode_lag=1, tp=2)
+    with pytest.raises(ConfigError, match=r"async_scheduling=1; accepted: True or False"):
+        SchedulerConfig(async_scheduling=1)  # type: ignore[arg-type]
     make_checkpoint(tmp_path, "llama-llama3")
     prompt = random_prompt(30, seed=1)
     found = []
-    for lag in (None, 0, 1):
-        engine = build_engine(EngineConfig.from_flat(str(tmp_path), decode_lag=lag, num_kv_blocks=4, device="cpu"))
-        assert engine.scheduler.depth == (2 if lag else 1)
+    for wanted in (None, False, True):
+        config = EngineConfig.from_flat(str(tmp_path), async_scheduling=wanted, num_kv_blocks=4, device="cpu")
+        engine = build_engine(config)
+        assert engine.scheduler.depth == (2 if wanted else 1)
         found.append(run_to_end(engine, [prompt], 5))
     assert found[0] == found[1] == found[2]
