@@ -7,11 +7,10 @@ The paper caches SimulatePrefill at a fixed step of 1K tokens up to 1M and looks
   and are summed by the trapezoid rule over ranges of many chunks (exact for attention affine in KV and an even chunk):
   10M tokens need a few hundred predictions, not 100,000. Where a chunk jumps to fewer tiles, points are added.
 - Two curves: what a prompt of some length takes in all, its last, smaller chunk included, and how much of that is done
-  once so many tokens are. The difference never falls below one token's step, so no request with tokens left counts as
-  finished (rounding both ends up to the cache's step makes it 0 near the end).
+  once so many tokens are. Their difference never falls below one token's step: what has tokens left is not finished.
 - A chunk rule that yields nothing (the budget is too small) counts as one token, where the paper's simulation stops.
 
-The seconds are of a predictor at factor 1 and of one chunk rule. Callers multiply by the factor of the moment.
+The seconds are at factor 1; callers multiply by the factor of the moment.
 """
 
 from __future__ import annotations
@@ -45,13 +44,8 @@ _JUMP = 0.05
 
 
 class PrefillTimes:
-    """Cached prefill seconds of a request that runs alone.
-
-    Args:
-        predictor: of the slowest stage; taken at factor 1.
-        chunk: tokens of the next chunk, given the tokens cached before it.
-        max_tokens: longest prompt; longer ones count as this long.
-    """
+    """Cached prefill seconds of a request that runs alone, on the slowest stage and by one rule for its chunks: their
+    tokens, given the tokens cached before. Prompts longer than ``max_tokens`` count as this long."""
 
     def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000) -> None:
         self.max_tokens = max_tokens
@@ -72,8 +66,7 @@ class PrefillTimes:
     def remaining_s(self, num_computed: int, num_prompt: int) -> float:
         """Seconds to prefill what is left of a prompt of which ``num_computed`` tokens are done or in flight.
 
-        Exact to interpolation where a chunk of the rule begins there, and within one chunk elsewhere; at least one
-        token's step where something is left.
+        Exact to interpolation where a chunk of the rule begins there, and within one chunk elsewhere.
         """
         if num_prompt <= num_computed:
             return 0.0

@@ -17,7 +17,7 @@ from medha.config import ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
-from medha.cost.roofline import Floats, chunk_slope_s, first_chunk_s, gemm_s, linear_layer_s, stage_coefficients
+from medha.cost.roofline import Floats, Shard, chunk_slope_s, first_chunk_s, gemm_s, linear_layer_s, stage_coefficients
 from medha.errors import ConfigError
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
@@ -252,11 +252,10 @@ def test_a_kv_that_is_not_split_makes_small_chunks_and_decodes_dear() -> None:
 def test_tables_follow_the_forms_between_their_points(backend: str) -> None:
     spec = with_backend(backend)
     costs = predictor(spec, LLAMA_8B, ParallelConfig())
-    shape = {"hidden": 4096, "heads_width": 4096, "kv_width": 1024, "intermediate": 14336}
     for tokens in (48, 200, 777, 3000, 11_111):
         first = float(first_chunk_s(spec, tokens, heads=32, head_dim=128))
         slope = float(chunk_slope_s(spec, tokens, heads=32, kv_heads=8, head_dim=128))
-        layer = float(linear_layer_s(spec, tokens, **shape))
+        layer = float(linear_layer_s(spec, tokens, Shard.of(LLAMA_8B, ParallelConfig(), 0)))
         assert chunk_s(costs, tokens) == pytest.approx(32 * (first + layer) + spec.host_s, rel=0.06)
         rise = chunk_s(costs, tokens, 3_000_000) - chunk_s(costs, tokens, 2_000_000)
         assert rise == pytest.approx(32e6 * slope, rel=0.02)
