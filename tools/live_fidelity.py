@@ -120,10 +120,7 @@ def live_fidelity(options: LiveOptions) -> dict[str, Any]:
         assert coefficients is not None, "one process measures"
         profile.write_text(coefficients.to_json())
         report = on_ranks(
-            subject,
-            lambda local: _compared_live(local, options, coefficients),
-            longest=longest,
-            profile=str(profile),
+            subject, lambda local: _compared_live(local, options, coefficients), longest=longest, profile=str(profile)
         )
     assert report is not None, "one process has the engine"
     return report

@@ -76,9 +76,11 @@ def check_fields(where: str, thing: Any) -> None:
     """Refuse a field that is not of its declared type, or a number that is not finite and above 0 (or its least)."""
     for item in fields(thing):
         name, value, least = f"{where}.{item.name}", getattr(thing, item.name), _LEAST.get(item.name)
-        if item.type == "int" and (not isinstance(value, int) or value < (least := 1 if least is None else least)):
-            raise ConfigError(f"{name}={value!r}; accepted: a whole number of at least {least}")
-        if item.type == "float":
+        if item.type == "int":
+            whole = 1 if least is None else int(least)
+            if not isinstance(value, int) or isinstance(value, bool) or value < whole:
+                raise ConfigError(f"{name}={value!r}; accepted: a whole number of at least {whole}")
+        elif item.type == "float":
             check_number(name, value, least, 1.0 if item.name == "wave_share" else math.inf)
         elif item.type in _OTHERS and not isinstance(value, _OTHERS[item.type][0]):
             raise ConfigError(f"{name}={value!r}; accepted: {_OTHERS[item.type][1]}")
