@@ -33,13 +33,12 @@ from medha.config import EngineConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.correction import KINDS
 from medha.cost.predictor import Predictor
-from medha.cost.prefill_time import complete_config
 from medha.engine.arrivals import drive
 from medha.engine.engine import Engine
 from medha.profile.calibrate import QUICK
 from medha.profile.measure import measure
 from medha.sched.decision import Prediction
-from medha.sched.scheduler import Scheduler
+from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
