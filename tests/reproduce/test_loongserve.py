@@ -151,10 +151,6 @@ def test_batches_are_the_best_of_all_ways(seed: int) -> None:
     assert [tokens for batch in batches for tokens in batch] == lengths
 
 
-def test_batches_without_room() -> None:
-    assert plan_batches(costs(), [900_000], [0, costs().pool_tokens]) is None
-
-
 def situation(**changes: float) -> Situation:
     most = costs().most_tokens([0] * 8)
     base = {
