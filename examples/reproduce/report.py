@@ -12,7 +12,8 @@ from pathlib import Path
 
 from examples.reproduce.claims import Claim
 from examples.reproduce.plotting import Panel, draw
-from examples.reproduce.result import FIGURES, RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
+from examples.reproduce.registry import FIGURES
+from examples.reproduce.result import RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
 from medha.errors import ConfigError
 
 _DPI = 130
