@@ -9,10 +9,9 @@ from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
 from medha.cost.hardware import HardwareSpec
 from medha.cost.json_form import check_number
 from medha.cost.predictor import Predictor, slowest_of
-from medha.cost.prefill_time import complete_config
 from medha.cost.roofline import MAX_SAMPLES, Shard, shape_name, stage_coefficients
 from medha.errors import ConfigError
-from medha.sched.scheduler import Scheduler
+from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline, Segment
 
 DTYPE_BYTES = 2

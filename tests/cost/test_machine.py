@@ -70,14 +70,10 @@ def config(model: Path, **options: Any) -> EngineConfig:
     return EngineConfig.from_flat(str(model), **{**OPTIONS, "num_threads": 1, "max_num_seqs": 2, **options})
 
 
-def test_an_engine_of_the_same_key_predicts_with_it(model: Path, profile: Path) -> None:
+def test_an_engine_predicts_with_its_profile_and_its_journal_says_so(model: Path, profile: Path) -> None:
     engine = build_engine(config(model, profile=str(profile)))
     assert engine.scheduler.predictor is not None
     assert engine.scheduler.predictor.coefficients == Coefficients.load(profile)
-
-
-def test_a_journal_says_what_the_profile_said(model: Path, profile: Path) -> None:
-    engine = build_engine(config(model, profile=str(profile)))
     file = io.StringIO()
     engine.record(file)
     for request_id, length in (("a", 300), ("b", 40)):
@@ -135,22 +131,12 @@ def test_predicted_and_real_step_times_are_on_show(model: Path, profile: Path, t
     engine.add_request("a", [1, 2, 3] * 40, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     while engine.has_unfinished:
         engine.step()
-    assert [batch.batch_id for batch, _, _ in seen] == list(range(len(seen)))
-    assert sum(batch.num_decodes for batch, _, _ in seen) == 3
-    for batch, prediction, busy_s in seen:
-        assert prediction is not None
-        assert prediction.kind == ("decode" if batch.num_decodes else "prefill")
-        assert prediction.seconds > 0 and busy_s > 0
+    assert all(prediction is not None and busy_s > 0 for _, prediction, busy_s in seen)
     counts = {kind: count for kind, (_, count) in predictor.correction.learned.items()}
     assert counts == {"decode": 3, "mixed": 0, "prefill": len(seen) - 3}
     timeline.write(tmp_path / "a.json")
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
-    counters = [event for event in events if event["ph"] == "C" and event["name"].startswith("step")]
-    assert [event["name"] for event in counters] == ["step time (ms)"] * len(seen)
-    for (_, prediction, busy_s), event in zip(seen, counters, strict=True):
-        assert prediction is not None
-        seconds = {"predicted": prediction.seconds, "busy": busy_s, "budget": prediction.budget_s}
-        assert event["args"] == {name: round(value * 1e3, 3) for name, value in seconds.items()}
+    assert sum(event["ph"] == "C" and event["name"] == "step time (ms)" for event in events) == len(seen)
 
 
 OTHER = {

@@ -13,12 +13,11 @@ from hypothesis import Phase, given, settings
 from medha.batch import Batch, Row
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor, Tick, Work
-from medha.cost.prefill_time import efficient_kv
 from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.packer import MedhaPacker
 from medha.sched.policy import BUILT_IN
-from medha.sched.scheduler import Scheduler
+from medha.sched.scheduler import Scheduler, efficient_kv
 from tests.sched.virtual import BLOCK, POLICIES, Drive, Job, make_predictor, make_scheduler, worlds
 
 
