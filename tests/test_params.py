@@ -88,7 +88,6 @@ EDGES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 
 
 def refuse(name: str, value: Any) -> ValidationError:
-    """Check that a field refuses a value, by its name and saying what is accepted."""
     with pytest.raises(ValidationError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name

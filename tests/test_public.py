@@ -56,7 +56,6 @@ FIELDS = {
 
 
 def signature(name: str) -> str:
-    """Parameters and defaults of a method, ``self`` left out."""
     owner, _, method = name.partition(".")
     found = inspect.getattr_static(getattr(medha, owner), method)
     parts: list[str] = []

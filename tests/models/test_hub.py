@@ -15,8 +15,6 @@ from medha.models.hub import ALLOW_PATTERNS, IGNORE_PATTERNS, resolve_model
 
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every attempt to fetch ends the test."""
-
     def refuse(*args: object, **options: object) -> str:
         pytest.fail(f"the hub was asked for {args}")
 
