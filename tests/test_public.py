@@ -78,12 +78,8 @@ def test_names() -> None:
         medha.Nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name: str) -> None:
-    assert signature(name) == SIGNATURES[name]
-
-
-def test_properties() -> None:
+def test_signatures_and_properties() -> None:
+    assert {name: signature(name) for name in SIGNATURES} == SIGNATURES
     for name in PROPERTIES:
         owner, _, attribute = name.partition(".")
         assert isinstance(inspect.getattr_static(getattr(medha, owner), attribute), property)

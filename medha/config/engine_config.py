@@ -96,11 +96,7 @@ class EngineConfig:
     )
     num_threads: int | None = _model(None, "CPU threads.", integer(1, 4096), shown="torch's choice")
     profile: str | None = option(
-        SCHEDULING,
-        None,
-        "File that medha profile wrote for this machine, model and layout.",
-        TEXT,
-        shown="a spec for hardware of the kind, corrected while running",
+        SCHEDULING, None, "File of medha profile, for this machine, model and layout.", TEXT, shown="a hardware spec"
     )
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
