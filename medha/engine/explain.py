@@ -48,7 +48,7 @@ class _Account:
         uncounted: of the totals, what is not its: of ticks in which it waited for memory, and the difference of ticks
             in which it ran on another group.
         memory_s: of the ticks in which it waited for memory, ``waits`` the last of them.
-        slack: samples, of which every ``every``-th of ``num_samples`` is kept.
+        slack: (seconds since arrival, slack in seconds) at its arrival, at its chunks and at the end.
     """
 
     request: SchedulerRequest
@@ -65,18 +65,15 @@ class _Account:
     memory_s: float = 0.0
     waits: deque[int] = field(default_factory=lambda: deque(maxlen=_CHUNKS_KEPT))
     slack: list[tuple[float, float]] = field(default_factory=list)
-    every: int = 1
-    num_samples: int = 0
 
-    def sample(self, now_s: float, slack_s: float, *, is_last: bool = False) -> None:
-        """Keep a sample; where they are many every other goes, and half as many are kept from then on."""
-        if slack_s == math.inf:
-            return
-        if is_last or self.num_samples % self.every == 0:
+    def sample(self, now_s: float, slack_s: float) -> None:
+        """Keep its slack, if it has a deadline."""
+        if slack_s != math.inf:
             self.slack.append((now_s - self.request.arrival_s, slack_s))
-        self.num_samples += 1
-        if len(self.slack) > _MAX_SAMPLES and not is_last:
-            self.slack, self.every = self.slack[::2], 2 * self.every
+
+    def samples(self) -> tuple[tuple[float, float], ...]:
+        """A few of its slack: the first, the last, and at even numbers of chunks between them."""
+        return (*self.slack[:-1][:: len(self.slack) // _MAX_SAMPLES + 1], *self.slack[-1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +193,7 @@ class Explainer:
             total_s=total_s,
             pipeline_s=max(total_s - sum(parts.values()), 0.0),
             others=self._chunks.top(account, group, end_s),
-            slack_s=tuple(account.slack),
+            slack_s=account.samples(),
             **parts,
         )
 
@@ -212,7 +209,7 @@ class Explainer:
                 account.uncounted[first + account.group] += tick[first + account.group] - tick[first + row.group]
         if row.samples:
             account.end, account.end_s, account.has_first_token = self._totals.now, now_s, True
-            account.sample(now_s, account.deadline_s - now_s, is_last=True)
+            account.sample(now_s, account.deadline_s - now_s)
 
 
 class _Totals:

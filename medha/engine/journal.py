@@ -167,14 +167,13 @@ def _whole_lines(file: TextIO, cut: list[str]) -> Iterator[str]:
 
 
 _Decision = Batch | float | tuple[int, ...] | str | None
-_Call = Callable[[], _Decision]
 
 
 def _head(scheduler: Scheduler) -> dict[str, Any]:
     """What a scheduler is, as a line of a journal."""
     config, predictor = scheduler.config, scheduler.predictor
     check_recordable(config)
-    if predictor is not None and predictor.correction.errors.figures().count:
+    if predictor is not None and predictor.correction.num_seen:
         raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
     return {
         "format": _FORMAT,
@@ -194,18 +193,9 @@ def _scheduler(head: dict[str, Any]) -> Scheduler:
     predictor = None
     if head["predictor"] is not None:
         coefficients = Coefficients.from_json(json.dumps(head["predictor"]["coefficients"]), source="journal")
-        predictor = Predictor(coefficients, max_tokens=_size(head["predictor"], "max_tokens", 2**24))
-    bounds = {"num_blocks": 2**31, "block_size": 2**16, "num_groups": 2**16, "max_prompt_tokens": 2**31}
-    sizes = {name: _size(head, name, most) for name, most in bounds.items()}
+        predictor = Predictor(coefficients, max_tokens=head["predictor"]["max_tokens"])
+    sizes = {name: head[name] for name in ("num_blocks", "block_size", "num_groups", "max_prompt_tokens")}
     return Scheduler(SchedulerConfig(**head["config"]), predictor=predictor, **sizes)
-
-
-def _size(fields: dict[str, Any], name: str, most: int) -> int:
-    """A number of something that memory is taken for, or that is counted to."""
-    value = fields[name]
-    if not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"{name}={value!r:.80}; accepted: an integer from 1 to {most}")
-    return value
 
 
 class _Replayer:
@@ -216,7 +206,7 @@ class _Replayer:
         self._in_flight: dict[int, Batch] = {}
         self.next_batch_id = 0
 
-    def call(self, entry: dict[str, Any]) -> tuple[_Call, _Decision]:
+    def call(self, entry: dict[str, Any]) -> tuple[Callable[[], _Decision], _Decision]:
         """A recorded call, to be made, and what it came to."""
         name, now_s = entry["call"], entry.get("now_s")
         if name == "fresh":

@@ -116,8 +116,7 @@ class OutputLines:
     def add(self, piece: RequestOutput) -> RequestOutput | None:
         """Take an output; writes and returns the whole one if it was its request's last.
 
-        Raises:
-            RequestError: a file cannot be written.
+        A file that cannot be written is a RequestError.
         """
         with self._lock:
             whole = self._joiner.add(piece)
@@ -187,9 +186,6 @@ def opened(path: Path) -> Iterator[TextIO]:
     """Open an output file without changing it yet, so that one that cannot be written is found before the run.
 
     Each line goes to the file as it is written, whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be opened.
     """
     try:
         # unbuffered: a line that failed must not be tried again when the file is closed
@@ -321,9 +317,7 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slo(value: Any) -> SLO | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or set(value) - {"ttft_s", "tpot_s"}:
+    if value is not None and (not isinstance(value, dict) or set(value) - {"ttft_s", "tpot_s"}):
         message = f"slo={value!r:.80}; accepted: an object with ttft_s and tpot_s"
         raise ValidationError(message, param="slo", value=value)
-    return SLO(**value)
+    return None if value is None else SLO(**value)

@@ -22,7 +22,6 @@ PIECE_TOKENS = 16_384
 
 _PAUSE = 3.0
 
-# What of the completions' metrics is added up.
 _SUMS = ("num_output_tokens", "num_chunks", "num_preemptions", "num_swaps", "work_lost_s")
 
 # All fields as a tuple: a copy for every token that is handed out, and copy.copy takes several times as long.
@@ -34,9 +33,7 @@ class ModelLimits:
     """What a request is checked against.
 
     Attributes:
-        vocab_size: token ids are below it.
         max_model_len: prompt plus output in tokens.
-        eos_token_ids: ids that end a sequence.
         sampling_defaults: from ``generation_config.json``, by field of :class:`SamplingParams`.
         seed: base of the seeds of requests that bring none.
     """
@@ -304,8 +301,7 @@ class Completion:
 def pieces(length: int) -> Iterator[slice]:
     """Parts of many ids, with a pause after each that is :data:`_PAUSE` times as long as what was done with it.
 
-    Work on Python integers holds the interpreter lock. In a pause a thread that wants it gets it at once; otherwise
-    whoever decodes would wait for it at every operator.
+    Work on Python integers holds the interpreter lock, for which whoever decodes would wait at every operator.
     """
     for start in range(0, length, PIECE_TOKENS):
         began_s = time.perf_counter()

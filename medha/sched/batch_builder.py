@@ -168,7 +168,7 @@ class BatchBuilder:
         return bool(victims)
 
     def put_decodes_first(self) -> None:
-        """Bring the rows into the order that a batch has; either kind keeps its own."""
+        """Bring the rows into the order that a batch has."""
         self.rows.sort(key=lambda row: not row.is_decode)
         self.chunked = {row.slot: index for index, row in enumerate(self.rows) if not row.is_decode}
 
@@ -212,16 +212,12 @@ class BatchBuilder:
             self.refused.append(state.slot)
             return 0
         self._append_row(state, row)
-        if index is not None:
-            self._join(state, index)
+        if index is not None:  # one row of the former chunk and this one
+            before, after = self.rows[index], self.rows.pop()
+            self.rows[index] = before._replace(q_len=before.q_len + after.q_len, samples=after.samples)
+            self.chunked[state.slot] = index
+            state.num_in_flight -= 1
         return q_len
-
-    def _join(self, state: State, index: int) -> None:
-        """Make one row of a request's former chunk and the one that was just put behind it."""
-        before, after = self.rows[index], self.rows.pop()
-        self.rows[index] = before._replace(q_len=before.q_len + after.q_len, samples=after.samples)
-        self.chunked[state.slot] = index
-        state.num_in_flight -= 1
 
     def _start(self, state: State, size: SizeFn, is_whole: bool) -> int:
         if len(self._queue.running) >= self.config.max_num_seqs:
@@ -340,7 +336,7 @@ class BatchBuilder:
             self._decodes = Decodes(len(rows), len(rows), sum(positions), max(positions))
 
     def _append_row(self, state: State, row: Row) -> None:
-        """Put a row into the batch, count it as scheduled and allocate the blocks it fills."""
+        """Put a row into the batch and allocate the blocks it fills."""
         self.rows.append(row)
         self.extents += self.memory.take(row)
         self._queue.sent(state, row, self.now_s)

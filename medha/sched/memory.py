@@ -18,11 +18,13 @@ and comes back to the same group.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from medha.batch import Extent, Row
 from medha.sched.blocks import BlockPool
+
+_Blocks = list[tuple[int, int]]  # (group, blocks)
 
 
 @dataclass(slots=True)
@@ -44,9 +46,14 @@ class _Account:
     end: int | None = None
     is_set_aside: bool = False
 
-    def rest(self) -> Iterable[tuple[int, int]]:
-        """(group, blocks reserved and not yet held)."""
-        return ((self.first + i, c - h) for i, (c, h) in enumerate(zip(self.reserved, self.held, strict=True)))
+    def rest(self) -> _Blocks:
+        """Reserved and not yet held."""
+        pairs = enumerate(zip(self.reserved, self.held, strict=True), self.first)
+        return [(group, reserved - held) for group, (reserved, held) in pairs]
+
+    def holds(self) -> _Blocks:
+        """Held."""
+        return list(enumerate(self.held, self.first))
 
 
 class KVMemory:
@@ -129,8 +136,7 @@ class KVMemory:
     ) -> bool:
         """Whether a request of ``num_tokens`` in all may begin on group ``first`` with its first ``kv_len`` tokens.
 
-        ``kv_len`` counts what comes back from the host; ``set_aside``: the chunk is the last of its prompt; ``gone``:
-        slots of requests that would be preempted for it.
+        ``set_aside``: these are all of its prompt; ``gone``: slots of requests that would be preempted for it.
         """
         needed = -(-kv_len // self.block_size)
         return self._is_safe(
@@ -176,8 +182,7 @@ class KVMemory:
     def grow(self, slot: int, position: int, num_tokens: int) -> bool:
         """Let a prefill go on on the next group of its span from the end of the present block on (growth for latency).
 
-        Returns whether it will: not on the last group of its span, and not if the rest of its ``num_tokens`` would not
-        fit or might never come to its end.
+        Returns whether it will: not where the rest of its ``num_tokens`` would not fit or might never come to its end.
         """
         account = self._accounts[slot]
         index = len(account.starts) - 1
@@ -198,10 +203,8 @@ class KVMemory:
         return is_safe
 
     def can_take(self, row: Row, *, gone: Collection[int] = ()) -> bool:
-        """Whether a row finds its blocks and leaves a safe state; a decode always does, unless memory is overcommitted.
-
-        ``gone``: slots of requests that would be preempted for it.
-        """
+        """Whether a row finds its blocks and leaves a safe state, without the slots ``gone``; a decode always does,
+        unless memory is overcommitted."""
         account = self._accounts[row.slot]
         if account.is_set_aside and not self.overcommit:
             return True
@@ -269,10 +272,8 @@ class KVMemory:
         return self._swapped[slot][0] if slot in self._swapped else None
 
     def swap_in(self, slot: int, num_tokens: int) -> tuple[list[Extent], list[Extent]]:
-        """Bind a request of ``num_tokens`` in all that is swapped out to its group again, with blocks for what it has.
-
-        Returns its blocks and the host blocks that fill them, its own until :meth:`batch_sent`; both in position order.
-        """
+        """Bind a request of ``num_tokens`` in all that is swapped out to its group again; returns blocks for what it
+        has and the host blocks that fill them, its own until :meth:`batch_sent`, both in position order."""
         group, host = self._swapped.pop(slot)
         blocks = sum(extent.count for extent in host)
         self.start(slot, group, num_tokens)
@@ -314,11 +315,9 @@ class KVMemory:
         return -(-(row.kv_len - start) // self.block_size) - account.held[index]
 
     def _count(self, account: _Account, sign: int) -> None:
-        for group, (reserved, held) in enumerate(zip(account.reserved, account.held, strict=True), account.first):
-            rest = sign * (reserved - held)
-            self._open[group] += rest
-            if account.is_set_aside:
-                self._set_aside[group] += rest
+        for group, rest in account.rest():
+            self._open[group] += sign * rest
+            self._set_aside[group] += sign * rest * account.is_set_aside
 
     # -- the banker's test -------------------------------------------------------------------------------------------
 
@@ -340,7 +339,7 @@ class KVMemory:
         free = [pool.num_free for pool in self.pools]
         wanted, promised = list(self._open), list(self._set_aside)
         for account in (self._accounts[slot] for slot in gone):
-            for g, blocks in _held(account):
+            for g, blocks in account.holds():
                 free[g] += blocks
             for g, blocks in account.rest():
                 wanted[g] -= blocks
@@ -349,7 +348,7 @@ class KVMemory:
             return False
         if self.overcommit:
             return True
-        rest = list(taker.rest())
+        rest = taker.rest()
         if is_new:
             for g, blocks in rest:
                 wanted[g] += blocks
@@ -361,25 +360,18 @@ class KVMemory:
         elif promised[group] + num_blocks > free[group]:
             return False
         prefills = [
-            (list(a.rest()), _held(a))
+            (a.rest(), a.holds())
             for slot, a in self._accounts.items()
             if not a.is_set_aside and a is not taker and slot not in gone
         ]
         if not set_aside:
             left = [(g, blocks - num_blocks * (g == group)) for g, blocks in rest]
-            prefills.append((left, [(g, blocks + num_blocks * (g == group)) for g, blocks in _held(taker)]))
+            prefills.append((left, [(g, blocks + num_blocks * (g == group)) for g, blocks in taker.holds()]))
         available = [pool.num_blocks for pool in self.pools]
         for _, held in prefills:
             for g, blocks in held:
                 available[g] -= blocks
         return _all_can_end(prefills, available)
-
-
-_Blocks = list[tuple[int, int]]  # (group, blocks)
-
-
-def _held(account: _Account) -> _Blocks:
-    return [(account.first + i, blocks) for i, blocks in enumerate(account.held)]
 
 
 def _all_can_end(waiting: list[tuple[_Blocks, _Blocks]], available: list[int]) -> bool:

@@ -173,9 +173,7 @@ class MedhaPacker(Packer):
 
         No new ones where all places are taken, no long ones where each group has one, none a second time.
         """
-        may_enter = None
-        if len(queue.running) >= self.config.max_num_seqs:
-            may_enter = queue.started
+        may_enter = queue.started if len(queue.running) >= self.config.max_num_seqs else None
         if all(group.long_slot is not None for group in self._groups):
             is_short = queue.num_prompt_tokens < self.config.long_threshold
             may_enter = is_short if may_enter is None else may_enter & is_short
@@ -297,10 +295,8 @@ class MedhaPacker(Packer):
         return False
 
     def _is_cramped(self, builder: BatchBuilder) -> bool:
-        """Whether there is surely no time for the smallest chunk, so that many requests need not be tried.
-
-        Says False where it is not sure: with several groups, and where tokens or the chunk size make chunks small.
-        """
+        """Whether there is surely no time for the smallest chunk, so that many requests need not be tried; False where
+        that is not sure: with several groups, and where tokens or the chunk size make chunks small."""
         group, least, size = self._groups[0], self.config.min_chunk, self.config.chunk_size
         if len(self._groups) > 1 or not builder.has_chunk[0] or builder.tokens_left[0] < least:
             return False

@@ -20,11 +20,10 @@ from medha.config import EngineConfig
 from medha.engine.build import _with_decode_lag, build_engine
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
-from medha.models.needle import write_needle
 from medha.parallel.launch import Launch
 from medha.worker.shard import choose_backend, own_device, pick_device, wants_graphs
 from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
-from tests.serving import ANSWER, GREEDY, question, write_byte_model
+from tests.serving import GREEDY, write_byte_model
 
 KV_BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # keys and values, layers, KV heads, head dimension, float32
 NO_EOS = "defines no end-of-sequence token"
@@ -211,15 +210,6 @@ def test_graphs_are_for_cuda_and_flashinfer() -> None:
     assert not wants_graphs(EngineConfig.from_flat("m", cuda_graphs=False), flashinfer, cuda)
 
 
-def test_num_threads(good: Path) -> None:
-    before = torch.get_num_threads()
-    try:
-        build(good, num_threads=2, num_kv_blocks=4)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokenizer, defaults, end of sequence
 
@@ -261,18 +251,6 @@ def test_end_of_sequence(
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer}))
     assert build(folder, num_kv_blocks=4).limits.eos_token_ids == eos
     assert [NO_EOS in message for message in warnings(caplog)] == ([] if eos else [True])
-
-
-def test_sampling_defaults(folder: Path) -> None:
-    generation = {"temperature": 0.7, "top_k": 5, "do_sample": True, "max_new_tokens": 9}
-    (folder / "generation_config.json").write_text(json.dumps(generation))
-    assert build(folder, num_kv_blocks=4).limits.sampling_defaults == {"temperature": 0.7, "top_k": 5}
-
-
-def test_needle_model_is_built_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with LLM(write_needle(tmp_path), num_kv_blocks=2) as llm:
-        assert llm.generate(question())[0].outputs[0].text == ANSWER
-    assert warnings(caplog) == []
 
 
 def test_the_log_says_what_was_chosen(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from medha.batch import Extent, append_extent
+from medha.batch import Extent
 from medha.sched.blocks import BlockPool
 
 
@@ -133,10 +133,3 @@ def test_growth_goes_on_where_the_table_ends_when_those_blocks_are_free_by_then(
     assert pool.allocate(9, 3, reserved=5) == [Extent(9, 3, 3)]
     pool.release(3)  # free: [0, 2), [6, 10)
     assert pool.allocate(9, 2, reserved=2) == [Extent(9, 6, 2)]
-
-
-def test_append_extent_merges_what_touches() -> None:
-    extents: list[tuple[int, int]] = []
-    for run in ((4, 2), (6, 1), (8, 1), (3, 1), (4, 1)):
-        append_extent(extents, *run)
-    assert extents == [(4, 3), (8, 1), (3, 2)]
