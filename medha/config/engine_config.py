@@ -124,7 +124,7 @@ class EngineConfig:
         :mod:`medha.config.foreign_options`. ``kv_memory`` is bytes, ``swap_space`` GiB as in vLLM, or both text
         (``4GiB``); lengths in tokens may be text, too (``128K``).
         """
-        sections: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "parallel": {}, "": {}}
+        sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         seen: set[str] = set()
         for name, value in options.items():
             if name == "enforce_eager" and isinstance(value, bool):

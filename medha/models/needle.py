@@ -1,10 +1,9 @@
 """The needle model: a Llama checkpoint built by hand whose right answer is known at any context length.
 
-:func:`write_needle` writes a Hugging Face folder of 6 MB. The model has two layers and a vocabulary of
-the 256 bytes. It continues the best earlier match of the last eight bytes: a question must end in the eight bytes that
-stand before the fact, and greedy decoding then copies what follows them. Nothing is trained; every weight below is set
-to do one thing. After induction heads
-(arXiv:2209.11895), with a match of eight bytes in place of one token.
+:func:`write_needle` writes a Hugging Face folder of 6 MB. The model has two layers and a vocabulary of the 256 bytes.
+It continues the best earlier match of the last eight bytes: a question must end in the eight bytes that stand before
+the fact, and greedy decoding then copies what follows them. Nothing is trained; every weight below is set to do one
+thing. After induction heads (arXiv:2209.11895), with a match of eight bytes in place of one token.
 
 The residual stream holds the code of a byte, its 8 bits as +-1, in groups of eight channels: group d holds the byte d
 positions back (d = 0 to 8), the last group the answer, and one more channel is always 1. Each step fills groups that
@@ -20,11 +19,8 @@ were empty, so the RMS is the same for every token, and each norm's weight is th
   group, so a query head that reads the wrong KV head, or is lost, shows.
 - Both MLPs are zero, and the head reads the answer group.
 
-Scores are large enough that softmax is one-hot in float32 at 10M keys (`tests/models/test_needle.py` computes it).
-
-Limits. The attention is one-hot, so an error that keeps the order of scores goes unseen: the answer survives a scale of
-the wrong size, and partial attention merged with a base-2 log-sum-exp. Distance matters only up to eight bytes. Two
-equally good matches with different continuations have no right answer. Use it to prove that a key at any distance is
+Scores are large enough that softmax is one-hot in float32 at 10M keys (`tests/models/test_needle.py` computes it), so
+an error that keeps their order goes unseen, as a scale of the wrong size. Use it to prove that a key at any distance is
 found, at its true position, by every head; hold arithmetic to a dense softmax on random weights.
 """
 
