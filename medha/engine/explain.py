@@ -149,7 +149,7 @@ class Explainer:
         busy_s = min(max(busy_s, 0.0), length_s) if math.isfinite(busy_s) else length_s
         chunks_s = np.zeros(self._num_groups)
         for row, seconds in sent.chunks:
-            chunks_s[row.group : row.holder + 1] += seconds
+            chunks_s[row.group : row.writer + 1] += seconds
         slowest_s = float((sent.decodes_s + chunks_s).max())
         scale = busy_s / slowest_s if slowest_s > 0 else 0.0
         tick = np.concatenate(([0.0], sent.decodes_s * scale, chunks_s * scale))
@@ -200,11 +200,11 @@ class Explainer:
     def _count_chunk(self, row: Row, seconds: float, start_s: float, tick: Floats) -> None:
         account, now_s = self._accounts[row.slot], self._totals.time_s
         if seconds > 0:
-            self._chunks.add((account.name, account.number, self._num_ticks, *row.run, start_s, now_s, seconds))
+            self._chunks.add((account.name, account.number, self._num_ticks, *row.span, start_s, now_s, seconds))
         if account.end is not None:
             return
         account.own_s += seconds
-        if account.group is not None and not row.run[0] <= account.group <= row.run[1]:
+        if account.group is not None and not row.span[0] <= account.group <= row.span[1]:
             for first in (1, 1 + self._num_groups):  # preempted, it began anew elsewhere: the tick counts as there
                 account.uncounted[first + account.group] += tick[first + account.group] - tick[first + row.group]
         if row.samples:
@@ -311,7 +311,7 @@ def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> 
             decodes[row.group].append(Work(1, row.position, True, None, True))
             continue
         work = _work(row)
-        for group in range(row.group, row.holder + 1):
+        for group in row.groups:
             decodes[group].append(work)
     if predictor is None:
         return np.array([float(len(works)) for works in decodes]), chunks
@@ -320,7 +320,7 @@ def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> 
 
 def _work(row: Row) -> Work:
     # A shared context is spread evenly enough for a proportion.
-    run = row.run if row.is_shared else None
+    run = row.span if row.is_shared else None
     return Work(row.q_len, row.position // row.num_groups, row.is_decode, run, row.samples)
 
 

@@ -231,10 +231,10 @@ class MemoryMachine(RuleBasedStateMachine):
         row, request = self.row(slot, q_len), self.requests[slot]
         before, after = (self.blocks(request.first, n) for n in (request.num_done, row.kv_len))
         extents = self.memory.take(row)
-        assert all((e.slot, e.group) == (slot, row.holder) for e in extents)
-        assert sum(e.count for e in extents) == after[row.holder] - before[row.holder]
+        assert all((e.slot, e.group) == (slot, row.writer) for e in extents)
+        assert sum(e.count for e in extents) == after[row.writer] - before[row.writer]
         request.num_done = row.kv_len
-        for group in range(row.group, row.holder + 1):
+        for group in row.groups:
             held = min(self.share, request.num_done - (group - row.group) * self.share)
             assert self.memory.kv_before(slot, row.kv_len, group) == held
 
