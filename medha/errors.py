@@ -7,7 +7,9 @@ an exit code with :func:`exit_code`.
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _MAX_CHARS = 2000  # of an error that ranks tell each other
@@ -124,6 +126,12 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, EngineDeadError):
         return 4
     return 1
+
+
+def hint(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The end of a message on a name that is not known: which of those that are may be meant, if any."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def printable(message: str) -> str:

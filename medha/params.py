@@ -39,7 +39,6 @@ _UNSUPPORTED = """
 """
 UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED.split())
 
-
 MOST_COMPLETIONS = 16384  # of a request
 
 _listed = partial(option, SAMPLING)  # among the options of a command line

@@ -8,7 +8,6 @@ lengths. Nothing is fitted to the run.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -55,8 +54,6 @@ def fidelity(
     Raises:
         ConfigError: the folder lacks something, or the run is not of a kind that can be simulated.
     """
-    if not 0 <= host_s < math.inf:
-        raise ConfigError(f"host_s={host_s!r}; accepted: a finite number of at least 0")
     run = read_run(folder / "vllm_run", model=model)
     kernels = read_kernels(folder / "profile", run.model.num_layers)
     if run.config.max_batch_tokens > kernels.max_chunk:
@@ -77,7 +74,6 @@ def fidelity(
             "num_requests": len(run.trace),
             "prompt_tokens": int(run.trace.prompt_tokens.sum()),
             "output_tokens": int(run.trace.output_tokens.sum()),
-            "queued_within_s": run.trace.duration_s,
             "max_num_seqs": run.config.max_num_seqs,
             "max_batch_tokens": run.config.max_batch_tokens,
             "num_kv_tokens": num_blocks * run.block_size,
@@ -91,8 +87,7 @@ def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> Ti
     """Simulate the requests of a run."""
     stage = Predictor(coefficients, max_tokens=run.config.max_batch_tokens)
     scheduler = Scheduler(run.config, num_blocks=num_blocks, block_size=run.block_size)
-    simulation = Simulation(scheduler, Pipeline([stage]), run.trace)
-    outcome = simulation.run().requests
+    outcome = Simulation(scheduler, Pipeline([stage]), run.trace).run().requests
     if outcome.is_refused.any():
         row = int(np.argmax(outcome.is_refused))
         tokens = int(run.trace.prompt_tokens[row] + run.trace.output_tokens[row])
@@ -126,9 +121,7 @@ def _all_reduce(run: MeasuredRun, alpha_s: float | None, bytes_per_s: float | No
 
 def _key(run: MeasuredRun) -> ProfileKey:
     layout = f"tp{run.tp} spp1 kvp1"
-    return ProfileKey(
-        "kernel tables", run.model_name, run.model.dtype, layout, "vllm", 0, block_size=run.block_size, torch_version=""
-    )
+    return ProfileKey("kernel tables", run.model_name, run.model.dtype, layout, "vllm", 0, run.block_size, "")
 
 
 def _figures(run: MeasuredRun, simulated: Times) -> dict[str, Any]:
@@ -158,7 +151,7 @@ def fidelity_command(
         Path, typer.Option(help="Folder with kernel tables in profile/ and a measured run of vLLM in vllm_run/.")
     ],
     model: Annotated[str | None, typer.Option(help="Name or path; by default as the run says.")] = None,
-    host_s: Annotated[float, typer.Option("--host-s", help="Seconds of a step on the host.")] = 1e-3,
+    host_s: Annotated[float, typer.Option("--host-s", min=0, help="Seconds of a step on the host.")] = 1e-3,
     num_kv_tokens: Annotated[
         int | None, typer.Option(help="KV pool of the run; by default as it says, or all requests at once.")
     ] = None,

@@ -7,10 +7,9 @@ DIR holds copies of the public files that the spec's sources name, under ``vidur
 one kind of kernel are fitted together by descent along one after the other, to the mean absolute logarithm of predicted
 over measured. Rows weigh as the root of their time, as a long context consists of long ones, and each table the same.
 
-Errors on the A100 tables (median of the rows, and of the sum): a layer without attention 2 to 4 % (-3 to +1 %), single
-products 4 to 6 %, prefills up to 16K 6 % (-1 % for vLLM's kernel, +11 % for SGLang's), FlashInfer chunks 8 % (-8 %),
-decodes 9 to 18 % (-5 to +1 %). Collectives are 16 to 26 % off, as no line fits their middle.
-Kernels of one GPU differ more: SGLang's decodes take a third longer, FlashAttention-2 chunks of early 2024 double.
+Errors on the A100 tables (median of the rows, and of the sum): products 4 to 6 %, prefills up to 16K 6 % (-1 % for
+vLLM's kernel, +11 % for SGLang's), FlashInfer chunks 8 % (-8 %), decodes 9 to 18 % (-5 to +1 %). Collectives are 16 to
+26 % off, as no line fits their middle.
 Whole prefills, to which nothing is fitted: 0.80 to 0.88 of MInference's times from 10K to 200K (a plain Hugging Face
 forward), 1.07 to 1.15 of Tetris's from 4K to 128K (tests/cost/test_hardware.py).
 """
@@ -27,15 +26,7 @@ from typing import Any
 import numpy as np
 
 from medha.cost.hardware import AttentionRates, ElementwiseRates, GemmRates, HardwareSpec, LinkRates, load_spec
-from medha.cost.roofline import (
-    Floats,
-    chunk_slope_s,
-    decode_lines,
-    elementwise_s,
-    first_chunk_s,
-    gemm_s,
-    linear_layer_s,
-)
+from medha.cost.roofline import Floats, chunk_slope_s, decode_lines, elementwise_s, first_chunk_s, gemm_s
 from medha.errors import ConfigError
 from tools.tables import FitError, read_records
 
@@ -65,7 +56,6 @@ class _Rows:
     sizes: Floats
     seconds: Floats
     predict: Predict
-    fitted: bool = True
 
     def error(self, spec: HardwareSpec, split: str) -> FitError:
         return FitError.of(self.table, split, self.predict(spec, self.sizes), self.seconds)
@@ -88,9 +78,9 @@ def fit_a100(data: Path) -> tuple[HardwareSpec, list[FitError]]:
         ("attention", _DECODE_RATES, _decodes(data)),
         ("attention", _CHUNK_RATES, _chunks(data)),
     ):
-        spec = _fit(spec, part, names, [rows for rows in tables if rows.fitted])
-        errors += [rows.error(spec, "fitted" if rows.fitted else "not fitted") for rows in tables]
-    return spec, errors + [rows.error(spec, "as sums") for rows in _layers(data)] + link_errors
+        spec = _fit(spec, part, names, tables)
+        errors += [rows.error(spec, "fitted") for rows in tables]
+    return spec, errors + link_errors
 
 
 def _fit(spec: HardwareSpec, part: str, names: Sequence[str], tables: list[_Rows]) -> HardwareSpec:
@@ -146,11 +136,11 @@ def _floats(record: dict[str, str], *names: str) -> list[float]:
     return [float(record[name] or 0) for name in names]
 
 
-def _rows(table: str, values: list[list[float]], predict: Predict, *, fitted: bool = True) -> _Rows:
+def _rows(table: str, values: list[list[float]], predict: Predict) -> _Rows:
     """A table from rows that end in milliseconds; failed ones, of 0, are left out."""
     array = np.array(values)
     array = array[array[:, -1] > 0]
-    return _Rows(table, array[:, :-1], array[:, -1] * 1e-3, predict, fitted)
+    return _Rows(table, array[:, :-1], array[:, -1] * 1e-3, predict)
 
 
 def _mlp(data: Path, model: str) -> list[tuple[list[float], dict[str, float]]]:
@@ -194,20 +184,6 @@ def _elementwise(data: Path) -> list[_Rows]:
     return tables
 
 
-def _layers(data: Path) -> list[_Rows]:
-    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
-        m, hidden, width, kv, inner = sizes.T
-        return linear_layer_s(spec, m, hidden=hidden, heads_width=width, kv_width=kv, intermediate=inner)
-
-    def summed(ms: dict[str, float]) -> float:
-        return sum(value for name, value in ms.items() if name != "emb")
-
-    return [
-        _rows(f"layer without attention, {model}", [[*row, summed(ms)] for row, ms in _mlp(data, model)], predict)
-        for model in _MLP
-    ]
-
-
 def _chunks(data: Path) -> list[_Rows]:
     """Columns: tokens, cached tokens, query heads, KV heads. Rows of one prompt."""
 
@@ -230,11 +206,7 @@ def _chunks(data: Path) -> list[_Rows]:
     names = ("prefill_chunk_size", "kv_cache_size")
     records = read_records(data / "vidur/a100/Meta-Llama-3-8B/attention_sample_flashinfer_kv_le_7744.csv")
     rows = [[*_floats(r, *names), 32.0, 8.0, float(r["attn_prefill_median_ms"])] for r in records]
-    tables.append(_rows("chunks, FlashInfer", rows, predict))
-    records = read_records(data / "vidur/a100/CodeLlama-34b/attention_tp2.csv.gz")
-    ms = "time_stats.attn_prefill.median"
-    rows = [[*_floats(r, *names), 32.0, 4.0, *_floats(r, ms)] for r in records if r["is_prefill"] == "True"]
-    return [*tables, _rows("chunks, FlashAttention-2 of early 2024", rows, predict, fitted=False)]
+    return [*tables, _rows("chunks, FlashInfer", rows, predict)]
 
 
 def _decodes(data: Path) -> list[_Rows]:
@@ -252,20 +224,18 @@ def _decodes(data: Path) -> list[_Rows]:
         a, b = decode_lines(whole, sizes[:, 0], head_dim=_HEAD_DIM)
         return np.asarray(a + b * sizes[:, 1], dtype=np.float64)
 
+    records = read_records(data / "aiconfigurator/a100_sxm/generation_attention_vllm_0.14.0.csv.gz")
+    columns = ("batch_size", "num_heads", "num_key_value_heads", "step", "latency")
     tables = []
-    for name in ("vllm_0.14.0", "sglang_0.5.10"):
-        records = read_records(data / f"aiconfigurator/a100_sxm/generation_attention_{name}.csv.gz")
-        columns = ("batch_size", "num_heads", "num_key_value_heads", "step", "latency")
+    for shares, what, form in ((True, "vllm_0.14.0", predict), (False, "vllm_0.14.0, not split", predict_unsplit)):
         measured = [_floats(record, *columns) for record in records]
-        for shares, what, form in ((True, name, predict), (False, f"{name}, not split", predict_unsplit)):
-            rows = [[batch * own, kv, ms] for batch, heads, own, kv, ms in measured if (heads > own) == shares]
-            fitted = name.startswith("vllm")
-            tables.append(_rows(f"decodes, {what}", rows, form, fitted=fitted))
+        rows = [[batch * own, kv, ms] for batch, heads, own, kv, ms in measured if (heads > own) == shares]
+        tables.append(_rows(f"decodes, {what}", rows, form))
     records = read_records(data / "vidur/a100/CodeLlama-34b/attention_tp2.csv.gz")
     names = ("batch_size", "kv_cache_size", "time_stats.attn_decode.median")
     rows = [_floats(record, *names) for record in records if record["is_prefill"] != "True"]
     rows = [[4 * batch, kv, ms] for batch, kv, ms in rows]
-    return [*tables[:3], _rows("decodes, FlashAttention-2 of early 2024", rows, predict)]
+    return [*tables, _rows("decodes, FlashAttention-2 of early 2024", rows, predict)]
 
 
 def _link(data: Path, ranks: int, op: str, *, per_node: int = 0, nccl: bool = False) -> _FittedLink:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from examples.reproduce.claims import Claim
 from examples.reproduce.plotting import Panel, draw
-from examples.reproduce.registry import FIGURES
-from examples.reproduce.result import RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
+from examples.reproduce.result import FIGURES, RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
 from medha.errors import ConfigError
 
 _DPI = 130
@@ -139,42 +138,34 @@ def report(
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        "| claim | where | paper | ours | ratio | verdict | how, and why it differs | figure |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ("claim", "where", "paper", "ours", "ratio", "verdict", "how, and why it differs", "figure")
+    table = []
     for row in rows:
         claim, relative = row.claim, ratio(row.claim, row.ours)
-        cells = (
-            claim.says,
-            claim.where,
-            _SIGNS.get(claim.kind, "") + _amount(claim, claim.value),
-            _amount(claim, row.ours),
-            "" if relative is None else f"{relative:.2f}",
-            f"{row.verdict} ({claim.basis})" if claim.basis else f"**{row.verdict}**",
-            " ".join(filter(None, [row.sentence, claim.note and f"Note: {claim.note}"])),
-            f"`{claim.figure}`",
-        )
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    return lines
+        said = f"{row.verdict} ({claim.basis})" if claim.basis else f"**{row.verdict}**"
+        how = " ".join(filter(None, [row.sentence, claim.note and f"Note: {claim.note}"]))
+        ours = (_amount(claim, row.ours), "" if relative is None else f"{relative:.2f}")
+        table.append((claim.says, claim.where, _paper(claim), *ours, said, how, f"`{claim.figure}`"))
+    return _markdown(head, table)
 
 
 def _unanswered(claims: Sequence[Claim]) -> list[str]:
     """Claims that no figure can answer."""
     never = [claim for claim in claims if not claim.figure]
-    lines = [
-        "",
-        f"## Not answered here: {len(never)} claims",
-        "",
-        "| claim | where | paper | why |",
-        "| --- | --- | --- | --- |",
+    table = [
+        (claim.says, claim.where, _paper(claim), claim.reason + (f" Note: {claim.note}" if claim.note else ""))
+        for claim in never
     ]
-    for claim in never:
-        why = claim.reason + (f" Note: {claim.note}" if claim.note else "")
-        lines.append(
-            f"| {claim.says} | {claim.where} | {_SIGNS.get(claim.kind, '')}{_amount(claim, claim.value)} | {why} |"
-        )
-    return lines
+    return ["", f"## Not answered here: {len(never)} claims", "", *_markdown(("claim", "where", "paper", "why"), table)]
+
+
+def _markdown(head: Sequence[str], table: Sequence[Sequence[str]]) -> list[str]:
+    rows = [head, ["---"] * len(head), *table]
+    return [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+
+
+def _paper(claim: Claim) -> str:
+    return _SIGNS.get(claim.kind, "") + _amount(claim, claim.value)
 
 
 def _amount(claim: Claim, value: float | tuple[float, ...]) -> str:
@@ -199,22 +190,9 @@ def _counts(rows: Sequence[Row]) -> str:
 
 
 def _json(figure: FigureSpec, result: FigureResult, rows: Sequence[Row], options: Options) -> str:
-    tree = {
-        "figure": figure.name,
-        "title": figure.title,
-        "options": {"quick": options.quick, "seed": options.seed},
-        "claims": [
-            {
-                "id": row.claim.id,
-                "paper": row.claim.value,
-                "unit": row.claim.unit,
-                "ours": row.ours,
-                "ratio": ratio(row.claim, row.ours),
-                "verdict": row.verdict,
-                "sentence": row.sentence,
-            }
-            for row in rows
-        ],
-        "panels": [asdict(panel) for panel in result.panels],
-    }
-    return json.dumps(tree, indent=1) + "\n"
+    claims = [
+        {"id": row.claim.id, "paper": row.claim.value, "unit": row.claim.unit, "ours": row.ours, "verdict": row.verdict}
+        for row in rows
+    ]
+    tree = {"figure": figure.name, "title": figure.title, "options": asdict(options), "claims": claims}
+    return json.dumps(tree | {"panels": [asdict(panel) for panel in result.panels]}, indent=1) + "\n"

@@ -87,6 +87,20 @@ class FigureSpec:
     run: Callable[[Options], FigureResult]
 
 
+FIGURES: dict[str, FigureSpec] = {}
+"""By name, in the order in which they are defined; :mod:`examples.reproduce.registry` loads them."""
+
+
+def figure(name: str, title: str) -> Callable[[Callable[[Options], FigureResult]], Callable[[Options], FigureResult]]:
+    """Register a function as a figure."""
+
+    def register(run: Callable[[Options], FigureResult]) -> Callable[[Options], FigureResult]:
+        FIGURES[name] = FigureSpec(name, title, run)
+        return run
+
+    return register
+
+
 def verdict(claim: Claim, ours: Ours) -> str:
     """One of VERDICTS.
 
@@ -96,9 +110,9 @@ def verdict(claim: Claim, ours: Ours) -> str:
     if isinstance(ours, tuple) != (claim.kind == "range"):
         raise ValueError(f"claim {claim.id} is a {claim.kind}; ours: {ours}")
     if isinstance(ours, tuple):
-        ends = (_of_value(paper, own, claim.neutral) for paper, own in zip(claim.pair, ours, strict=True))
+        ends = (_of_value(paper, own, claim.neutral) for paper, own in zip(claim.value, ours, strict=True))
         return max(ends, key=VERDICTS.index)
-    number, paper = ours, claim.number
+    number, paper = ours, claim.value
     if claim.kind == "statement":
         return "reproduced" if number >= 1 else "partly" if number >= 1 / FACTOR else "not"
     if claim.kind == "value":
@@ -112,7 +126,7 @@ def ratio(claim: Claim, ours: Ours) -> float | None:
     if claim.kind == "statement":
         return None
     ours_middle = sum(ours) / 2 if isinstance(ours, tuple) else ours
-    return _relative(sum(claim.pair) / 2 if claim.kind == "range" else claim.number, ours_middle, claim.neutral)
+    return _relative(sum(claim.value) / 2 if claim.kind == "range" else claim.value, ours_middle, claim.neutral)
 
 
 def _relative(paper: float, ours: float, neutral: float | None) -> float | None:

@@ -42,11 +42,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, message: bytes) -> bytes:
-        """The answer to a message; other threads run meanwhile.
-
-        Raises:
-            ChildError: it is an error, or there is none because the child died; the text says which.
-        """
+        """The answer to a message; ChildError where it is an error, or the child died. Other threads run meanwhile."""
         with self._lock:
             try:
                 if self._process is None:

@@ -34,29 +34,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class OptionField:
-    """What a field says of itself.
+    """What a field says of itself."""
 
-    Attributes:
-        panel: under which heading a command line lists it; it belongs to the group of that name. Empty: it has none.
-        help: what it is for.
-        check: what it accepts beside its default.
-        name: by which users give it, where it is not the field's.
-        kind: its type on a command line, where it is not the field's; ``str`` is text that is read later.
-        flags: its spellings on a command line, where they are not made from the name.
-        shown: its default in words, where it is not the value.
-        is_length: whether it counts tokens, so that it may be text such as ``128K``.
-        read: what text of a command line means, where the field is no text.
-    """
-
-    panel: str
+    panel: str  # under which heading a command line lists it, with the group of that name; empty: it has none
     help: str
-    check: Check | None = None
-    name: str = ""
-    kind: Any = None
-    flags: tuple[str, ...] = ()
-    shown: str = ""
-    is_length: bool = False
-    read: Callable[[Any], Any] | None = None
+    check: Check | None = None  # what it accepts beside its default
+    name: str = ""  # by which users give it, where it is not the field's
+    kind: Any = None  # its type on a command line, where it is not the field's; str is text that is read later
+    flags: tuple[str, ...] = ()  # its spellings on a command line, where they are not made from the name
+    shown: str = ""  # its default in words, where it is not the value
+    is_length: bool = False  # it counts tokens, so that it may be text such as 128K
+    read: Callable[[Any], Any] | None = None  # what text of a command line means, where the field is no text
 
 
 def option(panel: str, default: Any, help: str, check: Check | None = None, *, repr: bool = True, **more: Any) -> Any:

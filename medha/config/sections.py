@@ -192,11 +192,7 @@ class SchedulerConfig:
             raise ConfigError(f"depth={self.depth!r} with decode_lag=1; accepted: 2")
 
     def budget_text(self, *, has_tpot: bool) -> str:
-        """What a batch may hold, and why, in words.
-
-        Args:
-            has_tpot: whether some request has a TPOT objective.
-        """
+        """What a batch may hold, and why, in words; ``has_tpot``: some request has a TPOT objective."""
         if self.scheduler != "medha":
             whole = self.scheduler in ("static", "orca")
             chunks = "whole prompts" if whole else f"chunks of at most {self.chunk_size:,}"

@@ -173,7 +173,7 @@ def _head(scheduler: Scheduler) -> dict[str, Any]:
     """What a scheduler is, as a line of a journal."""
     config, predictor = scheduler.config, scheduler.predictor
     check_recordable(config)
-    if predictor is not None and predictor.correction.errors.figures().count:
+    if predictor is not None and predictor.correction.num_seen:
         raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
     return {
         "format": _FORMAT,

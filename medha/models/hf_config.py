@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from medha.config import DTYPES, ModelConfig
+from medha.config.fields import finite, integer
 from medha.errors import ConfigError, UnsupportedModelError, short_repr
 from medha.models.hf_rope import ROPE_FIELDS, merge_rope, read_rope
-from medha.models.json_fields import MAX_LENGTH, Fields, read_json_object
+from medha.models.json_fields import LENGTH, Fields, read_json_object
 
 logger = logging.getLogger("medha")
 
@@ -67,13 +68,13 @@ _KNOWN_FIELDS = {
     "dual_chunk_attention_config",
 }  # fmt: skip
 
-# Of generation_config.json, by the names in medha.SamplingParams: kind, lowest and highest value.
-_SAMPLING_DEFAULTS: dict[str, tuple[type[Any], float, float]] = {
-    "temperature": (float, 0, 2),
-    "top_p": (float, 0, 1),
-    "top_k": (int, -1, 2**31 - 1),
-    "min_p": (float, 0, 1),
-    "repetition_penalty": (float, 1e-6, 1e6),
+# Of generation_config.json, by the names in medha.SamplingParams.
+_SAMPLING_DEFAULTS = {
+    "temperature": finite(0, 2),
+    "top_p": finite(0, 1, is_open=True),
+    "top_k": integer(-1, 2**31 - 1),
+    "min_p": finite(0, 1),
+    "repetition_penalty": finite(1e-6, 1e6),
 }
 
 
@@ -87,15 +88,11 @@ def load_model_config(
     """The configuration of the model in a folder.
 
     Args:
-        folder: holds ``config.json``.
         hf_overrides: merged over ``config.json``; objects inside it are merged key by key.
         rope_scaling: replaces the model's RoPE scaling: a type name, or a mapping as in ``rope_parameters``. Without
             a factor, ``yarn`` and ``linear`` stretch the trained context to ``max_model_len``.
         max_model_len: longest context that will be used in tokens. A sliding window at least as long has no effect
             and is accepted.
-
-    Raises:
-        ConfigError: a file or field is missing or wrong; UnsupportedModelError where it is not implemented.
     """
     raw = read_json_object(folder / "config.json")
     if hf_overrides:
@@ -104,15 +101,15 @@ def load_model_config(
     family = _family(reader)
     if raw.get("auto_map"):
         logger.warning("%s: auto_map is ignored; medha runs its own %s", folder / "config.json", family.architecture)
-    _refuse_unimplemented(reader, family)
+    _refuse_unimplemented(reader)
 
-    claimed = reader.number("max_position_embeddings", int, 1, MAX_LENGTH, family.max_position_embeddings)
+    claimed = reader.number("max_position_embeddings", LENGTH, family.max_position_embeddings)
     rope, max_length = read_rope(reader, claimed, rope_scaling=rope_scaling, max_model_len=max_model_len)
-    vocab_size = reader.number("vocab_size", int, 1, 2**24)
-    num_layers = reader.number("num_hidden_layers", int, 1, 4096)
+    vocab_size = reader.number("vocab_size", integer(1, 2**24))
+    num_layers = reader.number("num_hidden_layers", integer(1, 4096))
     _refuse_windows(reader, family, num_layers, max_length=max_model_len or max_length)
 
-    num_heads = reader.number("num_attention_heads", int, 1, 4096)
+    num_heads = reader.number("num_attention_heads", integer(1, 4096))
     num_kv_heads = _num_kv_heads(reader, family, num_heads)
     attention_bias = family.has_attention_bias and reader.boolean("attention_bias")
     for name, token_id in (("bos_token_id", family.bos_token_id), ("eos_token_id", family.eos_token_id)):
@@ -121,21 +118,21 @@ def load_model_config(
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=vocab_size,
-        hidden_size=reader.number("hidden_size", int, 1, 2**20),
-        intermediate_size=reader.number("intermediate_size", int, 1, 2**22),
+        hidden_size=reader.number("hidden_size", integer(1, 2**20)),
+        intermediate_size=reader.number("intermediate_size", integer(1, 2**22)),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(reader, family, num_heads),
         max_position_embeddings=max_length,
         rope=rope,
-        rms_norm_eps=reader.number("rms_norm_eps", float, 0, 1, above=True, default=1e-6),
+        rms_norm_eps=reader.number("rms_norm_eps", finite(0, 1, is_open=True), default=1e-6),
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=attention_bias,
         qk_norm=family.qk_norm,
         tie_word_embeddings=reader.boolean("tie_word_embeddings"),
         dtype=_dtype(reader),
-        bos_token_id=reader.optional("bos_token_id", int, 0, vocab_size - 1),
+        bos_token_id=reader.optional("bos_token_id", integer(0, vocab_size - 1)),
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
     )
 
@@ -146,10 +143,7 @@ def load_generation_config(folder: Path, vocab_size: int) -> tuple[dict[str, flo
     if not path.exists() and not path.is_symlink():
         return {}, ()
     reader = Fields(read_json_object(path), path.name)
-    defaults: dict[str, float | int | None] = {
-        name: reader.optional(name, kind, low, high, above=name == "top_p")
-        for name, (kind, low, high) in _SAMPLING_DEFAULTS.items()
-    }
+    defaults = {name: reader.optional(name, check) for name, check in _SAMPLING_DEFAULTS.items()}
     if reader.raw.get("do_sample") is not None and not reader.boolean("do_sample"):
         defaults["temperature"] = 0.0
     given = {name: value for name, value in defaults.items() if value is not None}
@@ -193,7 +187,7 @@ def _family(reader: Fields) -> _Family:
     return found
 
 
-def _refuse_unimplemented(reader: Fields, family: _Family) -> None:
+def _refuse_unimplemented(reader: Fields) -> None:
     for name, neutral in _NEUTRAL_VALUES.items():
         value = reader.raw.get(name)
         if value is not None and value not in neutral:
@@ -202,16 +196,12 @@ def _refuse_unimplemented(reader: Fields, family: _Family) -> None:
                 f"{reader.where}: {name}={short_repr(value)} changes the model's output and is not implemented; "
                 f"accepted: {accepted}"
             )
-    if family.architecture == "MistralForCausalLM" and reader.boolean("attention_bias"):
-        raise UnsupportedModelError(
-            f"{reader.where}: attention_bias=True: {family.architecture} has no attention biases; accepted: False"
-        )
 
 
 def _num_kv_heads(reader: Fields, family: _Family, num_heads: int) -> int:
     absent = num_heads if family.num_kv_heads is None else family.num_kv_heads
     default = num_heads if "num_key_value_heads" in reader.raw else absent  # null means one for each query head
-    num_kv_heads = reader.number("num_key_value_heads", int, 1, 4096, default)
+    num_kv_heads: int = reader.number("num_key_value_heads", integer(1, 4096), default)
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{reader.where}: num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}; "
@@ -221,8 +211,8 @@ def _num_kv_heads(reader: Fields, family: _Family, num_heads: int) -> int:
 
 
 def _head_dim(reader: Fields, family: _Family, num_heads: int) -> int:
-    hidden_size = reader.number("hidden_size", int, 1, 2**20)
-    head_dim = reader.number("head_dim", int, 1, 4096, family.head_dim or max(1, hidden_size // num_heads))
+    hidden_size = reader.number("hidden_size", integer(1, 2**20))
+    head_dim: int = reader.number("head_dim", integer(1, 4096), family.head_dim or max(1, hidden_size // num_heads))
     if reader.raw.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
         raise ConfigError(
             f"{reader.where}: hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}; "
@@ -246,7 +236,7 @@ def _dtype(reader: Fields) -> str:
 
 def _refuse_windows(reader: Fields, family: _Family, num_layers: int, *, max_length: int) -> None:
     """Refuse attention that some context of at most ``max_length`` tokens would outgrow."""
-    window = reader.optional("sliding_window", int, 1, 2**62)
+    window = reader.optional("sliding_window", integer(1, 2**62))
     if "sliding_window" not in reader.raw:
         window = family.sliding_window
     causes = [(_window_cause(reader, family, num_layers, window), window)]
@@ -254,7 +244,7 @@ def _refuse_windows(reader: Fields, family: _Family, num_layers: int, *, max_len
     if chunks is not None:
         if not isinstance(chunks, Mapping):
             raise reader.wrong(name, "an object or null")
-        chunk = Fields(chunks, f"{reader.where}: {name}").number("chunk_size", int, 1, 2**62, 262144)
+        chunk = Fields(chunks, f"{reader.where}: {name}").number("chunk_size", integer(1, 2**62), 262144)
         causes.append((f"{name} (chunk_size={chunk})", chunk))
     for cause, limit in causes:
         if cause and (limit is None or limit < max_length):
@@ -283,7 +273,7 @@ def _window_cause(reader: Fields, family: _Family, num_layers: int, window: int 
     if family.architecture == "MistralForCausalLM":
         absent = "" if "sliding_window" in reader.raw else ", the default of this architecture"
         return f"sliding_window={window}{absent}"
-    first = reader.number("max_window_layers", int, 0, 2**31, 28)
+    first = reader.number("max_window_layers", integer(0, 2**31), 28)
     if reader.boolean("use_sliding_window") and layer_types is None and first < num_layers:
         return f"use_sliding_window=True (sliding_window={window})"
     return None

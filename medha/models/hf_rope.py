@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from medha.config import RopeConfig
+from medha.config.fields import finite
 from medha.errors import ConfigError, UnsupportedModelError, short_repr
-from medha.models.json_fields import MAX_LENGTH, Fields
+from medha.models.json_fields import LENGTH, MAX_LENGTH, Fields
 
 logger = logging.getLogger("medha")
 
@@ -35,24 +36,18 @@ _INERT_KEYS = ("finetuned",)  # written by the first YaRN checkpoints, read by n
 def read_rope(
     reader: Fields, claimed: int, *, rope_scaling: str | Mapping[str, Any] | None, max_model_len: int | None
 ) -> tuple[RopeConfig, int]:
-    """The RoPE of the model, and the longest context in tokens that it then claims.
-
-    Args:
-        reader: the fields of ``config.json``.
-        claimed: ``max_position_embeddings``.
-        rope_scaling: replaces the scaling of the file: a type name, or a mapping as in ``rope_parameters``.
-        max_model_len: length in tokens that a ``rope_scaling`` without a factor stretches to.
-    """
+    """The RoPE of the model, and the longest context in tokens that it then claims, where ``config.json`` claims
+    ``claimed``; the options are those of :func:`~medha.models.hf_config.load_model_config`."""
     name = "rope_scaling" if reader.raw.get("rope_parameters") is None else "rope_parameters"
     rope = Fields(_rope_parameters(reader), f"{reader.where}: {name}")
-    outer = reader.optional("original_max_position_embeddings", int, 1, MAX_LENGTH)
+    outer = reader.optional("original_max_position_embeddings", LENGTH)
     if outer is not None and rope.raw.get("rope_type") in ("llama3", "yarn"):
         rope.raw = {**rope.raw, "original_max_position_embeddings": outer}  # as transformers: the outer one wins
     if rope_scaling is not None:
-        trained = rope.number("original_max_position_embeddings", int, 1, MAX_LENGTH, outer or claimed)
+        trained = rope.number("original_max_position_embeddings", LENGTH, outer or claimed)
         rope = _replace_scaling(rope, rope_scaling, trained, max_model_len)
         if rope.raw["rope_type"] != "llama3":
-            claimed = rope.number("original_max_position_embeddings", int, 1, MAX_LENGTH, trained)
+            claimed = rope.number("original_max_position_embeddings", LENGTH, trained)
     _check_rope_keys(rope)
     return _build_rope(rope, claimed)
 
@@ -118,7 +113,7 @@ def _replace_scaling(rope: Fields, scaling: str | Mapping[str, Any], trained: in
                 f"rope_scaling={short_repr(scaling)} needs max_model_len, the length to stretch to; "
                 "accepted: max_model_len in tokens, or a mapping with a factor"
             )
-        trained = result.number("original_max_position_embeddings", int, 1, MAX_LENGTH, trained)
+        trained = result.number("original_max_position_embeddings", LENGTH, trained)
         flat["factor"] = max(1.0, max_model_len / trained)
     return result
 
@@ -150,20 +145,20 @@ def _check_rope_keys(rope: Fields) -> None:
 def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
     """The RoPE, and the longest context in tokens, once the keys are checked; ``claimed`` is that of the file."""
     rope_type = rope.raw.get("rope_type", "default")
-    config = RopeConfig(rope_type, theta=rope.number("rope_theta", float, 1, 1e30, above=True, default=10000.0))
+    config = RopeConfig(rope_type, theta=rope.number("rope_theta", finite(1, 1e30, is_open=True), default=10000.0))
     if rope_type == "default":
         return config, claimed
     explicit = None
     if rope_type != "linear":
-        explicit = rope.optional("original_max_position_embeddings", int, 1, MAX_LENGTH)
+        explicit = rope.optional("original_max_position_embeddings", LENGTH)
         config = replace(config, original_max_position_embeddings=explicit or claimed)
     if rope_type == "yarn" and rope.raw.get("factor", 0) is None:
         rope.raw = {**rope.raw, "factor": claimed / (explicit or claimed)}
-    factor = rope.number("factor", float, 1, MAX_LENGTH)
+    factor = rope.number("factor", finite(1, MAX_LENGTH))
     config = replace(config, factor=factor)
     if rope_type == "llama3":
-        low = rope.number("low_freq_factor", float, 0, 1e9, above=True)
-        high = rope.number("high_freq_factor", float, 0, 1e9, above=True)
+        low = rope.number("low_freq_factor", finite(0, 1e9, is_open=True))
+        high = rope.number("high_freq_factor", finite(0, 1e9, is_open=True))
         if high <= low:
             raise ConfigError(
                 f"{rope.where}: high_freq_factor={high:g} with low_freq_factor={low:g}; accepted: a larger one"
@@ -179,8 +174,8 @@ def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
 
 def _read_yarn(rope: Fields, factor: float) -> dict[str, Any]:
     """The fields of :class:`~medha.config.RopeConfig` that YaRN alone has."""
-    beta_fast = rope.optional("beta_fast", float, 0, 1e9) or 32.0  # 0 means the default, as in transformers
-    beta_slow = rope.optional("beta_slow", float, 0, 1e9) or 1.0
+    beta_fast = rope.optional("beta_fast", finite(0, 1e9)) or 32.0  # 0 means the default, as in transformers
+    beta_slow = rope.optional("beta_slow", finite(0, 1e9)) or 1.0
     if beta_fast < beta_slow:
         raise ConfigError(
             f"{rope.where}: beta_fast={beta_fast:g} is below beta_slow={beta_slow:g}; accepted: at least it"
@@ -189,10 +184,10 @@ def _read_yarn(rope: Fields, factor: float) -> dict[str, Any]:
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    mscale = rope.optional("mscale", float, 0, 1e9)
-    mscale_all_dim = rope.optional("mscale_all_dim", float, 0, 1e9)
+    mscale = rope.optional("mscale", finite(0, 1e9))
+    mscale_all_dim = rope.optional("mscale_all_dim", finite(0, 1e9))
     implied = scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
-    explicit = rope.optional("attention_factor", float, 0, 1e9, above=True)
+    explicit = rope.optional("attention_factor", finite(0, 1e9, is_open=True))
     return {
         "beta_fast": beta_fast,
         "beta_slow": beta_slow,

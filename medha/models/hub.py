@@ -20,13 +20,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def resolve_model(model: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
-    """The local folder of a model, fetched from the hub when ``model`` is a hub id and no such folder exists.
-
-    Args:
-        model: a folder, or a hub id (``org/name``).
-        revision: branch, tag or commit on the hub; without effect on a local folder.
-        with_weights: whether the weights are fetched as well.
-    """
+    """The local folder of a model; where there is none of that name and it is a hub id (``org/name``), it is fetched:
+    of a ``revision`` (branch, tag or commit), ``with_weights`` or without."""
     path = Path(model).expanduser() if model.startswith("~") else Path(model)
     try:
         if path.is_dir() and model:

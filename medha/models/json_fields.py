@@ -11,14 +11,14 @@ import stat
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from medha.config.fields import Check, integer
 from medha.errors import ConfigError, MedhaError, short_repr
-
-N = TypeVar("N", int, float)
 
 MAX_LENGTH = 2**31 - 1
 """Longest context that a field may claim, in tokens."""
+LENGTH = integer(1, MAX_LENGTH)
 
 
 def read_json_object(
@@ -73,24 +73,19 @@ class Fields:
             return ConfigError(f"{self.where}: {name} is missing; accepted: {accepted}")
         return ConfigError(f"{self.where}: {name}={short_repr(self.raw[name])}; accepted: {accepted}")
 
-    def optional(self, name: str, kind: type[N], low: float, high: float, *, above: bool = False) -> N | None:
-        """An int or float from low to high, or None where absent; ``above`` leaves low itself out."""
+    def optional(self, name: str, check: Check) -> Any:
+        """A value that passes a check, or None where absent."""
         value = self.raw.get(name)
-        if value is None:
-            return None
-        is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or (above and value == low):  # NaN fails the comparison
-            raise self.wrong(name, _range_text(kind, low, high, above=above))
-        return kind(value)
+        if value is not None and not check.holds(value):
+            raise self.wrong(name, check.accepted)
+        return value
 
-    def number(
-        self, name: str, kind: type[N], low: float, high: float, default: N | None = None, *, above: bool = False
-    ) -> N:
+    def number(self, name: str, check: Check, default: float | None = None) -> Any:
         """As :meth:`optional`; where absent the default, and without one an error."""
-        value = self.optional(name, kind, low, high, above=above)
+        value = self.optional(name, check)
         value = default if value is None else value
         if value is None:
-            raise self.wrong(name, _range_text(kind, low, high, above=above))
+            raise self.wrong(name, check.accepted)
         return value
 
     def boolean(self, name: str, *, default: bool = False) -> bool:
@@ -106,13 +101,6 @@ class Fields:
         """One id, or a list of ids, each in the vocabulary."""
         value = self.raw.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        for token_id in ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
-                raise self.wrong(name, f"token ids from 0 to {vocab_size - 1} (one, a list, or null)")
+        if not all(map(integer(0, vocab_size - 1).holds, ids)):
+            raise self.wrong(name, f"token ids from 0 to {vocab_size - 1} (one, a list, or null)")
         return tuple(dict.fromkeys(ids))
-
-
-def _range_text(kind: type, low: float, high: float, *, above: bool) -> str:
-    if kind is int:
-        return f"an integer from {low} to {high}"
-    return f"a number {f'above {low:g} up' if above else f'from {low:g}'} to {high:g}"

@@ -3,7 +3,7 @@
 :func:`write_needle` writes a Hugging Face folder of 6 MB. The model has two layers and a vocabulary of
 the 256 bytes. It continues the best earlier match of the last eight bytes: a question must end in the eight bytes that
 stand before the fact, and greedy decoding then copies what follows them. Nothing is trained; every weight below is set
-to do one thing; tests/models/needle_truth.py says in plain numpy what the model must answer. After induction heads
+to do one thing. After induction heads
 (arXiv:2209.11895), with a match of eight bytes in place of one token.
 
 The residual stream holds the code of a byte, its 8 bits as +-1, in groups of eight channels: group d holds the byte d
@@ -84,17 +84,11 @@ Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """A prompt with a fact hidden in it.
+    """A prompt with a fact hidden in it."""
 
-    Attributes:
-        prompt: ASCII text; a character is a byte is a token.
-        answer: what the model must continue the prompt with, up to and with its newline.
-        needle_position: index in ``prompt`` of the first character of the line with the fact.
-    """
-
-    prompt: str
-    answer: str
-    needle_position: int
+    prompt: str  # ASCII: a character is a byte is a token
+    answer: str  # what the model must continue the prompt with, up to and with its newline
+    needle_position: int  # index in the prompt of the first character of the line with the fact
 
 
 def needle_config() -> dict[str, Any]:
@@ -157,12 +151,9 @@ def write_needle(out: Path) -> Path:
 
 
 def make_haystack(num_tokens: int, *, seed: int = 0, depth: float = 0.5) -> Haystack:
-    """A text of random sentences with a fact at some depth, and a question at its end.
+    """A text of ``num_tokens`` bytes: random sentences with a fact in them, and a question at its end.
 
-    Args:
-        num_tokens: length of the prompt, in bytes.
-        seed: chooses the sentences.
-        depth: where the fact stands, 0 at the start and 1 right before the question; moved back to the start of a line.
+    ``depth`` says where the fact stands, 0 at the start and 1 right before the question.
     """
     num_filler = num_tokens - len(_FACT) - len(_QUESTION)
     if num_filler < 0:
@@ -265,16 +256,11 @@ def _byte_tokenizer() -> tokenizers.Tokenizer:
 
 
 _WORDS = (
-    "about above across after again along amber among answer apple autumn barrel basket before below better "
-    "between bottle branch bread bridge bright brother butter candle canvas carpet carry castle cellar chair cherry "
-    "circle clever cloud coast copper corner cotton cousin creek dance daughter desert dinner distant doctor dozen "
-    "early east engine evening father feather fellow fence field finger flower forest forty friend garden gentle "
-    "glass golden grain gravel green hammer harbor harvest hidden hollow honest horse house island jacket journey "
-    "kettle kitchen ladder lantern letter little lumber marble market meadow mirror moment morning mother mountain "
-    "narrow neighbor north orange orchard paper pebble pepper picture pillow pocket pony quarter quiet rabbit "
-    "railway raven ribbon river saddle sailor school season shadow shelter silver simple sister slowly small south "
-    "spring stable station stone storm story street sudden summer table tailor thunder timber travel valley velvet "
-    "village violin wagon water weather window winter wooden worker yellow young"
+    "above amber answer apple autumn barrel basket better bottle branch bread bridge butter candle castle cellar chair "
+    "cloud copper corner cotton desert distant dozen engine evening father field forest garden glass golden gravel "
+    "harbor honest house island journey kettle lantern letter little market meadow moment morning mountain narrow "
+    "orchard paper pebble pocket quiet railway river saddle season silver station street summer table timber travel "
+    "valley village wagon water weather window winter worker yellow young"
 )
 
 

@@ -37,10 +37,7 @@ def cos_sin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine, float32 [T, H / 2], of the rotation at each position, computed in float64.
 
-    Args:
-        positions_T: int64 or float64, on the device of ``inv_freq``.
-        inv_freq: float64 [H / 2].
-        attention_factor: both are multiplied by it (YaRN).
+    ``positions_T`` is int64 or float64, on the device of ``inv_freq``; both are multiplied by YaRN's attention factor.
     """
     angles = positions_T.to(torch.float64)[:, None] * inv_freq
     return (angles.cos() * attention_factor).float(), (angles.sin() * attention_factor).float()

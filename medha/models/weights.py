@@ -37,17 +37,12 @@ _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint.
-
-    Attributes:
-        dtype: as safetensors writes it, for example ``BF16``.
-        file: name of its file in the folder.
-    """
+    """One tensor of a checkpoint."""
 
     name: str
-    dtype: str
+    dtype: str  # as safetensors writes it, for example BF16
     shape: tuple[int, ...]
-    file: str
+    file: str  # in the folder
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
@@ -79,15 +74,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """A tensor, or a slice of it; only the pages of that slice are read from the file.
 
-        Args:
-            name: of the tensor.
-            index: one slice for each leading dimension, without steps; None for the whole.
-
-        Returns:
-            On the CPU, in the dtype of the file. It may be mapped from the file, so copy it before changing it.
-
-        Raises:
-            WeightsError: the file changed or cannot be read.
+        ``index`` has one slice for each leading dimension, without steps. What is returned is on the CPU, in the dtype
+        of the file, and may be mapped from it, so copy it before changing it.
         """
         file = self.tensors[name].file
         try:
@@ -223,10 +211,7 @@ def load_parameters(
 ) -> None:
     """Copy each named tensor of the checkpoint, or a slice of it, into its parameter, in place, cast to its dtype.
 
-    Args:
-        module_params: allocated plain tensors by their names in the checkpoint, on any device.
-        checkpoint: where from, checked; files are read in order of their offsets.
-        index: which slice of a tensor is wanted, None for the whole; only that slice is read.
+    ``index`` says which slice of a tensor is wanted, None for the whole; files are read in order of their offsets.
     """
     for name in checkpoint.tensors:
         if name in module_params:

@@ -32,23 +32,17 @@ _HEADER = 5  # kind, JSON bytes, integers of the batch, token ids, CRC-32 of the
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of the stream.
+    """One message of the stream."""
 
-    Attributes:
-        kind: ``batch``, ``call`` (a call of the front door begins), ``end`` (it ends), ``records`` (rank 0 asks for
-            what was run) or ``stop``.
-        fields: what goes as JSON.
-        batch: the plan of a step.
-        token_ids: tokens of the rows that concern the receiver's group, in order, to the ranks that embed them; behind
-            them, to the rank that samples, those of the requests that it is to know.
-    """
-
-    kind: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    batch: Batch | None = None
+    kind: str  # see _KINDS
+    fields: Mapping[str, Any] = field(default_factory=dict)  # what goes as JSON
+    batch: Batch | None = None  # the plan of a step
+    # Tokens of the rows that concern the receiver's group, in order, to the ranks that embed them; behind them, to the
+    # rank that samples, those of the requests that it is to know.
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
 
+# A batch; a call of the front door begins, and ends; rank 0 asks for what was run; the end.
 _KINDS = ("batch", "call", "end", "records", "stop")
 
 
@@ -90,12 +84,7 @@ def _signed_crc(ints: npt.NDArray[np.int32]) -> int:
 
 
 class ControlSender:
-    """Rank 0's end.
-
-    Args:
-        group: gloo group of all ranks, used for nothing else.
-        ranks: the others.
-    """
+    """Rank 0's end, of a gloo group that is used for nothing else."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         self._group = group
@@ -126,11 +115,8 @@ class ControlSender:
 
 
 class ControlReceiver:
-    """Another rank's end: a thread that keeps receives posted ahead and puts what arrives into a queue.
-
-    Args:
-        group: as the sender's; its timeout must outlast any pause between messages.
-    """
+    """Another rank's end: a thread that keeps receives posted ahead and puts what arrives into a queue. The timeout of
+    the group must outlast any pause between messages."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

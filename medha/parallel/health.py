@@ -52,13 +52,6 @@ class Monitor:
         launch: this rank's place, and the processes that are known from the start.
         name: how messages call a rank.
         end: called with a message, and whether to print it, when the main thread is stuck; ends the process.
-
-    Attributes:
-        place, store_holder: this rank in messages, and who holds the store.
-        before_end: called with the error, in another thread, just before ``end``. It has two seconds.
-        predicted_s: asked for the seconds that the longest batch in flight is predicted to take.
-        waits_for: asked what of other ranks the main thread waits for; None while it computes.
-        describe: asked for what this rank works on, for the log, when a rank is behind.
     """
 
     def __init__(
@@ -71,11 +64,11 @@ class Monitor:
         self._parent = launch.agent_pid
         self._name = name
         self._end = end or _end_at_once
-        self.place = name(launch.rank)
-        self.before_end: Callable[[str], None] = lambda error: None
-        self.predicted_s: Callable[[], float] = lambda: 0.0
-        self.waits_for: Callable[[], str | None] = lambda: None
-        self.describe: Callable[[], str] = str
+        self.place = name(launch.rank)  # in messages
+        self.before_end: Callable[[str], None] = lambda error: None  # in another thread, just before end; has _SAVE_S
+        self.predicted_s: Callable[[], float] = lambda: 0.0  # that the longest batch in flight is predicted to take
+        self.waits_for: Callable[[], str | None] = lambda: None  # what of other ranks; None while the main one computes
+        self.describe: Callable[[], str] = str  # what this rank works on, for the log, when a rank is behind
         self._agent_has_store = launch.agent_has_store
         self.store_holder = "torchrun's agent" if launch.agent_has_store else name(0)
         self._activity, self._since = "start", time.monotonic()
@@ -155,11 +148,7 @@ class Monitor:
         return is_first or self._told.is_set()
 
     def leave(self, *, wait_s: float = 60.0) -> None:
-        """Stop without an error, rank 0 last since it may hold the store.
-
-        Raises:
-            RankFailedError: a rank failed before all had left.
-        """
+        """Stop without an error, rank 0 last since it may hold the store; RankFailedError if one failed before that."""
         self._leaving = True
         self._wait(lambda: self._left.is_set() or self._known.is_set(), wait_s)
         if not self._left.is_set():
@@ -338,14 +327,8 @@ def give_up(monitor: Monitor, error: BaseException) -> None:
 def failures_named(monitor: Monitor, batch: Batch | None = None, *, activity: str | None = None) -> Iterator[None]:
     """Within, a failure of this rank is reported to all, and that of another rank is named.
 
-    Args:
-        monitor: this rank's.
-        batch: what is run, if a batch.
-        activity: what this rank is about otherwise.
-
-    Raises:
-        RankFailedError: with the first error that any rank reported, and its rank, stage and batch. An error of
-            medha's own is raised as it is.
+    What is run is ``batch``, or ``activity``. Raised is a RankFailedError with the first error that any rank reported,
+    and its rank, stage and batch; an error of medha's own is raised as it is.
     """
     activity = activity or ("idle" if batch is None else f"batch {batch.batch_id}")
     monitor.doing(activity)

@@ -33,24 +33,15 @@ class Shared:
 
 
 class Merge:
-    """Merges of one KVP span.
-
-    Args:
-        group: process group of the run's ranks at this stage and tensor-parallel index, in shard order.
-        num_groups: its size.
-    """
+    """Merges of one KVP span, over its ranks at this stage and tensor-parallel index, in shard order."""
 
     def __init__(self, group: dist.ProcessGroup, num_groups: int) -> None:
         self._group = group
         self._num_groups = num_groups
 
     def start(self, shared: Shared, partial: Partial) -> Pending:
-        """Begin the all-gather of this rank's part; every rank of the run calls it in the same order.
-
-        Args:
-            shared: which rows.
-            partial: out [T, N, H] and lse [T, N], natural logarithm, float32, -inf for an empty shard.
-        """
+        """Begin the all-gather of this rank's part: out [T, N, H], and lse [T, N], natural logarithm, float32, -inf for
+        an empty shard. Every rank of the run calls it in the same order."""
         mine = _packed(shared, partial)
         everyone = mine.new_empty(self._num_groups * len(mine))
         # The name changed in torch 2.13; 2.11 has only the old one.

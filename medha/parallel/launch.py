@@ -39,26 +39,18 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process among the job's.
-
-    Attributes:
-        host, port: where the ranks meet; differs between jobs that run at once.
-        agent_pid: torchrun's agent, or the process that started this rank in its place; None if nobody watches.
-        processes: process ids of the ranks that this one has started.
-        agent_has_store: whether the agent holds the store at that address; rank 0 does otherwise.
-        attempt: how often the agent has restarted the job.
-    """
+    """This process among the job's."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    host: str
+    host: str  # where the ranks meet; differs between jobs that run at once
     port: int
-    agent_pid: int | None = None
-    processes: Mapping[int, int] = field(default_factory=dict)
-    agent_has_store: bool = False
-    attempt: int = 0
+    agent_pid: int | None = None  # torchrun's agent, or who started this rank in its place; None if nobody watches
+    processes: Mapping[int, int] = field(default_factory=dict)  # ids of those of the ranks that this one has started
+    agent_has_store: bool = False  # the agent holds the store at that address; rank 0 does otherwise
+    attempt: int = 0  # how often the agent has restarted the job
 
     @property
     def address(self) -> str:
@@ -142,10 +134,6 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
     """Be, for the rest of this process, rank 0 of a job on this machine whose other ranks run ``python -m`` a module.
 
     Each rank gets its share of the threads, unless ``OMP_NUM_THREADS`` says how many. The ranks end with this one.
-
-    Args:
-        size: ranks.
-        module: its name and arguments.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
     ranks: list[subprocess.Popen[Any]] = []

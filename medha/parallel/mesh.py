@@ -49,28 +49,19 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's place and its groups.
-
-    Attributes:
-        rank: global rank.
-        group, stage, tp_rank: coordinates on the axes kvp, spp and tp.
-        tp_mesh, tp_group: the ranks of this stage.
-        pipe_group: for hidden states; report_group: for sampled tokens; control_group: for messages from rank 0.
-        run_groups: by (first, last) KV-parallel group, of the runs that this rank's belongs to.
-        job: how the ranks met, with the monitor that notices failed ones.
-    """
+    """This process's place and its groups."""
 
     config: ParallelConfig
-    rank: int
-    group: int
+    rank: int  # global
+    group: int  # coordinates on the axes kvp, spp and tp
     stage: int
     tp_rank: int
-    tp_mesh: DeviceMesh
+    tp_mesh: DeviceMesh  # the ranks of this stage
     tp_group: dist.ProcessGroup
-    pipe_group: dist.ProcessGroup
-    report_group: dist.ProcessGroup
-    control_group: dist.ProcessGroup
-    run_groups: Mapping[tuple[int, int], dist.ProcessGroup]
+    pipe_group: dist.ProcessGroup  # for hidden states
+    report_group: dist.ProcessGroup  # for sampled tokens
+    control_group: dist.ProcessGroup  # for messages from rank 0
+    run_groups: Mapping[tuple[int, int], dist.ProcessGroup]  # by (first, last) KV-parallel group, those of this rank
     job: Job
 
     @property
@@ -259,12 +250,7 @@ def leave(ranks: Ranks) -> None:
 
 
 def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
-    """Compare what this rank runs with the others; every rank calls it, before any process group exists.
-
-    Args:
-        job: the ranks.
-        parts: by name, values whose ``repr`` must be the same on every rank.
-    """
+    """Refuse ranks whose ``parts``, by name, have another ``repr`` than those of rank 0; every rank calls it."""
     parts = {"version of medha": version("medha"), **parts}
     prints = {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
     job.store.set(f"prints/{job.launch.rank}", json.dumps(prints))

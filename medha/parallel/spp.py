@@ -22,14 +22,8 @@ TAIL_BYTES = 16
 
 
 class StagePipe:
-    """The two ends of one stage's pipe.
-
-    Args:
-        group: process group of all ranks that pass hidden states on.
-        previous, following: global ranks of the neighbours, None at an end of the pipeline.
-        dim: model dimension.
-        dtype: of the hidden states.
-        num_buffers: sends kept in flight.
+    """The two ends of one stage's pipe: global ranks of the neighbours, None at an end of the pipeline, and how many
+    sends of hidden states [T, ``dim``] are kept in flight.
 
     Buffers are kept and used again: that of a send once it is done, that of a receive at the next one's end.
     """

@@ -11,7 +11,6 @@ LARS, too, starves a long one: the slack of a late short request falls faster, r
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.errors import ConfigError, PolicyError
+from medha.errors import ConfigError, PolicyError, hint
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -303,7 +302,7 @@ def load_policy(spec: str | Policy) -> Ranking:
         return Ranking(f"{CLASS_FIRST}:{inner.name}", inner.key, by_class=True)
     if colon:
         return Ranking(spec, _tried(_import_policy(spec, module_name=head, function_name=rest), spec))
-    raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}{_near(spec.lower(), [*BUILT_IN, CLASS_FIRST])}")
+    raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}{hint(spec.lower(), [*BUILT_IN, CLASS_FIRST])}")
 
 
 def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy:
@@ -319,8 +318,8 @@ def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy
     policy: Policy | None = getattr(module, function_name, None)
     if not callable(policy):
         functions = [name for name, value in vars(module).items() if callable(value)]
-        hint = _near(function_name, functions)
-        raise ConfigError(f"policy={spec!r}: {module_name} has no function {function_name!r}{hint}")
+        missing = f"{module_name} has no function {function_name!r}{hint(function_name, functions)}"
+        raise ConfigError(f"policy={spec!r}: {missing}")
     return policy
 
 
@@ -339,8 +338,3 @@ def _tried(policy: Policy, name: str) -> Policy:
 
 def _accepted() -> str:
     return f"{', '.join(sorted(BUILT_IN))}, {CLASS_FIRST}, {CLASS_FIRST}:NAME or package.module:name"
-
-
-def _near(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]}?" if near else ""

@@ -86,7 +86,7 @@ def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> No
     events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "requests")]
     events += _stage_events(segments[:MAX_SEGMENTS], len(outcome.stage_busy_s), len(outcome.stage_busy_s[0]))
     events += _request_events(outcome)
-    for time_s, _, _, share in outcome.series.rows:
+    for time_s, share in outcome.series.rows:
         events.append(counter_event("KV blocks in use (%)", time_s, {"used": 100 * share}))
     write_events(path, events)
 

@@ -17,10 +17,6 @@ class Detokenizer:
 
     The library's stream holds a character back until its last byte is known. A run of byte-fallback tokens is held
     back here until it ends, as one bad byte turns the whole run into U+FFFD.
-
-    Args:
-        tokenizer: the tokenizer the ids belong to.
-        skip_special_tokens: whether special tokens are left out.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -58,12 +54,7 @@ class StopChecker:
     The match that starts earliest in the whole text wins; of two with the same start, the one listed first. So a
     complete match is not reported while an occurrence that would win over it may still be completed.
 
-    Args:
-        stops: stop strings, none empty.
-        include_stop_str_in_output: whether the stop string itself is emitted.
-
-    Attributes:
-        matched: the stop string found, or None.
+    ``matched`` is the stop string found, or None; none of ``stops`` is empty.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:

@@ -104,12 +104,8 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special-token text in it becomes control tokens.
-
-        Args:
-            text: any text without lone surrogates.
-            add_special_tokens: whether to add what the tokenizer puts around a sequence, such as BOS.
-        """
+        """Token ids of a text, in which special-token text becomes control tokens, and perhaps of what the tokenizer
+        puts around a sequence, such as BOS."""
         ids: list[int] = self.encode_array(text, add_special_tokens=add_special_tokens).tolist()
         return ids
 

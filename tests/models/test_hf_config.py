@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -112,10 +111,6 @@ def test_fields_and_defaults(tmp_path: Path, changes: dict[str, Any], expected: 
         ({"architectures": REMOVE, "model_type": "gpt2"}, ["model_type='gpt2'", "llama, mistral, qwen2, qwen3"]),
         ({"architectures": REMOVE, "model_type": REMOVE}, ["model_type=None", "supported"]),
         (
-            family("mistral", sliding_window=None, attention_bias=True),
-            ["attention_bias=True", "MistralForCausalLM", "accepted: False"],
-        ),
-        (
             family("qwen3", layer_types=["full_attention", "linear_attention"]),
             ["layer_types", "'linear_attention'", "accepted"],
         ),
@@ -133,13 +128,6 @@ def test_fields_that_would_change_the_output(tmp_path: Path) -> None:
         refused(tmp_path, UnsupportedModelError, {field: 0.7}, [f"{field}=0.7 changes the model's output", "null"])
         for value in (*neutral, None):
             assert load(tmp_path, {field: value}) == load(tmp_path)
-
-
-def test_auto_map_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="medha"):
-        load(tmp_path, {"auto_map": CUSTOM})
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "auto_map is ignored" in caplog.text
 
 
 SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]

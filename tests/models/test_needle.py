@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from medha.models.needle import (
     needle_weights,
     write_needle,
 )
-from tests.models.needle_truth import encode_bytes, expected_continuation
 
 transformers = pytest.importorskip("transformers")
 
@@ -104,7 +101,7 @@ def test_folder_has_the_files_of_a_model_and_writing_again_replaces_them(folder:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
 def test_tokenizer_ids_are_bytes_and_round_trip(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text).input_ids
-    assert ids == encode_bytes(text) == list(text.encode())
+    assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text
     assert len(tokenizer) == 256 and tokenizer.all_special_tokens == []
 
@@ -119,34 +116,6 @@ def test_transformers_finds_the_needle(model: Any, tokenizer: Any, num_tokens: i
     ids = tokenizer(hay.prompt).input_ids
     assert len(ids) == num_tokens
     assert tokenizer.decode(greedy(model, ids, 32)) == hay.answer == " 7429-amber.\n"
-    assert bytes(expected_continuation(ids, 32)).decode() == hay.answer
-
-
-def repeated_pieces(rng: random.Random) -> list[int]:
-    pieces = [bytes(rng.choices(range(256), k=rng.randint(1, 30))) for _ in range(rng.randint(1, 8))]
-    return list(b"".join(rng.choices(pieces, k=rng.randint(1, 20))))[: rng.randint(1, 300)]
-
-
-def near_the_start(rng: random.Random) -> list[int]:
-    """Layer 1 reads position 0 where it looks before the start."""
-    return rng.choices(range(256), k=rng.randint(1, 19))
-
-
-@pytest.mark.parametrize(("draw", "num_tokens"), [(repeated_pieces, 12), (near_the_start, 4)])
-def test_expected_continuation_agrees_with_transformers(
-    model: Any, draw: Callable[[random.Random], list[int]], num_tokens: int
-) -> None:
-    rng = random.Random(7)
-    num_compared = 0
-    for _ in range(40):
-        ids = draw(rng)
-        try:
-            expected = expected_continuation(ids, num_tokens)
-        except ValueError:  # two best matches that continue differently
-            continue
-        assert greedy(model, ids, num_tokens) == expected, ids
-        num_compared += 1
-    assert num_compared >= 20
 
 
 # --- haystacks -------------------------------------------------------------------------------------------------------
@@ -175,35 +144,6 @@ def test_haystack_that_has_no_room_for_its_fact() -> None:
 
 
 # --- the numbers the construction rests on ---------------------------------------------------------------------------
-
-
-def test_rms_is_the_same_for_every_token_and_norms_change_nothing(model: Any) -> None:
-    ids = torch.randint(256, (1, 600), generator=torch.Generator().manual_seed(0))
-    norms = [model.model.layers[0].input_layernorm, model.model.layers[1].input_layernorm, model.model.norm]
-    inputs: list[torch.Tensor] = []
-    hooks = [norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0])) for norm in norms]
-    with torch.inference_mode():
-        model(ids)
-        outputs = [norm(x) for norm, x in zip(norms, inputs[:3], strict=True)]
-    for hook in hooks:
-        hook.remove()
-    # Ambiguous matches mix answers, so the answer group is +-1 only where one match is best.
-    for num_filled, x, y in zip([9, 73], inputs[:2], outputs[:2], strict=True):
-        square = x.double().square().sum(-1)
-        assert torch.allclose(square, torch.full_like(square, num_filled), rtol=1e-5, atol=0)
-        assert torch.allclose(y, x, rtol=1e-5, atol=1e-5)
-    assert inputs[2].square().sum(-1).max() <= 81 * (1 + 1e-5)
-
-
-def test_layer_1_copies_the_codes_of_the_last_eight_bytes(model: Any) -> None:
-    ids = torch.randint(256, (1, 3000), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        hidden = model(ids, output_hidden_states=True, logits_to_keep=1).hidden_states[1][0]
-    codes = needle_weights()["model.embed_tokens.weight"][:, :NUM_BITS][ids[0]]
-    for back in range(MATCH_LEN + 1):
-        group = hidden[:, NUM_BITS * back : NUM_BITS * (back + 1)]
-        sources = (torch.arange(3000) - back).clamp_min(0)
-        assert torch.allclose(group, codes[sources], rtol=0, atol=1e-5), back
 
 
 def test_layer_1_gap_at_every_distance_to_10m() -> None:
@@ -255,14 +195,14 @@ def test_layer_2_gap_of_any_bit_at_any_distance(dtype: torch.dtype) -> None:
 
 def test_every_head_of_layer_2_is_needed(model: Any) -> None:
     """A query head that reads the wrong values, or none, changes the answer."""
-    ids = encode_bytes(make_haystack(700).prompt)
-    expected = expected_continuation(ids, 13)
+    hay = make_haystack(700)
+    ids, expected = list(hay.prompt.encode()), list(hay.answer.encode())
     out = model.model.layers[1].self_attn.o_proj.weight
     kept = out.detach().clone()
     for head in range(NUM_HEADS):
         with torch.no_grad():
             out[:, head * HEAD_DIM : (head + 1) * HEAD_DIM] *= -1
-        assert greedy(model, ids, 13) != expected, head
+        assert greedy(model, ids, 32) != expected, head
         with torch.no_grad():
             out.copy_(kept)
-    assert greedy(model, ids, 13) == expected
+    assert greedy(model, ids, 32) == expected

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from medha.config import ModelConfig, RopeConfig
 from medha.errors import ConfigError, WeightsError
-from medha.models import weights
 from medha.models.decoder import build_decoder
 from medha.models.weights import INDEX_NAME, Checkpoint, check_tensors, expected_tensors, load_parameters
 
@@ -169,14 +168,6 @@ def test_malformed_header(tmp_path: Path, case: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_file_that_changes_while_its_header_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file({"w": torch.zeros(4)}, tmp_path / FILE)
-    times = iter(range(10))
-    monkeypatch.setattr(weights, "_stamp", lambda status: (next(times),))
-    with pytest.raises(WeightsError, match=f"{FILE}: changed while it was read"):
-        Checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize(
     "make", [Path.mkdir, lambda path: path.symlink_to("gone"), os.mkfifo, lambda path: path.write_bytes(bytes(7))]
 )
@@ -199,25 +190,6 @@ def exercise(folder: Path) -> None:
 
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["F32", "BF16", "", "a"]),
-    lambda item: st.lists(item, max_size=3) | st.dictionaries(st.text(max_size=3), item, max_size=3),
-    max_leaves=6,
-)
-ENTRY = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from(["F32", "BF16", "U8", "F4", "X"]) | JSON,
-        "shape": st.lists(st.integers(-1, 4), max_size=3) | JSON,
-        "data_offsets": st.tuples(st.integers(-1, 16), st.integers(-1, 16)) | JSON,
-    }
-)
-
-
-@FUZZ
-@given(header=JSON | st.dictionaries(st.text(max_size=3), ENTRY | JSON, max_size=3), size=st.integers(0, 16))
-def test_fuzz_json(tmp_path: Path, header: Any, size: int) -> None:
-    write_raw(tmp_path / FILE, json.dumps(header).encode(), bytes(size))
-    exercise(tmp_path)
 
 
 @FUZZ
@@ -306,18 +278,9 @@ def test_no_weights(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # What a model needs (A11)
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "tied": {"tie_word_embeddings": True},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True, "head_dim": 8},
-    "biases": {"qkv_bias": True, "o_bias": True},
-}
 
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_load_casts_in_place(tmp_path: Path, variant: str) -> None:
-    config = make_config(**VARIANTS[variant])
+def test_load_casts_in_place(tmp_path: Path) -> None:
+    config = make_config(qk_norm=True, head_dim=8)
     tensors = random_tensors(config, torch.bfloat16)
     save_file(tensors, tmp_path / FILE)
     decoder = build_decoder(config, dtype=torch.float32, device=torch.device("cpu"))

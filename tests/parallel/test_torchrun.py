@@ -17,11 +17,9 @@ import pytest
 
 from medha.cli.command import run_app
 from medha.config import EngineConfig
-from medha.errors import ParallelConfigError
 from medha.generate.__main__ import app
 from medha.models.needle import write_needle
 from medha.parallel.launch import Launch, reserved_port
-from medha.verify.demo import layout_for
 from medha.worker.sizing import choose_layout
 from tests.parallel.faults import Job, command
 from tests.parallel.faults import start as forked
@@ -227,11 +225,3 @@ def test_a_batch_that_was_killed_goes_on(tmp_path: Path, jobs: list[Job]) -> Non
     assert len(lines) == len(rows)
     expected = {row["id"]: row["token_ids"] for row in map(json.loads, whole.read_text().splitlines())}
     assert {row["id"]: row["token_ids"] for row in lines} == expected
-
-
-def test_layouts_of_the_demo() -> None:
-    assert layout_for(1) == {"tp": 1, "spp": 1}
-    assert layout_for(4) == {"tp": 2, "spp": 2}
-    assert layout_for(8) == {"tp": 4, "spp": 2}
-    with pytest.raises(ParallelConfigError, match=r"^the demo's model cannot .* 3 ranks; accepted: 1, 2, 4, 8, 16$"):
-        layout_for(3)

@@ -64,7 +64,7 @@ def test_fields_of_claims() -> None:
         assert one.kind in KINDS and one.basis in BASES, one.id
         assert one.versions and all(text.strip() for text in (one.id, one.where, one.says, one.unit)), one.id
         assert one.value == 1 if one.kind == "statement" else np.isfinite(one.value).all(), one.id
-        assert one.kind != "range" or one.pair[0] < one.pair[1], one.id
+        assert one.kind != "range" or one.value[0] < one.value[1], one.id
 
 
 @pytest.mark.parametrize(

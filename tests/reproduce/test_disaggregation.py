@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from examples.reproduce.baselines.disaggregation import largest_decode, largest_prefill, stage_memories
-from examples.reproduce.figures.disaggregation import FIGURES, LAYOUTS, spare_factor
+from examples.reproduce.figures.disaggregation import LAYOUTS, run, spare_factor
 from examples.reproduce.result import Options
 from examples.reproduce.timing import MODELS, M, a100
 from medha.config import ParallelConfig
@@ -38,7 +38,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_the_figure_counts_what_is_refused_and_says_by_how_much_1m_fits() -> None:
-    answer = FIGURES[0].run(Options()).answers["disaggregated-oom"]
+    answer = run(Options()).answers["disaggregated-oom"]
     assert f"{100 * answer.ours:.0f} run out" in answer.sentence and len(LAYOUTS) ** 2 == 100
     (memory,) = stage_memories(a100(), SMALL, ParallelConfig(tp=8))
     spare = spare_factor([memory], M)

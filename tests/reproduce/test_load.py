@@ -11,26 +11,10 @@ import pytest
 from examples.reproduce.figures.capacity import Capacity, capacity, stretches_s, sustains
 from examples.reproduce.figures.pools import num_long_finished
 from examples.reproduce.figures.schedulers import prompt_tokens_done
-from examples.reproduce.load import (
-    EDF,
-    FCFS,
-    LARS,
-    LOONGSERVE,
-    LRS,
-    MEDHA,
-    MIX,
-    SARATHI_512,
-    SARATHI_2048,
-    SHORT,
-    WHOLE,
-    Engine,
-    Load,
-    System,
-    ratio_says,
-    serve,
-)
+from examples.reproduce.load import MIX, SHORT, Load, System, ratio_says, serve
 from examples.reproduce.result import Options
 from examples.reproduce.served import LONG_TOKENS, Bounded, Served, curve
+from examples.reproduce.systems import EDF, FCFS, LARS, LOONGSERVE, LRS, MEDHA, SARATHI_512, SARATHI_2048, WHOLE, Engine
 from examples.reproduce.timing import MODELS
 from medha.cost.hardware import load_spec
 from medha.sched.decision import SchedulerRequest

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,14 +14,16 @@ import pytest
 from examples.reproduce import load
 from examples.reproduce.claims import load_claims
 from examples.reproduce.figures import capacity, decode_load, layouts, pools, schedulers
-from examples.reproduce.load import LOONGSERVE, MEDHA, Load, System, fixed_batch_s
+from examples.reproduce.load import Load, System
+from examples.reproduce.registry import FIGURES
 from examples.reproduce.report import run_figure, save
 from examples.reproduce.result import Options
 from examples.reproduce.served import LONG_TOKENS, Served
+from examples.reproduce.systems import LOONGSERVE, MEDHA, fixed_batch_s
 from medha.sim.outcome import Gaps
+from tests.reproduce import PLAYED
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
-MODULES = (capacity, decode_load, layouts, pools, schedulers)
 OPTIONS = Options(quick=True)
 
 
@@ -52,21 +53,19 @@ def patched(monkeypatch: pytest.MonkeyPatch, serve: Callable[[System, Load], Ser
     monkeypatch.setattr(layouts, "serve", serve)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.FIGURES[0].name)
-def test_claims_are_answered_and_numbers_drawn(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", sorted(PLAYED))
+def test_claims_are_answered_and_numbers_drawn(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     patched(monkeypatch, fake)
-    result, rows = run_figure(module.FIGURES[0], load_claims(), OPTIONS)
+    result, rows = run_figure(FIGURES[name], load_claims(), OPTIONS)
     assert all(row.sentence.endswith(".") and "nan" not in row.sentence for row in rows)
     json.dumps([asdict(panel) for panel in result.panels], allow_nan=False)
     assert save(result.panels, tmp_path / "figure.png") == HAS_MATPLOTLIB
 
 
-@pytest.mark.parametrize("module", [capacity, pools], ids=lambda module: module.FIGURES[0].name)
-def test_claims_are_answered_where_nobody_gets_a_token(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["capacity", "pools"])
+def test_claims_are_answered_where_nobody_gets_a_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patched(monkeypatch, nothing)
-    result, rows = run_figure(module.FIGURES[0], load_claims(), OPTIONS)
+    result, rows = run_figure(FIGURES[name], load_claims(), OPTIONS)
     json.dumps([[asdict(panel) for panel in result.panels], [row.ours for row in rows]], allow_nan=False)
     assert all(row.verdict for row in rows)
 

@@ -118,12 +118,6 @@ def test_prefill_of_one_is_a_striped_ring(degree: int) -> None:
         assert costs().prefill_s([tokens], degree) == pytest.approx(ring, rel=1e-9)
 
 
-def test_prefill_of_several_takes_longer_and_less_than_each_alone() -> None:
-    for degree in (1, 4, 8):
-        one, other = costs().prefill_s([3000], degree), costs().prefill_s([9000], degree)
-        assert other < costs().prefill_s([3000, 9000], degree) < one + other
-
-
 def test_fit_within_a_node() -> None:
     for degree, tokens in itertools.product(range(1, 5), (1000, 10_000, 100_000, 1_000_000)):
         estimate_s = costs().estimate_s(degree, tokens, tokens**2)
@@ -206,12 +200,12 @@ def test_batches_without_room() -> None:
 
 
 def situation(**changes: float) -> Situation:
-    most = {n: costs().most_tokens([0] * n) for n in range(9)}
+    most = costs().most_tokens([0] * 8)
     base = {
         "num_instances": 8,
         "most_idle": 8,
-        "idle_prompt_tokens": most[8],
-        "prompt_tokens": most[8],
+        "idle_prompt_tokens": most,
+        "prompt_tokens": most,
         "claim_tokens": 10_000_000,
         "decode_left_s": 1.0,
         "decode_rate": 0.0,
@@ -223,10 +217,6 @@ def queue_of(*prompts: int) -> list[Pending]:
     return [Pending(row, prompt, prompt + 100) for row, prompt in enumerate(prompts)]
 
 
-def test_select_takes_all_short_ones() -> None:
-    assert select(costs(), queue_of(*[1000] * 5), situation(), may_pass=True) == [0, 1, 2, 3, 4]
-
-
 def test_select_stops_at_the_longest_prefill() -> None:
     queue = queue_of(*[100_000] * 20)
     places = select(costs(), queue, situation(), may_pass=True)
@@ -236,23 +226,20 @@ def test_select_stops_at_the_longest_prefill() -> None:
     assert costs().estimate_s(8, (count + 1) * 1e5, (count + 1) * 1e10) > MAX_PREFILL_S
 
 
-def test_select_takes_one_that_is_longer_alone() -> None:
-    assert select(costs(), queue_of(1_000_000, 100), situation(), may_pass=True) == [0]
-
-
-def test_select_passes_only_where_it_may() -> None:
-    """No room for the claim of the first."""
-    queue = queue_of(500_000, 1000, 1000)
-    assert select(costs(), queue, situation(claim_tokens=10_000), may_pass=True) == [1, 2]
-    assert select(costs(), queue, situation(claim_tokens=10_000), may_pass=False) == []
-
-
-def test_select_stops_decodes_only_where_that_costs_less() -> None:
-    """The prompt does not fit the instances that decodes can leave: decodes at their beginning have most to lose."""
-    few = {"most_idle": 1, "idle_prompt_tokens": costs().most_tokens([0])}
-    queue = queue_of(600_000)
-    assert select(costs(), queue, situation(**few, decode_rate=1e-9), may_pass=True) == [0]
-    assert select(costs(), queue, situation(**few, decode_rate=1.0), may_pass=True) == []
+@pytest.mark.parametrize(
+    ("prompts", "changes", "may_pass", "expected"),
+    [
+        ([1000] * 5, {}, True, [0, 1, 2, 3, 4]),
+        ([1_000_000, 100], {}, True, [0]),  # longer than the longest prefill, alone
+        ([500_000, 1000, 1000], {"claim_tokens": 10_000}, True, [1, 2]),  # no room for the claim of the first
+        ([500_000, 1000, 1000], {"claim_tokens": 10_000}, False, []),
+        # too much for the instances that decodes can leave: decodes at their beginning have most to lose
+        ([600_000], {"most_idle": 1, "idle_prompt_tokens": 500_000, "decode_rate": 1e-9}, True, [0]),
+        ([600_000], {"most_idle": 1, "idle_prompt_tokens": 500_000, "decode_rate": 1.0}, True, []),
+    ],
+)
+def test_select(prompts: list[int], changes: dict[str, float], may_pass: bool, expected: list[int]) -> None:
+    assert select(costs(), queue_of(*prompts), situation(**changes), may_pass=may_pass) == expected
 
 
 def test_fill_takes_what_ends_in_time() -> None:
@@ -294,17 +281,10 @@ def test_one_alone(prompt: int) -> None:
 # What every play keeps
 
 PLAYS = {
-    "short": (system(), load(400, qps=3.0)),
     "mixed": (system(), load(250, qps=0.5, long_share=0.1)),
-    "reserved": (system(reserved=2), load(250, qps=0.5, long_share=0.1)),
     "tight": (system(utilization=TIGHT), load(300, qps=6.0, long_share=0.1, longest=60_000)),
     "burst": (system(num_instances=4), load(600, qps=1e4)),
 }
-
-
-@cache
-def result(name: str) -> tuple[Served, list[Occupied]]:
-    return played(*PLAYS[name])
 
 
 def holds(system: LoongServe, served: Served, log: Sequence[Occupied]) -> None:
@@ -336,7 +316,7 @@ def holds(system: LoongServe, served: Served, log: Sequence[Occupied]) -> None:
 
 @pytest.mark.parametrize("name", PLAYS)
 def test_what_every_play_keeps(name: str) -> None:
-    served, log = result(name)
+    served, log = played(*PLAYS[name])
     assert served.is_finished.all() and len({entry.instance for entry in log}) == PLAYS[name][0].num_instances
     holds(PLAYS[name][0], served, log)
     if name == "tight":
@@ -368,7 +348,7 @@ def test_any_small_system(seed: int) -> None:
 
 
 def test_a_stopped_play_is_the_beginning() -> None:
-    whole, _ = result("mixed")
+    whole = PLAYS["mixed"][0].play(PLAYS["mixed"][1])
     stop_s = float(np.median(whole.finish_s))
     part = PLAYS["mixed"][0].play(whole.trace, stop_s=stop_s)
     assert part.end_s == stop_s

@@ -185,4 +185,4 @@ def test_batches_that_move_teach_the_predictor_nothing() -> None:
     drive.run()
     assert drive.num_swapped
     taught = sum(not batch.moves for batch in drive.kept)
-    assert predictor.correction.errors.figures().count == taught < len(drive.kept)
+    assert predictor.correction.num_seen == taught < len(drive.kept)

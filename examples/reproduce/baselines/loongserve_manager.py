@@ -15,15 +15,7 @@ import numpy as np
 
 from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_plan import Pending, Situation, fill, plan_batches, select
-from examples.reproduce.baselines.loongserve_pool import (
-    MASTER_REQUESTS,
-    Group,
-    KvPool,
-    Prefill,
-    Request,
-    Run,
-    assign,
-)
+from examples.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Group, KvPool, Prefill, Request, Run, assign
 from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from examples.reproduce.plotting import COLORS, Line, Panel, token_label
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, M, chunk_seconds, h100, stage_predictors
 from medha.config import ParallelConfig
 from medha.cost.predictor import Predictor, Work
@@ -36,6 +36,7 @@ def adaptive(predictor: Predictor, tokens: int, budget_s: float) -> tuple[Floats
     return np.array(seconds), np.array(sizes, dtype=np.float64)
 
 
+@figure("adaptive-chunking", "Static against adaptive chunks (v5 fig. 4)")
 def run(options: Options) -> FigureResult:
     """1M tokens, 8B on 8 H100s, 8 short decodes in every batch; ``quick`` changes nothing."""
     tokens = M
@@ -84,6 +85,3 @@ def _note(rows: Mapping[str, list[float]], seconds: Floats) -> None:
     rows["prefill_s"].append(float(seconds.sum()))
     rows["worst_s"].append(float(seconds.max()))
     rows["p50_s"].append(float(np.median(seconds)))
-
-
-FIGURES = (FigureSpec("adaptive-chunking", "Static against adaptive chunks (v5 fig. 4)", run),)

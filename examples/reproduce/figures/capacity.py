@@ -18,24 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.reproduce.load import (
-    LOONGSERVE,
-    MEDHA,
-    MIX,
-    RATES_QPS,
-    SARATHI_512,
-    SARATHI_2048,
-    SHORT,
-    WHOLE,
-    System,
-    ratio_says,
-    run_of,
-    runs_of,
-    window_s,
-)
+from examples.reproduce.load import MIX, RATES_QPS, SHORT, System, ratio_says, run_of, runs_of, window_s
 from examples.reproduce.plotting import COLORS, MARKERS, Line, Panel
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.served import Bounded, Floats, Served
+from examples.reproduce.systems import LOONGSERVE, MEDHA, SARATHI_512, SARATHI_2048, WHOLE
 
 BASELINES: tuple[System, ...] = (LOONGSERVE, SARATHI_512, SARATHI_2048, WHOLE)
 SYSTEMS: tuple[System, ...] = (MEDHA, *BASELINES)
@@ -93,6 +80,7 @@ def capacity(system: System, rates_qps: Sequence[float], options: Options) -> Ca
     return Capacity(held, None)
 
 
+@figure("capacity", "TTFT under load, with and without long requests, 8B on 16 A100s")
 def run(options: Options) -> FigureResult:
     """All systems at the papers' rates; ``quick`` plays 5 minutes instead of 60, and fewer low rates."""
     low_qps = LOW_QPS[1::2] if options.quick else LOW_QPS
@@ -261,6 +249,3 @@ def _arrivals_panel(runs: Sequence[tuple[str, Served]]) -> Panel:
         minutes = served.trace.arrival_s[chosen] / 60
         rows.append(Line(f"{name}, {kind}", minutes.tolist(), served.ttft_s[chosen].tolist(), style))
     return Panel(f"5 % long, {_RATE:g} QPS", "arrival, min", "TTFT, s", rows, log="y")
-
-
-FIGURES = (FigureSpec("capacity", "TTFT under load, with and without long requests, 8B on 16 A100s", run),)

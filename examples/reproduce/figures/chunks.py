@@ -12,7 +12,7 @@ import numpy as np
 from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
 from examples.reproduce.flops import chunk_intensity
 from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, M, a100, chunk_seconds, h100, pipeline_ends, stage_predictors
 from medha.config import ModelConfig, ParallelConfig
 from medha.cost.predictor import Predictor, Work
@@ -31,6 +31,7 @@ _DERIVED = "The H100 spec is derived, not measured."
 # Intensity
 
 
+@figure("intensity", "Arithmetic intensity of a chunk (v5 eq. 1)")
 def run_intensity(options: Options) -> FigureResult:
     """Eq. 1 against the FLOPs a byte that an H100 can feed; ``quick`` changes nothing."""
     spec = h100()
@@ -89,6 +90,7 @@ def roofline_overhead(model: ModelConfig, chunk: int) -> float:
     return max(1.0, ridge / chunk_intensity(model, chunk)) - 1
 
 
+@figure("chunk-overhead", "What small chunks cost (v5 fig. 3b, v4 fig. 5b)")
 def run_overhead(options: Options) -> FigureResult:
     """Attention and whole prefills over the chunk; ``quick`` takes fewer lengths."""
     lengths = [1 << 14, 1 << 17, M] if options.quick else [1 << 14, 1 << 16, 1 << 18, M]
@@ -144,6 +146,7 @@ def run_overhead(options: Options) -> FigureResult:
 # A decode beside a chunk
 
 
+@figure("mixed-batch", "A decode beside a chunk of a long prompt (v5 section 2.6)")
 def run_mixed(options: Options) -> FigureResult:
     """A batch of one decode and one chunk over the context; ``quick`` changes nothing."""
     lengths, chunks = [1 << 17, 1 << 18, 1 << 19, M, 2 * M, 4 * M], (32, 128, 512, 2048)
@@ -181,6 +184,7 @@ def run_mixed(options: Options) -> FigureResult:
 # How long a prefill cannot be stopped
 
 
+@figure("preemption", "How long a prefill cannot be stopped (v4 fig. 5a)")
 def run_preemption(options: Options) -> FigureResult:
     """The longest piece of a prompt that runs in one go, by chunk, against a whole prompt in a ring."""
     lengths = [1 << 14, 1 << 16, 1 << 18, M]
@@ -207,11 +211,3 @@ def run_preemption(options: Options) -> FigureResult:
         ),
     }
     return FigureResult([panel], answers)
-
-
-FIGURES = (
-    FigureSpec("intensity", "Arithmetic intensity of a chunk (v5 eq. 1)", run_intensity),
-    FigureSpec("chunk-overhead", "What small chunks cost (v5 fig. 3b, v4 fig. 5b)", run_overhead),
-    FigureSpec("mixed-batch", "A decode beside a chunk of a long prompt (v5 section 2.6)", run_mixed),
-    FigureSpec("preemption", "How long a prefill cannot be stopped (v4 fig. 5a)", run_preemption),
-)

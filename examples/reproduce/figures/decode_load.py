@@ -10,22 +10,11 @@ import math
 
 import numpy as np
 
-from examples.reproduce.load import (
-    LOONGSERVE,
-    MEDHA,
-    MIX,
-    RATES_QPS,
-    SARATHI_512,
-    SARATHI_2048,
-    SHORT,
-    System,
-    fixed_batch_s,
-    ratio_says,
-    run_of,
-)
+from examples.reproduce.load import MIX, RATES_QPS, SHORT, System, ratio_says, run_of
 from examples.reproduce.plotting import COLORS, MARKERS, Line, Panel, shares_below
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.served import curve, quantile_s
+from examples.reproduce.systems import LOONGSERVE, MEDHA, SARATHI_512, SARATHI_2048, fixed_batch_s
 
 SYSTEMS: tuple[System, ...] = (MEDHA, LOONGSERVE, SARATHI_512, SARATHI_2048)
 SARATHI = (SARATHI_512, SARATHI_2048)
@@ -35,6 +24,7 @@ COMPARABLE = 1.15
 _CASES = (("no long requests", SHORT, TOP), ("5 % long", MIX, 0.75))
 
 
+@figure("decode-under-load", "Decode latency under load, 8B on 16 A100s")
 def run(options: Options) -> FigureResult:
     """TPOT of all systems, as :mod:`examples.reproduce.figures.capacity` plays them."""
     panels = []
@@ -115,6 +105,3 @@ def _sarathi(options: Options) -> Answer:
         "decode waits for the chunks of two batches in flight, and one of 2,048 tokens takes the longer the more of "
         "its prompt lies before it.",
     )
-
-
-FIGURES = (FigureSpec("decode-under-load", "Decode latency under load, 8B on 16 A100s", run),)

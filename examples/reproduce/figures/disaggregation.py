@@ -6,7 +6,7 @@ import itertools
 
 from examples.reproduce.baselines.disaggregation import StageMemory, largest_decode, largest_prefill, stage_memories
 from examples.reproduce.plotting import Panel, token_label
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, M, a100
 from medha.config import ParallelConfig
 
@@ -14,16 +14,11 @@ PROMPTS = (M // 8, M // 4, M // 2, M)
 OUTPUT_TOKENS = 518
 """The median of MEDHA-SWE (v5 section 6.1)."""
 NUM_GPUS = 16
-_8B = MODELS["Llama-3 8B"]
+_8B, _TP8 = MODELS["Llama-3 8B"], ParallelConfig(tp=8)
 LAYOUTS = tuple(
     ParallelConfig(tp=tp, spp=spp) for tp, spp in itertools.product((1, 2, 4, 8), repeat=2) if tp * spp <= NUM_GPUS // 2
 )
 """Of an instance, within a node of eight."""
-
-
-def label(layout: ParallelConfig) -> str:
-    """``4x2`` is TP 4, PP 2."""
-    return f"{layout.tp}" + (f"x{layout.spp}" if layout.spp > 1 else "")
 
 
 def spare_factor(memories: list[StageMemory], tokens: int) -> float:
@@ -31,9 +26,10 @@ def spare_factor(memories: list[StageMemory], tokens: int) -> float:
     return min((m.usable - m.fixed - m.kv_token * tokens) / (m.activation_token * tokens) for m in memories)
 
 
+@figure("disaggregation", "The longest prompts that systems with split prefill and decode can take")
 def run(options: Options) -> FigureResult:
     """Closed forms; ``quick`` changes nothing."""
-    memories = {label(layout): stage_memories(a100(), _8B, layout) for layout in LAYOUTS}
+    memories = {layout: stage_memories(a100(), _8B, layout) for layout in LAYOUTS}
     prefill = {name: largest_prefill(found) for name, found in memories.items()}
     decode = {name: largest_decode(found) for name, found in memories.items()}
     pairs = list(itertools.product(memories, repeat=2))  # half of the GPUs to either phase, of any number of instances
@@ -41,18 +37,8 @@ def run(options: Options) -> FigureResult:
     num_cases, num_refused = len(PROMPTS) * len(pairs), sum(map(sum, refused.values()))
     num_by_prefill = sum(n > prefill[one] for n in PROMPTS for one, _ in pairs)
     num_failing = sum(any(column) for column in zip(*refused.values(), strict=True))
-    spare = spare_factor(memories["8"], M)
+    spare = spare_factor(memories[_TP8], M)
     panels = [
-        Panel(
-            "Llama-3 8B on A100s: what fits on an instance, TP (x PP)",
-            "layout",
-            "largest request, M tokens (2^20)",
-            bars={
-                "prefill instance": {name: tokens / M for name, tokens in prefill.items()},
-                "decode instance": {name: tokens / M for name, tokens in decode.items()},
-            },
-            log="y",
-        ),
         Panel(
             f"Of {len(pairs)} pairs of layouts on 16 A100s",
             "prompt, tokens",
@@ -61,17 +47,13 @@ def run(options: Options) -> FigureResult:
             levels={"v5 section 6.1": 100},
         ),
     ]
+    one, eight = (prefill[ParallelConfig(tp=tp)] / 1000 for tp in (1, 8))
     sentence = (
         f"Cases are {len(pairs)} pairs of layouts (TP and stages of either phase, instances within a node): "
         f"{num_failing} run out on some of the workload's prompts of 128K to 1M tokens; of the {num_cases} pairs of "
         f"layouts and one of four prompts it is {num_refused}, {num_by_prefill} of them in prefill. Yet an instance of "
-        f"TP 1 reads {prefill['1'] / 1000:.0f}K tokens whole, one of TP 8 {prefill['8'] / 1000:,.0f}K: with TP 8 "
+        f"TP 1 reads {one:.0f}K tokens whole, one of TP 8 {eight:,.0f}K: with TP 8 "
         "in both phases, as on SplitWise's machines, any prompt of these fits. That counts what a layer's widest point "
         f"needs and nothing beside it; at {spare:.2f} times the activations 1M would not fit either."
     )
     return FigureResult(panels, {"disaggregated-oom": Answer(num_failing / len(pairs), sentence)})
-
-
-FIGURES = (
-    FigureSpec("disaggregation", "The longest prompts that systems with split prefill and decode can take", run),
-)

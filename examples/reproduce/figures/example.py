@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from examples.reproduce.plotting import COLORS, Line, Panel
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from medha.sched.policy import Columns, Policy, edf, fcfs, lars, lrs
 
 QUANTUM_S = 0.01
@@ -67,6 +67,7 @@ def play(policy: Policy) -> tuple[dict[str, float], list[tuple[str, float, float
     return ends, stretches
 
 
+@figure("example", "The worked example of v5 section 4.1")
 def run(options: Options) -> FigureResult:
     """Four policies of the library on the example; ``quick`` changes nothing."""
     played = {name: play(policy) for name, policy in POLICIES.items()}
@@ -115,6 +116,3 @@ def run(options: Options) -> FigureResult:
         ),
     }
     return FigureResult([panel], answers)
-
-
-FIGURES = (FigureSpec("example", "The worked example of v5 section 4.1", run),)

@@ -11,7 +11,7 @@ from collections import defaultdict
 import numpy as np
 
 from examples.reproduce.plotting import COLORS, MARKERS, Line, Panel, lines, token_label
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import (
     MODELS,
     M,
@@ -35,6 +35,7 @@ _DERIVED = "The H100 spec is derived, not measured."
 # Decodes
 
 
+@figure("kvp-decode", "Decodes over KVP groups (v5 figs. 7a and 19)")
 def run_decode(options: Options) -> FigureResult:
     """TPOT of one request by length and groups, TP 8; ``quick`` changes nothing."""
     lengths = [M, 2 * M, 4 * M, 10 * M]
@@ -79,6 +80,7 @@ def run_decode(options: Options) -> FigureResult:
 # Growth
 
 
+@figure("kvp-growth", "Groups and iteration time as a 2M prompt grows (v5 fig. 6)")
 def run_growth(options: Options) -> FigureResult:
     """A 2M prompt that gains groups as it grows, through scheduler and pipeline; ``quick`` takes larger chunks."""
     chunk = 2048 if options.quick else 512
@@ -126,6 +128,7 @@ def run_growth(options: Options) -> FigureResult:
 # TTFT against TBT
 
 
+@figure("kvp-trade-off", "TTFT against TBT by chunk and groups (v5 fig. 20)")
 def run_trade_off(options: Options) -> FigureResult:
     """TTFT and P95 TBT of decodes beside it, 8B, TP 4, SPP 4, by chunk, groups and length; ``quick`` leaves 2M out."""
     lengths = [M, 4 * M] if options.quick else [M, 2 * M, 4 * M]
@@ -192,10 +195,3 @@ def _point(stages: list[Predictor], tokens: int, chunk: int, kvp: int) -> tuple[
     """Seconds to the first token, and P95 of the time between tokens of a decode beside it."""
     seconds = chunk_seconds(stages, tokens, chunk, kvp=kvp, decodes=(Work(1, 1024, True),))
     return float(pipeline_ends(seconds)[-1]), float(np.percentile(seconds.sum(axis=0), 95))
-
-
-FIGURES = (
-    FigureSpec("kvp-decode", "Decodes over KVP groups (v5 figs. 7a and 19)", run_decode),
-    FigureSpec("kvp-growth", "Groups and iteration time as a 2M prompt grows (v5 fig. 6)", run_growth),
-    FigureSpec("kvp-trade-off", "TTFT against TBT by chunk and groups (v5 fig. 20)", run_trade_off),
-)

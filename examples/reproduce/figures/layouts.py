@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from examples.reproduce.load import MEDHA, MIX_2M, RATES_QPS, Engine, Load, serve
+from examples.reproduce.load import MIX_2M, RATES_QPS, Load, serve
 from examples.reproduce.plotting import Panel, lines
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.served import Bounded, Served, quantile_s
+from examples.reproduce.systems import MEDHA, Engine
 from medha.config import ParallelConfig
 
 
@@ -26,6 +27,7 @@ ALIKE = 1.5
 """TTFTs within such a factor are similar."""
 
 
+@figure("2d-3d", "SPP 8 against SPP 4 with KVP 2 under load, 70B on 64 H100s")
 def run(options: Options) -> FigureResult:
     """Both layouts at the papers' rates; ``quick`` plays 90 seconds and leaves out 1.25 QPS."""
     stop_s = 90.0 if options.quick else 900.0
@@ -91,6 +93,3 @@ def _alike(one: Bounded, other: Bounded) -> bool:
     if one.is_least or other.is_least:
         return one.is_least == other.is_least
     return 1 / ALIKE <= one.seconds / other.seconds <= ALIKE
-
-
-FIGURES = (FigureSpec("2d-3d", "SPP 8 against SPP 4 with KVP 2 under load, 70B on 64 H100s", run),)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from examples.reproduce.plotting import Panel, shares_below
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from medha.workload.synth import generators, parse_lengths
 
 _FITTED = "Drawn from a distribution that was made to have the published percentiles; the trace is not public."
 
 
+@figure("lengths", "Lengths of the papers' workload")
 def run(options: Options) -> FigureResult:
     """Draws of the named distributions; ``quick`` draws fewer."""
     count = 20_000 if options.quick else 200_000
@@ -42,6 +43,3 @@ def run(options: Options) -> FigureResult:
         ),
     }
     return FigureResult(panels, answers)
-
-
-FIGURES = (FigureSpec("lengths", "Lengths of the papers' workload", run),)

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from examples.reproduce.load import LOONGSERVE, LOONGSERVE_RESERVED, MEDHA, MIX, RATES_QPS, System, runs_of
+from examples.reproduce.load import MIX, RATES_QPS, System, runs_of
 from examples.reproduce.plotting import Panel, lines
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.served import Bounded, Served, quantile_s
+from examples.reproduce.systems import LOONGSERVE, LOONGSERVE_RESERVED, MEDHA
 
 SYSTEMS: tuple[System, ...] = (MEDHA, LOONGSERVE, LOONGSERVE_RESERVED)
 
@@ -22,6 +23,7 @@ def num_long_finished(served: Served) -> int:
     return int(served.is_finished[served.is_long].sum())
 
 
+@figure("pools", "A reserved pool for short requests against Medha, 8B on 16 A100s")
 def run(options: Options) -> FigureResult:
     """Three systems at the papers' rates, 5 % long requests."""
     runs = runs_of(SYSTEMS, MIX, RATES_QPS, options)
@@ -103,6 +105,3 @@ def _fewer(ends: Mapping[str, list[int]], than: str, asked: list[int], runs: Map
 
 def _short_p90(run: Served) -> Bounded:
     return run.ttft_quantile(0.9, ~run.is_long)
-
-
-FIGURES = (FigureSpec("pools", "A reserved pool for short requests against Medha, 8B on 16 A100s", run),)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from examples.reproduce.flops import attention_flops, kv_bytes, linear_parameters, prefill_flops, weight_bytes
 from examples.reproduce.plotting import Panel, lines
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, h100
 from medha.config import ModelConfig
 
@@ -34,6 +34,7 @@ def gpus_needed(tokens: float) -> dict[str, float]:
     }
 
 
+@figure("requirements", "What 1M tokens ask of hardware, in closed form")
 def run(options: Options) -> FigureResult:
     """Closed forms; ``quick`` changes nothing."""
     spec = h100()
@@ -106,6 +107,3 @@ def _answers(limits: Mapping[str, float]) -> dict[str, Answer]:
         "gpus-1m": Answer(math.ceil(one), f"{one:.1f} H100s at their peak, rounded up; compute asks for the most."),
         "gpus-2m": Answer(math.ceil(two), f"{two:.1f} H100s at their peak, rounded up."),
     }
-
-
-FIGURES = (FigureSpec("requirements", "What 1M tokens ask of hardware, in closed form", run),)

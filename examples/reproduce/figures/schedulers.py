@@ -11,21 +11,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from examples.reproduce.load import (
-    EDF,
-    FCFS,
-    LARS,
-    LRS,
-    MEDHA,
-    MIX,
-    RATES_QPS,
-    fixed_batch_s,
-    run_of,
-    window_s,
-)
+from examples.reproduce.load import MIX, RATES_QPS, run_of, window_s
 from examples.reproduce.plotting import Panel, shares_below
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.served import Bounded, Served, curve
+from examples.reproduce.systems import EDF, FCFS, LARS, LRS, MEDHA, fixed_batch_s
 
 SYSTEMS = (FCFS, EDF, LRS, LARS, MEDHA)
 LOW, TOP = RATES_QPS[0], RATES_QPS[-1]
@@ -33,6 +23,7 @@ ALIKE = 2.0
 _CLOSE = 1.15
 
 
+@figure("schedulers", "TTFT by scheduling policy, 8B on 16 A100s")
 def run(options: Options) -> FigureResult:
     """Five ways at the lowest and the highest rate, 5 % long requests."""
     served = {qps: {system.label: run_of(system, MIX, qps, options) for system in SYSTEMS} for qps in (LOW, TOP)}
@@ -104,6 +95,3 @@ def _policies(medians: Mapping[float, Mapping[str, Bounded]], served: Mapping[fl
         f"{begun[FCFS.label]:.0%} have a first token within the window (no better: neither median has one, or EDF's is "
         "not below FCFS's).",
     )
-
-
-FIGURES = (FigureSpec("schedulers", "TTFT by scheduling policy, 8B on 16 A100s", run),)

@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from examples.reproduce.plotting import COLORS, PAPER, Line, Panel, lines, token_label
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import CHUNK, MODELS, M, decode_s, fits, h100, simulate, stage_predictors
 from medha.config import ParallelConfig
 from medha.cost.predictor import Work
 
 STAGES = (1, 2, 4, 8, 16)
+_LINEAR = {"color": PAPER, "linestyle": ":"}
 _LENGTHS = (M, 4 * M, 10 * M)
 _DERIVED = "The H100 spec is derived, not measured."
 
@@ -30,6 +31,7 @@ def layout(spp: int, *, tp: int = 8, kvp: int = 1) -> ParallelConfig:
 # Prefill over stages
 
 
+@figure("spp-scaling", "Prefill over pipeline stages to 10M tokens (v5 fig. 17)")
 def run_scaling(options: Options) -> FigureResult:
     """TTFT by model, length and stages; ``quick`` takes 1M and 10M alone."""
     lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
@@ -46,28 +48,19 @@ def run_scaling(options: Options) -> FigureResult:
 
 def _scaling_panel(name: str, rows: Mapping[int, list[float]]) -> Panel:
     """TTFT over stages (v5 figure 17)."""
-    misfits = [
-        (s, row[i])
+    points = {f"{token_label(n)} tokens": row for n, row in rows.items()}
+    too_long = [
+        [None if fits(h100(), MODELS[name], layout(s), n) else row[i] for i, s in enumerate(STAGES)]
         for n, row in rows.items()
-        for i, s in enumerate(STAGES)
-        if not fits(h100(), MODELS[name], layout(s), n)
     ]
     return Panel(
-        f"{name}, 4K chunks (dotted: linear)",
+        f"{name}, 4K chunks (dotted: linear; red: too much for the memory)",
         "stages of 8 H100s (TP 8)",
         "TTFT, s",
         [
-            *lines(STAGES, {f"{token_label(n)} tokens": row for n, row in rows.items()}),
-            *(
-                Line(None, STAGES, [row[0] / s for s in STAGES], {"color": PAPER, "linestyle": ":"})
-                for row in rows.values()
-            ),
-            Line(
-                "does not fit into memory",
-                [s for s, _ in misfits],
-                [seconds for _, seconds in misfits],
-                {"marker": "x", "linestyle": "", "color": "red", "markersize": 9},
-            ),
+            *lines(STAGES, points),
+            *(Line(None, STAGES, [row[0] / s for s in STAGES], _LINEAR) for row in rows.values()),
+            *(Line(None, STAGES, row, {"color": "red", "marker": "x", "linestyle": ""}) for row in too_long),
         ],
         log="xy",
     )
@@ -120,6 +113,7 @@ def _scaling_answers(ttft_s: Mapping[str, Mapping[int, list[float]]], crossing: 
 # Decodes
 
 
+@figure("spp-decode", "What pipeline stages cost a decode (v5 fig. 18)")
 def run_decode(options: Options) -> FigureResult:
     """TPOT of one 2M request over stages, through scheduler and pipeline; ``quick`` decodes fewer tokens."""
     tokens = 9 if options.quick else 65
@@ -162,6 +156,7 @@ def run_decode(options: Options) -> FigureResult:
 # The formulas of v4
 
 
+@figure("equations", "v4 equations 4 to 6 against the simulation")
 def run_equations(options: Options) -> FigureResult:
     """v4 eqs. 4 to 6 against the simulated times; ``quick`` takes the 8B model alone."""
     models = {"Llama-3 8B": MODELS["Llama-3 8B"]} if options.quick else MODELS
@@ -232,27 +227,10 @@ def _equation_panel(title: str, rows: Sequence[_Compared]) -> Panel:
     """Simulated over formula."""
     degrees = sorted({row.degree for row in rows})
     found = {(row.model, row.tokens, row.degree): row.simulated_s / row.formula_s for row in rows}
-    return Panel(
-        f"v4 {title}",
-        "stages" if "SPP" in title else "KVP groups",
-        "simulated / formula",
-        [
-            Line(
-                f"{name[8:]}, {token_label(n)}",
-                degrees,
-                [found[name, n, degree] for degree in degrees],
-                {"color": COLORS[i], "marker": "o" if name.endswith("8B") else "s"},
-            )
-            for name in dict.fromkeys(row.model for row in rows)
-            for i, n in enumerate(_LENGTHS)
-        ],
-        band=(0.85, 1.15),
-        log="x",
-    )
-
-
-FIGURES = (
-    FigureSpec("spp-scaling", "Prefill over pipeline stages to 10M tokens (v5 fig. 17)", run_scaling),
-    FigureSpec("spp-decode", "What pipeline stages cost a decode (v5 fig. 18)", run_decode),
-    FigureSpec("equations", "v4 equations 4 to 6 against the simulation", run_equations),
-)
+    ratios = {
+        f"{name[8:]}, {token_label(n)}": [found[name, n, degree] for degree in degrees]
+        for name in dict.fromkeys(row.model for row in rows)
+        for n in _LENGTHS
+    }
+    label = "stages" if "SPP" in title else "KVP groups"
+    return Panel(f"v4 {title}", label, "simulated / formula", lines(degrees, ratios), band=(0.85, 1.15), log="x")

@@ -9,13 +9,14 @@ import numpy as np
 from examples.reproduce.figures.stages import STAGES, layout
 from examples.reproduce.flops import kv_bytes, prefill_flops, weight_bytes
 from examples.reproduce.plotting import Panel, lines, token_label
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, M, decode_s, fits, h100, simulate, stage_predictors
 from medha.config import ModelConfig, ParallelConfig
 
 _GROUPS = (1, 2, 4)
 
 
+@figure("mfu", "Model FLOPs utilization of prefills (v5 fig. 15)")
 def run_mfu(options: Options) -> FigureResult:
     """Causal FLOPs of a prefill over what the GPUs could do meanwhile; ``quick`` takes 1M and 10M alone."""
     lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
@@ -61,6 +62,7 @@ def _mfu(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> float:
     return prefill_flops(model, tokens) / could
 
 
+@figure("mbu", "Model bandwidth utilization of decodes (v5 fig. 16)")
 def run_mbu(options: Options) -> FigureResult:
     """Bytes that a decode must read over what the memories could deliver meanwhile; ``quick`` changes nothing."""
     lengths = [M, 2 * M, 4 * M, 10 * M]
@@ -91,9 +93,3 @@ def _mbu(model: ModelConfig, kvp: int, tokens: int) -> float:
     parallel = ParallelConfig(tp=8, kvp=kvp)
     read = weight_bytes(model) / parallel.tp + kv_bytes(model, tokens) / (parallel.tp * kvp)
     return read / (decode_s(stage_predictors(h100(), model, parallel), tokens, kvp=kvp) * h100().hbm_bytes_per_s)
-
-
-FIGURES = (
-    FigureSpec("mfu", "Model FLOPs utilization of prefills (v5 fig. 15)", run_mfu),
-    FigureSpec("mbu", "Model bandwidth utilization of decodes (v5 fig. 16)", run_mbu),
-)

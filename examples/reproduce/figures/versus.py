@@ -6,7 +6,7 @@ from examples.reproduce.baselines.context_parallel import KINDS, ContextParallel
 from examples.reproduce.figures.stages import STAGES, layout
 from examples.reproduce.flops import prefill_flops
 from examples.reproduce.plotting import Panel, lines
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, M, h100, simulate
 
 _8B = MODELS["Llama-3 8B"]
@@ -17,6 +17,7 @@ _INFINIBAND_BYTES_PER_S = 12.5e9
 _KINDS = {"ring": "ring attention", "striped": "striped attention"}
 
 
+@figure("spp-vs-cp", "Stream pipeline against context parallelism at 1M (v5 fig. 5b)")
 def run(options: Options) -> FigureResult:
     """TTFT of 1M tokens on 8 to 128 H100s, three ways; ``quick`` changes nothing."""
     spec = h100()
@@ -29,7 +30,6 @@ def run(options: Options) -> FigureResult:
     hidden_8b = hidden_tokens(
         _A100_FLOPS_PER_S, _INFINIBAND_BYTES_PER_S, query_heads_per_kv_head=_8B.num_heads / _8B.num_kv_heads
     )
-    relative = {n: [t / s for t, s in zip(row, ttft_s["SPP"], strict=True)] for n, row in ttft_s.items()}
     panels = [
         Panel(
             "1M tokens, Llama-3 8B",
@@ -38,14 +38,6 @@ def run(options: Options) -> FigureResult:
             lines(gpus, ttft_s),
             levels={"15 s (v4 section 3.3)": 15},
             log="xy",
-        ),
-        Panel(
-            "relative to SPP",
-            "H100s (TP 8)",
-            "TTFT / TTFT of SPP",
-            lines(gpus, relative),
-            paper={"v5 section 3.3: 1.64": (128, 1.64)},
-            log="x",
         ),
     ]
     best = (
@@ -77,6 +69,3 @@ def run(options: Options) -> FigureResult:
 def _mfu(seconds: float) -> float:
     """Percent of the peak of 128 H100s that a 1M prefill in so many seconds means, causal FLOPs."""
     return 100 * prefill_flops(_8B, M) / (seconds * _TP * STAGES[-1] * h100().peak_flops_per_s)
-
-
-FIGURES = (FigureSpec("spp-vs-cp", "Stream pipeline against context parallelism at 1M (v5 fig. 5b)", run),)
