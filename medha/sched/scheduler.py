@@ -289,10 +289,6 @@ def _prefill_times(config: SchedulerConfig, predictor: Predictor, max_prompt_tok
     """Seconds of a prefill alone, in the chunks that the packer would take."""
     budget_s = config.t_target_s or config.quantum_s
     chunk = budgeted_chunk(
-        predictor,
-        budget_s,
-        config.max_batch_tokens,
-        granularity=config.chunk_granularity,
-        min_tokens=config.min_chunk,
+        predictor, budget_s, config.max_batch_tokens, granularity=config.chunk_granularity, min_tokens=config.min_chunk
     )
     return PrefillTimes(predictor, chunk, max_tokens=max_prompt_tokens)

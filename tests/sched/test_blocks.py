@@ -112,12 +112,7 @@ def test_a_promise_never_causes_a_refusal() -> None:
     assert pool.allocate(0, 1, reserved=10) == [Extent(0, 0, 1)]
     assert pool.num_free == 9
     # Nothing is left but the promise [1, 10): its second half goes first, then half of what remains, and so on.
-    assert pool.allocate(1, 9, reserved=9) == [
-        Extent(1, 5, 5),
-        Extent(1, 3, 2),
-        Extent(1, 2, 1),
-        Extent(1, 1, 1),
-    ]
+    assert pool.allocate(1, 9, reserved=9) == [Extent(1, 5, 5), Extent(1, 3, 2), Extent(1, 2, 1), Extent(1, 1, 1)]
     with pytest.raises(RuntimeError, match=r"^slot 0 asks for 1 KV blocks, 0 are free$"):
         pool.allocate(0, 1, reserved=9)
     pool.release(1)

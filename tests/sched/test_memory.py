@@ -134,10 +134,7 @@ class MemoryMachine(RuleBasedStateMachine):
     """Any sequence of first chunks, chunks, decodes and releases on small pools, beside brute force."""
 
     @initialize(
-        num_groups=st.integers(1, 3),
-        num_blocks=st.integers(1, 6),
-        block_size=st.integers(1, 3),
-        data=st.data(),
+        num_groups=st.integers(1, 3), num_blocks=st.integers(1, 6), block_size=st.integers(1, 3), data=st.data()
     )
     def start(self, num_groups: int, num_blocks: int, block_size: int, data: st.DataObject) -> None:
         self.share = block_size * data.draw(st.integers(1, num_blocks))
@@ -268,9 +265,7 @@ TestMemoryMachine = MemoryMachine.TestCase
 def grants_everything(patch: pytest.MonkeyPatch) -> None:
     """Mutation: whoever finds blocks free gets them."""
     patch.setattr(
-        KVMemory,
-        "_is_safe",
-        lambda self, taker, group, num_blocks, **_: num_blocks <= self.pools[group].num_free,
+        KVMemory, "_is_safe", lambda self, taker, group, num_blocks, **_: num_blocks <= self.pools[group].num_free
     )
 
 
