@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -109,7 +110,7 @@ class Explainer:
         self._num_added = self._num_ticks = 0
 
     def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
-        """A request was queued; whoever had its slot before is forgotten, and explanations call it ``name``."""
+        """A request was queued; whoever had its slot before is forgotten."""
         arrival_s = request.arrival_s
         account = _Account(request, name, arrival_s + admitted.deadline_s, self._num_added, self._totals.zeros())
         self._accounts[request.slot] = account
@@ -216,12 +217,8 @@ class _Totals:
     """Seconds so far as functions of time, linear between the points kept: idle, decodes and chunks by group."""
 
     def __init__(self, num_groups: int) -> None:
-        self._size = 1 + 2 * num_groups
+        self.zeros = partial(np.zeros, 1 + 2 * num_groups)
         self._points: deque[tuple[float, Floats]] = deque(maxlen=_TICKS_KEPT)
-
-    def zeros(self) -> Floats:
-        """No seconds."""
-        return np.zeros(self._size)
 
     @property
     def time_s(self) -> float:
@@ -273,7 +270,7 @@ class _Chunks:
         self._count = 0
 
     def add(self, chunk: tuple[str, int, int, int, int, float, float, float]) -> None:
-        """Keep one, in place of the oldest where there is no room."""
+        """Keep one, in place of the oldest."""
         self._ring[self._count % _CHUNKS_KEPT] = chunk
         self._count += 1
 

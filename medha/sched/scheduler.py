@@ -39,9 +39,7 @@ class Scheduler:
         predictor: of the slowest stage of a group; the medha scheduler needs one.
         max_prompt_tokens: longest prompt whose time is predicted apart.
 
-    Attributes:
-        memory: who holds which blocks.
-        predictor: as given; it learns from completed batches.
+    The predictor learns from completed batches.
 
     Raises:
         ConfigError: the policy is unknown.
@@ -200,9 +198,7 @@ class Scheduler:
         return self._close_ended((slot,))
 
     def schedule(self, now_s: float) -> Decision:
-        """Decide the next batch; the decision has none where nothing can enter.
-
-        At most ``depth`` batches are in flight: beyond that nothing is decided.
+        """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight.
 
         Raises:
             PolicyError: a user's policy failed.
