@@ -141,7 +141,7 @@ def parts_of(batch: Batch, memory: KVMemory, group: int) -> tuple[Decodes | Sequ
                 row.q_len,
                 memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position,
                 row.is_decode,
-                row.run if row.is_shared else None,
+                row.span if row.is_shared else None,
                 row.samples and row.group == group,
             )
             for row in batch.rows
@@ -161,10 +161,10 @@ def _together(batch: Batch, num_groups: int) -> list[list[int]]:
     if num_groups == 1:
         return [[0]]
     moving = {extent.group for extent in (*batch.swaps_out, *batch.swaps_in)}
-    concerned = sorted(moving | {group for row in batch.rows for group in range(row.group, row.holder + 1)})
+    concerned = sorted(moving | {group for row in batch.rows for group in row.groups})
     joined: list[list[int]] = []
     for group in concerned:
-        if joined and any(row.group < group <= row.holder for row in batch.rows):
+        if joined and any(row.group < group <= row.writer for row in batch.rows):
             joined[-1].append(group)
         else:
             joined.append([group])

@@ -133,8 +133,8 @@ def test_rules_of_any_load(replica: Replica, trace: Trace) -> None:
 def check_nothing_is_lost(outcome: Outcome, scheduler: Scheduler) -> None:
     """Each request is refused, because it never fits, or has all its tokens; nothing is left behind."""
     trace, requests = outcome.trace, outcome.requests
-    claims = trace.prompt_tokens + trace.output_tokens - 1
-    assert (requests.is_refused == (claims > scheduler.memory.max_request_tokens)).all()
+    reserved = trace.prompt_tokens + trace.output_tokens - 1
+    assert (requests.is_refused == (reserved > scheduler.memory.max_request_tokens)).all()
     assert (requests.num_tokens == np.where(requests.is_refused, 0, trace.output_tokens)).all()
     assert (np.isnan(requests.finish_s) == requests.is_refused).all()
     assert not outcome.is_stopped
