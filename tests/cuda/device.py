@@ -48,6 +48,9 @@ Clock = dict[Any, int]
 _STAGED_BYTES = 1 << 16  # the driver takes along so much of pageable memory without a wait
 
 
+_IDLE_S = 5e-3
+
+
 class Fault(AssertionError):
     """Something that no device would promise to do right."""
 
@@ -138,6 +141,8 @@ class Device:
         self.syncs: Counter[str] = Counter()
         self.stalls: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
+        self.works: list[EmulatedWork] = []  # torch's own handle does not keep them alive
+        self.host_s = time.monotonic()  # when the host last launched something or waited
         self.capturing: Graph | None = None
         self.comm: dict[str, tuple[Stream, ThreadPoolExecutor]] = {}
         self.default = self.current = Stream(self)
@@ -162,6 +167,7 @@ class Device:
 
     def push(self, op: Op) -> None:
         """Put an operation behind those of the current stream, or into the graph that it is captured in."""
+        self.host_s = time.monotonic()
         with self.lock:
             graph, stream = self.capturing, self.current
             if graph is not None and stream in graph.streams:
@@ -186,7 +192,8 @@ class Device:
         for old in accesses:
             meets = old.start < new.end and new.start < old.end
             if meets and (old.writes or new.writes) and clock.get(old.stream, 0) < old.tick:
-                self.fault("race", f"{new.name} on {new.stream} does not wait for {old.name} on {old.stream}")
+                who = new.name if new.stream is None else f"{new.name} on {new.stream}"
+                self.fault("race", f"{who} does not wait for {old.name} on {old.stream}")
             covered = new.start <= old.start and old.end <= new.end
             if not (covered and (new.writes or (old.stream is new.stream and not old.writes))):
                 kept.append(old)
@@ -246,6 +253,7 @@ class Device:
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Run what has been launched until something is so."""
         while not is_done():
+            self.host_s = time.monotonic()
             if not self.step():
                 with self.lock:
                     waits = any(s.queue and s.queue[0].running is not None for s in self.streams)
@@ -307,10 +315,10 @@ class Device:
         """Run what is launched even while the host does not wait: other ranks may wait for it."""
 
         def run() -> None:
-            while True:
-                time.sleep(2e-3)
+            while now() is self:
+                time.sleep(_IDLE_S)
                 with contextlib.suppress(Fault):
-                    while self.step():
+                    while time.monotonic() - self.host_s > _IDLE_S and self.step():
                         pass
 
         threading.Thread(target=run, daemon=True).start()
@@ -404,7 +412,8 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         assert self.is_timed and end.is_timed and self.marker is not None and end.marker is not None
-        assert self.marker.is_done and end.marker.is_done, "both have passed"
+        if not (self.marker.is_done and end.marker.is_done):
+            now().fault("race", "elapsed_time asks for an event that has not passed")
         return 1.0
 
 
@@ -571,9 +580,11 @@ class Emulated(torch.Tensor):
 
 
 class Everywhere(TorchDispatchMode):
-    """Brings also the calls without a tensor of the device here."""
+    """Brings also the calls without a tensor of the device here, but for those of subclasses such as DTensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not {torch.Tensor, torch.nn.Parameter, Emulated}.issuperset(types):
+            return NotImplemented
         return dispatch(func, args, kwargs or {})
 
 
@@ -743,13 +754,14 @@ def _collective(device: Device, func: Any, name: str, args: Any, kwargs: Any) ->
     stream.wait_stream(device.current)
 
     def run() -> None:
-        found = func(*raw_args, **kwargs)
-        work = found[-1] if isinstance(found, tuple) else found
-        dist.Work.unbox(work).wait()
+        with torch.inference_mode():
+            found = func(*raw_args, **kwargs)
+            dist.Work.unbox(found[-1] if isinstance(found, tuple) else found).wait()
 
     with stream_of(stream):
         device.launch(name, run, reads, writes, elsewhere=True)
-    work = EmulatedWork(stream.record_event()).boxed()
+    device.works.append(EmulatedWork(stream.record_event()))
+    work = device.works[-1].boxed()
     results = len(func._schema.returns)
     return work if results == 1 else (args[0], work)
 

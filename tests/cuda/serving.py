@@ -19,6 +19,8 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 POOL = {"num_kv_blocks": 24, "block_size": 16, "max_num_seqs": 5, "max_batch_tokens": 96, "chunk_size": 48}
 
+SWAP = {"num_kv_blocks": 20, "block_size": 8, "overcommit": True, "swap_space": "1MiB"}
+
 
 def params(**options: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | options)
@@ -27,5 +29,9 @@ def params(**options: Any) -> SamplingParams:
 def serve(folder: Path, *, device: str = "cpu", dtype: str = "float16", **options: Any) -> Served:
     """The tokens of every prompt."""
     with LLM(folder, device=device, dtype=dtype, **POOL | options) as llm:
-        outputs = llm.generate(PROMPTS, [params(**each) for each in SAMPLING], use_tqdm=False)
+        return complete(llm)
+
+
+def complete(llm: LLM) -> Served:
+    outputs = llm.generate(PROMPTS, [params(**each) for each in SAMPLING], use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
