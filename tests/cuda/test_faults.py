@@ -82,9 +82,9 @@ def freed_graph(patch: Patch) -> None:
 FAULTS: dict[Callable[[Patch], None], tuple[str, dict[str, Any]]] = {
     no_new_plan: ("plan: a graph is replayed without a new plan", {}),
     plans_too_early: ("race: the host does not wait for plan", {}),
-    early_read: ("race: the host does not wait for to host", {"attention_backend": "torch"}),
+    early_read: ("race: the host does not wait for to host", {"num_requests": 1}),
     sync_in_a_capture: ("capture: _local_scalar_dense makes the host wait", {}),
-    dropped_wait: ("race: ", SWAP),
+    dropped_wait: ("race: ", SWAP | {"cuda_graphs": False}),
     overwritten_pinned_buffer: ("pinned: memory was overwritten before", {}),
     freed_graph: ("freed: a graph is replayed that has been reset", {}),
 }
