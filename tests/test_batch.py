@@ -162,20 +162,6 @@ def test_every_wrong_length_is_refused() -> None:
     for tail in ([0, 0], [1, 0], [1, -1], [-1, 2, *range(4)], [2**31 - 1, 0], [0, 1, *range(5)]):
         with pytest.raises(ValueError, match=f"cannot have {len(ints) + len(tail)} integers"):
             Batch.from_ints([*ints, *tail])
-    swapped = list(SWAPPED.to_ints())
-    for length in range(len(SWAPPED.to_ints()) - 13, len(swapped)):
-        with pytest.raises(ValueError, match=f"cannot have {length} integers"):
-            Batch.from_ints(swapped[:length])
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.integers(-3, 5), max_size=32))
-def test_garbage_gives_a_batch_or_a_value_error(ints: list[int]) -> None:
-    try:
-        batch = Batch.from_ints(ints)
-    except ValueError:
-        return
-    assert len(batch.to_ints()) == len(ints)
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**63, 10**30])

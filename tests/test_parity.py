@@ -238,9 +238,7 @@ def test_parity_holds_without_mutation(case: Case) -> None:
 
 @pytest.mark.parametrize("mutate", [base_2_lse, dropped_block, shifted_extent, position_off_by_one])
 def test_mutation_turns_parity_red(
-    case: Case,
-    mutate: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
     with pytest.raises(AssertionError):

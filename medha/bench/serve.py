@@ -35,7 +35,7 @@ from medha.bench.verb import ANY_COUNT, COUNT, SUBJECT, asked, of_load, verb
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
 from medha.cli.report import check_writable
 from medha.config.fields import choice, finite
-from medha.cost.correction import KINDS, RunningError
+from medha.cost.correction import KINDS
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
@@ -190,13 +190,13 @@ def probe_stream(options: ServeOptions, vocab_size: int) -> Iterator[Arrival]:
 
 
 @contextmanager
-def errors_counted(engine: Engine) -> Iterator[RunningError]:
-    """Count how far predicted step times are off while this is open."""
-    errors = RunningError()
+def errors_counted(engine: Engine) -> Iterator[dict[str, list[float]]]:
+    """By kind, errors of predicted step times as a share of the real ones, which are counted while this is open."""
+    errors: dict[str, list[float]] = {kind: [] for kind in KINDS}
 
     def note(batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
         if prediction is not None and prediction.seconds > 0 and busy_s > 0:
-            errors.add(prediction.kind, prediction.seconds, busy_s)
+            errors[prediction.kind].append(prediction.seconds / busy_s - 1.0)
 
     engine.on_step = note
     try:
@@ -205,9 +205,17 @@ def errors_counted(engine: Engine) -> Iterator[RunningError]:
         engine.on_step = None
 
 
-def errors_by_kind(errors: RunningError) -> dict[str, dict[str, float]]:
+def errors_by_kind(errors: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
     """Count, mean absolute and mean signed error of predicted step times, as shares: of all steps, and by kind."""
-    return {"all": asdict(errors.figures()), **{kind: asdict(errors.figures(kind)) for kind in KINDS}}
+    rows = {"all": [share for row in errors.values() for share in row], **errors}
+    return {
+        kind: {
+            "count": len(row),
+            "mean_abs": sum(map(abs, row)) / max(len(row), 1),
+            "mean_signed": sum(row) / max(len(row), 1),
+        }
+        for kind, row in rows.items()
+    }
 
 
 CONVOY_MODEL: dict[str, Any] = {

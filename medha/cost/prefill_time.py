@@ -2,18 +2,16 @@
 
 The paper caches SimulatePrefill at a fixed step of 1K tokens up to 1M and looks the remainder up as a difference. Here:
 
-- About 1,000 lengths that lie where the function bends: every chunk of the first 128 is stepped through exactly, with
-  points inside it, because a prompt that ends inside a chunk pays for a small batch. Beyond that the seconds per token
-  vary slowly, and are summed by the trapezoid rule over ranges of many chunks (exact for attention affine in KV and an
-  even chunk), so that 10M tokens need a few hundred predictions instead of 100,000. Where a chunk jumps from one
-  tile of queries to less, points are added.
+- About 1,000 lengths that lie where the function bends: the first 128 chunks are stepped through exactly, with points
+  inside, because a prompt that ends inside a chunk pays for a small batch. Beyond, the seconds per token vary slowly
+  and are summed by the trapezoid rule over ranges of many chunks (exact for attention affine in KV and an even chunk):
+  10M tokens need a few hundred predictions, not 100,000. Where a chunk jumps to fewer tiles, points are added.
 - Two curves: what a prompt of some length takes in all, its last, smaller chunk included, and how much of that is done
   once so many tokens are. The difference never falls below one token's step, so no request with tokens left counts as
   finished (rounding both ends up to the cache's step makes it 0 near the end).
 - A chunk rule that yields nothing (the budget is too small) counts as one token, where the paper's simulation stops.
 
-The seconds are of a predictor at factor 1 and of one chunk rule; both are fixed when the object is made, so nothing can
-be stale. Callers multiply by the factor of the moment.
+The seconds are of a predictor at factor 1 and of one chunk rule. Callers multiply by the factor of the moment.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ class PrefillTimes:
         self._of_done: _Line = starts, np.maximum.accumulate(done).tolist()
 
     def total_s(self, num_prompt: int) -> float:
-        """Seconds to prefill a prompt of so many tokens from the first one."""
+        """Seconds to prefill a prompt of so many tokens."""
         return _at(num_prompt, self._of_total)
 
     def remaining_s(self, num_computed: int, num_prompt: int) -> float:
@@ -155,14 +153,13 @@ class _Steps:
 
     def exact(self, max_tokens: int) -> tuple[list[float], list[float], list[float], list[float]]:
         """The first chunks: lengths and their totals; chunk starts and the seconds done by then."""
-        lengths, totals = [0.0], [0.0]
-        starts, done = [0.0], [0.0]
+        lengths, totals, starts, done = [0.0], [0.0], [0.0], [0.0]
         at, at_s = 0, 0.0
         for _ in range(_EXACT_CHUNKS):
             size = min(self.size(at), max_tokens - at)
-            for part, part_s in self._inside(size, at, at_s, _EXACT_POINTS - len(lengths)):
-                lengths.append(float(at + part))
-                totals.append(at_s + part_s)
+            inside = self._inside(size, at, at_s, _EXACT_POINTS - len(lengths))
+            lengths += [float(at + part) for part, _ in inside]
+            totals += [at_s + part_s for _, part_s in inside]
             at, at_s = at + size, totals[-1]
             starts.append(float(at))
             done.append(at_s)
@@ -205,26 +202,23 @@ class _Steps:
         last_s = np.array([self.seconds(1, int(kv)) for kv in points[1:]])
         return points[1:].tolist(), start_s + np.cumsum(ranges_s), last_s
 
-    def _sampled(self, points: Floats) -> tuple[Floats, Floats, Floats]:
-        """KV lengths, chunks and their seconds; where the cost of a token jumps, points are put in between."""
-        sizes, steps_s = self._at(points)
+    def _sampled(self, points: Floats) -> Floats:
+        """[3, points]: KV lengths, chunks and their seconds; more points where the cost of a token jumps."""
+        rows = self._at(points)
         for _ in range(_REFINEMENTS):
+            points, sizes, steps_s = rows
             jumps = np.abs(np.diff(np.log(steps_s / sizes))) > _JUMP
             middles = np.setdiff1d(((points[1:] + points[:-1]) / 2).round()[jumps], points)
             if not len(middles) or len(points) + len(middles) > _MAX_POINTS:
                 break
-            middle_sizes, middle_s = self._at(middles)
-            order = np.argsort(np.concatenate([points, middles]))
-            points = np.concatenate([points, middles])[order]
-            sizes = np.concatenate([sizes, middle_sizes])[order]
-            steps_s = np.concatenate([steps_s, middle_s])[order]
-        return points, sizes, steps_s
+            rows = np.concatenate([rows, self._at(middles)], axis=1)
+            rows = rows[:, np.argsort(rows[0])]
+        return rows
 
-    def _at(self, points: Floats) -> tuple[Floats, Floats]:
-        """Chunks of the rule at these KV lengths, and their seconds."""
+    def _at(self, points: Floats) -> Floats:
+        """[3, points]: these KV lengths, chunks of the rule there, and their seconds."""
         sizes = [self.size(int(kv)) for kv in points]
-        steps_s = [self.seconds(size, int(kv)) for size, kv in zip(sizes, points, strict=True)]
-        return np.array(sizes, dtype=np.float64), np.array(steps_s)
+        return np.array([points, sizes, [self.seconds(n, int(kv)) for n, kv in zip(sizes, points, strict=True)]])
 
 
 def _at(at: int, line: _Line) -> float:

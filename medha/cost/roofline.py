@@ -18,7 +18,7 @@ of communication with arithmetic. Placement: ``tp`` fastest, then ``spp``, ``kvp
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,7 +30,6 @@ from medha.errors import ConfigError
 
 Floats = NDArray[np.float64]
 
-BACKENDS = {"split-kv": True, "no-split-kv": False}
 MAX_SAMPLES = 256
 """Requests of a batch that sample a token at most, as far as tables and memory go."""
 _LAYER_KERNELS = 5
@@ -42,8 +41,8 @@ _DTYPES = {1: "8 bits", 2: "bfloat16", 4: "float32"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels: seconds of one layer's launches. ``tokens`` are those of the chunk or batch, ``heads`` and ``kv_heads`` the
-# query and KV heads of one rank, ``head_dim`` the features of a head, ``dtype_bytes`` those of an element.
+# Kernels: seconds of one layer's launches. ``tokens`` are of the chunk or batch, ``heads`` and ``kv_heads`` of one
+# rank, ``head_dim`` the features of a head, ``dtype_bytes`` those of an element.
 
 
 def gemm_s(spec: HardwareSpec, m: ArrayLike, n: ArrayLike, k: ArrayLike, *, dtype_bytes: int = 2) -> Floats:
@@ -163,7 +162,6 @@ def stage_coefficients(
     stage: int,
     *,
     dtype_bytes: int = 2,
-    backend: str | None = None,
 ) -> Coefficients:
     """Costs of one stage of one group, for :class:`medha.cost.predictor.Predictor`.
 
@@ -172,19 +170,15 @@ def stage_coefficients(
     known to the others before it reaches them, so they prepare it while those before them compute.
 
     Args:
-        spec: rates.
-        model: whole shape.
-        parallel: layout.
         stage: 0 to ``parallel.spp - 1``.
         dtype_bytes: of weights, activations and KV, 1, 2 or 4; arithmetic takes what the spec says, whatever the type.
-        backend: ``split-kv`` or ``no-split-kv``; None is what the spec says.
 
     Raises:
-        ConfigError: no such stage or backend, or the layout does not split the model.
+        ConfigError: no such stage, or the layout does not split the model.
     """
     if dtype_bytes not in _DTYPES:
         raise ConfigError(f"dtype_bytes={dtype_bytes!r}; accepted: {', '.join(map(str, _DTYPES))}")
-    spec, shard = _with_backend(spec, backend), Shard.of(model, parallel, stage)
+    shard = Shard.of(model, parallel, stage)
     hidden_bytes = model.hidden_size * dtype_bytes
     merged_bytes = shard.heads * (model.head_dim * dtype_bytes + _LSE_BYTES)
     tp, spp, kvp = _links(spec, parallel, stage)
@@ -308,14 +302,6 @@ def _within(rates: tuple[LinkRates, ...], ranks: int) -> LinkRates:
     return LinkRates(alpha_s, float(np.interp(at, x, [link.bytes_per_s for link in rates])), ranks)
 
 
-def _with_backend(spec: HardwareSpec, backend: str | None) -> HardwareSpec:
-    if backend is None:
-        return spec
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend={backend!r}; accepted: {', '.join(BACKENDS)}")
-    return replace(spec, attention=replace(spec.attention, splits_kv=BACKENDS[backend]))
-
-
 def _grid(least: int, most: int) -> Floats:
     """Whole numbers, four to a doubling where there are as many."""
     steps = np.arange(0, math.ceil(4 * math.log2(max(most / least, 1))) + 1)
@@ -329,7 +315,7 @@ def _key(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, stage
         model=f"{shape_name(model)}, {model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}",
         dtype=_DTYPES[dtype_bytes],
         layout=f"tp{parallel.tp} spp{parallel.spp} kvp{parallel.kvp} stage {stage}",
-        backend=next(name for name, splits in BACKENDS.items() if splits == spec.attention.splits_kv),
+        backend="split-kv" if spec.attention.splits_kv else "no-split-kv",
         num_threads=0,
         block_size=1,
         torch_version="none",

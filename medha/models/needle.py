@@ -1,9 +1,9 @@
 """The needle model: a Llama checkpoint built by hand whose right answer is known at any context length.
 
-``python -m medha.models.needle OUT`` writes a Hugging Face folder of 6 MB. The model has two layers and a vocabulary of
+:func:`write_needle` writes a Hugging Face folder of 6 MB. The model has two layers and a vocabulary of
 the 256 bytes. It continues the best earlier match of the last eight bytes: a question must end in the eight bytes that
 stand before the fact, and greedy decoding then copies what follows them. Nothing is trained; every weight below is set
-to do one thing; tests/models/needle_truth.py says in plain numpy what the model must answer. After induction heads
+to do one thing. After induction heads
 (arXiv:2209.11895), with a match of eight bytes in place of one token.
 
 The residual stream holds the code of a byte, its 8 bits as +-1, in groups of eight channels: group d holds the byte d
@@ -20,8 +20,7 @@ were empty, so the RMS is the same for every token, and each norm's weight is th
   group, so a query head that reads the wrong KV head, or is lost, shows.
 - Both MLPs are zero, and the head reads the answer group.
 
-Scores are large enough that softmax is one-hot in float32 at 10M keys, and small enough for the rounding of scores and
-angles; `tests/models/test_needle.py` computes both.
+Scores are large enough that softmax is one-hot in float32 at 10M keys (`tests/models/test_needle.py` computes it).
 
 Limits. The attention is one-hot, so an error that keeps the order of scores goes unseen: the answer survives a scale of
 the wrong size, and partial attention merged with a base-2 log-sum-exp. Distance matters only up to eight bytes. Two
@@ -31,7 +30,6 @@ found, at its true position, by every head; hold arithmetic to a dense softmax o
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -77,6 +75,8 @@ _OFFSET_GAIN = 2048.0
 _MATCH_GAIN = 256.0
 _LOGIT_GAIN = 4.0
 
+_FACT = "The vault code of Priya is 7429-amber.\n"
+_QUESTION = "What opens the vault? The vault code of Priya is"  # its last eight bytes stand before the answer, once
 
 Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of queries and keys, each [heads, H, D], and of the output [D, heads, H]."""
@@ -84,17 +84,11 @@ Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """A prompt with a fact hidden in it.
+    """A prompt with a fact hidden in it."""
 
-    Attributes:
-        prompt: ASCII text; a character is a byte is a token.
-        answer: what the model must continue the prompt with, up to and with its newline.
-        needle_position: index in ``prompt`` of the first character of the line with the fact.
-    """
-
-    prompt: str
-    answer: str
-    needle_position: int
+    prompt: str  # ASCII: a character is a byte is a token
+    answer: str  # what the model must continue the prompt with, up to and with its newline
+    needle_position: int  # index in the prompt of the first character of the line with the fact
 
 
 def needle_config() -> dict[str, Any]:
@@ -119,11 +113,7 @@ def needle_config() -> dict[str, Any]:
 
 
 def needle_weights() -> dict[str, torch.Tensor]:
-    """The weights by their Hugging Face names.
-
-    Returns:
-        float32 tensors on the CPU.
-    """
+    """The weights by their Hugging Face names: float32 tensors on the CPU."""
     codes = _byte_codes()
     embedding = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
     embedding[:, :NUM_BITS] = codes
@@ -138,14 +128,8 @@ def needle_weights() -> dict[str, torch.Tensor]:
 
 
 def write_needle(out: Path) -> Path:
-    """Write the model's folder; files of an earlier one are replaced, each at once, ``config.json`` last.
-
-    Args:
-        out: the folder; it and its parents are created.
-
-    Returns:
-        ``out``.
-    """
+    """Write the model's folder, which is created, and return it; files of an earlier one are replaced, each at once,
+    ``config.json`` last."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -166,38 +150,12 @@ def write_needle(out: Path) -> Path:
     return out
 
 
-def make_haystack(
-    num_tokens: int,
-    *,
-    seed: int = 0,
-    depth: float = 0.5,
-    needle: str = "The vault code of Priya is 7429-amber.\n",
-    question: str = "What opens the vault? The vault code of Priya is",
-) -> Haystack:
-    """A text of random sentences with a fact at some depth, and a question at its end.
+def make_haystack(num_tokens: int, *, seed: int = 0, depth: float = 0.5) -> Haystack:
+    """A text of ``num_tokens`` bytes: random sentences with a fact in them, and a question at its end.
 
-    Args:
-        num_tokens: length of the prompt, in bytes.
-        seed: chooses the sentences.
-        depth: where the fact stands, 0 at the start and 1 right before the question; moved back to the start of a line.
-        needle: the fact, one line of ASCII.
-        question: ends the prompt; its last eight characters stand before the answer in ``needle``.
-
-    Raises:
-        ValidationError: the parts do not fit ``num_tokens``, ``depth`` is out of range, or the answer would have no
-            single match in the text.
+    ``depth`` says where the fact stands, 0 at the start and 1 right before the question.
     """
-    if not (needle + question).isascii() or needle.find("\n") != len(needle) - 1:
-        raise ValidationError(f"needle={needle!r}; accepted: one line of ASCII and its newline", param="needle")
-    key = question[-MATCH_LEN:]
-    if len(key) < MATCH_LEN or needle.count(key) != 1 or "\n" in key:
-        raise ValidationError(
-            f"question={question!r}; accepted: text whose last {MATCH_LEN} characters occur once in the needle",
-            param="question",
-        )
-    if not 0 <= depth <= 1:
-        raise ValidationError(f"depth={depth}; accepted: 0 to 1", param="depth", value=depth)
-    num_filler = num_tokens - len(needle) - len(question)
+    num_filler = num_tokens - len(_FACT) - len(_QUESTION)
     if num_filler < 0:
         raise ValidationError(
             f"num_tokens={num_tokens}; accepted: {num_tokens - num_filler} or more, for the needle and the question",
@@ -206,17 +164,8 @@ def make_haystack(
         )
     filler = _filler(num_filler, random.Random(seed))
     position = filler.rfind("\n", 0, int(depth * num_filler)) + 1
-    prompt = filler[:position] + needle + filler[position:] + question
-    answer = needle[needle.index(key) + len(key) :]
-    text = prompt + answer
-    for end in range(len(prompt), len(text)):
-        window = text[end - MATCH_LEN : end]
-        if text.count(window) != 2:
-            raise ValidationError(
-                f"{window!r} occurs {text.count(window)} times; accepted: once in the needle and once at the end",
-                param="needle",
-            )
-    return Haystack(prompt=prompt, answer=answer, needle_position=position)
+    answer = _FACT.partition(_QUESTION[-MATCH_LEN:])[2]
+    return Haystack(filler[:position] + _FACT + filler[position:] + _QUESTION, answer, position)
 
 
 def _byte_codes() -> torch.Tensor:
@@ -307,16 +256,11 @@ def _byte_tokenizer() -> tokenizers.Tokenizer:
 
 
 _WORDS = (
-    "about above across after again along amber among answer apple autumn barrel basket before below better "
-    "between bottle branch bread bridge bright brother butter candle canvas carpet carry castle cellar chair cherry "
-    "circle clever cloud coast copper corner cotton cousin creek dance daughter desert dinner distant doctor dozen "
-    "early east engine evening father feather fellow fence field finger flower forest forty friend garden gentle "
-    "glass golden grain gravel green hammer harbor harvest hidden hollow honest horse house island jacket journey "
-    "kettle kitchen ladder lantern letter little lumber marble market meadow mirror moment morning mother mountain "
-    "narrow neighbor north orange orchard paper pebble pepper picture pillow pocket pony quarter quiet rabbit "
-    "railway raven ribbon river saddle sailor school season shadow shelter silver simple sister slowly small south "
-    "spring stable station stone storm story street sudden summer table tailor thunder timber travel valley velvet "
-    "village violin wagon water weather window winter wooden worker yellow young"
+    "above amber answer apple autumn barrel basket better bottle branch bread bridge butter candle castle cellar chair "
+    "cloud copper corner cotton desert distant dozen engine evening father field forest garden glass golden gravel "
+    "harbor honest house island journey kettle lantern letter little market meadow moment morning mountain narrow "
+    "orchard paper pebble pocket quiet railway river saddle season silver station street summer table timber travel "
+    "valley village wagon water weather window winter worker yellow young"
 )
 
 
@@ -330,16 +274,3 @@ def _filler(num_bytes: int, rng: random.Random) -> str:
         pieces.append(sentence + (".\n" if rng.random() < 0.5 else ". "))
         size += len(pieces[-1])
     return "".join(pieces)[: num_bytes - 1] + "\n" if num_bytes else ""
-
-
-def main() -> None:
-    """Write the model's folder and print its path and size."""
-    parser = argparse.ArgumentParser(prog="python -m medha.models.needle", description="Write the needle model.")
-    parser.add_argument("out", type=Path, help="folder to write")
-    out = write_needle(parser.parse_args().out)
-    size = sum(file.stat().st_size for file in out.iterdir())
-    print(f"{out}: {size / 1e6:.1f} MB")
-
-
-if __name__ == "__main__":
-    main()

@@ -22,14 +22,8 @@ TAIL_BYTES = 16
 
 
 class StagePipe:
-    """The two ends of one stage's pipe.
-
-    Args:
-        group: process group of all ranks that pass hidden states on.
-        previous, following: global ranks of the neighbours, None at an end of the pipeline.
-        dim: model dimension.
-        dtype: of the hidden states.
-        num_buffers: sends kept in flight.
+    """The two ends of one stage's pipe: global ranks of the neighbours, None at an end of the pipeline, and how many
+    sends of hidden states [T, ``dim``] are kept in flight.
 
     Buffers are kept and used again: that of a send once it is done, that of a receive at the next one's end.
     """
@@ -66,11 +60,7 @@ class StagePipe:
         self._receives.append((batch, work, buffer))
 
     def receive(self, batch: Batch) -> torch.Tensor:
-        """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them.
-
-        Raises:
-            PlanDivergenceError: the stage before ran another batch.
-        """
+        """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them."""
         posted, work, buffer = self._receives.popleft()
         assert posted.batch_id == batch.batch_id, "receives are taken in the order of their posts"
         work.wait()

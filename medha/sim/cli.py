@@ -16,10 +16,11 @@ from medha.cli.command import FAILED_REQUESTS, start_logging
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, SIMULATED, but, pick, takes
 from medha.config import SCHEDULERS, SchedulerConfig
 from medha.errors import ConfigError, exit_code
+from medha.workload.cli import LENGTHS, Arrivals, Burstiness, Duration, Number, Seed, workload_option
 
 if TYPE_CHECKING:
     from medha.sim.plan import Rate
-    from medha.sim.study import Run, Study
+    from medha.sim.study import Run
     from medha.workload.trace import Trace
 
 NONE_MEETS = 1
@@ -29,9 +30,6 @@ BARE = {"tp": 8, "policy": ["lars,fcfs"], "qps": "0.3", "num_requests": 60}
 BARE_TEXT = "medha simulate --tp 8 --policy lars,fcfs --request-rate 0.3 --num-prompts 60"
 _SAMPLE = 100_000
 """Requests drawn to find the longest of a workload."""
-_LENGTHS = "sharegpt4-8k, medha-swe, medha-mix, medha-mix-2m, tetris-short, tetris-medium, tetris-long, fixed:P,D or "
-_LENGTHS += "uniform:A-B,C-D"
-
 # What an engine needs, and a simulation does not or takes in its own way.
 _OTHERS = (
     *("scheduler", "policy", "admission", "decode_lag", "profile"),
@@ -50,10 +48,6 @@ Model = Annotated[
         "--model", "-m", help="llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, a config.json or its folder."
     ),
 ]
-
-
-def _workload(*declarations: str, help: str, shows: bool | str = True, **options: Any) -> Any:
-    return typer.Option(*declarations, help=help, rich_help_panel="Workload", show_default=shows, **options)
 
 
 @takes(
@@ -76,39 +70,36 @@ def simulate(
     hardware: Hardware = "h100-80g",
     model: Model = "llama-3-8b",
     workload: Annotated[
-        str | None, _workload("--workload", "--lengths", help=f"Lengths: {_LENGTHS}.", shows="medha-mix")
+        str | None, workload_option("--workload", "--lengths", help=f"Lengths: {LENGTHS}.", shows="medha-mix")
     ] = None,
     trace: Annotated[
         Path | None,
-        _workload(
+        workload_option(
             "--dataset-path",
             "--trace",
             help="File of any format that medha trace reads, in place of --workload.",
             shows=False,
         ),
     ] = None,
-    arrivals: Annotated[str, _workload(help="poisson, gamma, uniform or at-once.")] = "poisson",
-    burstiness: Annotated[float, _workload(help="Of gamma arrivals: 1 is Poisson, less is burstier.")] = 1.0,
+    arrivals: Arrivals = "poisson",
+    burstiness: Burstiness = 1.0,
     qps: Annotated[
         str | None,
-        _workload(
+        workload_option(
             "--request-rate",
             "--qps",
             help="Requests a second; several rates comma separated. Scales a trace.",
             shows=False,
         ),
     ] = None,
-    duration: Annotated[float | None, _workload(help="Seconds of arrivals.", shows=False)] = None,
-    num_requests: Annotated[
-        int | None,
-        _workload("--num-prompts", "--num-requests", help="So many of them.", shows="200, or all of a trace", min=1),
-    ] = None,
-    seed: Annotated[int, _workload(help="Of arrivals and lengths.", min=0)] = 0,
+    duration: Duration = None,
+    num_requests: Number = None,
+    seed: Seed = 0,
     slo_ttft_s: Annotated[
-        float | None, _workload(help="TTFT objective of requests without their own.", shows="derived")
+        float | None, workload_option(help="TTFT objective of requests without their own.", shows="derived")
     ] = None,
     slo_tpot_s: Annotated[
-        float | None, _workload(help="TPOT objective of requests without their own.", shows="none")
+        float | None, workload_option(help="TPOT objective of requests without their own.", shows="none")
     ] = None,
     stop_s: Annotated[
         float | None, typer.Option(help="Virtual seconds at which to stop.", show_default="the end")
@@ -128,9 +119,9 @@ def simulate(
     Several schedulers, policies or rates in one call are compared on the same arrivals and lengths. Without arguments
     a small comparison runs.
     """
-    from medha.cli.report import STDOUT, check_writable, write_report
+    from medha.cli.report import STDOUT, check_writable, progress, write_report
     from medha.cli.table import print_report
-    from medha.sim.study import NOTES, about, config_of, remarks, shown, study_of
+    from medha.sim.study import NOTES, about, config_of, remarks, run_all, shown, systems_of
 
     start_logging("warning")
     is_bare = not any(str(context.get_parameter_source(name)).endswith("COMMANDLINE") for name in context.params)
@@ -141,19 +132,17 @@ def simulate(
         check_plots(plot)
     for path in (output_json, timeline):
         check_writable(path)
-    study = study_of(given)
-    study.check()
-    if timeline is not None and len(study.systems) > 1:
-        raise ConfigError(
-            f"timeline={timeline} with {len(study.systems)} runs; accepted: one scheduler, policy and rate"
-        )
-    runs = _run_with_progress(study)
+    systems = systems_of(given)
+    if timeline is not None and len(systems) > 1:
+        raise ConfigError(f"timeline={timeline} with {len(systems)} runs; accepted: one scheduler, policy and rate")
+    with progress("simulating requests", sum(len(system.trace) for system in systems)) as done:
+        runs = list(run_all(systems, given, done))
     reports, interrupted = [run.report for run in runs], runs[-1].interrupted
     report = {
         "format": "medha-simulation",
         "version": 1,
         "complete": not interrupted and all(one["complete"] for one in reports),
-        "config": config_of(study, given),
+        "config": config_of(systems[0].replica, given),
         "runs": reports,
     }
     write_report(output_json, report)
@@ -161,26 +150,18 @@ def simulate(
         from medha.sim.plots import write_trace
 
         write_trace(timeline, runs[0].outcome, runs[0].segments)
-    plots: list[Path] = []
+    drawn: list[str] = []
     if plot is not None:
         from medha.sim.plots import draw
 
-        plots = draw(runs, plot, given["long_threshold"])
+        drawn = [str(draw(runs, plot, given["long_threshold"]))]
     if output_json != STDOUT:
-        title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(study, given)])
-        print_report({"title": title, **shown(reports), "notes": [*remarks(reports), *NOTES, *map(str, plots)]})
+        title = "\n".join([*([BARE_TEXT] if is_bare else []), *about(systems, given)])
+        print_report({"title": title, **shown(reports), "notes": [*remarks(reports), *NOTES, *drawn]})
     _print_wall(runs)
     if interrupted:
         return exit_code(KeyboardInterrupt())
     return FAILED_REQUESTS if any(one["failed"] for one in reports) else 0
-
-
-def _run_with_progress(study: Study) -> list[Run]:
-    """Run all with a bar on stderr."""
-    from medha.cli.report import progress
-
-    with progress("simulating requests", study.num_requests) as done:
-        return list(study.runs(done))
 
 
 def _print_wall(runs: list[Run]) -> None:
@@ -224,7 +205,7 @@ def plan(
         typer.Option(
             "--workload",
             "--lengths",
-            help=f"Find the capacity for requests of these lengths, or of a trace file: {_LENGTHS}.",
+            help=f"Find the capacity for requests of these lengths, or of a trace file: {LENGTHS}.",
             show_default=False,
         ),
     ] = None,
@@ -278,7 +259,7 @@ def plan(
     write_report(output_json, report_of(planner, options, candidates))
     if output_json != STDOUT:
         print_report(shown(planner, options, candidates, top=top))
-    return NONE_MEETS if candidates[0].reasons else 0
+    return 0 if candidates[0]["meets"] else NONE_MEETS
 
 
 def _rate_of(name: str, duration_s: float, seed: int) -> tuple[Rate, int]:

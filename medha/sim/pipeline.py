@@ -55,7 +55,6 @@ class Pipeline:
     Args:
         stages: what each stage costs, first stage first; the groups are alike.
         num_groups: KV-parallel groups.
-        noise: factor on the seconds of a batch on a stage; 1 where it is None.
         on_segment: told of every batch on every stage.
 
     Attributes:
@@ -65,7 +64,6 @@ class Pipeline:
 
     stages: Sequence[Predictor]
     num_groups: int = 1
-    noise: Callable[[], float] | None = None
     on_segment: Callable[[Segment], None] | None = None
     busy_s: list[list[float]] = field(init=False)
     bubble_s: list[list[float]] = field(init=False)
@@ -74,9 +72,9 @@ class Pipeline:
     _distinct: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.busy_s = [[0.0] * len(self.stages) for _ in range(self.num_groups)]
-        self.bubble_s = [[0.0] * len(self.stages) for _ in range(self.num_groups)]
-        self._free_s = [[0.0] * len(self.stages) for _ in range(self.num_groups)]
+        self.busy_s, self.bubble_s, self._free_s = (
+            [[0.0] * len(self.stages) for _ in range(self.num_groups)] for _ in range(3)
+        )
         costs = [predictor.coefficients for predictor in self.stages]
         parts = [(c.linear, c.chunks, c.decodes, c.mixed, c.head, c.host_s, c.tp, c.spp, c.kvp) for c in costs]
         self._kinds = [parts.index(part) for part in parts]  # stages that cost the same are predicted once
@@ -117,7 +115,7 @@ class Pipeline:
     @property
     def is_plain(self) -> bool:
         """Whether a batch on the one group takes just what the stages say, and nobody looks on."""
-        return self.num_groups == 1 and self.noise is None and self.on_segment is None
+        return self.num_groups == 1 and self.on_segment is None
 
     def send_decodes(self, count: int, mean_kv: float, max_kv: int, now_s: float) -> Passage:
         """As :meth:`send`, to the bit, for decodes of which only this is known; where it :attr:`is_plain`."""
@@ -143,7 +141,7 @@ class Pipeline:
         """Seconds of each stage: the slowest of the groups that go together."""
         works = [parts_of(batch, memory, group) for group in groups]
         known = {kind: max(self.stages[kind].tick(*parts).seconds for parts in works) for kind in self._distinct}
-        seconds = [known[kind] * (1.0 if self.noise is None else self.noise()) for kind in self._kinds]
+        seconds = [known[kind] for kind in self._kinds]
         if not batch.moves:
             return seconds
         moved_s = max(batch.num_moved_blocks(group) for group in groups) * memory.swap_block_s
@@ -153,28 +151,24 @@ class Pipeline:
 def parts_of(batch: Batch, memory: KVMemory, group: int) -> tuple[Decodes | Sequence[Work], Sequence[Work]]:
     """The decodes and the chunks of a batch as a group sees them, right after it was scheduled."""
     if memory.num_groups > 1:
-        return split(works_of(batch, memory, group))
+        works = [
+            Work(
+                row.q_len,
+                memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position,
+                row.is_decode,
+                row.run if row.is_shared else None,
+                row.samples and row.group == group,
+            )
+            for row in batch.rows
+            if row.concerns(group)
+        ]
+        return split(works)
     count = batch.num_decodes
     chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in batch.rows[count:]]
     if not count:
         return (), chunks
     positions = [row.position for row in batch.rows[:count]]
     return Decodes(count, count, sum(positions), max(positions)), chunks
-
-
-def works_of(batch: Batch, memory: KVMemory, group: int) -> list[Work]:
-    """The rows of a batch as a group of several sees them, right after it was scheduled."""
-    return [
-        Work(
-            row.q_len,
-            memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position,
-            row.is_decode,
-            row.run if row.is_shared else None,
-            row.samples and row.group == group,
-        )
-        for row in batch.rows
-        if row.concerns(group)
-    ]
 
 
 def _together(batch: Batch, num_groups: int) -> list[list[int]]:

@@ -245,7 +245,7 @@ class Simulation:
         else:
             self._first_gaps(going)
         going.last_token_s = now_s
-        self.series.add(now_s, scheduler.num_running, scheduler.num_waiting, num_blocks / memory.num_blocks)
+        self.series.add(now_s, num_blocks / memory.num_blocks)
         going.num_left -= 1
         going.num_tokens += 1
         going.total_kv += count
@@ -311,7 +311,7 @@ class Simulation:
             self._on_progress(len(closed))
         memory = self.scheduler.memory
         share = memory.num_used / (memory.num_blocks * memory.num_groups)
-        self.series.add(self.now_s, self.scheduler.num_running, self.scheduler.num_waiting, share)
+        self.series.add(self.now_s, share)
 
     def _note(self, live: _Live) -> None:
         """Enter what was kept of a request apart from the columns."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import parse_size
 from medha.errors import ConfigError
+from medha.workload.io import Reading
 from medha.workload.trace import MAX_TOKENS, Trace
 
 ARRIVALS = ("poisson", "gamma", "uniform", "at-once")
@@ -69,6 +71,8 @@ def arrival_times(
         if num_requests is None or qps is not None:
             raise ConfigError(f"arrivals at-once with qps={qps}, duration_s={duration_s}; accepted: num_requests alone")
         return np.zeros(_checked_number(num_requests))
+    if qps is None:
+        raise ConfigError(f"arrivals={process!r} without a rate; accepted: --request-rate, or --arrivals at-once")
     qps = _within("qps", qps, 0.0)
     if duration_s is not None and qps * _within("duration_s", duration_s, 0.0) > MAX_REQUESTS:
         raise ConfigError(f"qps={qps:g} for {duration_s:g} s; accepted: at most {MAX_REQUESTS} requests in all")
@@ -89,8 +93,8 @@ def _sums(gaps: Callable[[int], NDArray[np.float64]], count: int, duration_s: fl
     return np.cumsum(drawn)  # one sum from the first gap on, so that a shorter trace has the same bits
 
 
-def _within(name: str, value: float | None, low: float, high: float = math.inf) -> float:
-    if value is None or not (low < value < high):
+def _within(name: str, value: float, low: float, high: float = math.inf) -> float:
+    if not low < value < high:
         raise ConfigError(f"{name}={value}; accepted: a finite number above {low:g}, below {high:g}")
     return value
 
@@ -101,9 +105,18 @@ def _checked_number(num_requests: int) -> int:
     return num_requests
 
 
+def retimed(reading: Reading, process: str, *, qps: float | None, burstiness: float = 1.0, seed: int = 0) -> Trace:
+    """The requests of a file at a rate: its own gaps by one factor, or arrivals drawn where it has none."""
+    trace = reading.trace
+    if reading.has_arrivals:
+        return trace if qps is None else trace.scaled(qps)
+    rng, _ = generators(seed)
+    return trace.with_arrivals(arrival_times(process, rng, qps=qps, burstiness=burstiness, num_requests=len(trace)))
+
+
 def synthesize(
     lengths: str,
-    arrivals: str | NDArray[np.float64] = "poisson",
+    arrivals: str | Trace = "poisson",
     *,
     qps: float | None = None,
     burstiness: float = 1.0,
@@ -114,9 +127,9 @@ def synthesize(
     """Generate a trace.
 
     Args:
-        lengths: a name or a specification of :func:`medha.workload.synth.parse_lengths`.
-        arrivals: a process of ARRIVALS, or the times of a trace (seconds, non-decreasing): then ``qps`` scales them,
-            and ``num_requests`` or ``duration_s``, if any, keeps the first of them.
+        lengths: a name or a specification of :func:`parse_lengths`.
+        arrivals: a process of ARRIVALS, or a trace whose arrivals are taken: then ``qps`` scales them, and
+            ``num_requests`` or ``duration_s``, if any, keeps the first of them.
         qps, burstiness, num_requests, duration_s: as of :func:`arrival_times`.
         seed: 0 or more.
 
@@ -126,35 +139,15 @@ def synthesize(
     distribution = parse_lengths(lengths)
     for_arrivals, for_lengths = generators(seed)
     if isinstance(arrivals, str):
-        times = arrival_times(
-            arrivals,
-            for_arrivals,
-            qps=qps,
-            burstiness=burstiness,
-            num_requests=num_requests,
-            duration_s=duration_s,
-        )
+        limits: dict[str, Any] = {"num_requests": num_requests, "duration_s": duration_s}
+        times = arrival_times(arrivals, for_arrivals, qps=qps, burstiness=burstiness, **limits)
     else:
-        times = _from_trace(arrivals, qps, num_requests, duration_s)
+        trace = arrivals if qps is None else arrivals.scaled(qps)
+        trace = trace if duration_s is None else trace.window(duration_s)
+        times = trace.arrival_s[:num_requests]
     if not len(times):
         raise ConfigError(f"duration_s={duration_s}: no request arrives; accepted: longer, or a higher qps")
-    prompts, outputs = distribution.sample(for_lengths, len(times))
-    return Trace(times, prompts, outputs)
-
-
-def _from_trace(
-    times: NDArray[np.float64], qps: float | None, num_requests: int | None, duration_s: float | None
-) -> NDArray[np.float64]:
-    trace = Trace(times, np.ones(len(times), np.int64), np.ones(len(times), np.int64))
-    if qps is not None:
-        trace = trace.scaled(qps)
-    if duration_s is not None:
-        trace = trace.window(_within("duration_s", duration_s, 0.0))
-    if num_requests is not None:
-        if not 1 <= num_requests <= len(trace):
-            raise ConfigError(f"num_requests={num_requests}; accepted: 1 to {len(trace)}, the arrivals of the trace")
-        trace = trace.head(num_requests)
-    return trace.arrival_s
+    return Trace(times, *distribution.sample(for_lengths, len(times)))
 
 
 Quantile = Callable[[NDArray[np.float64]], NDArray[np.float64]]
@@ -163,44 +156,18 @@ Quantile = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 LONG_SHARE = 0.05
 
-
-_BLOCK = 65_536
-
-
-_LEVELS = (
-    0,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.15,
-    0.2,
-    0.25,
-    0.3,
-    0.4,
-    0.5,
-    0.6,
-    0.7,
-    0.75,
-    0.8,
-    0.85,
-    0.9,
-    0.95,
-    0.98,
-    0.99,
-    1,
-)
-
-
+# Quantiles of a file of conversations, by level
 # fmt: off
+_LEVELS = (
+    0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1,
+)
 _SHAREGPT_PROMPT = (
     1, 12, 16, 29, 74, 180, 382, 580, 777, 1203, 1730, 2401, 3235, 3734, 4278, 4918, 5696, 6563, 7164, 7434, 8141,
 )
-
-
 _SHAREGPT_OUTPUT = (
     2, 6, 19, 44, 84, 130, 181, 228, 271, 346, 415, 493, 581, 628, 683, 754, 834, 920, 975, 998, 1024,
 )
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +206,12 @@ class Lengths:
         return prompts, outputs
 
 
-def knots(levels: tuple[float, ...], values: tuple[float, ...]) -> Quantile:
+def knots(values: tuple[float, ...], levels: tuple[float, ...] = _LEVELS) -> Quantile:
     """Straight lines between given quantiles."""
     return lambda u: np.interp(u, levels, values)
 
 
-def geometric_knots(levels: tuple[float, ...], values: tuple[float, ...]) -> Quantile:
+def geometric_knots(values: tuple[float, ...], levels: tuple[float, ...]) -> Quantile:
     """Straight lines between the logarithms of given quantiles, for lengths that span orders of magnitude."""
     return lambda u: np.exp(np.interp(u, levels, np.log(values)))
 
@@ -271,23 +238,22 @@ def cut_exponential(low: float, high: float, mean: float) -> Quantile:
 @lru_cache(maxsize=1)
 def named_lengths() -> dict[str, Lengths]:
     """The distributions that have names."""
-    output = knots(_LEVELS, _SHAREGPT_OUTPUT)
-    short = Lengths(knots(_LEVELS, _SHAREGPT_PROMPT), output, max_total=8192)
-    swe_output = geometric_knots((0, 0.1, 0.5, 0.9, 0.99, 1), (64, 332, 518, 808, 1161, 2048))
-    swe = _swe(1, swe_output)
+    output = knots(_SHAREGPT_OUTPUT)
+    short = Lengths(knots(_SHAREGPT_PROMPT), output, max_total=8192)
+    swe_prompt = ((131_072.0, 393e3, 839e3, 1e6), (0, 0.5, 0.9, 1))
+    swe_output = geometric_knots((64, 332, 518, 808, 1161, 2048), (0, 0.1, 0.5, 0.9, 0.99, 1))
+    swe, swe_2m = (
+        Lengths(geometric_knots(tuple(scale * value for value in swe_prompt[0]), swe_prompt[1]), swe_output)
+        for scale in (1, 2)
+    )
     tetris = {"short": (4e3, 95e3, 23.6e3), "medium": (8e3, 142e3, 32.8e3), "long": (16e3, 190e3, 50.1e3)}
     return {
         "sharegpt4-8k": short,
         "medha-swe": swe,
-        "medha-mix": Lengths(short.prompt, output, 8192, long=swe, long_share=LONG_SHARE),
-        "medha-mix-2m": Lengths(short.prompt, output, 8192, long=_swe(2, swe_output), long_share=LONG_SHARE),
+        "medha-mix": replace(short, long=swe, long_share=LONG_SHARE),
+        "medha-mix-2m": replace(short, long=swe_2m, long_share=LONG_SHARE),
         **{f"tetris-{name}": Lengths(cut_exponential(*figures), output) for name, figures in tetris.items()},
     }
-
-
-def _swe(scale: int, output: Quantile) -> Lengths:
-    prompts = (131_072.0 * scale, 393e3 * scale, 839e3 * scale, 1e6 * scale)
-    return Lengths(geometric_knots((0, 0.5, 0.9, 1), prompts), output)
 
 
 def _length(text: str) -> int:

@@ -24,7 +24,7 @@ def prepared(prompt: Any, **params: Any) -> Any:
         slo=None,
         limits=ModelLimits(256, 1 << 20),
         tokenizer=None,
-        kv=KVMemory(num_blocks=1 << 12, block_size=256).limits,
+        kv=KVMemory(num_blocks=1 << 12, block_size=256),
     )
 
 

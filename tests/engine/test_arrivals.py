@@ -16,7 +16,7 @@ import torch
 import medha.engine.arrivals
 from medha.batch import Batch
 from medha.config import EngineConfig
-from medha.engine.arrivals import LONG_PROMPT, Arrival, Joiner, drive
+from medha.engine.arrivals import LONG_PROMPT, Arrival, drive
 from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
@@ -291,35 +291,3 @@ def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch:
     assert engine.fail(ValueError("later")).outputs == engine.fail(ValueError("later")).outputs
     assert str(engine.fail(ValueError("later"))) == "rank 1 is stopped"
     engine.scheduler.memory.release(0)  # a dead engine keeps its blocks
-
-
-def test_requests_that_a_step_adds_are_served(engine: Engine) -> None:
-    added = []
-
-    def add_once() -> None:
-        if not added:
-            added.append("b")
-            engine.add_request("b", "hello", DELTA)
-
-    assert set(final(list(drive(engine, [Arrival("a", "hello", DELTA)], on_step=add_once)))) == {"a", "b"}
-    assert list(drive(engine, [])) == []
-
-
-@pytest.mark.parametrize("with_text", [True, False])
-def test_joined_deltas_are_the_cumulative_output(engine: Engine, with_text: bool) -> None:
-    params = {"temperature": 0.0, "max_tokens": 12, "logprobs": 2, "detokenize": with_text}
-    prompts = {"a": "The code of Ada is 31-plum.\nThe code of Ada is", "b": "hi"}
-    wholes: dict[str, list[RequestOutput]] = {}
-    for kind in ("delta", "final_only"):
-        arrivals = [
-            Arrival(i, p, SamplingParams.from_dict({**params, "output_kind": kind})) for i, p in prompts.items()
-        ]
-        joiner = Joiner()
-        for output in drive(engine, arrivals):
-            whole = joiner.add(output)
-            assert (whole is None) == (not output.finished)
-            if whole is not None:
-                wholes.setdefault(output.request_id, []).append(whole)
-    for joined, final_only in wholes.values():
-        assert joined.outputs == final_only.outputs
-        assert len(joined.outputs[0].token_ids) > 5

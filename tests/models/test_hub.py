@@ -39,14 +39,11 @@ def test_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ("{tmp}/absent", "no such folder"),
         ("{tmp}/file", "is a file"),
         ("{tmp}/dangling", "dangling symlink"),
         ("", "accepted: a folder"),
         ("./org/name", "no such folder"),
-        ("name", "not a hub id"),
         ("org/name/more", "not a hub id"),
-        ("https://example.com/x", "not a hub id"),
         ("org/\0name", "model 'org/"),
         ("a" * 5000, "model 'aaa"),
     ],
@@ -112,9 +109,3 @@ def test_hub_failure_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelLoadError, match=r"'org/name' at revision 'v2': .*KeyError.*accepted") as caught:
         resolve_model("org/name", revision="v2")
     assert caught.value.__cause__ is failure
-
-
-def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # what HF_HUB_OFFLINE=1 sets at import
-    with pytest.raises(ModelLoadError, match="'medha-tests/absent'"):
-        resolve_model("medha-tests/absent")

@@ -13,11 +13,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.parallel.workers import context, free_port, launch_environment
+from medha.parallel.launch import reserved_port
+from tests.parallel.workers import context, launch_environment
 
 POINTS = ("start", "prefill", "decode", "shared", "shutdown")
 LIMIT_S = 60.0
@@ -49,6 +51,7 @@ class Job:
 
     folder: Path
     processes: list[Any]
+    held: ExitStack  # the port at which they meet
     ended_s: dict[int, float] = field(default_factory=dict)
 
     def wait(self, limit_s: float = LIMIT_S, *, but: Sequence[int] = ()) -> list[int | None]:
@@ -85,6 +88,7 @@ class Job:
         for process in self.processes:
             process.kill()
             process.join()
+        self.held.close()
 
 
 def start(
@@ -97,14 +101,15 @@ def start(
     ranks: Sequence[int] | None = None,
 ) -> Job:
     """Start ``target(rank, *args)`` on every rank, or on some of them only."""
-    port = free_port()
+    held = ExitStack()
+    port = held.enter_context(reserved_port())
     processes = []
     for rank in range(world_size) if ranks is None else ranks:
         env = launch_environment(rank, world_size, port) | dict(environment or {})
         process = context.Process(target=_rank, args=(rank, folder, env, fault, target, args))
         process.start()
         processes.append(process)
-    return Job(folder, processes)
+    return Job(folder, processes, held)
 
 
 def command(rank: int, arguments: list[str]) -> None:

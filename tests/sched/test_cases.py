@@ -3,7 +3,6 @@ end of a request, deadlines that have passed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -138,14 +137,3 @@ def test_requests_whose_deadline_has_passed_are_served(policy: str) -> None:
             served |= {row.slot for row in batch.rows if row.samples}
             scheduler.complete(batch, 1.0, [(row.slot, 1, True) for row in batch.rows if row.samples], 0.1)
     assert served == {0, 1, 2, 3}
-
-
-def test_slack_of_a_request_that_is_late_is_below_0() -> None:
-    scheduler = make_scheduler()
-    late = scheduler.add(SchedulerRequest(0, 100, 1, -10.0, SLO(ttft_s=0.5)))
-    assert late.deadline_s == 0.5 and 0.0 < late.slack_s < 0.5
-    relegated = scheduler.add(SchedulerRequest(1, 100, 1, 0.0, is_relegated=True))
-    assert (relegated.deadline_s, relegated.slack_s, relegated.is_relegated) == (math.inf, math.inf, True)
-    decision = scheduler.schedule(0.0)
-    assert decision.batch is not None and [row.slot for row in decision.batch.rows] == [0, 1]
-    assert -10.0 < decision.slack_s[0] < -9.4 and decision.slack_s[1] == math.inf

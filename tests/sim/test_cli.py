@@ -113,7 +113,7 @@ def test_stepping_over_nothing_gives_the_same_report(simulate: Simulate, tmp_pat
         )
         written.append(reports(tmp_path / name))
     assert written[0]["runs"][0]["num_batches"] == written[1]["runs"][0]["num_batches"]
-    for name in ("mean_ttft_ms", "p99_tpot_ms", "duration", "series", "ttft_by_length"):
+    for name in ("mean_ttft_ms", "p99_tpot_ms", "duration", "ttft_by_length"):
         assert written[0]["runs"][0][name] == written[1]["runs"][0][name], name
 
 
@@ -256,7 +256,7 @@ def test_the_timeline_has_stages_requests_and_counters(simulate: Simulate, tmp_p
     assert len([event for event in events if event["ph"] == "s"]) == len(lanes[0])
     assert {e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1} == {"waiting", "prefill", "decode"}
     counters = {event["name"] for event in events if event["ph"] == "C"}
-    assert counters == {"waiting requests", "active requests", "KV blocks in use (%)"}
+    assert counters == {"KV blocks in use (%)"}
 
 
 def test_plots_are_drawn(simulate: Simulate, tmp_path: Path) -> None:
@@ -264,9 +264,8 @@ def test_plots_are_drawn(simulate: Simulate, tmp_path: Path) -> None:
     for name, more in (("one", ()), ("several", ("--policy", "lars,edf", "--qps", "2,5"))):
         done = simulate(*SMALL, *more, "--plot", tmp_path / name)
         assert done.code == 0
-        assert {path.name for path in (tmp_path / name).iterdir()} == {"ttft_over_time.png", "ttft_tpot.png"}
-        assert all(path.stat().st_size > 5000 for path in (tmp_path / name).iterdir())
-        assert str(tmp_path / name / "ttft_tpot.png") in done.out
+        (path,) = (tmp_path / name).iterdir()
+        assert path.stat().st_size > 5000 and str(path) in done.out
 
 
 def test_plots_without_matplotlib(simulate: Simulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +321,7 @@ def test_help_names_what_is_accepted(simulate: Simulate) -> None:
     text = " ".join(simulate("--help").out.replace("│", " ").split())
     for name in (*KNOWN_MODELS, *named_lengths(), *(path.stem for path in SPECS.glob("*.json"))):
         assert name in text, name
-    assert f"{', '.join(ARRIVALS[:-1])} or {ARRIVALS[-1]}" in text
+    assert ", ".join(ARRIVALS) in text
     assert f"[default: ({NUM_REQUESTS}, or all of a trace)]" in text
 
 

@@ -82,7 +82,7 @@ def test_convert_lengths_alone_needs_a_rate(trace: Trace, tmp_path: Path) -> Non
     lengths.write_text("num_prefill_tokens,num_decode_tokens\n" + "5,6\n" * 1000)
     done = trace("convert", lengths, out)
     assert done.code == 2
-    assert done.err.endswith("lengths.csv has no arrival times; accepted: --request-rate, or --arrivals at-once\n")
+    assert done.err.endswith("without a rate; accepted: --request-rate, or --arrivals at-once\n")
     assert trace("convert", lengths, out, "--request-rate", "10", "--seed", "1").code == 0
     assert read_trace(out).trace.qps == pytest.approx(10, rel=0.1)
     first = out.read_bytes()
@@ -164,8 +164,8 @@ def test_validate(trace: Trace, mooncake: Path, tmp_path: Path) -> None:
 def test_help_names_what_is_accepted(trace: Trace) -> None:
     for verb in ("convert", "stats", "synth", "validate"):
         assert trace(verb, "--help").code == 0
-    assert all(name in cli._FORMATS for name in FORMATS)
-    assert ", ".join(ARRIVALS) == cli._PROCESS
+    assert all(name in cli.FORMATS for name in FORMATS)
+    assert ", ".join(ARRIVALS) == cli.PROCESSES
     help_text = " ".join(trace("synth", "--help").out.replace("│", " ").split())
     assert all(name in help_text for name in named_lengths())
 

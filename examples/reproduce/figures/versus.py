@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from examples.reproduce.baselines.context_parallel import KINDS, ContextParallel, hidden_tokens, prefill_s
 from examples.reproduce.figures.stages import STAGES, layout
 from examples.reproduce.flops import prefill_flops
-from examples.reproduce.plotting import PAPER, finish, lines, log_axis, plain_ticks
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.plotting import Panel, lines
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, M, h100, simulate
 
 _8B = MODELS["Llama-3 8B"]
@@ -20,6 +17,7 @@ _INFINIBAND_BYTES_PER_S = 12.5e9
 _KINDS = {"ring": "ring attention", "striped": "striped attention"}
 
 
+@figure("spp-vs-cp", "Stream pipeline against context parallelism at 1M (v5 fig. 5b)")
 def run(options: Options) -> FigureResult:
     """TTFT of 1M tokens on 8 to 128 H100s, three ways; ``quick`` changes nothing."""
     spec = h100()
@@ -32,14 +30,16 @@ def run(options: Options) -> FigureResult:
     hidden_8b = hidden_tokens(
         _A100_FLOPS_PER_S, _INFINIBAND_BYTES_PER_S, query_heads_per_kv_head=_8B.num_heads / _8B.num_kv_heads
     )
-    numbers = {
-        "gpus": gpus,
-        "ttft_s": ttft_s,
-        "hidden_tokens": hidden,
-        "hidden_tokens_8b": hidden_8b,
-        "striped_over_spp": striped / spp,
-        "ring_over_spp": ring / spp,
-    }
+    panels = [
+        Panel(
+            "1M tokens, Llama-3 8B",
+            "H100s (TP 8)",
+            "TTFT, s",
+            lines(gpus, ttft_s),
+            levels={"15 s (v4 section 3.3)": 15},
+            log="xy",
+        ),
+    ]
     best = (
         f"Striped attention, the paper's baseline, takes {striped:.1f} s against {spp:.1f} s: at 64K tokens a rank our "
         "model hides every transfer and has both run kernels of the same rate, while SPP has to fill its pipeline; "
@@ -63,31 +63,9 @@ def run(options: Options) -> FigureResult:
             f"Peak over bandwidth, one KV head a query head; {hidden_8b / 1024:.1f}K with the 4 of Llama-3 8B.",
         ),
     }
-    return FigureResult(numbers, answers)
+    return FigureResult(panels, answers)
 
 
 def _mfu(seconds: float) -> float:
     """Percent of the peak of 128 H100s that a 1M prefill in so many seconds means, causal FLOPs."""
     return 100 * prefill_flops(_8B, M) / (seconds * _TP * STAGES[-1] * h100().peak_flops_per_s)
-
-
-def draw(numbers: Mapping[str, Any], figure: Any) -> None:
-    """TTFT over GPUs, and relative to SPP."""
-    left, right = figure.subplots(1, 2)
-    spp = numbers["ttft_s"]["SPP"]
-    lines(left, numbers["gpus"], numbers["ttft_s"])
-    relative = {n: [t / s for t, s in zip(row, spp, strict=True)] for n, row in numbers["ttft_s"].items()}
-    lines(right, numbers["gpus"], relative)
-    right.scatter([128], [1.64], marker="x", s=60, color=PAPER, zorder=3, label="v5 section 3.3: 1.64")
-    left.axhline(15, color=PAPER, linestyle=":", label="15 s (v4 section 3.3)")
-    left.set_yscale("log")
-    plain_ticks(left.yaxis, (5, 10, 20, 50, 100))
-    left.set_ylim(4, 100)
-    for axes in (left, right):
-        log_axis(axes, numbers["gpus"], label="H100s (TP 8)")
-    right.set_ylim(bottom=0)
-    finish(left, title="1M tokens, Llama-3 8B", ylabel="TTFT, s")
-    finish(right, title="relative to SPP", ylabel="TTFT / TTFT of SPP")
-
-
-FIGURES = (FigureSpec("spp-vs-cp", "Stream pipeline against context parallelism at 1M (v5 fig. 5b)", run, draw),)
