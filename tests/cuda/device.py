@@ -2,7 +2,7 @@
 
 Tensors on it say ``cuda:0`` and hold memory of the host. Whatever is launched waits on its stream until the host waits
 for it, and streams then run in any order that their events allow. Memory is garbage until a kernel has written it and
-again once it is freed. What is wrong on a device for any timing is a :class:`Fault`, raised where it is noticed:
+again once it is freed. What is wrong on a device for any timing is a :class:`DeviceError`, raised where it is noticed:
 
 - race: two streams, or a stream and the host, use the same bytes and nothing orders them (vector clocks, as in
   ``torch.cuda._sanitizer``, over ranges of bytes; the host is seen reading pinned memory by its torch operations,
@@ -29,7 +29,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +51,7 @@ _STAGED_BYTES = 1 << 16  # the driver takes along so much of pageable memory wit
 _IDLE_S = 5e-3
 
 
-class Fault(AssertionError):
+class DeviceError(AssertionError):
     """Something that no device would promise to do right."""
 
 
@@ -151,7 +151,7 @@ class Device:
     def fault(self, kind: str, text: str) -> None:
         """Note and raise a fault."""
         self.faults.append(f"{kind}: {text}, at {_place()}")
-        raise Fault(self.faults[-1])
+        raise DeviceError(self.faults[-1])
 
     def launch(
         self, name: str, kernel: Callable[[], Any], reads: Iterable[Any] = (), writes: Iterable[Any] = (), **how: Any
@@ -182,9 +182,9 @@ class Device:
             if op.marker is not None:
                 op.marker.clock, op.marker.kernels = dict(stream.clock), stream.kernels
             stream.queue.append(op)
-            for memory, access in op.uses:
-                self._note(memory.accesses, Access(access.name, access.start, access.end, access.writes, stream,
-                                                   stream.launched), stream.clock)  # fmt: skip
+            for memory, use in op.uses:
+                self._note(memory.accesses, replace(use, stream=stream, tick=stream.launched), stream.clock)
+            op.uses = []  # which would keep the memory
 
     def _note(self, accesses: list[Access], new: Access, clock: Clock) -> None:
         """Note a use of some memory, which every conflicting one must come before."""
@@ -299,7 +299,7 @@ class Device:
             for other in (self.host, *(s.clock for s in recorded)):
                 _merge(clock, other)
             stream.queue.append(op)
-            with contextlib.suppress(Fault):  # raised, it would be lost
+            with contextlib.suppress(DeviceError):  # raised, it would be lost
                 self._note(
                     accesses, Access("freeing its memory", 0, sys.maxsize, True, None), clock | {stream: 1 << 60}
                 )
@@ -317,7 +317,7 @@ class Device:
         def run() -> None:
             while now() is self:
                 time.sleep(_IDLE_S)
-                with contextlib.suppress(Fault):
+                with contextlib.suppress(DeviceError):
                     while time.monotonic() - self.host_s > _IDLE_S and self.step():
                         pass
 
@@ -575,6 +575,9 @@ class Emulated(torch.Tensor):
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
 
+    def record_stream(self, stream: Any) -> None:
+        self.memory.recorded.append(stream)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Emulated({tuple(self.shape)}, {self.dtype})"
 
@@ -623,9 +626,6 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         else:
             out = torch.empty(shape.shape, dtype=dtype)
         return _copy(device, out, source, kwargs.get("non_blocking", False))
-    if name == "record_stream":
-        args[0].memory.recorded.append(args[1])
-        return None
     if name == "is_pinned":
         return False
     for tensor in host if here else ():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-
 from typing import Any
 
 import pytest
@@ -30,7 +29,9 @@ def test_swapped_blocks(model: Path, expected: Served, device: Device, monkeypat
     assert counts.num_swaps == 2
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}, {"repetition_penalty": 1.2, "logprobs": 2}])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.8, "top_p": 0.9}, {"repetition_penalty": 1.2, "logprobs": 2}]
+)
 def test_the_host_does_not_wait_in_a_steady_step(model: Path, device: Device, sampling: dict[str, Any]) -> None:
     """Nor is the device idle while it does: whenever an event is waited for, more work has been launched behind it."""
     with LLM(model, device="cuda", dtype="float16", **POOL) as llm:
@@ -46,6 +47,7 @@ def test_the_host_does_not_wait_in_a_steady_step(model: Path, device: Device, sa
         assert device.syncs == device.stalls == {}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}], ids=lambda o: str(*list(o)[:1]))
 def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: dict[str, int]) -> None:
     pytest.importorskip("flashinfer")
