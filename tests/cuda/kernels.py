@@ -15,14 +15,16 @@ import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cuda import device as emulated
-from tests.cuda.device import Device, Emulated, now, unchanged
+from tests.cuda import tensors
+from tests.cuda.device import Device, now
+from tests.cuda.tensors import Emulated, unchanged
 
 _NEEDED = ("requests", "pynvml")  # by its import, not by what medha calls
 _HEAD = 5
@@ -40,7 +42,6 @@ class Plan:
     tile: int
     group: int
     num_plans: list[int]
-    num_sms: int
 
     @property
     def layout(self) -> list[int]:
@@ -90,22 +91,17 @@ def plan(
     if splits and num_heads * most * tile * (head_dim + 1) * 4 > float_workspace.nbytes:
         raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
     workspace.memory.num_plans[0] += 1
-    made = Plan(is_graph, splits, most, tile, group, workspace.memory.num_plans, sms)
-    ints = torch.tensor(
-        [*made.layout, chunk * page, len(items), *(i for item in items for i in item)], dtype=torch.int32
-    )
-    size = ints.nbytes
-    device.on_host(pinned[:size], writes=True)
-    with torch._C._DisableTorchDispatch():
-        source, target = pinned[:size], workspace.raw[:size]
-        source.copy_(ints.view(torch.uint8))
-    seen = ints.view(torch.uint8)
+    made = Plan(is_graph, splits, most, tile, group, workspace.memory.num_plans)
+    ints = [*made.layout, chunk * page, len(items), *(i for item in items for i in item)]
+    seen = torch.tensor(ints, dtype=torch.int32).view(torch.uint8)
+    source, target = pinned[: len(seen)], workspace.raw[: len(seen)]
+    source.copy_(seen)  # on the host, which so is seen to overwrite it
 
     def send() -> None:
         unchanged(device, seen, source)
         target.copy_(source)
 
-    device.launch("plan", send, (pinned[:size],), (workspace,))
+    device.launch("plan", send, (source,), (workspace,))
     return made
 
 
@@ -114,7 +110,7 @@ def run(
     qo_indptr: Emulated, kv_indptr: Emulated, indices: Emulated, last_page_len: Emulated, out: Emulated,
     lse: Emulated | None, mask_mode: int, layout: int, window: int, enable_pdl: bool, custom_mask: Any,
     mask_indptr: Any, alibi: Any, prefix_len: Any, token_pos: Any, max_item_len: Any, soft_cap: float,
-    sm_scale: float, *rest: Any,
+    sm_scale: float, *rest: Any, name: str = "fa2",
 ) -> None:  # fmt: skip
     """Attention over pages as the plan says, with the log-sum-exp to base 2."""
     device = now()
@@ -129,7 +125,7 @@ def run(
         device.capturing.before_replay[id(made.num_plans)] = _planned_anew(device, made.num_plans)
     raws = [x.raw for x in (*reads, out)]
     raw_lse = None if lse is None else lse.raw
-    device.launch("attention", lambda: _attend(device, made, mask_mode == 1, sm_scale, *raws, raw_lse), reads, writes)
+    device.launch(name, lambda: _attend(device, made, mask_mode == 1, sm_scale, *raws, raw_lse), reads, writes)
 
 
 def _planned_anew(device: Device, num_plans: list[int]) -> Any:
@@ -199,11 +195,14 @@ def import_flashinfer() -> ModuleType:
 
 
 def install(patch: pytest.MonkeyPatch, **options: Any) -> Device:
-    """An emulated device, see :func:`tests.cuda.device.install`, with FlashInfer's wrappers on it."""
+    """An emulated device, with FlashInfer's wrappers on it."""
     flashinfer = import_flashinfer()
-    device = emulated.install(patch, **options)
-    modules = SimpleNamespace(plan=plan, paged_run=run, workspace_size=None)
+    device = tensors.install(patch, **options)
+
+    def module(backend: str, *args: Any) -> SimpleNamespace:
+        return SimpleNamespace(plan=plan, paged_run=partial(run, name=backend), workspace_size=None)
+
     for part in (flashinfer.prefill, flashinfer.decode):
-        patch.setattr(part, "get_batch_prefill_module", lambda backend, *args: modules)
+        patch.setattr(part, "get_batch_prefill_module", module)
     patch.setattr(flashinfer.prefill, "_eagle_verify_fp8kv_sm90_prepare", lambda *args, **kwargs: None)
     return device

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.cuda.device import CUDA, Device, DeviceError, Emulated
+from tests.cuda.device import CUDA, Device, DeviceError
+from tests.cuda.tensors import Emulated
 
 
 def ones() -> torch.Tensor:

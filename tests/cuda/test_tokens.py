@@ -9,8 +9,9 @@ import pytest
 
 from medha import LLM
 from tests.cuda import kernels
-from tests.cuda.device import MODE, Device
+from tests.cuda.device import Device
 from tests.cuda.serving import POOL, PROMPTS, SWAP, Served, complete, params, serve
+from tests.cuda.tensors import MODE
 from tests.engines import Preemptions
 from tests.parallel.workers import WorkerPool
 
@@ -19,6 +20,12 @@ from tests.parallel.workers import WorkerPool
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_tokens_are_the_cpus(model: Path, expected: Served, device: Device, cuda_graphs: bool, decode_lag: int) -> None:
     assert serve(model, device="cuda", cuda_graphs=cuda_graphs, decode_lag=decode_lag) == expected
+
+
+@pytest.mark.parametrize("device", [{"capability": (9, 0), "num_sms": 1, "seed": 1}], indirect=True)
+def test_chunks_in_fa3(model: Path, expected: Served, device: Device) -> None:
+    assert serve(model, device="cuda") == expected
+    assert device.launches["fa3"] > 0
 
 
 def test_swapped_blocks(model: Path, expected: Served, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
