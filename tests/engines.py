@@ -111,7 +111,7 @@ def run_with_logits(
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """As :func:`run_to_end`, with the logits that chose each token, [num_tokens, V] a prompt."""
     logits: dict[int, list[torch.Tensor]] = {}
-    original = medha.worker.runner.sample
+    original = medha.worker.runner.draw
 
     def recording(logits_SV, slots, indices):  # type: ignore[no-untyped-def]
         for row, slot in zip(logits_SV, slots, strict=True):
@@ -119,6 +119,6 @@ def run_with_logits(
         return original(logits_SV, slots, indices)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(medha.worker.runner, "sample", recording)
+        patch.setattr(medha.worker.runner, "draw", recording)
         tokens = run_to_end(engine, prompts, num_tokens)
     return tokens, [torch.stack(logits[i]) for i in range(len(prompts))]  # request i draws with seed i

@@ -103,6 +103,7 @@ class TokenLine:
         self._ranks = ranks
         self._runner = runner
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._drawn_here: dict[int, int] = {}  # by slot, the newest batch
         self._receives: deque[tuple[int, list[int], Callable[[], torch.Tensor]]] = deque()  # by batch
 
     def post(self, batch: Batch) -> None:
@@ -129,8 +130,14 @@ class TokenLine:
     def wait_for(self, step: StepInput) -> None:
         """Note the tokens that a step's decodes embed, once they are here."""
         for _ in range(max(self._num_needed(step), len(self._receives) - _TOKENS_IN_FLIGHT)):
-            _, slots, received = self._receives.popleft()
-            self._runner.note_tokens(slots, received())
+            batch_id, slots, received = self._receives.popleft()
+            tokens = received()
+            # A slot may have been given to another request meanwhile, of which this rank draws itself.
+            kept = [at for at, slot in enumerate(slots) if self._drawn_here.get(slot, -1) < batch_id]
+            if kept:
+                self._runner.note_tokens([slots[at] for at in kept], tokens[kept])
+        if self._ranks.is_sampler:
+            self._drawn_here.update(dict.fromkeys(step.drawn_slots.tolist(), step.batch.batch_id))
 
     def _num_needed(self, step: StepInput) -> int:
         """How many of the oldest receives are to be waited for before a step."""

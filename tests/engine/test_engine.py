@@ -566,7 +566,7 @@ def test_seeded_sampling_is_the_same_in_any_company(bytes_model: Model, chunk_si
 def poison(patch: pytest.MonkeyPatch, *, seed: int, index: int, value: float) -> dict[int, list[torch.Tensor]]:
     """Make one logit of one request's token bad; returns where all logits are recorded, by the seed of the request."""
     logits: dict[int, list[torch.Tensor]] = {}
-    original = medha.worker.runner.sample
+    original = medha.worker.runner.draw
 
     def poisoned(logits_SV: torch.Tensor, slots: Any, indices: Any) -> Any:
         for row, slot, i in zip(logits_SV, slots, indices, strict=True):
@@ -575,7 +575,7 @@ def poison(patch: pytest.MonkeyPatch, *, seed: int, index: int, value: float) ->
                 row[11] = value
         return original(logits_SV, slots, indices)
 
-    patch.setattr(medha.worker.runner, "sample", poisoned)
+    patch.setattr(medha.worker.runner, "draw", poisoned)
     return logits
 
 

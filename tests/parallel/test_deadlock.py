@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -25,6 +26,7 @@ import medha.engine.distributed
 import medha.parallel.control
 import medha.parallel.kvp
 import medha.worker.runner
+from medha.attention.interface import AttentionRows
 from medha.batch import Batch
 from medha.config import ParallelConfig, RopeConfig, SchedulerConfig
 from medha.engine.distributed import Caller, DrivingRunner, Follower, ReportLine
@@ -201,19 +203,19 @@ class ToyAttention:
     """For each query the sum of all values up to it, each times its position (from 1), which is its key."""
 
     name = "toy"
+    reads_pages = False
 
-    def plan(self, segments: Any, staging: Any = None) -> Any:
-        return segments
+    def plan(self, rows: AttentionRows) -> AttentionRows:
+        return rows
 
     def run(self, q_TNH: torch.Tensor, k_PKH: torch.Tensor, v_PKH: torch.Tensor, plan: Any) -> Any:
         out_TNH = torch.empty_like(q_TNH)
-        for segment in plan:
-            keys, values = (
-                torch.cat([pool[first : first + count] for first, count in segment.ranges])[:, 0, :].double()
-                for pool in (k_PKH, v_PKH)
-            )
-            sums = (keys * values).cumsum(0)[-segment.q_len :] if segment.causal else (keys * values).sum(0)[None]
-            out_TNH[segment.q_start : segment.q_start + segment.q_len] = (sums % MODULUS)[:, None, :].float()
+        tables = np.split(plan.pages, plan.page_indptr[1:-1])
+        for row, (pages, queries) in enumerate(zip(tables, itertools.pairwise(plan.q_indptr.tolist()), strict=True)):
+            at = (pages[:, None] * plan.page_size + np.arange(plan.page_size)).ravel()[: plan.kv_len[row]]
+            products = k_PKH[at][:, 0, :].double() * v_PKH[at][:, 0, :].double()
+            sums = products.cumsum(0)[-plan.q_len[row] :] if plan.causal[row] else products.sum(0)[None]
+            out_TNH[slice(*queries)] = (sums % MODULUS)[:, None, :].float()
         return out_TNH, torch.zeros(out_TNH.shape[:2])
 
 
