@@ -89,6 +89,7 @@ class Slots:
     def clear(self) -> None:
         """Forget every slot."""
         self.held = np.zeros(_FIRST_SLOTS, np.int64)
+        self._first = np.zeros(_FIRST_SLOTS, np.int64)  # position of the first of them, by slot
         self._blocks: dict[int, npt.NDArray[np.int32]] = {}  # with spare room behind
         self._num_blocks: dict[int, int] = {}
 
@@ -139,10 +140,12 @@ class Slots:
         columns = np.fromiter(chain.from_iterable(rows), np.int64, len(Row._fields) * len(rows))
         slot, position, q_len, is_decode, samples, group, num_groups = columns.reshape(len(rows), -1).T
         if (most := int(slot.max())) >= len(self.held):
-            self.held = np.pad(self.held, (0, max(most + 1, 2 * len(self.held)) - len(self.held)))
-        for extent in step.batch.swaps_in:
-            self.held[extent.slot] = position[slot == extent.slot][0]
-        before, is_writer = self.held[slot], group + num_groups - 1 == self.group
+            more = max(most + 1, 2 * len(self.held)) - len(self.held)
+            self.held, self._first = np.pad(self.held, (0, more)), np.pad(self._first, (0, more))
+        is_writer = group + num_groups - 1 == self.group
+        begins = is_writer & (self.held[slot] == 0)  # also behind what is swapped in, which lies on one group
+        self._first[slot[begins]] = (position * (num_groups > 1))[begins]
+        before = np.where(is_writer, position - self._first[slot], self.held[slot])
         kv_len = before + q_len * is_writer
         self.held[slot] = kv_len
         tables = [self.blocks(one) for one in slot.tolist()]

@@ -5,18 +5,16 @@ the same dtype, plus two units in the last place, at least 5e-6, since the weigh
 a float32 log-sum-exp. Log-sum-exps are natural logarithms, -inf for an empty range, and float32 whatever the dtype of
 the inputs, so their tolerance does not grow with it: ``LSE_ATOL``, and a millionth of the largest.
 
-Legend: T query tokens of the batch, L query tokens of a segment, S keys, N query heads, K KV heads, H head dimension, P
+Legend: T query tokens of the batch, L query tokens of a row, S keys, N query heads, K KV heads, H head dimension, P
 tokens in the pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
-from medha.attention.interface import Segment
+from medha.attention.interface import AttentionRows
 
 # The CPU kernel exponentiates 16-bit inputs less finely: 6e-5 measured.
 LSE_ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-4, torch.float16: 2e-4}
@@ -39,55 +37,43 @@ def masked_attention(
     return torch.einsum("nls,snh->lnh", weights_NLS, v_SNH), lse_NL.transpose(0, 1)
 
 
-def visible(segment: Segment, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pool tokens of a segment in position order, int64 [S], and which of them each query sees, bool [L, S]."""
-    runs = [torch.arange(first, first + count, device=device) for first, count in segment.ranges]
-    index_S = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
-    mask_LS = torch.ones(segment.q_len, len(index_S), dtype=torch.bool, device=device)
-    return index_S, mask_LS.tril(len(index_S) - segment.q_len) if segment.causal else mask_LS
+def visible(rows: AttentionRows, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pool tokens of a row in position order, int64 [S], and which of them each query sees, bool [L, S]."""
+    q_len, kv_len = int(rows.q_len[row]), int(rows.kv_len[row])
+    pages = torch.from_numpy(rows.pages[rows.page_indptr[row] : rows.page_indptr[row + 1]]).long()
+    index_S = (pages[:, None] * rows.page_size + torch.arange(rows.page_size)).flatten()[:kv_len]
+    mask_LS = torch.ones(q_len, kv_len, dtype=torch.bool)
+    return index_S, mask_LS.tril(kv_len - q_len) if rows.causal[row] else mask_LS
 
 
-def assert_attention_close(
-    out_LNH: torch.Tensor,
-    lse_LN: torch.Tensor,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mask_LS: torch.Tensor,
+def assert_rows_close(
+    result: tuple[torch.Tensor, torch.Tensor], qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rows: AttentionRows
 ) -> None:
-    """Hold an attention output over the keys of ``qkv`` to the rule at the top of this file."""
-    q_LNH, k_SKH, v_SKH = qkv
-    assert out_LNH.dtype == q_LNH.dtype
-    assert out_LNH.shape == q_LNH.shape
-    assert lse_LN.dtype == torch.float32
-    assert lse_LN.shape == q_LNH.shape[:2]
-    want_LNH, want_LN = masked_attention(q_LNH, k_SKH, v_SKH, mask_LS)
-    if len(k_SKH) == 0:
-        assert torch.equal(out_LNH, torch.zeros_like(q_LNH))
-        assert torch.equal(lse_LN, torch.full_like(lse_LN, -torch.inf))
+    """Hold (out_TNH, lse_TN) of a ragged batch over a pool to the rule at the top of this file, row by row."""
+    (out_TNH, lse_TN), (q_TNH, k_PKH, v_PKH) = result, qkv
+    assert out_TNH.dtype == q_TNH.dtype and out_TNH.shape == q_TNH.shape
+    assert lse_TN.dtype == torch.float32 and lse_TN.shape == q_TNH.shape[:2]
+    for row in range(len(rows)):
+        at = slice(*rows.q_indptr[row : row + 2].tolist())
+        index_S, mask_LS = (x.to(q_TNH.device) for x in visible(rows, row))
+        _assert_close((out_TNH[at], lse_TN[at]), (q_TNH[at], k_PKH[index_S], v_PKH[index_S]), mask_LS)
+
+
+def _assert_close(
+    result: tuple[torch.Tensor, torch.Tensor], qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mask: torch.Tensor
+) -> None:
+    if mask.shape[1] == 0:
+        assert not result[0].any() and bool((result[1] == -torch.inf).all())
         return
-    sdpa = F.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None].contiguous() for x in qkv), attn_mask=mask_LS, enable_gqa=True
-    )
-    allowed = 2 * _error(sdpa[0].transpose(0, 1), want_LNH)
-    allowed += max(5e-6, 2 * torch.finfo(q_LNH.dtype).eps * float(want_LNH.abs().max()))
-    error = _error(out_LNH, want_LNH)
+    want_LNH, want_LN = masked_attention(*qkv, mask)
+    heads_first = [x.transpose(0, 1)[None].contiguous() for x in qkv]
+    sdpa = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    dtype = qkv[0].dtype
+    least = max(5e-6, 2 * torch.finfo(dtype).eps * float(want_LNH.abs().max()))
+    error, allowed = _error(result[0], want_LNH), 2 * _error(sdpa, want_LNH) + least
     assert error <= allowed, f"output is off by {error:.3g}, {allowed:.3g} is allowed"
-    allowed = LSE_ATOL[q_LNH.dtype] + 1e-6 * float(want_LN.abs().max())
-    error = _error(lse_LN, want_LN)
+    error, allowed = _error(result[1], want_LN), LSE_ATOL[dtype] + 1e-6 * float(want_LN.abs().max())
     assert error <= allowed, f"log-sum-exp is off by {error:.3g}, {allowed:.3g} is allowed"
-
-
-def assert_segments_close(
-    result: tuple[torch.Tensor, torch.Tensor],
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    segments: Sequence[Segment],
-) -> None:
-    """Hold (out_TNH, lse_TN) of a ragged batch over a pool to the rule, segment by segment."""
-    q_TNH, k_PKH, v_PKH = qkv
-    for segment in segments:
-        rows = slice(segment.q_start, segment.q_start + segment.q_len)
-        index_S, mask_LS = visible(segment, q_TNH.device)
-        local = (q_TNH[rows], k_PKH[index_S], v_PKH[index_S])
-        assert_attention_close(result[0][rows], result[1][rows], local, mask_LS)
 
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -1,4 +1,7 @@
-"""FlashInferBackend on a substitute for the package, held to dense attention; on a GPU, the package itself."""
+"""FlashInferBackend on a substitute for the package: launches, plans, the choice of it; on a GPU, the package itself.
+
+That its results are attention is shown with the other backend's.
+"""
 
 from __future__ import annotations
 
@@ -6,202 +9,82 @@ import gc
 import inspect
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from medha.attention.flashinfer_backend import (
-    FlashInferBackend,
-    FlashInferPlan,
-    PageTable,
-    workspace_bytes,
-)
-from medha.attention.interface import LayerShape, Segment
-from medha.attention.staging import Staging
+from medha.attention.flashinfer_backend import FlashInferPlan, workspace_bytes
+from medha.attention.interface import AttentionRows, LayerShape
+from medha.attention.staging import to_device
 from medha.attention.torch_backend import TorchBackend
 from medha.errors import ConfigError
 from medha.worker import shard
 from medha.worker.shard import choose_backend
 from tests.attention import fake_flashinfer
-from tests.attention.reference import assert_segments_close
-from tests.attention.test_torch_backend import Model, Shape, build, models, shapes
+from tests.attention.reference import assert_rows_close
+from tests.attention.test_torch_backend import Model, Shape, Tensors, build, make_flashinfer, run
 from tests.cuda.kernels import import_flashinfer
 
 CPU = torch.device("cpu")
+MODEL = Model(4, 2, 64)
 
 
-def make_backend(*, block_size: int = 256, num_sms: int = 4, has_fa3: bool = False) -> FlashInferBackend:
-    return FlashInferBackend(fake_flashinfer.make_api(), block_size=block_size, num_sms=num_sms, has_fa3=has_fa3)
-
-
-def run(backend: FlashInferBackend, qkv: Any, segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
-    return backend.run(*qkv, backend.plan(segments))
-
-
-def in_blocks(lengths: list[int], block_size: int, *, q_lens: list[int] | None = None) -> list[Segment]:
-    """Causal segments whose keys lie in blocks, the first half of each at the end of the pool."""
-    segments, q_start, low, high = [], 0, 0, 4096
-    for length, q_len in zip(lengths, q_lens or [1] * len(lengths), strict=True):
-        head = length // 2 // block_size * block_size
-        high -= head
-        ranges = ((high, head), (low, length - head))
-        low += -(-(length - head) // block_size) * block_size
-        segments.append(Segment(q_start, q_len, ranges, causal=True))
-        q_start += q_len
-    return segments
-
-
-def pools(model: Model, segments: list[Segment], *, num_tokens: int = 4096) -> Any:
-    """Queries and pools that hold NaN wherever no segment points."""
-    generator = torch.Generator().manual_seed(1)
-    total = max(s.q_start + s.q_len for s in segments)
-    q = torch.randn(total, model.num_heads, model.head_dim, generator=generator).to(model.dtype)
-    kv = []
-    for _ in range(2):
-        pool = torch.full((num_tokens, model.num_kv_heads, model.head_dim), torch.nan, dtype=model.dtype)
-        for first, count in (r for s in segments for r in s.ranges):
-            pool[first : first + count] = torch.randn(count, *pool.shape[1:], generator=generator).to(model.dtype)
-        kv.append(pool)
-    return q, *kv
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Page tables
-
-
-def test_page_table_of_extents() -> None:
-    segments = [Segment(0, 1, ((512, 512), (0, 100)), True), Segment(1, 9, ((1024, 256),), True)]
-    table = PageTable.of(segments, 256)
-    assert table.indices.tolist() == [2, 3, 0, 4]
-    assert table.indptr.tolist() == [0, 3, 4]
-    assert table.last_page_len.tolist() == [100, 256]
-    assert {a.dtype for a in (table.indices, table.indptr, table.last_page_len)} == {np.dtype(np.int32)}
-
-
-@settings(max_examples=60, derandomize=True, deadline=None)
-@given(model=models, batch=st.lists(shapes(), min_size=1, max_size=3), seed=st.integers(0, 2**31))
-def test_pages_name_exactly_the_tokens_of_the_ranges(model: Model, batch: list[Shape], seed: int) -> None:
-    _, segments = build(model, batch, seed=seed)
-    plan = FlashInferPlan(segments, 256)
-    table = plan.table
-    for i, segment in enumerate(plan.segments):
-        pages = table.indices[table.indptr[i] : table.indptr[i + 1]]
-        tokens = (pages[:, None] * table.page_size + np.arange(table.page_size)).reshape(-1)[: segment.kv_len]
-        assert tokens.tolist() == [t for first, count in segment.ranges for t in range(first, first + count)]
-        assert (len(pages) - 1) * table.page_size + table.last_page_len[i] == segment.kv_len
-
-
-def test_pages_are_blocks_where_ranges_are_and_shorter_where_not() -> None:
-    aligned = in_blocks([700, 1024, 3], 256)
-    assert FlashInferPlan(aligned, 256).table.page_size == 256
-    assert FlashInferPlan(aligned, 64).table.page_size == 64
-    assert FlashInferPlan([Segment(0, 1, ((96, 32), (960, 5)), True)], 256).table.page_size == 32
-    assert FlashInferPlan([Segment(0, 1, ((77, 1),), True)], 256).table.page_size == 1
-
-
-def test_a_pool_that_is_no_whole_number_of_pages() -> None:
-    model, segments = Model(head_dim=64), [Segment(0, 2, ((256, 512), (768, 100)), True)]
-    qkv = pools(model, segments, num_tokens=868)
-    assert_segments_close(run(make_backend(), qkv, segments), qkv, segments)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Results
-
-
-@settings(max_examples=120, derandomize=True, deadline=None)
-@given(
-    model=models,
-    batch=st.lists(shapes(), min_size=1, max_size=4),
-    seed=st.integers(0, 2**31),
-    has_fa3=st.booleans(),
-)
-def test_any_batch_matches_dense_attention(model: Model, batch: list[Shape], seed: int, has_fa3: bool) -> None:
-    qkv, segments = build(model, batch, seed=seed)
-    assert_segments_close(run(make_backend(has_fa3=has_fa3), qkv, segments), qkv, segments)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("block_size", [1, 16, 256])
-def test_decodes_and_chunks_in_blocks(block_size: int, dtype: torch.dtype) -> None:
-    model = Model(8, 2, 64, dtype)
-    segments = in_blocks([1, 255, 700, 300, 600], block_size, q_lens=[1, 1, 1, 40, 130])
-    qkv = pools(model, segments)
-    assert_segments_close(run(make_backend(block_size=block_size), qkv, segments), qkv, segments)
-
-
-def test_log_sum_exp_is_natural_and_empty_is_minus_infinity() -> None:
-    segments = [Segment(0, 1, ((0, 128),), True), Segment(1, 3, (), False)]
-    q, k, v = pools(Model(head_dim=64), segments)
-    out, lse = run(make_backend(), (0 * q, k, v), segments)
-    torch.testing.assert_close(lse[0], torch.full((4,), 128.0).log())
-    assert bool((lse[1:] == -torch.inf).all()) and bool((out[1:] == 0).all())
-
-
-def test_rows_that_no_segment_covers_lie_between_the_others() -> None:
-    """As with KV parallelism, where shared rows stand among the others."""
-    segments = in_blocks([40, 80, 500, 90, 300, 77], 16, q_lens=[1, 1, 1, 20, 7, 33])
-    qkv = pools(Model(4, 2, 64), segments)
-    covered = [segments[i] for i in (0, 2, 3, 5)]
-    backend = make_backend(block_size=16)
-    assert_segments_close(run(backend, qkv, covered), qkv, covered)
-    assert len(backend.api.made) == 2  # the decodes and the chunks
-
-
-@pytest.mark.parametrize(("q_len", "kv_len"), [(2, 1), (70, 69), (5, 0), (1, 0)])
-def test_a_causal_segment_needs_as_many_keys_as_queries(q_len: int, kv_len: int) -> None:
-    with pytest.raises(ValueError, match=rf"causal segment of {q_len} quer.*got {kv_len}"):
-        make_backend().plan([Segment(0, q_len, ((3, kv_len),), causal=True)])
-
-
-def test_an_empty_batch_has_no_rows() -> None:
-    q = torch.empty(0, 4, 64)
-    out, lse = make_backend().run(q, torch.empty(512, 2, 64), torch.empty(512, 2, 64), make_backend().plan([]))
-    assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
+def in_blocks(
+    lengths: list[int], block_size: int, *, q_lens: list[int] | None = None, model: Model = MODEL
+) -> tuple[Tensors, AttentionRows]:
+    """Causal rows of so many keys, each in two runs of blocks."""
+    shapes = [
+        Shape(q_len, (length // 2 // block_size * block_size, length - length // 2 // block_size * block_size), True)
+        for length, q_len in zip(lengths, q_lens or [1] * len(lengths), strict=True)
+    ]
+    return build(model, shapes, page_size=block_size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plans and wrappers
 
 
+def test_log_sum_exp_is_natural() -> None:
+    (q, k, v), rows = in_blocks([128], 16)
+    _, lse = run((0 * q, k, v), rows, make_flashinfer())
+    torch.testing.assert_close(lse[0], torch.full((4,), 128.0).log())
+
+
 def test_one_plan_serves_all_layers() -> None:
-    segments = in_blocks([700, 300], 256, q_lens=[1, 40])
-    qkv = pools(Model(4, 2, 64), segments)
-    backend = make_backend()
-    plan = backend.plan(segments)
+    qkv, rows = in_blocks([700, 300], 256, q_lens=[1, 40])
+    backend = make_flashinfer()
+    plan = backend.plan(rows)
     for _ in range(5):
         backend.run(*qkv, plan)
     assert [(w.num_plans, w.num_runs) for w in backend.api.made] == [(1, 5), (1, 5)]
 
 
 def test_plans_of_one_step_do_not_disturb_each_other_and_the_next_step_takes_their_wrappers() -> None:
-    segments = in_blocks([700, 300, 90, 512], 256)
-    qkv = pools(Model(4, 2, 64), segments)
-    backend = make_backend()
+    """As with KV parallelism: a plan for the rows of one group, and one for those of several."""
+    parts = [in_blocks(lengths, 256) for lengths in ([700, 300], [90, 512])]
+    backend = make_flashinfer()
     for _ in range(3):
-        both = [backend.plan(segments[:2]), backend.plan(segments[2:])]
+        plans = [backend.plan(rows) for _, rows in parts]
         for _ in range(2):  # layers, in which the plans run in turn
-            for plan, part in zip(both, (segments[:2], segments[2:]), strict=True):
-                assert_segments_close(backend.run(*qkv, plan), qkv, part)
-        del both, plan
+            for plan, (qkv, rows) in zip(plans, parts, strict=True):
+                assert_rows_close(backend.run(*qkv, plan), qkv, rows)
+        del plans, plan
         gc.collect()
     assert [w.num_plans for w in backend.api.made] == [3, 3]
 
 
-def test_a_page_table_that_is_staged_travels_with_the_rest() -> None:
-    segments = in_blocks([700, 300], 256)
-    qkv = pools(Model(4, 2, 64), segments)
-    backend, staging = make_backend(), Staging(CPU)
-    plan = backend.plan(segments)
-    other = staging.add(np.arange(5, dtype=np.int64))
-    plan.stage(staging)
-    staging.send()
-    assert_segments_close(backend.run(*qkv, plan), qkv, segments)
-    indices = backend.api.made[0].indices
-    assert indices.untyped_storage().data_ptr() == other.tensor.untyped_storage().data_ptr()
-    assert other.tensor.tolist() == [0, 1, 2, 3, 4]
+def test_pages_that_were_sent_with_the_rest_of_the_step_are_read_where_they_lie() -> None:
+    qkv, rows = in_blocks([700, 300], 256)
+    _, rows.device_pages = to_device([rows.kv_len, rows.pages], CPU, into=torch.empty(99, dtype=torch.uint8))
+    backend = make_flashinfer()
+    assert_rows_close(run(qkv, rows, backend), qkv, rows)
+    assert backend.api.made[0].indices.data_ptr() == rows.device_pages.data_ptr()
+
+
+def test_a_page_table_of_more_than_32_bits_is_refused() -> None:
+    _, rows = in_blocks([700], 256)
+    rows.page_indptr = rows.page_indptr << 32
+    with pytest.raises(OverflowError, match=f"page table of {3 << 32} pages needs 64 bits"):
+        FlashInferPlan(rows)
 
 
 @pytest.mark.parametrize(
@@ -211,14 +94,13 @@ def test_a_page_table_that_is_staged_travels_with_the_rest() -> None:
         ([256], True, ["fa3"]),  # 4 heads x 2 tiles fill 4 multiprocessors twice
         ([128], True, ["fa2"]),
         ([1, 1, 128, 129], True, ["decode", "fa2", "fa3"]),
-        ([1, 300, 290, 60, 1], True, ["decode", "fa3", "fa2"]),  # a chunk of one token is no launch of its own
+        ([1, 300, 290, 60], True, ["decode", "fa3", "fa2"]),
     ],
 )
 def test_chunks_that_fill_the_gpu_twice_run_in_fa3(q_lens: list[int], has_fa3: bool, kernels: list[str]) -> None:
-    segments = in_blocks([q_len + 300 for q_len in q_lens], 64, q_lens=q_lens)
-    qkv = pools(Model(4, 2, 64), segments)
-    backend = make_backend(num_sms=4, has_fa3=has_fa3, block_size=64)
-    assert_segments_close(run(backend, qkv, segments), qkv, segments)
+    qkv, rows = in_blocks([q_len + 300 for q_len in q_lens], 64, q_lens=q_lens)
+    backend = make_flashinfer(num_sms=4, has_fa3=has_fa3)
+    assert_rows_close(run(qkv, rows, backend), qkv, rows)
     kinds = [
         "decode" if isinstance(w, fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper) else w.backend
         for w in backend.api.made
@@ -237,32 +119,24 @@ def test_workspace_covers_what_flashinfer_cuts_out_of_it() -> None:
 
 
 def test_a_larger_layer_gets_a_larger_workspace_and_new_wrappers() -> None:
-    backend = make_backend(num_sms=132)
+    backend = make_flashinfer(num_sms=132)
     for model in (Model(4, 2, 64), Model(8, 1, 128), Model(4, 2, 64)):
-        segments = in_blocks([700], 256)
-        qkv = pools(model, segments)
-        assert_segments_close(run(backend, qkv, segments), qkv, segments)
+        qkv, rows = in_blocks([700], 256, model=model)
+        assert_rows_close(run(qkv, rows, backend), qkv, rows)
     assert len(backend.api.made) == 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Decodes of a CUDA graph
-
-
 def test_fixed_decodes_are_planned_in_place() -> None:
-    shape = LayerShape(4, 2, 64, torch.float32)
-    backend = make_backend(block_size=64)
-    indices = torch.full((4096 // 64 + 3,), -1, dtype=torch.int32)
-    fixed = backend.fixed_decodes(shape, 3, indices, most_decodes=8)
+    backend = make_flashinfer(block_size=64)
+    indices = torch.full((100,), -1, dtype=torch.int32)
+    fixed = backend.fixed_decodes(LayerShape(4, 2, 64, torch.float32), 3, indices, most_decodes=8)
     for lengths in ([1, 1, 1], [700, 64, 65], [300, 1, 1000]):
-        segments = in_blocks(lengths, 64)
-        qkv = pools(Model(4, 2, 64), segments)
-        pages = torch.from_numpy(fixed.pages(segments))
-        indices[: len(pages)] = pages
-        fixed.plan()
-        out = fixed.run(*qkv)
-        want, _ = run(backend, qkv, segments)
-        assert torch.equal(out, want)
+        qkv, rows = in_blocks(lengths, 64, model=Model(4, 2, 64, head_major=False))
+        indices[: len(rows.pages)] = torch.from_numpy(rows.pages)
+        fixed.plan(rows)
+        assert torch.equal(fixed.run(*qkv), run(qkv, rows, backend)[0])
+    with pytest.raises(AssertionError, match="1 decodes in a graph of 3"):
+        fixed.plan(in_blocks([5], 64)[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -275,31 +149,38 @@ CUDA = torch.device("cuda", 0)
 def choose_on(monkeypatch: pytest.MonkeyPatch, name: str, shape: LayerShape, *, installed: bool = True) -> Any:
     """The choice as a CUDA machine would make it."""
     monkeypatch.setattr(shard.importlib.util, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(shard, "_flashinfer", lambda device, block_size: make_backend(block_size=block_size))
+    monkeypatch.setattr(shard, "_flashinfer", lambda device, block_size: make_flashinfer(block_size=block_size))
     return choose_backend(name, shape, CUDA, block_size=128)
 
 
-def test_auto_is_flashinfer_on_cuda_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, why = choose_on(monkeypatch, "auto", SHAPE)
-    assert (backend.name, backend.block_size, why) == ("flashinfer", 128, "CUDA, and it is installed")
-    backend, why = choose_on(monkeypatch, "torch", SHAPE)
-    assert (backend.name, why) == ("torch", "as asked for")
-    backend, why = choose_on(monkeypatch, "auto", SHAPE, installed=False)
-    assert (backend.name, why) == (
-        "torch",
-        "flashinfer needs the package flashinfer-python (pip install 'medha[cuda]')",
-    )
+HEADS_OF_80, FLOAT32 = LayerShape(8, 2, 80, torch.bfloat16), LayerShape(8, 2, 64, torch.float32)
+NO_HEADS_OF_80 = "flashinfer has no kernel for heads of 80 (it has 64, 128, 256)"
+NO_FLOAT32 = "flashinfer has no kernel for float32 (it has float16, bfloat16)"
+NOT_INSTALLED = "flashinfer needs the package flashinfer-python (pip install 'medha[cuda]')"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "installed", "want"),
+    [
+        ("auto", SHAPE, True, ("flashinfer", "CUDA, and it is installed")),
+        ("auto", SHAPE, False, ("torch", NOT_INSTALLED)),
+        ("torch", SHAPE, True, ("torch", "as asked for")),
+        ("auto", HEADS_OF_80, True, ("torch", NO_HEADS_OF_80)),
+        ("flashinfer", HEADS_OF_80, True, ("torch", NO_HEADS_OF_80)),
+        ("flashinfer", FLOAT32, True, ("torch", NO_FLOAT32)),
+    ],
+)
+def test_the_choice_on_cuda(
+    name: str, shape: LayerShape, installed: bool, want: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, why = choose_on(monkeypatch, name, shape, installed=installed)
+    assert (backend.name, why) == want
+    assert backend.name == "torch" or backend.block_size == 128
+
+
+def test_auto_is_torch_without_cuda() -> None:
     backend, why = choose_backend("auto", SHAPE, CPU, block_size=256)
     assert (backend.name, why) == ("torch", "flashinfer needs a CUDA device, not cpu")
-
-
-@pytest.mark.parametrize("name", ["auto", "flashinfer"])
-def test_what_flashinfer_lacks_falls_back_and_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, why = choose_on(monkeypatch, name, LayerShape(8, 2, 80, torch.bfloat16))
-    assert backend.name == "torch"
-    assert why == "flashinfer has no kernel for heads of 80 (it has 64, 128, 256)"
-    backend, why = choose_on(monkeypatch, name, LayerShape(8, 2, 64, torch.float32))
-    assert (backend.name, why) == ("torch", "flashinfer has no kernel for float32 (it has float16, bfloat16)")
 
 
 def test_flashinfer_asked_for_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,9 +226,8 @@ def test_flashinfer_on_a_gpu(num_heads: int, num_kv_heads: int, head_dim: int, d
         Shape(9, (256, 80), False),
     ]
     for seed in range(3):
-        qkv, segments = build(model, batch, seed=seed, device=device)
-        plan = backend.plan(segments)
+        qkv, rows = build(model, batch, page_size=256, seed=seed, device=device)
+        plan = backend.plan(rows)
         for _ in range(2):
-            assert_segments_close(backend.run(*qkv, plan), qkv, segments)
-        want = TorchBackend()
-        assert_segments_close(want.run(*qkv, want.plan(segments)), qkv, segments)
+            assert_rows_close(backend.run(*qkv, plan), qkv, rows)
+        assert_rows_close(run(qkv, rows, TorchBackend()), qkv, rows)

@@ -1,6 +1,6 @@
-"""TorchBackend against dense float64 attention, over every shape that a batch can take.
+"""The backends against dense float64 attention, over every shape that a batch can take; TorchBackend's own paths.
 
-Every pool holds NaN wherever no segment points, so a read outside the ranges shows.
+Every pool holds NaN wherever no row points, so a read outside of its pages shows.
 """
 
 from __future__ import annotations
@@ -15,28 +15,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.attention import torch_backend
-from medha.attention.interface import Segment
+from medha.attention.flashinfer_backend import FlashInferBackend
+from medha.attention.interface import AttentionBackend, AttentionRows
 from medha.attention.torch_backend import TorchBackend
-from tests.attention.reference import assert_attention_close, assert_segments_close, visible
+from tests.attention import fake_flashinfer
+from tests.attention.reference import assert_rows_close, visible
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(4, 4), (4, 2), (8, 1), (6, 2)]
 HEAD_DIMS = [16, 64, 80, 128]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Query length, lengths of the extents in position order, causal or full."""
+    """Query length, lengths of the runs of keys in position order, causal or full."""
 
     q_len: int
-    extents: tuple[int, ...]
+    runs: tuple[int, ...]
     causal: bool
 
 
 @dataclass(frozen=True)
 class Model:
-    """What all segments of a batch share."""
+    """What all rows of a batch share."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -49,12 +52,12 @@ class Model:
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     q_len = draw(st.integers(1, 70))
-    extents = draw(st.lists(st.integers(0, 150), max_size=5))
+    runs = draw(st.lists(st.integers(0, 150), max_size=5))
     causal = draw(st.booleans())
-    missing = q_len - sum(extents)
+    missing = q_len - sum(runs)
     if causal and missing > 0:
-        extents.insert(draw(st.integers(0, len(extents))), missing)
-    return Shape(q_len, tuple(extents), causal)
+        runs.insert(draw(st.integers(0, len(runs))), missing)
+    return Shape(q_len, tuple(runs), causal)
 
 
 models = st.builds(
@@ -65,167 +68,171 @@ models = st.builds(
     st.booleans(),
     st.sampled_from([1.0, 4.0]),
 )
+batches = st.lists(shapes(), min_size=1, max_size=4)
+seeds = st.integers(0, 2**31)
 
 
 def build(
-    model: Model, batch: list[Shape], *, seed: int = 0, device: torch.device = CPU
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], list[Segment]]:
-    """Random queries and a pool in which the extents of all segments lie in random order, with gaps."""
-    order = [(i, j) for i, shape in enumerate(batch) for j in range(len(shape.extents))]
+    model: Model, batch: list[Shape], *, page_size: int = 1, seed: int = 0, device: torch.device = CPU
+) -> tuple[Tensors, AttentionRows]:
+    """Random queries and a pool in which the runs of all rows lie in random order, with gaps; all but a row's last
+    are made whole pages."""
+    whole = [[-(-count // page_size) * page_size for count in shape.runs] for shape in batch]
+    order = [(i, j) for i, runs in enumerate(whole) for j in range(len(runs))]
     rng = random.Random(seed)
     rng.shuffle(order)
     first: dict[tuple[int, int], int] = {}
-    end = rng.randrange(3)
+    end = rng.randrange(3) * page_size
     for i, j in order:
         first[i, j] = end
-        end += batch[i].extents[j] + rng.choice((0, 0, 1, 7))
+        end += whole[i][j] + rng.choice((0, 0, 1, 7)) * page_size
+    rows = []
+    for i, shape in enumerate(batch):
+        counts = [*whole[i][:-1], *shape.runs[-1:]]
+        rows.append((shape.q_len, [(first[i, j], count) for j, count in enumerate(counts)], shape.causal))
 
     generator = torch.Generator().manual_seed(seed)
+    K, H = model.num_kv_heads, model.head_dim
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, model.dtype)
 
     def pool() -> torch.Tensor:
-        K, H = model.num_kv_heads, model.head_dim
         empty = torch.full((K, end, H) if model.head_major else (end, K, H), torch.nan, dtype=model.dtype)
         pool_PKH = empty.to(device).transpose(0, 1) if model.head_major else empty.to(device)
-        for (i, j), start in first.items():
-            count = batch[i].extents[j]
+        for start, count in (run for _, runs, _ in rows for run in runs):
             pool_PKH[start : start + count] = normal(count, K, H)
         return pool_PKH
 
-    segments, q_start = [], 0
-    for i, shape in enumerate(batch):
-        ranges = tuple((first[i, j], count) for j, count in enumerate(shape.extents))
-        segments.append(Segment(q_start, shape.q_len, ranges, shape.causal))
-        q_start += shape.q_len
-    q_TNH = model.sharpness * normal(q_start, model.num_heads, model.head_dim)
-    return (q_TNH, pool(), pool()), segments
+    q_TNH = model.sharpness * normal(sum(shape.q_len for shape in batch), model.num_heads, H)
+    return (q_TNH, pool(), pool()), AttentionRows.over(rows, page_size)
+
+
+def make_flashinfer(*, block_size: int = 256, num_sms: int = 4, has_fa3: bool = False) -> FlashInferBackend:
+    return FlashInferBackend(fake_flashinfer.make_api(), block_size=block_size, num_sms=num_sms, has_fa3=has_fa3)
 
 
 def run(
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], segments: list[Segment]
+    qkv: Tensors, rows: AttentionRows, backend: AttentionBackend | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    backend = TorchBackend()
-    return backend.run(*qkv, backend.plan(segments))
+    backend = backend or TorchBackend()
+    return backend.run(*qkv, backend.plan(rows))
 
 
-@settings(max_examples=250, derandomize=True, deadline=None)
-@given(model=models, batch=st.lists(shapes(), min_size=1, max_size=3), seed=st.integers(0, 2**31))
-def test_any_batch_matches_dense_attention(model: Model, batch: list[Shape], seed: int) -> None:
-    qkv, segments = build(model, batch, seed=seed)
-    assert_segments_close(run(qkv, segments), qkv, segments)
+# ---------------------------------------------------------------------------------------------------------------------
+# All backends
+
+BACKENDS = {"torch": TorchBackend, "fa2": make_flashinfer, "fa3": lambda: make_flashinfer(has_fa3=True)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_major", [True, False])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
-def test_decode_and_chunk_in_every_shape(
-    num_heads: int, num_kv_heads: int, head_dim: int, head_major: bool, dtype: torch.dtype
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=120, derandomize=True, deadline=None)
+@given(model=models, batch=batches, page_size=st.sampled_from([1, 16, 64]), seed=seeds)
+def test_any_batch_matches_dense_attention(
+    name: str, model: Model, batch: list[Shape], page_size: int, seed: int
 ) -> None:
-    model = Model(num_heads, num_kv_heads, head_dim, dtype, head_major)
-    # A decode, a chunk whose own keys lie across an extent border, and a first chunk.
-    batch = [Shape(1, (64, 33), True), Shape(40, (50, 20, 9, 30), True), Shape(17, (17,), True)]
-    qkv, segments = build(model, batch)
-    assert_segments_close(run(qkv, segments), qkv, segments)
+    qkv, rows = build(model, batch, page_size=page_size, seed=seed)
+    before = [x.clone() for x in qkv]
+    assert_rows_close(run(qkv, rows, BACKENDS[name]()), qkv, rows)
+    for x, y in zip(qkv, before, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_batch_of_nothing_has_no_rows(name: str) -> None:
+    qkv, rows = build(Model(), [])
+    out, lse = run(qkv, rows, BACKENDS[name]())
+    assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_ranges_give_zero_and_minus_infinity(name: str, dtype: torch.dtype) -> None:
+    # The CPU kernel ends the process on an empty range, so this test passing is itself the point.
+    batch = [Shape(3, (), False), Shape(1, (0,), False), Shape(5, (0, 0), False), Shape(2, (0, 9, 0), False)]
+    qkv, rows = build(Model(dtype=dtype), batch)
+    out, lse = run(qkv, rows, BACKENDS[name]())
+    assert not out[:9].any() and bool((lse[:9] == -torch.inf).all())
+    assert_rows_close((out, lse), qkv, rows)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_queries_may_have_any_strides(name: str) -> None:
+    qkv, rows = build(Model(6, 2, 16), [Shape(9, (30,), True), Shape(1, (12,), True)])
+    wide = torch.randn(10, 6, 48)
+    wide[..., 16:32] = qkv[0]
+    for q in (wide[..., 16:32], qkv[0].transpose(0, 1).contiguous().transpose(0, 1)):
+        assert_rows_close(run((q, *qkv[1:]), rows, BACKENDS[name]()), (q, *qkv[1:]), rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+def test_rows_of_runs() -> None:
+    """What the kernels are planned by: pages adjacent in position order, and what fills a graph's batch up."""
+    rows = AttentionRows.over([(1, [(512, 512), (0, 100)], True), (9, [(1024, 256)], False), (2, [], False)], 256)
+    whole = rows.filled_up(5, 77)
+    for one, q_indptr, kv_len, causal, pages, page_indptr in (
+        (rows, [0, 1, 10, 12], [612, 256, 0], [True, False, False], [2, 3, 0, 4], [0, 3, 4, 4]),
+        (whole, [0, 1, 10, 12, 13, 14], [612, 256, 0, 1, 1], [True, False, False, True, True],
+         [2, 3, 0, 4, 77, 77], [0, 3, 4, 4, 5, 6]),
+    ):  # fmt: skip
+        assert (one.q_indptr.tolist(), one.kv_len.tolist(), one.causal.tolist()) == (q_indptr, kv_len, causal)
+        assert (one.pages.tolist(), one.page_indptr.tolist()) == (pages, page_indptr)
+        assert one.pages.dtype == "int32" and len(one) == len(kv_len) and one.num_tokens == q_indptr[-1]
+    assert rows.q_len.tolist() == [1, 9, 2]
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(2, 1), (70, 69), (5, 0), (1, 0)])
+def test_a_causal_row_needs_as_many_keys_as_queries(q_len: int, kv_len: int) -> None:
+    with pytest.raises(ValueError, match=rf"causal row of {q_len} quer.*got {kv_len}"):
+        AttentionRows.over([(1, [(0, 3)], True), (q_len, [(3, kv_len)], True)], 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TorchBackend
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cut", range(1, 24))
 def test_every_border_between_past_and_chunk(cut: int, dtype: torch.dtype) -> None:
-    qkv, segments = build(Model(dtype=dtype), [Shape(8, (cut, 24 - cut), True)], seed=cut)
-    assert_segments_close(run(qkv, segments), qkv, segments)
+    qkv, rows = build(Model(dtype=dtype), [Shape(8, (cut, 24 - cut), True)], seed=cut)
+    assert_rows_close(run(qkv, rows), qkv, rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("q_len", [127, 128, 129, 192, 500, 512, 513, 1000, 1024, 1025])
 def test_chunks_about_the_length_that_is_cut_into_tiles(q_len: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    # A first chunk, and one behind a past whose own keys lie across an extent border.
+    # A first chunk, and one behind a past whose own keys lie across the border of two runs.
     batch = [Shape(q_len, (q_len,), True), Shape(q_len, (40, q_len - 7, 9), True)]
-    qkv, segments = build(Model(*heads, dtype=dtype), batch)
-    assert_segments_close(run(qkv, segments), qkv, segments)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_empty_ranges_give_zero_and_minus_infinity(dtype: torch.dtype) -> None:
-    # The CPU kernel ends the process on an empty range, so this test passing is itself the point.
-    batch = [Shape(3, (), False), Shape(1, (0,), False), Shape(5, (0, 0), False), Shape(2, (0, 9, 0), False)]
-    qkv, segments = build(Model(dtype=dtype), batch)
-    out, lse = run(qkv, segments)
-    assert torch.equal(out[:9], torch.zeros_like(out[:9]))
-    assert torch.equal(lse[:9], torch.full_like(lse[:9], -torch.inf))
-    assert_segments_close((out, lse), qkv, segments)
-
-
-def test_a_batch_of_nothing_has_no_rows() -> None:
-    qkv, segments = build(Model(), [])
-    out, lse = run(qkv, segments)
-    assert out.shape == (0, 4, 16)
-    assert lse.shape == (0, 4)
-
-
-def test_many_segments_and_uncovered_rows() -> None:
-    rng = random.Random(5)
-    batch = [Shape(1, (rng.randrange(1, 200),), True) for _ in range(24)]
-    batch += [Shape(n, (rng.randrange(60), n + rng.randrange(60)), True) for n in (1, 2, 31, 32, 33, 70)]
-    batch += [Shape(7, (), False), Shape(13, (40, 1), False)]
-    qkv, segments = build(Model(8, 1, 64), batch, seed=5)
-    covered = [s for i, s in enumerate(segments) if i % 5 != 3]
-    for segment in (s for s in segments if s not in covered):
-        qkv[0][segment.q_start : segment.q_start + segment.q_len] = torch.nan
-    before = [x.clone() for x in qkv]
-    assert_segments_close(run(qkv, covered), qkv, covered)
-    for x, y in zip(qkv, before, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    qkv, rows = build(Model(*heads, dtype=dtype), batch)
+    assert_rows_close(run(qkv, rows), qkv, rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
 def test_decodes_are_those_of_the_common_path_to_the_bit(heads: tuple[int, int], dtype: torch.dtype) -> None:
-    qkv, segments = build(Model(*heads, dtype=dtype), [Shape(1, (kv_len,), True) for kv_len in (1, 7, 300, 64)])
-    out, lse = run(qkv, segments)
-    for segment in segments:
-        ((first, count),) = segment.ranges
-        row, keys = slice(segment.q_start, segment.q_start + 1), slice(first, first + count)
-        common_out, common_lse = torch_backend._cpu_flash(qkv[0][row], qkv[1][keys], qkv[2][keys], False)
-        assert torch.equal(out[row], common_out)
-        assert torch.equal(lse[row], common_lse)
+    qkv, rows = build(Model(*heads, dtype=dtype), [Shape(1, (kv_len,), True) for kv_len in (1, 7, 300, 64)])
+    out, lse = run(qkv, rows)
+    for row in range(4):
+        keys, _ = visible(rows, row)
+        at, keys = slice(row, row + 1), slice(int(keys[0]), int(keys[-1]) + 1)
+        common = torch_backend._cpu_flash(qkv[0][at], qkv[1][keys], qkv[2][keys], False)
+        assert torch.equal(out[at], common[0]) and torch.equal(lse[at], common[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_company_and_order_do_not_change_a_bit(dtype: torch.dtype) -> None:
+def test_company_does_not_change_a_bit(dtype: torch.dtype) -> None:
     batch = [Shape(1, (90,), True), Shape(33, (20, 40), True), Shape(4, (), False), Shape(6, (11, 5), False)]
-    qkv, segments = build(Model(dtype=dtype), batch)
-    out, lse = run(qkv, segments)
-    assert all(torch.equal(x, y) for x, y in zip((out, lse), run(qkv, segments[::-1]), strict=True))
-    for segment in segments:
-        rows = slice(segment.q_start, segment.q_start + segment.q_len)
-        alone = Segment(0, segment.q_len, segment.ranges, segment.causal)
-        alone_out, alone_lse = run((qkv[0][rows], qkv[1], qkv[2]), [alone])
-        assert torch.equal(out[rows], alone_out)
-        assert torch.equal(lse[rows], alone_lse)
-
-
-def test_queries_may_have_any_strides() -> None:
-    qkv, segments = build(Model(6, 2, 16), [Shape(9, (30,), True), Shape(1, (12,), True)])
-    wide = torch.randn(10, 6, 48)
-    wide[..., 16:32] = qkv[0]
-    strided = (wide[..., 16:32], qkv[1], qkv[2])
-    assert_segments_close(run(strided, segments), strided, segments)
-    turned = (qkv[0].transpose(0, 1).contiguous().transpose(0, 1), qkv[1], qkv[2])
-    assert_segments_close(run(turned, segments), turned, segments)
-
-
-@pytest.mark.parametrize(("q_len", "kv_len"), [(2, 1), (70, 69), (5, 0), (1, 0)])
-def test_a_causal_segment_needs_as_many_keys_as_queries(q_len: int, kv_len: int) -> None:
-    with pytest.raises(ValueError, match=rf"causal segment of {q_len} quer.*got {kv_len}"):
-        TorchBackend().plan([Segment(0, q_len, ((3, kv_len),), causal=True)])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The plain fallback
+    qkv, rows = build(Model(dtype=dtype), batch)
+    together = run(qkv, rows)
+    for row, shape in enumerate(batch):
+        at = slice(*rows.q_indptr[row : row + 2].tolist())
+        keys = [(token, 1) for token in visible(rows, row)[0].tolist()]
+        alone = run((qkv[0][at], *qkv[1:]), AttentionRows.over([(shape.q_len, keys, shape.causal)], 1))
+        assert all(torch.equal(x[at], y) for x, y in zip(together, alone, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -247,36 +254,16 @@ def test_a_gpu_gets_a_kernel_that_it_has(
     assert torch_backend._kernel(q) is getattr(torch_backend, name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("max_scores", [None, 1, 3000, 20000])
-def test_math_fallback(max_scores: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if max_scores is not None:  # keys in pieces of 1 to 70
-        monkeypatch.setattr(torch_backend, "_MATH_SCORES", max_scores)
-    for heads in HEADS:
-        for q_len, kv_len, causal in [(1, 70, False), (33, 50, False), (33, 33, True), (1, 1, True)]:
-            qkv, segments = build(Model(*heads, 80, dtype), [Shape(q_len, (kv_len,), causal)])
-            index, mask = visible(segments[0], CPU)
-            q, k, v = qkv[0], qkv[1][index], qkv[2][index]
-            assert_attention_close(*torch_backend._math(q, k, v, causal), (q, k, v), mask)
-
-
-@settings(max_examples=25, derandomize=True, deadline=None)
-@given(
-    heads=st.sampled_from(HEADS),
-    head_dim=st.sampled_from(HEAD_DIMS),
-    batch=st.lists(shapes(), min_size=1, max_size=2),
-    max_scores=st.integers(1000, 30000),
-)
-def test_backend_on_the_fallback(heads: tuple[int, int], head_dim: int, batch: list[Shape], max_scores: int) -> None:
-    qkv, segments = build(Model(*heads, head_dim), batch)
+@pytest.mark.parametrize("max_scores", [None, 1, 3000, 20000])  # keys in pieces of 1 to 70, or in one
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(model=models, batch=batches, seed=seeds)
+def test_the_plain_fallback(max_scores: int | None, model: Model, batch: list[Shape], seed: int) -> None:
+    qkv, rows = build(model, batch, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_backend, "_MATH_SCORES", max_scores)
+        if max_scores is not None:
+            patch.setattr(torch_backend, "_MATH_SCORES", max_scores)
         patch.setattr(torch_backend, "_kernel", lambda q: torch_backend._math)
-        assert_segments_close(run(qkv, segments), qkv, segments)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# CUDA
+        assert_rows_close(run(qkv, rows), qkv, rows)
 
 
 @pytest.mark.gpu
@@ -284,9 +271,8 @@ def test_backend_on_the_fallback(heads: tuple[int, int], head_dim: int, batch: l
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_major", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
-def test_cuda_kernels(num_heads: int, num_kv_heads: int, head_dim: int, head_major: bool, dtype: torch.dtype) -> None:
-    model = Model(num_heads, num_kv_heads, head_dim, dtype, head_major)
+@pytest.mark.parametrize("heads", HEADS)
+def test_cuda_kernels(heads: tuple[int, int], head_dim: int, head_major: bool, dtype: torch.dtype) -> None:
     batch = [
         *(Shape(1, (n,), True) for n in (1, 63, 64, 65, 300)),
         Shape(1, (700, 41, 2), True),
@@ -297,5 +283,6 @@ def test_cuda_kernels(num_heads: int, num_kv_heads: int, head_dim: int, head_maj
         Shape(9, (0, 33, 80), False),
     ]
     for seed in range(3):
-        qkv, segments = build(model, batch, seed=seed, device=torch.device("cuda"))
-        assert_segments_close(run(qkv, segments), qkv, segments)
+        model = Model(*heads, head_dim, dtype, head_major)
+        qkv, rows = build(model, batch, seed=seed, device=torch.device("cuda"))
+        assert_rows_close(run(qkv, rows), qkv, rows)

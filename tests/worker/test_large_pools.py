@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from medha.attention.flashinfer_backend import FlashInferBackend, PageTable, paged
-from medha.attention.interface import AttentionBackend, Segment
-from medha.attention.staging import Staging
-from medha.attention.torch_backend import TorchBackend
+from medha.attention.flashinfer_backend import paged
+from medha.attention.staging import to_device
 from medha.batch import Batch, Extent, Row
-from medha.worker.kv_cache import BlockTables, KVCache, WritePlan
-from tests.attention import fake_flashinfer
-from tests.attention.reference import assert_segments_close
+from medha.worker.kv_cache import KVCache
+from medha.worker.step_input import DeviceStep, Slots
+from tests.attention.reference import assert_rows_close, visible
+from tests.attention.test_torch_backend import BACKENDS, run
 
 CPU = torch.device("cpu")
 BLOCK, HEADS, DIM = 256, 2, 64
@@ -42,61 +41,40 @@ def make_cache(*, head_major: bool) -> KVCache:
     return cache
 
 
-def backend_of(name: str) -> AttentionBackend:
-    if name == "torch":
-        return TorchBackend()
-    return FlashInferBackend(fake_flashinfer.make_api(), block_size=BLOCK, num_sms=4, has_fa3=False)
-
-
-@pytest.mark.parametrize("backend", ["torch", "flashinfer"])
+@pytest.mark.parametrize("backend", ["torch", "fa2"])
 @pytest.mark.parametrize("head_major", [True, False])
 def test_blocks_on_both_sides_of_the_borders(head_major: bool, backend: str) -> None:
-    cache = make_cache(head_major=head_major)
+    cache, slots = make_cache(head_major=head_major), Slots(BLOCK)
     blocks = [FAR, BORDERS[0] + 1, 0, BORDERS[1], BORDERS[0], BORDERS[1] + 1]
-    tables = BlockTables(BLOCK)
     length = len(blocks) * BLOCK - 100
-    row = Row(0, length - 10, 10, False, True)
-    tables.apply(Batch(0, (Row(0, 0, length, False, True),), tuple(Extent(0, block, 1) for block in blocks)))
+    row = Row(0, 0, length, False, True)
+    step = slots.prepare(Batch(0, (row,), tuple(Extent(0, block, 1) for block in blocks)))
+    assert step.own is not None
+    tokens, _ = visible(step.own, 0)
+    assert step.targets.tolist() == tokens.tolist() and int(tokens.max()) < (FAR + 2) * BLOCK
 
-    ranges = tables.ranges(0, 0, length)
-    assert sum(count for _, count in ranges) == length
-    assert all(first + count <= (FAR + 2) * BLOCK for first, count in ranges)
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, length, HEADS, DIM, generator=generator).half()
-    spans, start = [], 0
-    for first, count in ranges:
-        spans.append((start, first, count))
-        start += count
-    cache.write(0, k, v, WritePlan(torch.empty(0, dtype=torch.int64), tuple(spans)))
-    tokens = np.concatenate([np.arange(first, first + count) for first, count in ranges])
-    cache.write(0, -k, -v, WritePlan(torch.from_numpy(tokens), ()))  # the same places, one by one
-    got = torch.cat([cache.k[0][first : first + count] for first, count in ranges])
-    assert torch.equal(got, -k)
+    sent = DeviceStep.of(step, CPU, with_pages=True)
+    cache.write(0, k, v, sent.targets, kept=sent.kept, pieces=sent.pieces)
+    assert len(sent.pieces) == 6 and torch.equal(cache.k[0][tokens], k)
+    cache.write(0, -k, -v, torch.from_numpy(step.targets))  # the same places, one by one
+    assert torch.equal(torch.cat([cache.k[0][token : token + 1] for token in tokens]), -k)
 
-    q = torch.randn(11, 4, DIM, generator=generator).half()
-    segments = [
-        Segment(0, 1, tables.ranges(0, 0, 5 * BLOCK), causal=True),
-        Segment(1, 10, tables.ranges(0, 0, row.kv_len), causal=True),
-    ]
-    served = backend_of(backend)
-    qkv = q, cache.k[0], cache.v[0]
-    assert_segments_close(served.run(*qkv, served.plan(segments)), qkv, segments)
-
-
-def test_page_tables_hold_any_page_that_a_pool_can_have() -> None:
-    last = 2**31 - 1
-    table = PageTable.of([Segment(0, 1, ((last * BLOCK, 3),), True), Segment(1, 1, ((0, 700),), True)], BLOCK)
-    assert table.indices.tolist() == [last, 0, 1, 2]
-    with pytest.raises(OverflowError, match=f"up to page {last + 1} needs 64 bits"):
-        PageTable.of([Segment(0, 1, (((last + 1) * BLOCK, 3),), True)], BLOCK)
+    rows = slots.prepare(Batch(1, (Row(0, length, 1, True, True),))).own
+    assert rows is not None
+    pool_k, pool_v = cache.k[0], cache.v[0]
+    pool_k[rows.pages[-1] * BLOCK + rows.kv_len[0] % BLOCK - 1] = 1.0
+    pool_v[rows.pages[-1] * BLOCK + rows.kv_len[0] % BLOCK - 1] = 1.0
+    for one, q_len in ((rows, 1), (step.own, length)):
+        qkv = torch.randn(q_len, 4, DIM, generator=generator).half(), pool_k, pool_v
+        assert_rows_close(run(qkv, one, BACKENDS[backend]()), qkv, one)
 
 
 def test_pool_tokens_travel_as_64_bits() -> None:
-    staging = Staging(CPU)
     tokens = np.array([2**31 - 1, 2**31, 2**40], np.int64)
-    staged = staging.add(tokens)
-    staging.send()
-    assert staged.tensor.dtype == torch.int64 and staged.tensor.tolist() == tokens.tolist()
+    (sent,) = to_device([tokens], CPU)
+    assert sent.dtype == torch.int64 and sent.tolist() == tokens.tolist()
 
 
 def test_pages_of_a_pool_are_where_its_tokens_are() -> None:
@@ -108,8 +86,10 @@ def test_pages_of_a_pool_are_where_its_tokens_are() -> None:
     assert pages[FAR, 3].storage_offset() == pool[FAR * BLOCK + 3].storage_offset() == FAR * BLOCK_ELEMENTS + 3 * 128
 
 
-def test_block_tables_of_ten_million_tokens() -> None:
-    tables = BlockTables(BLOCK)
-    num_blocks, first = 10_000_000 // BLOCK + 1, 2**31 - 100_000
-    tables.apply(Batch(0, (Row(0, 0, 10_000_000, False, False),), (Extent(0, first, num_blocks),)))
-    assert tables.ranges(0, 9_999_990, 10_000_000) == ((first * BLOCK + 9_999_990, 10),)
+def test_targets_of_ten_million_tokens_at_the_last_blocks_that_there_can_be() -> None:
+    slots, first = Slots(BLOCK), 2**31 - 100_000
+    num_blocks, start = 10_000_000 // BLOCK + 1, 10_000_000 - 10
+    blocks = (Extent(0, first, num_blocks),)
+    slots.prepare(Batch(0, (Row(0, 0, start, False, False),), blocks))
+    step = slots.prepare(Batch(1, (Row(0, start, 10, False, False),)))
+    assert step.targets.tolist() == [first * BLOCK + position for position in range(start, start + 10)]

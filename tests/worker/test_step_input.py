@@ -1,0 +1,204 @@
+"""A rank's block tables and what it makes of a batch, against a plain account of where each position lies.
+
+Batches are drawn as a scheduler may send them: requests begin on any group, grow over groups, are freed and swapped,
+and slots are used again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+import torch
+
+from medha.attention.interface import AttentionRows
+from medha.batch import Batch, Extent, Row, append_extent
+from medha.worker.kv_cache import KVCache
+from medha.worker.step_input import DeviceStep, Slots, StepInput
+from medha.worker.swap import CopyStream, HostCache
+from tests.attention.reference import visible
+from tests.worker.late import Late
+
+CPU = torch.device("cpu")
+GROUPS, BLOCK, NUM_BLOCKS, MOST_TOKENS = 3, 4, 120, 60
+SLOTS = (0, 1, 2, 5, 70, 300)
+
+
+@dataclass
+class Request:
+    """A number for each position, the first position and the blocks on each group of its run."""
+
+    group: int
+    starts: dict[int, int]
+    num_groups: int = 1
+    values: list[float] = field(default_factory=list)
+    blocks: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def shard(self, group: int) -> slice:
+        """Positions that lie on a group."""
+        return slice(
+            self.starts.get(group, 0), self.starts.get(group + 1, len(self.values) if self.blocks[group] else 0)
+        )
+
+    def tokens(self, group: int) -> list[int]:
+        """The pool tokens at which they lie."""
+        shard = self.shard(group)
+        return [self.blocks[group][i // BLOCK] * BLOCK + i % BLOCK for i in range(shard.stop - shard.start)]
+
+
+def extents(slot: int, blocks: Iterable[int], group: int) -> list[Extent]:
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        append_extent(runs, block, 1)
+    return [Extent(slot, *run, group) for run in runs]
+
+
+class Plans:
+    """Draws batches and keeps account of them."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.live: dict[int, Request] = {}
+        self.away: dict[int, tuple[Request, list[int]]] = {}  # with its host blocks
+        self._free, self._host = ([[*range(NUM_BLOCKS)] for _ in range(GROUPS)] for _ in range(2))
+        self._values = count(1)
+
+    def batch(self, batch_id: int) -> Batch:
+        rng, out, back, new, rows = self.rng, [], [], [], []
+        frees = [slot for slot in self.live if rng.random() < 0.25]
+        for slot in frees:
+            gone = self.live.pop(slot)
+            held = gone.blocks[gone.group][: -(-len(gone.values) // BLOCK)]
+            if gone.num_groups == 1 and held and rng.random() < 0.5:
+                self.away[slot] = gone, self._take(self._host[gone.group], len(held))
+                out += extents(slot, self.away[slot][1], gone.group)
+            for group, blocks in gone.blocks.items():
+                self._free[group] += blocks
+        returning = [slot for slot in self.away if rng.random() < 0.5]
+        for slot in returning:
+            self.live[slot], host = self.away.pop(slot)
+            self.live[slot].blocks.clear()
+            back += extents(slot, host, self.live[slot].group)
+            self._host[self.live[slot].group] += host
+        for slot in rng.sample(SLOTS, 2):
+            if slot not in self.live and slot not in self.away:
+                group = rng.randrange(GROUPS)
+                self.live[slot] = Request(group, {group: 0})
+        for slot, request in self.live.items():
+            if slot in returning or (len(request.values) < MOST_TOKENS and rng.random() < 0.6):
+                row, more = self._row(slot, request, grows=slot not in returning and rng.random() < 0.25)
+                rows.append(row)
+                new += more
+        rows.sort(key=lambda row: not row.is_decode)
+        return Batch(batch_id, tuple(rows), tuple(new), tuple(frees), tuple(out), tuple(back))
+
+    def _row(self, slot: int, request: Request, *, grows: bool) -> tuple[Row, list[Extent]]:
+        position, holder = len(request.values), request.group + request.num_groups - 1
+        is_decode = position > 0 and self.rng.random() < 0.5
+        q_len = 1 if is_decode else self.rng.randint(1, 9)
+        if grows and position and holder + 1 < GROUPS:
+            holder += 1
+            request.num_groups += 1
+            request.starts[holder] = position
+        request.values += [float(next(self._values)) for _ in range(q_len)]
+        needed = -(-(position + q_len - request.starts[holder]) // BLOCK) - len(request.blocks[holder])
+        blocks = self._take(self._free[holder], max(needed + self.rng.randrange(2), 0))
+        request.blocks[holder] += blocks
+        samples = is_decode or self.rng.random() < 0.5
+        return (
+            Row(slot, position, q_len, is_decode, samples, request.group, request.num_groups),
+            extents(slot, blocks, holder),
+        )
+
+    def _take(self, pool: list[int], number: int) -> list[int]:
+        if self.rng.random() < 0.5:
+            self.rng.shuffle(pool)
+        else:
+            pool.sort()
+        return [pool.pop(0) for _ in range(number)]
+
+
+def check(step: StepInput, group: int, live: dict[int, Request]) -> None:
+    """A step says of each row what the account does."""
+    rows = step.batch.rows
+    token = 0
+    kept, targets, decodes, drawn = [], [], [], []
+    for row in rows:
+        if row.holder == group:
+            kept += range(token, token + row.q_len)
+            targets += live[row.slot].tokens(group)[-row.q_len :]
+        decodes += [(token, row.slot)] * row.is_decode
+        token += row.q_len
+        drawn += [(row, token - 1, row.slot)] * (row.samples and row.group == group)
+    assert step.positions.tolist() == [p for row in rows for p in range(row.position, row.kv_len)]
+    assert step.targets.tolist() == targets
+    assert (list(range(token)) if step.kept is None else step.kept.tolist()) == kept
+    assert list(zip(step.decode_tokens.tolist(), step.decode_slots.tolist(), strict=True)) == decodes
+    assert list(zip(step.drawn_rows, step.drawn_tokens.tolist(), step.drawn_slots.tolist(), strict=True)) == drawn
+    assert step.is_of_decodes == all(row.is_decode and not row.is_shared for row in rows)
+    for part, is_shared in ((step.own, False), (step.shared, True)):
+        check_part(part, [row for row in rows if row.is_shared == is_shared], group, live)
+
+
+def check_part(part: AttentionRows | None, rows: list[Row], group: int, live: dict[int, Request]) -> None:
+    assert (part is None) == (not rows)
+    for i, row in enumerate(rows):
+        assert part is not None
+        assert visible(part, i)[0].tolist() == live[row.slot].tokens(group)
+        assert (part.q_len[i], part.causal[i]) == (row.q_len, row.holder == group)
+
+
+@pytest.mark.parametrize("stream", [CopyStream, Late])
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_written_at_a_position_is_read_back_at_it(seed: int, stream: Callable[[], CopyStream]) -> None:
+    plans = Plans(random.Random(seed))
+    slots = [Slots(BLOCK, group) for group in range(GROUPS)]
+    shape = {"num_layers": 1, "num_blocks": NUM_BLOCKS, "block_size": BLOCK, "num_kv_heads": 1, "head_dim": 1}
+    caches = [KVCache(**shape, dtype=torch.float32, device=CPU) for _ in range(GROUPS)]
+    hosts = [HostCache(cache, NUM_BLOCKS, stream()) for cache in caches]
+    for batch_id in range(30):
+        batch = plans.batch(batch_id)
+        for group, (tables, cache, host) in enumerate(zip(slots, caches, hosts, strict=True)):
+            step = tables.prepare(batch.part_of(group))
+            host.move(step.swaps_out, step.swaps_in).wait()
+            if step.batch.rows:
+                check(step, group, plans.live)
+                sent = DeviceStep.of(step, CPU, with_pages=True)
+                values = [v for row in step.batch.rows for v in plans.live[row.slot].values[row.position : row.kv_len]]
+                new = torch.tensor(values).view(-1, 1, 1)
+                cache.write(0, new, -new, sent.targets, kept=sent.kept, pieces=sent.pieces)
+                for part in filter(None, (step.own, step.shared)):
+                    assert part.device_pages is not None and part.device_pages.tolist() == part.pages.tolist()
+            assert tables.num_blocks == sum(len(request.blocks[group]) for request in plans.live.values())
+            for slot, request in plans.live.items():
+                tokens, values = request.tokens(group), request.values[request.shard(group)]
+                assert cache.k[0][tokens].flatten().tolist() == values
+                assert cache.v[0][tokens].flatten().tolist() == [-value for value in values]
+                assert tables.blocks(slot).tolist() == request.blocks[group]
+
+
+def test_a_row_or_a_swap_beyond_the_blocks_of_its_slot_is_an_error() -> None:
+    slots = Slots(BLOCK)
+    slots.prepare(Batch(0, (Row(1, 0, 5, False, False),), (Extent(1, 3, 1), Extent(1, 0, 1))))
+    for row, reason in (
+        (Row(1, 5, 4, False, True), "slot 1 has blocks for 8 tokens, 9 are to lie there"),
+        (Row(7, 0, 1, False, True), "slot 7 has blocks for 0 tokens, 1 are to lie there"),
+    ):
+        with pytest.raises(IndexError, match=f"^{reason}$"):
+            slots.prepare(Batch(1, (row,)))
+    with pytest.raises(IndexError, match="slot 1 has 2 of the 3 blocks to be moved"):
+        slots.prepare(Batch(2, (), swaps_out=(Extent(1, 0, 3),)))
+
+
+def test_cleared_slots_are_as_new() -> None:
+    slots = Slots(BLOCK)
+    batch = Batch(0, (Row(1, 0, 5, False, False),), (Extent(1, 3, 2),))
+    for _ in range(2):
+        step = slots.prepare(batch)
+        assert step.targets.tolist() == [12, 13, 14, 15, 16] and slots.num_blocks == 2
+        slots.clear()
+        assert slots.num_blocks == 0 and not slots.held.any()
