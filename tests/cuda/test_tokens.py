@@ -57,18 +57,20 @@ def test_the_host_does_not_wait_in_a_steady_step(model: Path, device: Device, sa
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}], ids=lambda o: str(*list(o)[:1]))
 def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: dict[str, int]) -> None:
-    pytest.importorskip("flashinfer")
-    (tokens, faults), (_, others) = workers.run(serve_on_ranks, 2, str(model), layout)
+    kernels.import_flashinfer()
+    (tokens, faults, merges), (_, others, _) = workers.run(serve_on_ranks, 2, str(model), layout)
     assert tokens == expected
     assert faults == others == []
+    assert (merges > 10) == ("kvp" in layout)
 
 
-def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[Served, list[str]]:
-    """On each rank, as if it were alone on its node, what it generates and which faults its device reports."""
+def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[Served, list[str], int]:
+    """On each rank, as if it were alone on its node: what it generates, its device's faults, and all-gathers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "0")
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         device = kernels.install(patch)
         device.progress()
         with MODE:
-            return serve(Path(folder), device="cuda", **layout), device.faults
+            tokens = serve(Path(folder), device="cuda", **layout)
+        return tokens, device.faults, device.launches["_allgather_base_"]
