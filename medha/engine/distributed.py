@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -123,11 +123,23 @@ class TokenLine:
         if slots:
             self._receives.append((batch.batch_id, slots, partial(_tokens_of, report)))
 
+    def run(self, step: StepInput, waits_for: Literal["report", "control"]) -> StepResult | None:
+        """Run this rank's part of a batch behind the tokens that it embeds, and send those that it draws at once: another
+        rank may need them before it takes part in this one's next batch."""
+        with self._runner.recorder.waiting(waits_for):
+            self._wait_for(step)
+        pending = self._runner.run(step)
+        if pending is None:
+            return None
+        result = pending.result()
+        self._send(step.batch, result)
+        return result
+
     def has(self, step: StepInput) -> bool:
         """Whether no token that a step embeds is still on its way."""
         return self._num_needed(step) == 0
 
-    def wait_for(self, step: StepInput) -> None:
+    def _wait_for(self, step: StepInput) -> None:
         """Note the tokens that a step's decodes embed, once they are here."""
         for _ in range(max(self._num_needed(step), len(self._receives) - _TOKENS_IN_FLIGHT)):
             batch_id, slots, received = self._receives.popleft()
@@ -149,7 +161,7 @@ class TokenLine:
         )
         return max(before, default=0)
 
-    def send(self, batch: Batch, result: StepResult) -> None:
+    def _send(self, batch: Batch, result: StepResult) -> None:
         """Send what was sampled here after a batch's rows."""
         here = self._ranks.group
         tokens = {row.slot: token.token_id for row, token in zip(result.rows, result.sampled, strict=True)}
@@ -199,7 +211,7 @@ class DrivingRunner:
         self._sender = sender
         self._reports = ReportLine(ranks, runner)
         self._tokens = TokenLine(ranks, runner)
-        self._steps = InOrder(self._run_own, at_once=runner.device.type == "cuda")
+        self._steps = InOrder(self._run_own, at_once=False)
         self._closed: list[int] = []
         self._sampled_on: dict[int, int] = {}  # the group that has the sampling state of a slot
         self._num_in_pipeline = 0
@@ -259,19 +271,8 @@ class DrivingRunner:
         return PendingStep(partial(self._completed, batch, own, reports))
 
     def _run_own(self, step: StepInput) -> Callable[[], StepResult | None]:
-        """Run rank 0's part of a batch, behind the tokens that it embeds."""
-        with self._runner.recorder.waiting("report"):
-            self._tokens.wait_for(step)
-        pending = self._runner.run(step)
-        if pending is None:
-            return lambda: None
-
-        def result() -> StepResult:
-            found = pending.result()
-            self._tokens.send(step.batch, found)
-            return found
-
-        return result
+        result = self._tokens.run(step, "report")
+        return lambda: result
 
     def _opened(self, part: Batch, group: int) -> tuple[list[dict[str, Any]], npt.NDArray[np.int32]]:
         """What a group's sampling rank is to know of the requests that it samples for the first time, or again after
@@ -337,7 +338,6 @@ class Follower:
         self._reports = ReportLine(ranks, runner)
         self._tokens = TokenLine(ranks, runner)
         self._queue: deque[StepInput] = deque()
-        self._running: deque[tuple[Batch, PendingStep]] = deque()  # launched, and not reported
         self._last: Message | None = None
         self._newest: Message | None = None
 
@@ -397,17 +397,8 @@ class Follower:
 
     def _run(self, step: StepInput) -> None:
         with failures_named(self.ranks.monitor, step.batch):
-            if self.ranks.is_first_stage:
-                with self._runner.recorder.waiting("control"):
-                    self._tokens.wait_for(step)
-            pending = self._runner.run(step)
-            if pending is not None:
-                self._running.append((step.batch, pending))
-            # A device that runs behind the host is given the next batch before this one is waited for.
-            while len(self._running) > (self._runner.device.type == "cuda" and bool(self._queue)):
-                batch, oldest = self._running.popleft()
-                result = oldest.result()
-                self._tokens.send(batch, result)
+            result = self._tokens.run(step, "control")
+            if result is not None:
                 self._reports.send(result)
 
     def join(self, name: str) -> None:

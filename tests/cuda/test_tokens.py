@@ -16,10 +16,10 @@ from tests.engines import Preemptions
 from tests.parallel.workers import WorkerPool
 
 
-@pytest.mark.parametrize("decode_lag", [0, 1])
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_tokens_are_the_cpus(model: Path, expected: Served, device: Device, cuda_graphs: bool, decode_lag: int) -> None:
-    assert serve(model, device="cuda", cuda_graphs=cuda_graphs, decode_lag=decode_lag) == expected
+def test_tokens_are_the_cpus(model: Path, expected: Served, device: Device, cuda_graphs: bool, is_async: bool) -> None:
+    assert serve(model, device="cuda", cuda_graphs=cuda_graphs, async_scheduling=is_async) == expected
 
 
 @pytest.mark.parametrize("device", [{"capability": (9, 0), "num_sms": 1, "seed": 1}], indirect=True)

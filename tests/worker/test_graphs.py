@@ -96,12 +96,12 @@ def drain(engine: Engine) -> None:
 # FlashInfer's substitute below the engine, without graphs
 
 
-@pytest.mark.parametrize("decode_lag", [0, 1])
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("block_size", [1, 16, 256])
-def test_parity_through_flashinfers_wrappers(case: Case, block_size: int, decode_lag: int) -> None:  # noqa: F811
+def test_parity_through_flashinfers_wrappers(case: Case, block_size: int, is_async: bool) -> None:  # noqa: F811
     engine = make_engine(
         case.decoder, backend=make_backend(block_size), block_size=block_size, num_blocks=-(-2048 // block_size),
-        chunk_size=97, max_batch_tokens=160, decode_lag=decode_lag,
+        chunk_size=97, max_batch_tokens=160, async_scheduling=is_async,
     )  # fmt: skip
     assert run_to_end(engine, case.prompts, NUM_TOKENS) == case.expected
 
@@ -115,7 +115,7 @@ def test_parity_through_flashinfers_wrappers(case: Case, block_size: int, decode
     block_size=st.sampled_from([16, 48, 256]),
     sizes=st.sets(st.integers(1, 8), min_size=1),
     chosen=st.lists(st.integers(0, 5), min_size=1, max_size=6),
-    decode_lag=st.sampled_from([0, 1]),
+    is_async=st.booleans(),
     chunk_size=st.sampled_from([60, 200]),
 )
 def test_tokens_are_those_of_eager_execution(
@@ -123,11 +123,16 @@ def test_tokens_are_those_of_eager_execution(
     block_size: int,
     sizes: set[int],
     chosen: list[int],
-    decode_lag: int,
+    is_async: bool,
     chunk_size: int,
 ) -> None:
     engine, maker = with_graphs(
-        case, sizes=sorted(sizes), block_size=block_size, decode_lag=decode_lag, chunk_size=chunk_size, num_blocks=240
+        case,
+        sizes=sorted(sizes),
+        block_size=block_size,
+        async_scheduling=is_async,
+        chunk_size=chunk_size,
+        num_blocks=240,
     )
     got = run_to_end(engine, [case.prompts[i] for i in chosen], NUM_TOKENS)
     assert got == [case.expected[i] for i in chosen]
@@ -231,8 +236,8 @@ def test_options() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("decode_lag", [0, 1])
-def test_graphs_and_eager_execution_agree_on_a_gpu(decode_lag: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_graphs_and_eager_execution_agree_on_a_gpu(is_async: bool, tmp_path: Path) -> None:
     """The needle model continues a repetition with a wide margin, so that no rounding decides a token."""
     pytest.importorskip("flashinfer")
     from medha.models.needle import write_needle
@@ -242,7 +247,12 @@ def test_graphs_and_eager_execution_agree_on_a_gpu(decode_lag: int, tmp_path: Pa
     found = []
     for graphs in (True, False):
         config = EngineConfig.from_flat(
-            str(folder), device="cuda", dtype="bfloat16", cuda_graphs=graphs, decode_lag=decode_lag, num_kv_blocks=64
+            str(folder),
+            device="cuda",
+            dtype="bfloat16",
+            cuda_graphs=graphs,
+            async_scheduling=is_async,
+            num_kv_blocks=64,
         )
         engine = build_engine(config)
         assert (engine.runner.graphs is not None) == graphs  # type: ignore[attr-defined]

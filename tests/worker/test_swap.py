@@ -187,7 +187,7 @@ def undisturbed(model: Model, params: SamplingParams) -> list[list[int]]:
 
 @pytest.mark.parametrize("stream", [CopyStream, Late])
 @pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
-@pytest.mark.parametrize("options", [{}, {"depth": 2}, {"decode_lag": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"depth": 2}, {"async_scheduling": True}], ids=str)
 def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
     model: Model, params: SamplingParams, options: dict[str, int], stream: Callable[[], CopyStream]
 ) -> None:
@@ -320,8 +320,8 @@ def test_a_number_as_swap_space_is_gib_as_in_vllm(value: Any, size: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("decode_lag", [0, 1])
-def test_swapping_changes_no_token_on_a_gpu(decode_lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_swapping_changes_no_token_on_a_gpu(is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The needle model continues a repetition with a wide margin, so that no rounding decides a token."""
     from medha.models.needle import write_needle
 
@@ -332,7 +332,12 @@ def test_swapping_changes_no_token_on_a_gpu(decode_lag: int, tmp_path: Path, mon
     for options in ({"num_kv_blocks": 64 * 16}, {"num_kv_blocks": 48, "overcommit": True, "swap_space": "64MiB"}):
         engine = build_engine(
             EngineConfig.from_flat(
-                str(folder), device="cuda", dtype="bfloat16", block_size=16, decode_lag=decode_lag, **options
+                str(folder),
+                device="cuda",
+                dtype="bfloat16",
+                block_size=16,
+                async_scheduling=is_async,
+                **options,
             )
         )
         counts = Preemptions.of(engine)
