@@ -124,7 +124,7 @@ class TokenLine:
             self._receives.append((batch.batch_id, slots, partial(_tokens_of, report)))
 
     def run(self, step: StepInput, waits_for: Literal["report", "control"]) -> StepResult | None:
-        """Run this rank's part of a batch behind the tokens that it embeds, and send those that it draws at once: another
+        """Run this rank's part of a batch behind the tokens that it embeds, and send those drawn at once: another
         rank may need them before it takes part in this one's next batch."""
         with self._runner.recorder.waiting(waits_for):
             self._wait_for(step)
