@@ -13,12 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import medha.parallel.kvp as kvp
-from medha.attention.interface import Segment
 from medha.attention.merge import merge_partials
 from medha.batch import Batch, Row
 from medha.config import ParallelConfig
@@ -28,7 +28,7 @@ from medha.outputs import RequestOutput
 from medha.parallel.kvp import Merge, Pending, shared_rows
 from medha.parallel.mesh import _run_groups
 from medha.params import SamplingParams
-from medha.worker.kv_cache import BlockTables
+from medha.worker.step_input import Slots, StepInput
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engines import load_decoder, make_engine
 from tests.parallel.workers import WorkerPool
@@ -49,15 +49,19 @@ def dropped_shard(patch: pytest.MonkeyPatch) -> None:
 
 
 def shifted_shard(patch: pytest.MonkeyPatch) -> None:
-    """A full shard is read from one position too early; at the pool's start from one too far on."""
-    segment = BlockTables.segment
+    """A full shard is read from the next block on."""
+    prepare = Slots.prepare
 
-    def shifted(self: BlockTables, row: Row, start: int) -> Segment:
-        whole = segment(self, row, start)
-        (first, count), *rest = whole.ranges
-        return whole if whole.causal else replace(whole, ranges=((first - 1 if first else 1, count), *rest))
+    def shifted(self: Slots, batch: Batch) -> StepInput:
+        step = prepare(self, batch)
+        if step.shared is not None:
+            for row in (~step.shared.causal).nonzero()[0]:
+                pages = step.shared.pages[slice(*step.shared.page_indptr[row : row + 2])]
+                pages[:] = np.roll(pages, 1)
+                pages[0] = (pages[0] + 1) % 24
+        return step
 
-    patch.setattr(BlockTables, "segment", shifted)
+    patch.setattr(Slots, "prepare", shifted)
 
 
 def order_of_arrival(patch: pytest.MonkeyPatch) -> None:
@@ -83,8 +87,8 @@ def merge_different_rows(num_groups: int, batches: dict[int, Batch]) -> str:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank = dist.get_rank()
     group = _run_groups(ParallelConfig(kvp=num_groups), rank, timedelta(seconds=30))[0, num_groups - 1]
-    (shared,) = shared_rows(batches[rank], torch.device("cpu"))
-    empty = torch.zeros(len(shared.tokens), 2, 8)
+    (shared,) = shared_rows(batches[rank])
+    empty = torch.zeros(shared.tokens.stop, 2, 8)
     message = ""
     try:
         Merge(group, num_groups).start(shared, (empty, empty[..., 0])).result(compare=True)
