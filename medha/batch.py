@@ -57,12 +57,17 @@ class Row(NamedTuple):
         return self.position + self.q_len
 
     @property
-    def run(self) -> tuple[int, int]:
-        """First and last group."""
+    def span(self) -> tuple[int, int]:
+        """The KVP span: first and last group."""
         return self.group, self.group + self.num_groups - 1
 
     @property
-    def holder(self) -> int:
+    def groups(self) -> range:
+        """All groups of the span."""
+        return range(self.group, self.group + self.num_groups)
+
+    @property
+    def writer(self) -> int:
         """The group that keeps the new keys and values."""
         return self.group + self.num_groups - 1
 
@@ -73,12 +78,12 @@ class Row(NamedTuple):
 
     def concerns(self, group: int) -> bool:
         """Whether the row's tokens are present on a group."""
-        return self.group <= group <= self.holder
+        return self.group <= group <= self.writer
 
     def __str__(self) -> str:
-        where = "" if self.run == (0, 0) else f" on group {self.group}"
+        where = "" if self.span == (0, 0) else f" on group {self.group}"
         if self.is_shared:
-            where = f" on groups {self.group}-{self.holder}"
+            where = f" on groups {self.group}-{self.writer}"
         if self.is_decode:
             return f"slot {self.slot} decode [{self.position}]{where}"
         last = " last" if self.samples else ""
@@ -157,14 +162,14 @@ class Batch:
     @property
     def groups(self) -> set[int]:
         """Groups on which it has rows."""
-        return {group for row in self.rows for group in range(row.group, row.holder + 1)}
+        return {group for row in self.rows for group in row.groups}
 
     def part_of(self, group: int) -> Batch:
         """What concerns one group: its blocks, every freed slot, and its rows: those of it alone in their order, then
         those that it shares, by span, so that each of the span's groups has them adjacent and in one order."""
         rows = tuple(row for row in self.rows if row.concerns(group))
         if any(row.is_shared for row in rows):
-            rows = tuple(sorted(rows, key=lambda row: (row.is_shared, row.run if row.is_shared else ())))
+            rows = tuple(sorted(rows, key=lambda row: (row.is_shared, row.span if row.is_shared else ())))
         kinds = (self.extents, self.swaps_out, self.swaps_in)
         extents, out, back = (tuple(extent for extent in kind if extent.group == group) for kind in kinds)
         return Batch(self.batch_id, rows, extents, self.frees, out, back)

@@ -33,13 +33,12 @@ from medha.config import EngineConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.correction import KINDS
 from medha.cost.predictor import Predictor
-from medha.cost.prefill_time import complete_config
 from medha.engine.arrivals import drive
 from medha.engine.engine import Engine
 from medha.profile.calibrate import QUICK
 from medha.profile.measure import measure
 from medha.sched.decision import Prediction
-from medha.sched.scheduler import Scheduler
+from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
@@ -120,10 +119,7 @@ def live_fidelity(options: LiveOptions) -> dict[str, Any]:
         assert coefficients is not None, "one process measures"
         profile.write_text(coefficients.to_json())
         report = on_ranks(
-            subject,
-            lambda local: _compared_live(local, options, coefficients),
-            longest=longest,
-            profile=str(profile),
+            subject, lambda local: _compared_live(local, options, coefficients), longest=longest, profile=str(profile)
         )
     assert report is not None, "one process has the engine"
     return report

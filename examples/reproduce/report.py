@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.reproduce.claims import Claim
 from examples.reproduce.plotting import Panel, draw
-from examples.reproduce.result import FIGURES, RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
+from examples.reproduce.registry import FIGURES
+from examples.reproduce.result import RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
 from medha.errors import ConfigError
 
 _DPI = 130
@@ -52,42 +54,24 @@ def run_figure(figure: FigureSpec, claims: Sequence[Claim], options: Options) ->
     return result, [Row(claim, answer.ours, answer.sentence) for claim, answer in answers]
 
 
-def write_all(
-    figures: Sequence[FigureSpec],
-    claims: Sequence[Claim],
-    options: Options,
-    out: Path,
-    *,
-    tell: Callable[[str], None] = lambda line: None,
-) -> list[Row]:
-    """Run figures and write their files and the report.
-
-    Args:
-        figures: to run, in order.
-        claims: all of them.
-        options: of the run.
-        out: folder; made where it is not there.
-        tell: told what was written.
-
-    Returns:
-        The claims that were answered.
+def write_all(figures: Sequence[FigureSpec], claims: Sequence[Claim], options: Options, out: Path) -> None:
+    """Run figures in order, and write their files and the report into a folder, which is made where it is not there.
 
     Raises:
         ConfigError: the folder cannot be written to.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        rows, drawn = [], True
+        rows, drawn = list[Row](), True
         for figure in figures:
             result, more = run_figure(figure, claims, options)
             rows += more
             (out / f"{figure.name}.json").write_text(_json(figure, result, more, options))
             drawn = save(result.panels, out / f"{figure.name}.png") and drawn
-            tell(f"{figure.name}: {_counts(more)}")
+            print(f"{figure.name}: {_counts(more)}", file=sys.stderr)
         (out / "REPORT.md").write_text(report(figures, claims, rows, options, drawn=drawn))
     except OSError as error:
         raise ConfigError(f"out={str(out)!r} cannot be written to: {error}") from error
-    return rows
 
 
 def save(panels: Sequence[Panel], path: Path) -> bool:

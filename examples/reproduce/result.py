@@ -87,15 +87,15 @@ class FigureSpec:
     run: Callable[[Options], FigureResult]
 
 
-FIGURES: dict[str, FigureSpec] = {}
-"""By name, in the order in which they are defined; :mod:`examples.reproduce.registry` loads them."""
+REGISTERED: list[FigureSpec] = []
+"""Figures whose modules were imported; :mod:`examples.reproduce.registry` has all of them in order."""
 
 
 def figure(name: str, title: str) -> Callable[[Callable[[Options], FigureResult]], Callable[[Options], FigureResult]]:
     """Register a function as a figure."""
 
     def register(run: Callable[[Options], FigureResult]) -> Callable[[Options], FigureResult]:
-        FIGURES[name] = FigureSpec(name, title, run)
+        REGISTERED.append(FigureSpec(name, title, run))
         return run
 
     return register

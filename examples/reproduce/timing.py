@@ -108,12 +108,7 @@ def simulate(
 
 
 def chunk_seconds(
-    predictors: Sequence[Predictor],
-    prompt_tokens: int,
-    chunk: int,
-    *,
-    kvp: int = 1,
-    decodes: Sequence[Work] = (),
+    predictors: Sequence[Predictor], prompt_tokens: int, chunk: int, *, kvp: int = 1, decodes: Sequence[Work] = ()
 ) -> Floats:
     """Seconds of each chunk of a prompt on each stage, [stages, chunks]; the prompt is a multiple of the chunk.
 

@@ -156,8 +156,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """Everything that coefficients depend on: ``machine`` as its maker names it, ``model`` by architecture and shape,
-    ``layout`` by parallel degrees and stage."""
+    """Everything that coefficients depend on."""
 
     machine: str
     model: str
@@ -286,7 +285,7 @@ class Tiles:
         while max_tokens > tile * _MAX_TILES:
             tile *= 2
         self.tile, self.max_tokens = tile, max_tokens
-        sizes, columns = _extended(table, max_tokens + tile)
+        sizes, *columns = _extended(table, max_tokens + tile)
         tiles = np.ceil(sizes / tile)
         last = np.append(tiles[1:] > tiles[:-1], True)  # of several sizes in a tile, the largest
         wanted = np.arange(1, -(-max_tokens // tile) + 1)
@@ -296,19 +295,14 @@ class Tiles:
         self.b: list[float] = [0.0, *b.tolist()]
 
 
-def _extended(table: ChunkAttention, max_tokens: int) -> tuple[Floats, tuple[Floats, Floats, Floats]]:
-    """Sizes, and A, B and KV 0 up to ``max_tokens``: a longer chunk costs what its parts cost one after another."""
-    size, a, b, first = table.tokens[-1], table.a_s[-1], table.b_s[-1], table.first_s[-1]
+def _extended(table: ChunkAttention, max_tokens: int) -> Floats:
+    """[4, sizes]: sizes, A, B and KV 0 up to ``max_tokens``; a longer chunk costs what its parts cost in turn."""
+    columns = np.array([table.tokens, table.a_s, table.b_s, table.first_s])
+    size, a, b, first = columns[:, -1]
     parts = np.unique(np.geomspace(2.0, max(2.0, max_tokens / size + 1), 256).round())
     own = b * size * parts * (parts - 1) / 2
-    return (
-        np.concatenate([table.tokens, size * parts]),
-        (
-            np.concatenate([table.a_s, a * parts + own]),
-            np.concatenate([table.b_s, b * parts]),
-            np.concatenate([table.first_s, first + a * (parts - 1) + own]),
-        ),
-    )
+    more = np.array([size * parts, a * parts + own, b * parts, first + a * (parts - 1) + own])
+    return np.concatenate([columns, more], axis=1)
 
 
 def _monotone_cubic(at: NDArray[np.int64], x: Floats, y: Floats) -> Floats:

@@ -1,8 +1,7 @@
 """A hardware spec: the rates of an accelerator and its links, whatever the model, each with its source.
 
-``medha/cost/specs/`` has some. ``a100-80g`` is fitted to public kernel tables by :mod:`tools.fit_spec`, whose docstring
-gives the errors; the other GPUs are derived from it by the ratios of published figures: derived, not measured. ``cpu``
-is one thread of a CPU, assumed. :mod:`medha.cost.roofline` makes costs of them.
+In ``medha/cost/specs/``, ``a100-80g`` is fitted to public kernel tables by :mod:`tools.fit_spec`, whose docstring gives
+the errors; the other GPUs are derived from it by published ratios, not measured; ``cpu`` is one thread, assumed.
 """
 
 from __future__ import annotations
@@ -103,13 +102,8 @@ class ElementwiseRates:
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """A collective or transfer: ``alpha_s + bytes / bytes_per_s``.
-
-    Attributes:
-        alpha_s: latency.
-        bytes_per_s: of the payload: the reduced tensor, what is sent, or what a rank receives of the others.
-        ranks: taking part.
-    """
+    """A collective or transfer: ``alpha_s + bytes / bytes_per_s`` of the reduced tensor, of what is sent, or of what a
+    rank receives of the others."""
 
     alpha_s: float
     bytes_per_s: float

@@ -65,20 +65,21 @@ def _value(kind: Any, tree: Any, where: str) -> Any:
 
 
 _OTHERS: dict[Any, tuple[type, str]] = {"bool": (bool, "true or false"), "str": (str, "a text")}
-_LEAST: dict[str, float] = {"overlap_power": 1.0, "ranks": 2}
 _MAY_BE_0 = (
     *("wave_share", "host_s", "sample_s", "alpha_s", "bytes_per_token", "calls", "num_threads"),
     *("short_kv", "prefill_factor", "straggler_a_s", "straggler_b_s"),
 )
+_LEAST: dict[str, float] = {**dict.fromkeys(_MAY_BE_0, 0), "overlap_power": 1, "ranks": 2}
 
 
 def check_fields(where: str, thing: Any) -> None:
     """Refuse a field that is not of its declared type, or a number that is not finite and above 0 (or its least)."""
     for item in fields(thing):
-        name, value = f"{where}.{item.name}", getattr(thing, item.name)
-        least = 0.0 if item.name in _MAY_BE_0 else _LEAST.get(item.name)
+        name, value, least = f"{where}.{item.name}", getattr(thing, item.name), _LEAST.get(item.name)
         if item.type == "int":
-            check_int(name, value, least=1 if least is None else int(least))
+            whole = 1 if least is None else int(least)
+            if not isinstance(value, int) or isinstance(value, bool) or value < whole:
+                raise ConfigError(f"{name}={value!r}; accepted: a whole number of at least {whole}")
         elif item.type == "float":
             check_number(name, value, least, 1.0 if item.name == "wave_share" else math.inf)
         elif item.type in _OTHERS and not isinstance(value, _OTHERS[item.type][0]):
@@ -93,9 +94,3 @@ def check_number(name: str, value: object, least: float | None = None, most: flo
         bound = "above 0" if least is None else f"of at least {least:g}"
         bound += f", at most {most:g}" * (most < math.inf)
         raise ConfigError(f"{name}={value!r}; accepted: a finite number {bound}")
-
-
-def check_int(name: str, value: object, *, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r}; accepted: a whole number of at least {least}")

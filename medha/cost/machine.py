@@ -15,7 +15,7 @@ from medha.config import EngineConfig, ModelConfig
 from medha.cost.coefficients import Coefficients, ProfileKey
 from medha.cost.hardware import spec_of_device
 from medha.cost.predictor import Predictor, slowest_of
-from medha.cost.roofline import stage_coefficients
+from medha.cost.roofline import shape_name, stage_coefficients
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ def profile_key(
     parallel = config.parallel
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     shape = (
-        f"{model.architecture} {model.num_layers}x{model.hidden_size}, {model.num_heads}/{model.num_kv_heads} heads of "
+        f"{shape_name(model)}, {model.num_heads}/{model.num_kv_heads} heads of "
         f"{model.head_dim}, MLP {model.intermediate_size}, vocabulary {model.vocab_size}"
     )
     return ProfileKey(

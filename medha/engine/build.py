@@ -22,7 +22,6 @@ from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.machine import load_coefficients
 from medha.cost.predictor import Predictor
-from medha.cost.prefill_time import complete_config
 from medha.engine.distributed import Caller, DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
@@ -43,7 +42,7 @@ from medha.parallel.mesh import (
     wait_for_all,
 )
 from medha.sched.policy import load_policy
-from medha.sched.scheduler import Scheduler
+from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
 from medha.timeline import Timeline
 from medha.worker.runner import Runner
@@ -141,10 +140,7 @@ def build_role(
 
 
 def _build(
-    config: EngineConfig,
-    job: Job | None,
-    timeline: Timeline | None,
-    captured: Callable[[int, int], None],
+    config: EngineConfig, job: Job | None, timeline: Timeline | None, captured: Callable[[int, int], None]
 ) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node

@@ -153,7 +153,7 @@ class TokenLine:
         """Send what was sampled here after a batch's rows."""
         here = self._ranks.group
         tokens = {row.slot: token.token_id for row, token in zip(result.rows, result.sampled, strict=True)}
-        last = max((row.holder for row in result.rows), default=here) + 1
+        last = max((row.writer for row in result.rows), default=here) + 1
         for group in range(here, min(last, self._ranks.config.kvp - 1) + 1):
             slots = _slots_for(batch, here, group)
             embedders = [rank for rank in self._ranks.first_stage_ranks(group) if rank not in (0, self._ranks.rank)]
@@ -187,7 +187,7 @@ def _tokens_of(report: PendingStep) -> torch.Tensor:
 
 def _slots_for(batch: Batch, sampler_group: int, group: int) -> list[int]:
     """The slots whose tokens go from the sampling rank of one group to those that embed for another."""
-    slots = [row.slot for row in sampling_rows(batch, sampler_group) if row.group <= group <= row.holder + 1]
+    slots = [row.slot for row in sampling_rows(batch, sampler_group) if row.group <= group <= row.writer + 1]
     return sorted(slots)  # the rows of a group's part of a batch are in another order than those of the whole
 
 

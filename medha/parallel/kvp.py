@@ -25,7 +25,7 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The rows of a batch that one run of groups attends to together."""
+    """The rows of a batch that one KVP span attends to together."""
 
     batch_id: int
     run: tuple[int, int]  # first and last group
@@ -34,7 +34,7 @@ class Shared:
 
 
 class Merge:
-    """Merges of one run of groups, over the run's ranks at this stage and tensor-parallel index, in shard order."""
+    """Merges of one KVP span, over its ranks at this stage and tensor-parallel index, in shard order."""
 
     def __init__(self, group: dist.ProcessGroup, num_groups: int) -> None:
         self._group = group
@@ -87,7 +87,7 @@ class Pending:
 def shared_rows(batch: Batch) -> list[Shared]:
     """The rows of a rank's part of a batch that are shared, by run in ascending order: the order of all collectives."""
     found, start = [], 0
-    for run, its_rows in groupby((row for row in batch.rows if row.is_shared), key=lambda row: row.run):
+    for run, its_rows in groupby((row for row in batch.rows if row.is_shared), key=lambda row: row.span):
         rows = tuple(its_rows)
         end = start + sum(row.q_len for row in rows)
         found.append(Shared(batch.batch_id, run, slice(start, end), Batch(batch.batch_id, rows).digest()))
@@ -100,8 +100,10 @@ def _packed(shared: Shared, partial: Partial) -> torch.Tensor:
     size = sum(tensor.nbytes for tensor in partial)
     buffer = torch.empty(size + -size % 8 + TAIL_BYTES, dtype=torch.uint8, device=partial[0].device)
     tail = torch.tensor([shared.batch_id, shared.digest], dtype=torch.int64)
+    if buffer.is_cuda:
+        tail = tail.pin_memory()  # so that the host does not wait in every layer
     for view, values in zip(_views(buffer, partial), (*partial, tail), strict=True):
-        view.copy_(values)
+        view.copy_(values, non_blocking=True)
     return buffer
 
 

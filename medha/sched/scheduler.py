@@ -12,13 +12,14 @@ of them at its first chunk (:mod:`medha.sched.batch_builder`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
 from medha.batch import Batch
-from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor, Work
+from medha.config import ParallelConfig, SchedulerConfig
+from medha.cost.predictor import Predictor, Run, Work
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
 from medha.errors import DeadlineError
 from medha.sched.baselines import classical_packer
@@ -39,9 +40,7 @@ class Scheduler:
         predictor: of the slowest stage of a group; the medha scheduler needs one.
         max_prompt_tokens: longest prompt whose time is predicted apart.
 
-    Attributes:
-        memory: who holds which blocks.
-        predictor: as given; it learns from completed batches.
+    The predictor learns from completed batches.
 
     Raises:
         ConfigError: the policy is unknown.
@@ -198,9 +197,7 @@ class Scheduler:
         return self._close_ended((slot,))
 
     def schedule(self, now_s: float) -> Decision:
-        """Decide the next batch; the decision has none where nothing can enter.
-
-        At most ``depth`` batches are in flight: beyond that nothing is decided.
+        """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight.
 
         Raises:
             PolicyError: a user's policy failed.
@@ -292,10 +289,44 @@ def _prefill_times(config: SchedulerConfig, predictor: Predictor, max_prompt_tok
     """Seconds of a prefill alone, in the chunks that the packer would take."""
     budget_s = config.t_target_s or config.quantum_s
     chunk = budgeted_chunk(
-        predictor,
-        budget_s,
-        config.max_batch_tokens,
-        granularity=config.chunk_granularity,
-        min_tokens=config.min_chunk,
+        predictor, budget_s, config.max_batch_tokens, granularity=config.chunk_granularity, min_tokens=config.min_chunk
     )
     return PrefillTimes(predictor, chunk, max_tokens=max_prompt_tokens)
+
+
+def efficient_kv(predictor: Predictor, budget_s: float, num_tokens: int, *, most: int, run: Run | None = None) -> int:
+    """Cached tokens, up to ``most``, behind which a chunk alone takes at most ``budget_s``, at factor 1.
+
+    Where a request spreads over KV-parallel groups (v5 section 3.3): with more on one group no efficient chunk fits.
+    ``run`` counts the merges of a request on several.
+    """
+    tick = predictor.uncorrected().tick()
+    return bisect_right(range(most + 1), budget_s, key=lambda kv: tick.with_chunk(num_tokens, kv, run=run)) - 1
+
+
+def complete_config(
+    config: SchedulerConfig,
+    predictor: Predictor,
+    parallel: ParallelConfig,
+    *,
+    longest: int,
+    num_blocks: int,
+    block_size: int,
+) -> SchedulerConfig:
+    """The configuration with what was left open: depth, and tokens of a request on one group.
+
+    Depth: one batch more than there are stages where there are several, so that no stage waits for the control plane.
+    Tokens on a group: as many as an efficient chunk fills a batch's time with, at least an even share of the longest
+    request, at most the pool.
+
+    ``longest`` is the tokens of the longest request, ``num_blocks`` and ``block_size`` are of each group's pool.
+    """
+    depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else config.num_in_flight)
+    most = config.max_kv_per_group
+    if most is None:
+        most = pool = num_blocks * block_size
+        if parallel.kvp > 1:
+            budget_s, least = config.t_target_s or config.quantum_s, min(config.min_chunk, predictor.max_tokens)
+            efficient = efficient_kv(predictor, budget_s, least, most=pool, run=(0, 1))
+            most = min(pool, -(-max(efficient, -(-longest // parallel.kvp)) // block_size) * block_size)
+    return replace(config, depth=depth, max_kv_per_group=most)

@@ -68,13 +68,6 @@ def test_the_factor_is_always_a_positive_number(observations: list[tuple[Kind, f
         assert 0 < correction.factor(kind) < math.inf  # type: ignore[arg-type]
 
 
-def test_one_stall_does_not_spoil_the_factor() -> None:
-    correction = Correction()
-    run(correction, 1.0, 200)
-    correction.observe("prefill", 0.01, 10.0)
-    assert correction.factor("prefill") < 1.06
-
-
 def test_kinds_are_apart_and_an_unseen_one_borrows() -> None:
     correction = Correction()
     assert correction.factor("mixed") == 1.0

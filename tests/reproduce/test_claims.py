@@ -52,15 +52,11 @@ def test_what_was_not_simulated_is_not_counted() -> None:
     assert _counts(rows) == "0 reproduced, 0 partly, 0 not; not counted: 3 arithmetic"
 
 
-def test_where_names_the_versions() -> None:
-    for one in load_claims():
-        assert {version for version in ("v4", "v5") if version in one.where} == set(one.versions), one.id
-
-
 def test_fields_of_claims() -> None:
     claims = load_claims()
     assert len({one.id for one in claims}) == len(claims)
     for one in claims:
+        assert {version for version in ("v4", "v5") if version in one.where} == set(one.versions), one.id
         assert one.kind in KINDS and one.basis in BASES, one.id
         assert one.versions and all(text.strip() for text in (one.id, one.where, one.says, one.unit)), one.id
         assert one.value == 1 if one.kind == "statement" else np.isfinite(one.value).all(), one.id
@@ -70,32 +66,21 @@ def test_fields_of_claims() -> None:
 @pytest.mark.parametrize(
     ("one", "ours", "expected"),
     [
-        (claim(), 2.0, "reproduced"),
         (claim(), 2.3, "reproduced"),
-        (claim(), 1.7, "reproduced"),
         (claim(), 2.31, "partly"),
-        (claim(), 1.69, "partly"),
-        (claim(), 1.0, "partly"),
         (claim(), 4.0, "partly"),
         (claim(), 4.01, "not"),
-        (claim(), 0.99, "not"),
         (claim(), -2.0, "not"),
         (claim(neutral=1.0), 2.15, "reproduced"),
-        (claim(neutral=1.0), 1.5, "partly"),
         (claim(neutral=1.0), 1.01, "not"),
         (claim(value=1.05, neutral=1.0), 0.98, "not"),
         (claim(value=0, neutral=1.0), 0.1, "reproduced"),
         (claim(value=0), 0.0, "reproduced"),
-        (claim(value=0), 0.1, "not"),
-        (claim("at-least"), 2.0, "reproduced"),
         (claim("at-least"), 9.0, "reproduced"),
         (claim("at-least"), 1.0, "partly"),
-        (claim("at-least"), 0.99, "not"),
         (claim("at-least"), -1.0, "not"),
-        (claim("at-most"), 2.0, "reproduced"),
         (claim("at-most"), 4.0, "partly"),
         (claim("at-most"), 4.1, "not"),
-        (claim("statement", 1), 1.0, "reproduced"),
         (claim("statement", 1), 0.9, "partly"),
         (claim("statement", 1), 0.4, "not"),
         (claim("range", (50.0, 60.0)), (48.0, 66.0), "reproduced"),

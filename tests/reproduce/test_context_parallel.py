@@ -54,18 +54,6 @@ def test_tetris_table_1() -> None:
     assert off.max() < 0.27
 
 
-def test_more_ranks_help_long_prompts_and_hurt_short_ones() -> None:
-    """The shape of the table: the best ring of 4K tokens has 4 ranks, that of 256K tokens 16."""
-    assert min(TABLE, key=lambda ranks: ours(ranks, LENGTHS[0])) == 4
-    assert min(TABLE, key=lambda ranks: ours(ranks, LENGTHS[-1])) == 16
-
-
-def test_one_rank_has_no_ring() -> None:
-    ring, striped = (ContextParallel(h100(), SMALL, cp=1, tp=8, kind=kind) for kind in ("ring", "striped"))
-    assert prefill_s(ring, 1 << 18) == prefill_s(striped, 1 << 18)
-    assert attention_parts_s(ring, 1 << 18)[1] == 0.0
-
-
 def test_ring_waits_for_whole_blocks() -> None:
     ring, striped = (ContextParallel(h100(), SMALL, cp=16, tp=8, kind=kind) for kind in ("ring", "striped"))
     assert ring.num_gpus == 128

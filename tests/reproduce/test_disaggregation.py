@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from examples.reproduce.baselines.disaggregation import largest_decode, largest_prefill, stage_memories
+from examples.reproduce.baselines.disaggregation import largest_prefill, stage_memories
 from examples.reproduce.figures.disaggregation import LAYOUTS, run, spare_factor
 from examples.reproduce.result import Options
 from examples.reproduce.timing import MODELS, M, a100
@@ -27,14 +27,6 @@ def test_the_largest_prompt_is_that_of_the_pool_with_its_own_activations(layout:
         except ConfigError:
             pools.append(False)
     assert pools == [True, False]
-
-
-def test_memory_by_hand() -> None:
-    """8B on one A100: 2 bytes of 2 x 8 heads of 128 in 32 layers a token, weights twice 8.03 billion."""
-    (memory,) = stage_memories(a100(), SMALL, ParallelConfig())
-    assert memory.kv_token == 2 * 2 * 8 * 128 * 32 and memory.fixed == pytest.approx(16.1e9, rel=0.02)
-    assert memory.activation_token == pytest.approx(2 * (3 * 4096 + 3 * 14336), rel=0.1)
-    assert largest_decode([memory]) == (memory.usable - memory.fixed - 256 * memory.activation_token) // memory.kv_token
 
 
 def test_the_figure_counts_what_is_refused_and_says_by_how_much_1m_fits() -> None:

@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 
 from examples.reproduce.figures.capacity import Capacity, capacity, stretches_s, sustains
-from examples.reproduce.figures.pools import num_long_finished
-from examples.reproduce.figures.schedulers import prompt_tokens_done
 from examples.reproduce.load import MIX, SHORT, Load, System, ratio_says, serve
 from examples.reproduce.result import Options
 from examples.reproduce.served import LONG_TOKENS, Bounded, Served, curve
-from examples.reproduce.systems import EDF, FCFS, LARS, LOONGSERVE, LRS, MEDHA, SARATHI_512, SARATHI_2048, WHOLE, Engine
-from examples.reproduce.timing import MODELS
-from medha.cost.hardware import load_spec
-from medha.sched.decision import SchedulerRequest
+from examples.reproduce.systems import EDF, FCFS, LARS, LOONGSERVE, LRS, MEDHA, SARATHI_2048, WHOLE
 from medha.sim.outcome import Gaps
-from medha.sim.replica import Replica
 from medha.workload.trace import Trace
 
 NEVER = math.nan
@@ -105,45 +99,11 @@ def test_effective_capacity() -> None:
     assert capacity(Fake("fast", 0.1), (0.25, 0.5), Options(quick=True)) == Capacity(0.5, None)
 
 
-def test_counts_of_the_other_figures() -> None:
-    play = served([0, 1, 2], [1, 2, NEVER], prompt_tokens=[1000, 9000, 10_000])
-    assert num_long_finished(play) == 1
-    assert prompt_tokens_done(play) == 10_000
-
-
-@pytest.mark.parametrize("system", [FCFS, EDF, LRS, LARS], ids=lambda system: system.label)
-def test_variants_differ_from_medha_in_policy_and_number_of_prefills(system: Engine) -> None:
-    policy = system.label.removeprefix("Medha-").lower()
-    assert replace(system.scheduler, policy="lars", long_threshold=8192) == MEDHA.scheduler
-    assert system.scheduler.policy == policy
-    assert max(prefills_per_batch(system)) == 1
-
-
-def test_medha_takes_several_prefills() -> None:
-    assert max(prefills_per_batch(MEDHA)) > 1
-
-
-def prefills_per_batch(system: Engine) -> list[int]:
-    """Of the first batches with a backlog of one long and several short prompts."""
-    replica = Replica(load_spec(system.spec), MODELS[system.model], system.parallel, system.scheduler)
-    scheduler, _ = replica.build()
-    for slot, prompt in enumerate([500_000, 100, 200, 300]):
-        scheduler.add(SchedulerRequest(slot, prompt, 100, 0.0))
-    counts = []
-    for step in range(20):
-        batch = scheduler.schedule(0.02 * step).batch
-        if batch is None:
-            oldest = scheduler.in_flight[0]
-            results = [(row.slot, 1, False) for row in oldest.rows if row.samples]
-            scheduler.complete(oldest, 0.02 * step, results, 0.02)
-        else:
-            counts.append(len(batch.rows) - batch.num_decodes)
-    return counts
-
-
-def test_classical_systems_are_pipelined_micro_batches() -> None:
-    for system in (SARATHI_512, SARATHI_2048, WHOLE):
-        assert not system.scheduler.stream and system.scheduler.depth == system.parallel.spp
+def test_variants_differ_from_medha_in_policy_and_number_of_prefills() -> None:
+    for system in (FCFS, EDF, LRS, LARS):
+        assert replace(system.scheduler, policy="lars", long_threshold=8192) == MEDHA.scheduler
+        assert system.scheduler.policy == system.label.removeprefix("Medha-").lower()
+        assert system.scheduler.long_threshold == 1  # every prompt is long, and a batch takes one long prefill
 
 
 @pytest.mark.parametrize("system", [MEDHA, SARATHI_2048, WHOLE, LOONGSERVE], ids=lambda system: system.label)

@@ -13,13 +13,13 @@ import pytest
 
 from examples.reproduce import load
 from examples.reproduce.claims import load_claims
-from examples.reproduce.figures import capacity, decode_load, layouts, pools, schedulers
+from examples.reproduce.figures import capacity, layouts, pools
 from examples.reproduce.load import Load, System
 from examples.reproduce.registry import FIGURES
 from examples.reproduce.report import run_figure, save
 from examples.reproduce.result import Options
 from examples.reproduce.served import LONG_TOKENS, Served
-from examples.reproduce.systems import LOONGSERVE, MEDHA, fixed_batch_s
+from examples.reproduce.systems import LOONGSERVE, MEDHA
 from medha.sim.outcome import Gaps
 from tests.reproduce import PLAYED
 
@@ -70,44 +70,29 @@ def test_claims_are_answered_where_nobody_gets_a_token(name: str, monkeypatch: p
     assert all(row.verdict for row in rows)
 
 
-def test_answers_of_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+ANSWERS: dict[str, dict[str, object]] = {
+    "capacity": {
+        "ttft-median-30": 30.0,
+        "ttft-tail-174": 30.0,  # 5 % long: P90 is of short requests
+        "median-30-percent": 100 * (1 - 1 / 30),
+        "p90-10s": 0.35,
+        "long-1-percent": 1.0,
+        "short-alike": 1 / 5,  # nobody is alike, LoongServe is behind
+        "capacity-5": 1.75 / capacity.LOW_QPS[1],
+    },
+    "decode-under-load": {"tpot-5": 5.0, "ttft-order": 30.0, "sarathi-1s": 0.05},
+    "2d-3d": {"3d-tpot-2": 1.0, "3d-ttft-alike": 1.0},
+    "schedulers": {"multi-prefill-throughput": 1.0, "multi-prefill-median": (1.0, 1.0), "policies-low-load": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_on_made_up_plays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patched(monkeypatch, fake)
-    answers = capacity.run(OPTIONS).answers
-    assert answers["ttft-median-30"].ours == pytest.approx(30)
-    assert answers["ttft-tail-174"].ours == pytest.approx(30)  # 5 % long: P90 is of short requests
-    assert answers["median-30-percent"].ours == pytest.approx(100 * (1 - 1 / 30))
-    assert answers["p90-10s"].ours == pytest.approx(0.35)
-    assert answers["long-1-percent"].ours == pytest.approx(1)
-    assert answers["spikes-100s"].ours > 200  # all wait more than 10 s
-    assert answers["short-alike"].ours == pytest.approx(1 / 5)  # nobody is alike, LoongServe is behind
-    assert answers["capacity-5"].ours == pytest.approx(1.75 / capacity.LOW_QPS[1])
-    assert "below 0.05 QPS" in answers["capacity-5"].sentence
-
-
-def test_answers_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched(monkeypatch, fake)
-    answers = decode_load.run(OPTIONS).answers
-    assert answers["tpot-5"].ours == pytest.approx(5)
-    assert answers["ttft-order"].ours == pytest.approx(30)
-    assert answers["sarathi-1s"].ours == pytest.approx(0.05)
-
-
-def test_answers_of_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched(monkeypatch, fake)
-    assert {name: answer.ours for name, answer in layouts.run(OPTIONS).answers.items()} == {
-        "3d-tpot-2": pytest.approx(1),
-        "3d-ttft-alike": 1.0,
+    answers = FIGURES[name].run(OPTIONS).answers
+    assert {claim: answers[claim].ours for claim in ANSWERS[name]} == {
+        claim: pytest.approx(ours, rel=1e-6) for claim, ours in ANSWERS[name].items()
     }
-    assert [system.parallel.world_size for system in layouts.SYSTEMS] == [64, 64]
-
-
-def test_answers_of_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched(monkeypatch, fake)
-    answers = schedulers.run(OPTIONS).answers
-    assert answers["multi-prefill-throughput"].ours == 1.0
-    assert answers["multi-prefill-median"].ours == (1.0, 1.0)
-    assert answers["policies-low-load"].ours == 1.0
-    assert 0 < fixed_batch_s() < 0.02
 
 
 def test_answers_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,16 +18,8 @@ from examples.reproduce.baselines.context_parallel import ContextParallel, prefi
 from examples.reproduce.baselines.loongserve import LoongServe
 from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_manager import Manager
-from examples.reproduce.baselines.loongserve_plan import (
-    MAX_PREFILL_S,
-    Pending,
-    Planned,
-    Situation,
-    fill,
-    plan_batches,
-    select,
-)
-from examples.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Group, Prefill
+from examples.reproduce.baselines.loongserve_plan import MAX_PREFILL_S, Pending, Situation, fill, plan_batches, select
+from examples.reproduce.baselines.loongserve_pool import Group, Prefill
 from examples.reproduce.served import Served
 from examples.reproduce.timing import MODELS, a100
 from medha.config import ParallelConfig, SchedulerConfig
@@ -125,78 +117,38 @@ def test_fit_within_a_node() -> None:
     assert (costs().fit[1:] >= 0).all()
 
 
-def test_step_on_several_instances() -> None:
-    """Keys on more instances are read at once; a batch over two masters has half the rows in the linear layers."""
-    alone_s = costs().step_s(8, 800_000, 100_000, num_instances=1, rows=8)
-    spread_s = costs().step_s(8, 200_000, 100_000, num_instances=4, rows=8)
-    assert spread_s < alone_s
-    one_s, two_s = (costs().step_s(512, 10_000, 100, num_instances=2, rows=rows) for rows in (512, 256))
-    assert two_s < one_s
-
-
-def test_most_tokens_is_what_fits() -> None:
-    for used in ([0], [0, 0, 5000], [100_000, 1_000_000]):
-        most = int(costs().most_tokens(used))
-
-        def left(tokens: int, used: Sequence[int] = used) -> int:
-            rooms = [costs().room_tokens(cached, tokens / len(used)) for cached in used]
-            return sum(rooms) - tokens if min(rooms) >= 0 else -1
-
-        assert left(most) >= 0
-        assert left(most + 3 * len(used)) < 0
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Decisions
 
 
-def cost_of(plan: Sequence[Planned], lengths: Sequence[int]) -> float:
-    total = 0.0
-    for batch in plan:
-        own = lengths[batch.first_request : batch.end_request]
-        seconds = costs().estimate_s(batch.end_instance - batch.first_instance, sum(own), sum(n * n for n in own))
-        total += seconds * sum(1 / n for n in own)
-    return total
+def cost_of(lengths: Sequence[int], degree: int) -> float:
+    """Seconds per prompt token of a batch, summed over its requests."""
+    return costs().estimate_s(degree, sum(lengths), sum(n * n for n in lengths)) * sum(1 / n for n in lengths)
 
 
-def brute_force(lengths: Sequence[int], used: Sequence[int]) -> float:
+def least(lengths: Sequence[int], used: Sequence[int]) -> float:
     """The least of all ways to cut requests and instances into neighbours."""
-    best = math.inf
-    for num_batches in range(1, min(len(lengths), len(used)) + 1):
-        for cuts in itertools.combinations(range(1, len(lengths)), num_batches - 1):
-            for ends in itertools.combinations(range(1, len(used) + 1), num_batches):
-                requests, instances = (0, *cuts, len(lengths)), (0, *ends)
-                plan = [
-                    Planned(*request, *instance)
-                    for request, instance in zip(
-                        itertools.pairwise(requests), itertools.pairwise(instances), strict=True
-                    )
-                ]
-                rooms = [costs().most_tokens(used[b.first_instance : b.end_instance]) for b in plan]
-                needs = [sum(lengths[b.first_request : b.end_request]) for b in plan]
-                if all(need <= room for need, room in zip(needs, rooms, strict=True)):
-                    best = min(best, cost_of(plan, lengths))
-    return best
+    ways = [0.0] if not lengths else [math.inf]
+    for count, degree in itertools.product(range(1, len(lengths) + 1), range(1, len(used) + 1)):
+        if sum(lengths[:count]) <= costs().most_tokens(used[:degree]):
+            ways.append(cost_of(lengths[:count], degree) + least(lengths[count:], used[degree:]))
+    return min(ways)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_batches_against_brute_force(seed: int) -> None:
+def test_batches_are_the_best_of_all_ways(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_requests, num_instances = int(rng.integers(1, 6)), int(rng.integers(1, 6))
     lengths = sorted(np.exp(rng.uniform(5, 12.5, num_requests)).astype(int).tolist(), reverse=True)
     used = sorted(rng.integers(0, 1_040_000, num_instances).tolist())
     plan = plan_batches(costs(), lengths, used)
-    best = brute_force(lengths, used)
     if plan is None:
-        assert best == math.inf
+        assert least(lengths, used) == math.inf
         return
-    assert cost_of(plan, lengths) == pytest.approx(best, rel=1e-9)
-    covered = [place for batch in plan for place in range(batch.first_request, batch.end_request)]
-    assert covered == list(range(num_requests))
-
-
-def test_batches_without_room() -> None:
-    assert plan_batches(costs(), [900_000], [0, costs().pool_tokens]) is None
+    batches = [lengths[one.first_request : one.end_request] for one in plan]
+    degrees = [one.end_instance - one.first_instance for one in plan]
+    assert sum(map(cost_of, batches, degrees)) == pytest.approx(least(lengths, used), rel=1e-9)
+    assert [tokens for batch in batches for tokens in batch] == lengths
 
 
 def situation(**changes: float) -> Situation:
@@ -361,14 +313,6 @@ def test_a_stopped_play_is_the_beginning() -> None:
 # What it is known for
 
 
-def groups_of(log: Sequence[Occupied], kind: str) -> dict[tuple[tuple[int, ...], float], set[int]]:
-    found = defaultdict(set)
-    for entry in log:
-        if entry.kind == kind:
-            found[entry.rows, entry.start_s].add(entry.instance)
-    return found
-
-
 def test_short_requests_wait_for_a_long_prefill() -> None:
     """The convoy of v5 section 2: who comes while a long prefill holds all instances waits for its end."""
     served = system().play(trace_of((0.0, 1_000_000, 10), (1.0, 1000, 10)))
@@ -381,8 +325,7 @@ def test_an_idle_instance_prefills_what_ends_before_the_long_prefill() -> None:
     served, log = played(system(), trace)
     first, long, middle, short = served.first_token_s
     assert first < served.finish_s[0] < 4.0 < 5.0 < short < long < middle
-    sizes = [len(on) for (rows, _), on in groups_of(log, "prefill").items() if rows == (1,)]
-    assert sizes == [7]
+    assert len({entry.instance for entry in log if entry.kind == "prefill" and entry.rows == (1,)}) == 7
 
 
 def test_groups_decode_ten_steps_between_prefills() -> None:
@@ -403,32 +346,6 @@ def test_the_reserved_pool_isolates() -> None:
     shared = system().play(trace)
     assert np.quantile(served.ttft_s[is_short], 0.9) < np.quantile(shared.ttft_s[is_short], 0.9)
     assert served.ttft_s[~is_short].mean() > shared.ttft_s[~is_short].mean()
-
-
-def test_a_group_takes_another_instance_where_memory_ends() -> None:
-    pool = costs(TIGHT, 2).pool_tokens
-    prompt, output = int(pool * 0.4), int(pool * 0.9)
-    served, log = played(system(num_instances=2, utilization=TIGHT), trace_of((0.0, prompt, output)))
-    assert served.is_finished.all()
-    sizes = [len(on) for _, on in sorted(groups_of(log, "decode").items(), key=lambda item: item[0][1])]
-    assert sizes[0] == 1
-    assert sizes[-1] == 2
-    assert sizes == sorted(sizes)
-    assert {entry.cached_tokens for entry in log} >= {pool}
-
-
-def test_many_decodes_take_another_instance() -> None:
-    """A later prompt has them move together; when its request ends, its instance is theirs."""
-    count = 2 * MASTER_REQUESTS + 44
-    trace = trace_of(*[(0.0, 100, 1500)] * count, (8.0, 5000, 20))
-    served, log = played(system(num_instances=2), trace)
-    together = {start: len(on) for (rows, start), on in groups_of(log, "decode").items() if len(rows) == count}
-    apart = [start for (rows, start) in groups_of(log, "decode") if len(rows) < count and start < 8.0]
-    assert apart
-    assert min(together) > 8.0
-    for start, size in together.items():
-        assert size == (1 if start < served.finish_s[-1] - 1e-9 else 2)
-    assert set(together.values()) == {1, 2}
 
 
 def test_it_serves_its_own_papers_load_better_than_chunked_prefill() -> None:

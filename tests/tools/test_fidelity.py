@@ -246,16 +246,6 @@ TOY = LiveOptions(
 )
 
 
-def test_the_mix_arrives_in_the_time_that_is_asked_for() -> None:
-    mix, is_long = make_mix(TOY)
-    assert (
-        is_long.sum() == 1 and (mix.prompt_tokens[is_long] >= 300).all() and (mix.prompt_tokens[~is_long] <= 40).all()
-    )
-    trace = spread(mix, 10.0, seed=0)
-    assert trace.arrival_s[0] > 0 and trace.arrival_s[-1] < 10
-    assert np.array_equal(trace.arrival_s, spread(mix, 10.0, seed=0).arrival_s)
-
-
 def test_a_simulation_of_known_costs_and_its_comparison() -> None:
     key = ProfileKey("", "", "", "", "", num_threads=1, block_size=256, torch_version="")
     free = ChunkAttention((1.0,), (0.0,), (0.0,), (0.0,), tile=16), DecodeAttention((1.0,), (0.0,), (0.0,))

@@ -121,10 +121,7 @@ class Manager:
         if self._pool.groups and (self._must_decode or now_s < self._next_dispatch_s):
             return
         places = select(
-            self._costs,
-            self._queue[:_MAX_SCANNED],
-            self._situation(),
-            may_pass=self._num_passes < _MAX_PASSES,
+            self._costs, self._queue[:_MAX_SCANNED], self._situation(), may_pass=self._num_passes < _MAX_PASSES
         )
         if not places:
             return

@@ -46,21 +46,17 @@ def run(options: Options) -> FigureResult:
         seconds = chunk_seconds([predictor], tokens, size, decodes=_DECODES)[0]
         _note(static, seconds)
         _note(fitted, adaptive(predictor, tokens, float(seconds.max()))[0])
-    panels = [
-        Panel(
-            f"{token_label(tokens)} prompt beside 8 decodes, Llama-3 8B, 8 H100s",
-            "longest decode latency, ms",
-            "prefill, s",
-            [
-                Line(
-                    name, [1e3 * s for s in rows["worst_s"]], rows["prefill_s"], {"color": COLORS[i], "marker": "os"[i]}
-                )
-                for i, (name, rows) in enumerate({"static": static, "adaptive": fitted}.items())
-            ],
-            notes=[(1e3 * x, y, str(c)) for c, x, y in zip(SIZES, static["worst_s"], static["prefill_s"], strict=True)],
-            log="xy",
-        ),
-    ]
+    panel = Panel(
+        f"{token_label(tokens)} prompt beside 8 decodes, Llama-3 8B, 8 H100s",
+        "longest decode latency, ms",
+        "prefill, s",
+        [
+            Line(name, [1e3 * s for s in rows["worst_s"]], rows["prefill_s"], {"color": COLORS[i], "marker": "os"[i]})
+            for i, (name, rows) in enumerate({"static": static, "adaptive": fitted}.items())
+        ],
+        notes=[(1e3 * x, y, str(c)) for c, x, y in zip(SIZES, static["worst_s"], static["prefill_s"], strict=True)],
+        log="xy",
+    )
     gains = [s / a for s, a in zip(static["prefill_s"], fitted["prefill_s"], strict=True)]
     by_median = _gains_at_equal_median(static, fitted)
     sentence = (
@@ -69,7 +65,7 @@ def run(options: Options) -> FigureResult:
         f"{min(by_median):.2f} to {max(by_median):.2f} times. The gain is for small chunks and the longest latency."
     )
     share = float(np.mean([gain >= 1 - 1e-9 for gain in (*gains, *by_median)]))
-    return FigureResult(panels, {"adaptive-pareto": Answer(share, sentence)})
+    return FigureResult([panel], {"adaptive-pareto": Answer(share, sentence)})
 
 
 def _gains_at_equal_median(static: Mapping[str, list[float]], fitted: Mapping[str, list[float]]) -> list[float]:

@@ -38,15 +38,13 @@ def run(options: Options) -> FigureResult:
     num_by_prefill = sum(n > prefill[one] for n in PROMPTS for one, _ in pairs)
     num_failing = sum(any(column) for column in zip(*refused.values(), strict=True))
     spare = spare_factor(memories[_TP8], M)
-    panels = [
-        Panel(
-            f"Of {len(pairs)} pairs of layouts on 16 A100s",
-            "prompt, tokens",
-            "out of memory, %",
-            bars={"": {token_label(n): 100 * sum(row) / len(row) for n, row in refused.items()}},
-            levels={"v5 section 6.1": 100},
-        ),
-    ]
+    panel = Panel(
+        f"Of {len(pairs)} pairs of layouts on 16 A100s",
+        "prompt, tokens",
+        "out of memory, %",
+        bars={"": {token_label(n): 100 * sum(row) / len(row) for n, row in refused.items()}},
+        levels={"v5 section 6.1": 100},
+    )
     one, eight = (prefill[ParallelConfig(tp=tp)] / 1000 for tp in (1, 8))
     sentence = (
         f"Cases are {len(pairs)} pairs of layouts (TP and stages of either phase, instances within a node): "
@@ -56,4 +54,4 @@ def run(options: Options) -> FigureResult:
         "in both phases, as on SplitWise's machines, any prompt of these fits. That counts what a layer's widest point "
         f"needs and nothing beside it; at {spare:.2f} times the activations 1M would not fit either."
     )
-    return FigureResult(panels, {"disaggregated-oom": Answer(num_failing / len(pairs), sentence)})
+    return FigureResult([panel], {"disaggregated-oom": Answer(num_failing / len(pairs), sentence)})

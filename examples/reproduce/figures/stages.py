@@ -18,6 +18,7 @@ from medha.cost.predictor import Work
 
 STAGES = (1, 2, 4, 8, 16)
 _LINEAR = {"color": PAPER, "linestyle": ":"}
+_MISFIT = {"color": "red", "marker": "x", "linestyle": "", "markersize": 10, "zorder": 3}
 _LENGTHS = (M, 4 * M, 10 * M)
 _DERIVED = "The H100 spec is derived, not measured."
 
@@ -54,13 +55,13 @@ def _scaling_panel(name: str, rows: Mapping[int, list[float]]) -> Panel:
         for n, row in rows.items()
     ]
     return Panel(
-        f"{name}, 4K chunks (dotted: linear; red: too much for the memory)",
+        f"{name} (dotted: linear; red: no memory for it)",
         "stages of 8 H100s (TP 8)",
         "TTFT, s",
         [
             *lines(STAGES, points),
             *(Line(None, STAGES, [row[0] / s for s in STAGES], _LINEAR) for row in rows.values()),
-            *(Line(None, STAGES, row, {"color": "red", "marker": "x", "linestyle": ""}) for row in too_long),
+            *(Line(None, STAGES, row, _MISFIT) for row in too_long),
         ],
         log="xy",
     )
