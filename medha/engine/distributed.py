@@ -64,7 +64,7 @@ class ReportLine:
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def post(self, batch: Batch, group: int) -> PendingStep:
-        """Post the receive of one group's report of a batch, on rank 0."""
+        """Post the receive of one group's report of its part of a batch, on rank 0."""
         rows = sampling_rows(batch, group)
         slots = [self._runner.sampling(row.slot) for row in rows]
         buffer = torch.empty(report_size(rows, slots), dtype=torch.float64)
@@ -199,7 +199,8 @@ def _tokens_of(report: PendingStep) -> torch.Tensor:
 
 def _slots_for(batch: Batch, sampler_group: int, group: int) -> list[int]:
     """The slots whose tokens go from the sampling rank of one group to those that embed for another."""
-    return [row.slot for row in sampling_rows(batch, sampler_group) if row.group <= group <= row.writer + 1]
+    slots = [row.slot for row in sampling_rows(batch, sampler_group) if row.group <= group <= row.writer + 1]
+    return sorted(slots)  # the rows of a group's part of a batch are in another order than those of the whole
 
 
 class DrivingRunner:
@@ -264,9 +265,11 @@ class DrivingRunner:
         if plain := [rank for rank in self._others if rank not in told]:
             self._sender.send(Message("batch", closed, batch), only=plain)
         concerned = [group for group, part in enumerate(parts) if part.rows]
-        reports = [self._reports.post(batch, group) for group in concerned if self._ranks.sampler_rank(group) != 0]
+        reports = [
+            self._reports.post(parts[group], group) for group in concerned if self._ranks.sampler_rank(group) != 0
+        ]
         if self._ranks.sampler_rank(0) != 0 and parts[0].rows:
-            self._tokens.take_from(reports[0], batch)
+            self._tokens.take_from(reports[0], parts[0])
         own = self._steps.add(self._runner.prepare(parts[0], self._runner.chunk_ids(parts[0])))
         return PendingStep(partial(self._completed, batch, own, reports))
 

@@ -24,7 +24,8 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
     import medha.engine.build as build
     from medha import LLM
     from medha.worker import shard
-    from tests.worker.test_graphs import Repeating, make_backend
+    from tests.attention.test_torch_backend import make_flashinfer
+    from tests.worker.test_graphs import Repeating
 
     makers: list[Repeating] = []
 
@@ -36,7 +37,9 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
         if options.get("cuda_graphs"):
             patch.setattr(shard, "wants_graphs", lambda *_: True)
             patch.setattr(shard, "CudaGraphs", make)
-            patch.setattr(build, "choose_backend", lambda *_, block_size, **__: (make_backend(block_size), ""))
+            patch.setattr(
+                build, "choose_backend", lambda *_, block_size, **__: (make_flashinfer(block_size=block_size), "")
+            )
         with LLM(folder, **options) as llm:
             outputs = llm.generate(
                 [{"prompt_token_ids": prompt} for prompt in prompts], SamplingParams(temperature=0.0, max_tokens=6)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 import medha.parallel.kvp as kvp
-from medha.attention.interface import Segment
 from medha.attention.merge import merge_partials
 from medha.batch import Batch, Row
 from medha.config import ParallelConfig
@@ -28,7 +27,7 @@ from medha.outputs import RequestOutput
 from medha.parallel.kvp import Merge, Pending, shared_rows
 from medha.parallel.mesh import _run_groups
 from medha.params import SamplingParams
-from medha.worker.kv_cache import BlockTables
+from medha.worker.step_input import Slots, StepInput
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engines import load_decoder, make_engine
 from tests.parallel.workers import WorkerPool
@@ -48,16 +47,18 @@ def dropped_shard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kvp, "merge_partials", lambda parts: merge_partials(parts[1:]))
 
 
-def shifted_shard(patch: pytest.MonkeyPatch) -> None:
-    """A full shard is read from one position too early; at the pool's start from one too far on."""
-    segment = BlockTables.segment
+def wrong_block(patch: pytest.MonkeyPatch) -> None:
+    """Of a full shard the second block is read twice, the first not at all."""
+    prepare = Slots.prepare
 
-    def shifted(self: BlockTables, row: Row, start: int) -> Segment:
-        whole = segment(self, row, start)
-        (first, count), *rest = whole.ranges
-        return whole if whole.causal else replace(whole, ranges=((first - 1 if first else 1, count), *rest))
+    def mistaken(self: Slots, batch: Batch) -> StepInput:
+        step = prepare(self, batch)
+        if (rows := step.shared) is not None:
+            firsts = rows.page_indptr[:-1][~rows.causal]
+            rows.pages[firsts] = rows.pages[firsts + 1]
+        return step
 
-    patch.setattr(BlockTables, "segment", shifted)
+    patch.setattr(Slots, "prepare", mistaken)
 
 
 def order_of_arrival(patch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,7 @@ def order_of_arrival(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pending, "result", own_first)
 
 
-MUTATIONS = {m.__name__: m for m in (base_2_lse, dropped_shard, shifted_shard, order_of_arrival)}
+MUTATIONS = {m.__name__: m for m in (base_2_lse, dropped_shard, wrong_block, order_of_arrival)}
 
 
 # -- merges by themselves ------------------------------------------------------------------------------------
@@ -83,8 +84,8 @@ def merge_different_rows(num_groups: int, batches: dict[int, Batch]) -> str:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank = dist.get_rank()
     group = _run_groups(ParallelConfig(kvp=num_groups), rank, timedelta(seconds=30))[0, num_groups - 1]
-    (shared,) = shared_rows(batches[rank], torch.device("cpu"))
-    empty = torch.zeros(len(shared.tokens), 2, 8)
+    (shared,) = shared_rows(batches[rank])
+    empty = torch.zeros(shared.tokens.stop, 2, 8)
     message = ""
     try:
         Merge(group, num_groups).start(shared, (empty, empty[..., 0])).result(compare=True)
@@ -240,7 +241,7 @@ def test_logprobs_are_those_of_one_rank(workers: WorkerPool, served: Served, lay
     assert check_merges(merges, layout[0]) > 20
 
 
-@pytest.mark.parametrize("mutation", ["base_2_lse", "dropped_shard", "shifted_shard"])
+@pytest.mark.parametrize("mutation", ["base_2_lse", "dropped_shard", "wrong_block"])
 def test_a_wrong_merge_turns_the_comparison_with_one_rank_red(
     workers: WorkerPool, served: Served, mutation: str
 ) -> None:

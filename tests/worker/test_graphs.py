@@ -15,14 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.config import EngineConfig
 from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, graph_sizes
-from tests.attention import fake_flashinfer
+from tests.attention.test_torch_backend import make_flashinfer
 from tests.engines import make_engine, run_to_end
 from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
 
@@ -52,10 +51,6 @@ class Repeating:
         return out, replay
 
 
-def make_backend(block_size: int) -> FlashInferBackend:
-    return FlashInferBackend(fake_flashinfer.make_api(), block_size=block_size, num_sms=4, has_fa3=False)
-
-
 def with_graphs(
     case: Case,  # noqa: F811
     *,
@@ -65,7 +60,7 @@ def with_graphs(
     **scheduler: int,
 ) -> tuple[Engine, Repeating]:
     options = {"chunk_size": 120, "max_batch_tokens": 240, "num_blocks": -(-1600 // block_size)} | scheduler
-    backend = make_backend(block_size)
+    backend = make_flashinfer(block_size=block_size)
     engine = make_engine(case.decoder, backend=backend, has_scratch=True, block_size=block_size, **options)
     maker = Repeating(refused=refused)
     engine.runner.capture(maker, sizes, lambda done, total: None)  # type: ignore[attr-defined]
@@ -77,9 +72,9 @@ def replays(engine: Engine, maker: Repeating) -> list[tuple[int, int]]:
     rows: list[int] = []
     run = DecodeGraphs.run
 
-    def watching(self: DecodeGraphs, decodes: Any, **options: Any) -> torch.Tensor:
-        rows.append(len(decodes.segments))
-        return run(self, decodes, **options)
+    def watching(self: DecodeGraphs, step: Any, **options: Any) -> torch.Tensor:
+        rows.append(len(step.batch.rows))
+        return run(self, step, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeGraphs, "run", watching)
@@ -96,12 +91,12 @@ def drain(engine: Engine) -> None:
 # FlashInfer's substitute below the engine, without graphs
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("block_size", [1, 16, 256])
-def test_parity_through_flashinfers_wrappers(case: Case, block_size: int, is_async: bool) -> None:  # noqa: F811
+def test_parity_through_flashinfers_wrappers(case: Case, block_size: int, async_scheduling: bool) -> None:  # noqa: F811
     engine = make_engine(
-        case.decoder, backend=make_backend(block_size), block_size=block_size, num_blocks=-(-2048 // block_size),
-        chunk_size=97, max_batch_tokens=160, async_scheduling=is_async,
+        case.decoder, backend=make_flashinfer(block_size=block_size), block_size=block_size,
+        num_blocks=-(-2048 // block_size), chunk_size=97, max_batch_tokens=160, async_scheduling=async_scheduling,
     )  # fmt: skip
     assert run_to_end(engine, case.prompts, NUM_TOKENS) == case.expected
 
@@ -115,7 +110,7 @@ def test_parity_through_flashinfers_wrappers(case: Case, block_size: int, is_asy
     block_size=st.sampled_from([16, 48, 256]),
     sizes=st.sets(st.integers(1, 8), min_size=1),
     chosen=st.lists(st.integers(0, 5), min_size=1, max_size=6),
-    is_async=st.booleans(),
+    async_scheduling=st.booleans(),
     chunk_size=st.sampled_from([60, 200]),
 )
 def test_tokens_are_those_of_eager_execution(
@@ -123,17 +118,13 @@ def test_tokens_are_those_of_eager_execution(
     block_size: int,
     sizes: set[int],
     chosen: list[int],
-    is_async: bool,
+    async_scheduling: bool,
     chunk_size: int,
 ) -> None:
     engine, maker = with_graphs(
-        case,
-        sizes=sorted(sizes),
-        block_size=block_size,
-        async_scheduling=is_async,
-        chunk_size=chunk_size,
-        num_blocks=240,
-    )
+        case, sizes=sorted(sizes), block_size=block_size, num_blocks=240, chunk_size=chunk_size,
+        async_scheduling=async_scheduling,
+    )  # fmt: skip
     got = run_to_end(engine, [case.prompts[i] for i in chosen], NUM_TOKENS)
     assert got == [case.expected[i] for i in chosen]
     assert maker.captured == sorted(sizes, reverse=True)
@@ -236,8 +227,8 @@ def test_options() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("is_async", [False, True])
-def test_graphs_and_eager_execution_agree_on_a_gpu(is_async: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_graphs_and_eager_execution_agree_on_a_gpu(async_scheduling: bool, tmp_path: Path) -> None:
     """The needle model continues a repetition with a wide margin, so that no rounding decides a token."""
     pytest.importorskip("flashinfer")
     from medha.models.needle import write_needle
@@ -250,9 +241,9 @@ def test_graphs_and_eager_execution_agree_on_a_gpu(is_async: bool, tmp_path: Pat
             str(folder),
             device="cuda",
             dtype="bfloat16",
-            cuda_graphs=graphs,
-            async_scheduling=is_async,
             num_kv_blocks=64,
+            cuda_graphs=graphs,
+            async_scheduling=async_scheduling,
         )
         engine = build_engine(config)
         assert (engine.runner.graphs is not None) == graphs  # type: ignore[attr-defined]

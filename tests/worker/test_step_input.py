@@ -128,7 +128,7 @@ def check(step: StepInput, group: int, live: dict[int, Request]) -> None:
     token = 0
     kept, targets, decodes, drawn = [], [], [], []
     for row in rows:
-        if row.holder == group:
+        if row.writer == group:
             kept += range(token, token + row.q_len)
             targets += live[row.slot].tokens(group)[-row.q_len :]
         decodes += [(token, row.slot)] * row.is_decode
@@ -149,7 +149,7 @@ def check_part(part: AttentionRows | None, rows: list[Row], group: int, live: di
     for i, row in enumerate(rows):
         assert part is not None
         assert visible(part, i)[0].tolist() == live[row.slot].tokens(group)
-        assert (part.q_len[i], part.causal[i]) == (row.q_len, row.holder == group)
+        assert (part.q_len[i], part.causal[i]) == (row.q_len, row.writer == group)
 
 
 @pytest.mark.parametrize("stream", [CopyStream, Late])

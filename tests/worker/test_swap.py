@@ -1,39 +1,36 @@
 """KV in host memory: what goes out comes back bit by bit, in time for the compute, and changes no token.
 
-On the CPU copies are made when they are issued. A substitute for the stream of CUDA makes them as late as it may: when
-the compute that must come after them is launched. Real streams are for a GPU.
+On the CPU copies are made when they are issued; a substitute for the stream of CUDA makes them as late as it may. Real
+streams are for a GPU. Which blocks are copied where is shown with the rest of a step's input.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from medha.attention.flashinfer_backend import FlashInferBackend
-from medha.batch import Batch, Extent, Row
+from medha.batch import Batch
 from medha.config import EngineConfig
 from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
-from medha.worker.kv_cache import BlockTables, KVCache
+from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
+from medha.worker.step_input import StepInput
 from medha.worker.swap import CopyStream, HostCache, SwapCopies
-from tests.attention import fake_flashinfer
+from tests.attention.test_torch_backend import make_flashinfer
 from tests.engines import Preemptions
 from tests.serving import Model, finish, make_byte_model, random_ids
+from tests.worker.late import Late
 from tests.worker.test_graphs import Repeating
 from tests.worker.test_kv_cache import make_cache
 
-CPU = torch.device("cpu")
 LENGTHS = (40, 3, 70, 25, 90)
 SMALL = {"chunk_size": 16, "max_batch_tokens": 40, "block_size": 16, "num_blocks": 10}
 SWAP = {"overcommit": True, "num_swap_blocks": 60}
@@ -41,97 +38,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 PENALTIES = SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, max_tokens=50, ignore_eos=True)
 
 
-class Late:
-    """Copies that are made as late as they may be."""
-
-    def __init__(self) -> None:
-        self._queued: deque[Callable[[], None]] = deque()
-        self._num_issued = self._num_done = 0
-
-    def begin(self) -> None:
-        assert not self._queued, "the compute of every batch comes after all of its copies, and so do later batches"
-
-    def issue(self, copies: Callable[[], None]) -> Callable[[], None]:
-        self._queued.append(copies)
-        self._num_issued += 1
-        number = self._num_issued
-
-        def wait() -> None:
-            while self._num_done < number:
-                self._queued.popleft()()
-                self._num_done += 1
-
-        return wait
-
-    def finish(self) -> None:
-        while self._queued:
-            self._queued.popleft()()
-            self._num_done += 1
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return make_byte_model(tmp_path_factory.mktemp("bytes"))
 
 
-def extents(slot: int, blocks: list[int]) -> tuple[Extent, ...]:
-    return tuple(Extent(slot, block, 1) for block in blocks)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Blocks
-
-
-def read(pools: Sequence[torch.Tensor], tables: BlockTables, num_tokens: Sequence[int]) -> list[torch.Tensor]:
-    """What each pool holds of each slot, in position order; copies."""
-    return [
-        torch.cat([pool[first : first + count] for first, count in tables.ranges(slot, 0, end)])
-        for slot, end in enumerate(num_tokens)
-        for pool in pools
-    ]
-
-
-@settings(max_examples=40, derandomize=True, deadline=None)
-@given(
-    before=st.permutations(range(12)),
-    after=st.permutations(range(12)),
-    host=st.permutations(range(12)),
-    num_tokens=st.lists(st.integers(1, 16), min_size=1, max_size=3),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    is_late=st.booleans(),
-)
-def test_blocks_come_back_bit_by_bit_wherever_they_lie(
-    before: list[int], after: list[int], host: list[int], num_tokens: list[int], dtype: torch.dtype, is_late: bool
-) -> None:
-    """All slots out and in by one batch, each to other blocks, over host blocks in any order."""
-    cache, tables = make_cache(dtype=dtype), BlockTables(4)
-    memory = HostCache(cache, 12, Late() if is_late else CopyStream())
-    pools = [*cache.k, *cache.v]
-    for pool in pools:
-        pool.copy_(torch.randn(pool.shape).to(dtype))
-    sizes = [-(-count // 4) for count in num_tokens]
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    rows = tuple(Row(slot, 0, count, False, False) for slot, count in enumerate(num_tokens))
-    tables.apply(Batch(0, rows, tuple(e for slot, part in enumerate(parts) for e in extents(slot, before[part]))))
-    expected = read(pools, tables, num_tokens)
-    swaps = tuple(e for slot, part in enumerate(parts) for e in extents(slot, host[part]))
-    new = tuple(e for slot, part in enumerate(parts) for e in extents(slot, after[part]))
-    back = tuple(Row(slot, count, 1, False, False) for slot, count in enumerate(num_tokens) if count % 4)
-    batch = Batch(1, back, new, tuple(range(len(sizes))), swaps, swaps)
-    out = tables.swap_runs(batch.swaps_out)
-    tables.apply(batch)
-    memory.move(out, tables.swap_runs(batch.swaps_in)).wait()
-    assert all(torch.equal(a, b) for a, b in zip(expected, read(pools, tables, num_tokens), strict=True))
-
-
-def test_what_comes_in_is_a_shard_from_the_first_position_and_other_groups_are_left_alone() -> None:
-    tables = BlockTables(4, group=1)
-    extent, other = Extent(5, 2, 2, 1), Extent(6, 0, 3, 0)
-    batch = Batch(0, (Row(5, 7, 1, False, True, 1),), (extent,), (), (), (Extent(5, 8, 2, 1), other))
-    tables.apply(batch)
-    assert tables.shard(5) == (0, 8)
-    assert tables.swap_runs(batch.swaps_in) == [(8, 32, 8)]
 
 
 def test_the_hosts_pools_are_laid_out_as_the_devices() -> None:
@@ -189,7 +102,7 @@ def undisturbed(model: Model, params: SamplingParams) -> list[list[int]]:
 @pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
 @pytest.mark.parametrize("options", [{}, {"depth": 2}, {"async_scheduling": True}], ids=str)
 def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
-    model: Model, params: SamplingParams, options: dict[str, int], stream: Callable[[], CopyStream]
+    model: Model, params: SamplingParams, options: dict[str, Any], stream: Callable[[], CopyStream]
 ) -> None:
     engine = model.engine(**(SMALL | SWAP | options), stream=stream())
     counts = Preemptions.of(engine)
@@ -237,25 +150,24 @@ def test_what_comes_after_an_interrupt_comes_after_its_copies(model: Model, monk
     engine = model.engine(**(SMALL | SWAP), stream=line)
     forward = Runner._forward
 
-    def interrupted(runner: Runner, batch: Batch, ids: Any, moves: SwapCopies | None, **options: Any) -> Any:
-        if moves is not None:
-            assert line._queued
+    def interrupted(runner: Runner, step: StepInput, copies: SwapCopies | None) -> Any:
+        if copies is not None:
+            assert line.queued
             raise KeyboardInterrupt
-        return forward(runner, batch, ids, moves, **options)
+        return forward(runner, step, copies)
 
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "_forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(engine, GREEDY)
-    assert not line._queued
+    assert not line.queued
     engine.step()  # returns what was aborted
     assert run(engine, GREEDY)[0] == undisturbed(model, GREEDY)
 
 
 def test_a_graph_comes_after_all_copies(model: Model) -> None:
     """FlashInfer's substitute below the engine; decodes alone are replayed, also beside blocks that go out."""
-    backend = FlashInferBackend(fake_flashinfer.make_api(), block_size=16, num_sms=4, has_fa3=False)
-    engine = model.engine(**(SMALL | SWAP), backend=backend, has_scratch=True, stream=Late())
+    engine = model.engine(**(SMALL | SWAP), backend=make_flashinfer(block_size=16), has_scratch=True, stream=Late())
     maker = Repeating()
     engine.runner.capture(maker, (1, 2, 4, 8), lambda done, total: None)  # type: ignore[attr-defined]
     tokens, batches = run(engine, GREEDY)
@@ -320,8 +232,10 @@ def test_a_number_as_swap_space_is_gib_as_in_vllm(value: Any, size: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("is_async", [False, True])
-def test_swapping_changes_no_token_on_a_gpu(is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_swapping_changes_no_token_on_a_gpu(
+    async_scheduling: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The needle model continues a repetition with a wide margin, so that no rounding decides a token."""
     from medha.models.needle import write_needle
 
@@ -336,7 +250,7 @@ def test_swapping_changes_no_token_on_a_gpu(is_async: bool, tmp_path: Path, monk
                 device="cuda",
                 dtype="bfloat16",
                 block_size=16,
-                async_scheduling=is_async,
+                async_scheduling=async_scheduling,
                 **options,
             )
         )
