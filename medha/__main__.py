@@ -11,7 +11,7 @@ import typer
 
 from medha.bench.cli import app as bench_app
 from medha.cli.command import end_process, make_app, run_app
-from medha.cost.machine import environment
+from medha.cli.report import environment
 from medha.errors import ConfigError
 from medha.generate.__main__ import generate
 from medha.profile.cli import profile

@@ -7,7 +7,9 @@ an exit code with :func:`exit_code`.
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _MAX_CHARS = 2000  # of an error that ranks tell each other
@@ -46,20 +48,20 @@ class ParallelConfigError(ConfigError):
 
 
 class _FieldError(MedhaError, ValueError):
-    """An error about the field ``param``, which was given ``value``."""
+    """An error about the field ``param``, which was given ``value``; subclasses have further facts."""
 
-    def __init__(self, message: str, *, param: str | None = None, value: Any = None) -> None:
+    param: str | None = None
+    value: Any = None
+
+    def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
-        self.param = param
-        self.value = value
+        vars(self).update(facts)
 
 
 class ValidationError(_FieldError):
     """One request is wrong, the one at ``index`` of the list it came in; nothing of it was scheduled."""
 
-    def __init__(self, message: str, *, index: int | None = None, **field: Any) -> None:
-        super().__init__(message, **field)
-        self.index = index
+    index: int | None = None
 
 
 class ContextLengthError(ValidationError):
@@ -73,16 +75,22 @@ class KVCapacityError(ValidationError):
 class DeadlineError(ValidationError):
     """The request's first token would come after its TTFT objective, even if it ran next: both in seconds or None."""
 
-    def __init__(
-        self, message: str, *, predicted_s: float | None = None, objective_s: float | None = None, **where: Any
-    ) -> None:
-        super().__init__(message, **where)
-        self.predicted_s = predicted_s
-        self.objective_s = objective_s
+    predicted_s: float | None = None
+    objective_s: float | None = None
 
 
 class UnsupportedFeatureError(_FieldError):
     """A field that users of other engines know, and medha does not implement. It is never ignored."""
+
+
+class PolicyError(_FieldError):
+    """A user's scheduling policy, by its name, raised, or returned something else than one number a request.
+
+    ``slot`` is that of the request concerned, or None where it is not a single one.
+    """
+
+    policy: str | None = None
+    slot: int | None = None
 
 
 class RequestError(MedhaError, RuntimeError):
@@ -109,27 +117,21 @@ class RankFailedError(EngineDeadError):
     """Another rank died, was stopped, threw, or cannot be reached."""
 
 
-class PolicyError(MedhaError, ValueError):
-    """A user's scheduling policy, by its name, raised, or returned something else than one number a request.
-
-    ``slot`` is that of the request concerned, or None where it is not a single one.
-    """
-
-    def __init__(self, message: str, *, policy: str | None = None, slot: int | None = None) -> None:
-        super().__init__(message)
-        self.policy = policy
-        self.slot = slot
-
-
 def exit_code(error: BaseException) -> int:
     """The process exit code for an error: 2 bad input, 4 engine failure, 130 interrupted, 1 anything else."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if isinstance(error, (ConfigError, _FieldError, PolicyError)):
+    if isinstance(error, (ConfigError, _FieldError)):
         return 2
     if isinstance(error, EngineDeadError):
         return 4
     return 1
+
+
+def hint(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The end of a message on a name that is not known: which of those that are may be meant, if any."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def printable(message: str) -> str:
@@ -138,3 +140,12 @@ def printable(message: str) -> str:
         message = f"{message[:_MAX_CHARS]}… ({len(message)} characters)"
     message = message.encode(errors="backslashreplace").decode()
     return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], message)
+
+
+def short_repr(value: Any) -> str:
+    """``repr`` for a message, cut where a hostile file would fill the screen."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits have no repr
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -60,12 +60,7 @@ class LLM:
     """
 
     def __init__(
-        self,
-        model: str | Path,
-        *,
-        timeline: Timeline | None = None,
-        journal: str | Path | None = None,
-        **options: Any,
+        self, model: str | Path, *, timeline: Timeline | None = None, journal: str | Path | None = None, **options: Any
     ) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
         self._files = ExitStack()
@@ -77,11 +72,10 @@ class LLM:
 
     def _build(self, timeline: Timeline | None, journal: Path | None) -> RankHandle:
         """This rank's part; a journal that cannot be written is found before the model is loaded."""
+        if journal is not None:
+            check_recordable(self.config.scheduler)
         with ExitStack() as stack:
-            file = None
-            if journal is not None:
-                check_recordable(self.config.scheduler)
-                file = stack.enter_context(opened(journal)) if is_first_rank() else None
+            file = stack.enter_context(opened(journal)) if journal is not None and is_first_rank() else None
             role = build_role(self.config, timeline=timeline)
             if file is not None and role.engine is not None:
                 role.engine.record(emptied(file))
@@ -127,9 +121,8 @@ class LLM:
         Args:
             prompts: one prompt or several; each is text, token ids, or a mapping with ``prompt``,
                 ``prompt_token_ids`` or ``messages``.
-            sampling_params: for all, or one for each.
-            slo: for all, or one for each.
-            priority: class for all, or one for each: ``realtime``, ``high``, ``normal`` or ``low``.
+            sampling_params, slo, priority: for all, or one for each; the class is ``realtime``, ``high``, ``normal``
+                or ``low``.
             use_tqdm: show a progress bar on a terminal.
 
         Returns:
@@ -246,11 +239,11 @@ class LLM:
         if role.is_alone:
             return run()
         with self._calls:
-            if role.follower is not None:
-                role.follower.join(name)
-                return []
-            assert role.caller is not None, "rank 0 of several tells the others"
-            return role.caller.call(name, run)
+            if role.caller is not None:
+                return role.caller.call(name, run)
+            assert role.follower is not None, "whoever is not rank 0 follows it"
+            role.follower.join(name)
+            return []
 
     def _serve(self, prepare: Callable[[], list[Request]], use_tqdm: bool) -> list[RequestOutput]:
         """Serve what is prepared beside the running engine, on the rank that drives."""
@@ -317,11 +310,10 @@ class LLM:
 
     def _next(self, box: deque[RequestOutput]) -> RequestOutput:
         """The next output for whoever waits at ``box``; steps, in turn with other threads, until there is one."""
-        engine = self.engine
         while not box:
-            with engine.turns:
+            with self.engine.turns:
                 if not box:
-                    engine.advance()
+                    self.engine.advance()
         error = box[0].error
         if isinstance(error, EngineDeadError):  # another thread stepped
             raise _own_error(error, []) from error
@@ -329,7 +321,7 @@ class LLM:
 
 
 def _end(engine: Engine, request_ids: Iterable[str]) -> None:
-    """Abort what still runs of some requests; where nothing else does, leave nothing of them in flight."""
+    """Abort what still runs of some requests, and leave nothing of them in flight if nothing else runs."""
     with suppress(EngineDeadError):  # it has been raised already, and has ended them
         for request_id in request_ids:
             engine.abort(request_id)
@@ -357,6 +349,5 @@ def _present(outputs: Mapping[str, RequestOutput | None], box: Iterable[RequestO
 
 
 def _progress(*, enabled: bool) -> Progress:
-    """A bar over requests on stderr, when that is a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     return Progress(*columns, console=Console(stderr=True), disable=not (enabled and sys.stderr.isatty()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from medha.params import SLO
@@ -11,33 +11,19 @@ from medha.params import SLO
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where the seconds from a request's arrival to its first token went, or up to the last tick while it has none.
+    """Where the seconds from a request's arrival to its first token went, or up to the last tick while it has none."""
 
-    Attributes:
-        request_id: of the request; ``slot N`` where the explainer was told none, also in ``others``.
-        has_first_token: whether ``total_s`` is the TTFT.
-        total_s: sum of the parts.
-        own_s: computing its own chunks.
-        decodes_s: decodes.
-        others_s: chunks of other requests.
-        others: (request id, seconds) of those with the largest part in ``others_s``, as far back as chunks are kept.
-        memory_s: waiting for KV memory.
-        pipeline_s: in flight beyond the busy time of its group.
-        idle_s: nothing was in flight.
-        slack_s: (seconds since arrival, seconds for which it could still wait and be in time), some samples; empty
-            without a deadline.
-    """
-
-    request_id: str
-    has_first_token: bool
-    total_s: float
-    own_s: float
+    request_id: str  # ``slot N`` where the explainer was told none, also in ``others``
+    has_first_token: bool  # whether total_s is the TTFT
+    total_s: float  # sum of the parts
+    own_s: float  # computing its own chunks
     decodes_s: float
-    others_s: float
-    others: tuple[tuple[str, float], ...]
-    memory_s: float
-    pipeline_s: float
-    idle_s: float
+    others_s: float  # chunks of other requests
+    others: tuple[tuple[str, float], ...]  # (request id, seconds), the largest, as far back as chunks are kept
+    memory_s: float  # waiting for KV memory
+    pipeline_s: float  # in flight beyond the busy time of its group
+    idle_s: float  # nothing was in flight
+    # samples of (seconds since arrival, seconds for which it could still wait and be in time); none without a deadline
     slack_s: tuple[tuple[float, float], ...]
 
     @property
@@ -152,53 +138,33 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """The generated part of a request, or one of its ``n``.
+    """The generated part of a request, or one of its ``n``."""
 
-    Attributes:
-        index: which of the ``n``, from 0.
-        text: generated text, or None without a tokenizer or with ``detokenize=False``.
-        finish_reason: ``stop``, ``length``, ``abort``, ``error``; None only while unfinished.
-        stop_reason: the stop string or token id that ended it; None for end-of-sequence.
-        logprobs: one mapping of token id to :class:`Logprob` a token, if asked for.
-        cumulative_logprob: sum over the generated tokens, if asked for.
-    """
-
-    index: int
-    text: str | None
+    index: int  # which of the n, from 0
+    text: str | None  # None without a tokenizer or with detokenize=False
     token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None  # None only while unfinished
+    stop_reason: str | int | None = None  # the stop string or token id that ended it; None for end-of-sequence
+    logprobs: list[dict[int, Logprob]] | None = None  # one mapping of token id to Logprob a token, if asked for
+    cumulative_logprob: float | None = None  # sum over the generated tokens, if asked for
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """State of one request as a user sees it.
-
-    Attributes:
-        prompt: its text, that of messages as the chat template wrote it; None where ids were given.
-        outputs: its completions by index; as ``delta`` those that have something new.
-        error: what went wrong when ``finish_reason`` is ``error``; the tokens produced before it are kept.
-    """
+    """State of one request as a user sees it."""
 
     request_id: str
-    prompt: str | None
+    prompt: str | None  # its text, that of messages as the chat template wrote it; None where ids were given
     prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
+    outputs: list[CompletionOutput]  # by index; as ``delta`` those that have something new
     finished: bool
     metrics: RequestMetrics
-    error: Exception | None = None
-    num_cached_tokens: int = field(default=0)
+    error: Exception | None = None  # what went wrong when finish_reason is error; the tokens before it are kept
+    num_cached_tokens: int = 0
 
 
 def unserved(
-    request_id: str,
-    arrival_s: float,
-    *,
-    slo: SLO | None,
-    error: Exception | None,
-    finished_s: float | None = None,
+    request_id: str, arrival_s: float, *, slo: SLO | None, error: Exception | None, finished_s: float | None = None
 ) -> RequestOutput:
     """The output of a request that the engine never took; without an error it is aborted."""
     slo = slo or SLO()

@@ -10,14 +10,14 @@ import dataclasses
 import difflib
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from numbers import Number
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-from medha.config.fields import BOOLEAN, POSITIVE, SAMPLING, Check, check_options, finite, integer, option
-from medha.errors import UnsupportedFeatureError, ValidationError
+from medha.config.fields import BOOLEAN, POSITIVE, SAMPLING, Check, check_options, choice, finite, integer, option
+from medha.errors import UnsupportedFeatureError, ValidationError, short_repr
 
 T = TypeVar("T")
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -39,7 +39,6 @@ _UNSUPPORTED = """
 """
 UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED.split())
 
-
 MOST_COMPLETIONS = 16384  # of a request
 
 _listed = partial(option, SAMPLING)  # among the options of a command line
@@ -49,9 +48,7 @@ def _unlisted(default: Any, check: Check, name: str = "") -> Any:
     return option("", default, "", check, name=name)
 
 
-_OUTPUT_KIND = Check(
-    "'cumulative', 'delta' or 'final_only'", lambda value: value in ("cumulative", "delta", "final_only")
-)
+_OUTPUT_KIND = choice(*get_args(OutputKind))
 
 PROMPT_FORMS = {
     "prompt": "text",
@@ -76,7 +73,9 @@ def _names_checked(cls: type[T]) -> type[T]:
         for name in fields.keys() - set(names):
             refuse_unsupported(name, fields[name])
             if name not in UNSUPPORTED_FIELDS:
-                raise _unknown(name, fields[name], names)
+                near = [FIELD_ALIASES[name]] if name in FIELD_ALIASES else difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"accepted: one of {', '.join(sorted(names))}"
+                raise ValidationError(f"{name}={short_repr(fields[name])}; {hint}", param=name, value=fields[name])
             del fields[name]  # asks for nothing
         init(self, *args, **fields)
 
@@ -117,9 +116,6 @@ class SamplingParams:
         output_kind: what :meth:`medha.engine.Engine.step` returns before the end: ``cumulative``, ``delta`` or
             ``final_only`` (nothing).
 
-    Raises:
-        ValidationError: a value is outside its range, or a field is not known (``param`` names it).
-        UnsupportedFeatureError: a field that other engines have and medha has not.
     """
 
     n: int = _unlisted(1, integer(1, MOST_COMPLETIONS))
@@ -176,16 +172,11 @@ class SamplingParams:
         return self.temperature is not None and self.temperature < 1e-5
 
     def resolve(self, defaults: Mapping[str, float | int | None]) -> SamplingParams:
-        """A copy in which every field has a value: given here > ``defaults`` > class default.
-
-        Args:
-            defaults: what ``generation_config.json`` says, by field name; None and missing mean silent.
-        """
-        values: dict[str, Any] = {}
-        for name, last in _RESOLVED_DEFAULTS.items():
-            found = (getattr(self, name), defaults.get(name), last)
-            values[name] = next(value for value in found if value is not None)
-        return dataclasses.replace(self, **values)
+        """A copy in which every field has a value: given here > ``defaults``, by field name, > class default."""
+        silent: dict[str, Any] = {name: None for name in _RESOLVED_DEFAULTS if getattr(self, name) is None}
+        for name in silent:
+            silent[name] = _RESOLVED_DEFAULTS[name] if defaults.get(name) is None else defaults[name]
+        return dataclasses.replace(self, **silent)
 
     def capped(self, max_tokens: int) -> SamplingParams:
         """A copy that asks for at most ``max_tokens`` tokens."""
@@ -203,13 +194,7 @@ class SamplingParams:
         return cls(**{FIELD_ALIASES.get(name, name): value for name, value in fields.items()})
 
 
-_RESOLVED_DEFAULTS: dict[str, float | int] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
+_RESOLVED_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def refuse_unsupported(name: str, value: Any) -> None:
@@ -232,13 +217,6 @@ class SLO:
         check_options(self, _bad)
 
 
-def _unknown(name: str, value: Any, known: Iterable[str]) -> ValidationError:
-    """The error about a field that nobody knows."""
-    near = [FIELD_ALIASES[name]] if name in FIELD_ALIASES else difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"accepted: one of {', '.join(sorted(known))}"
-    return ValidationError(f"{name}={_shown(value)}; {hint}", param=name, value=value)
-
-
 def check_seconds(name: str, value: Any) -> float:
     """A time; raises ValidationError where it is not a finite number."""
     if not finite(-math.inf).holds(value) or value < -sys.float_info.max:
@@ -247,15 +225,7 @@ def check_seconds(name: str, value: Any) -> float:
 
 
 def _bad(name: str, value: Any, accepted: str) -> ValidationError:
-    return ValidationError(f"{name}={_shown(value)}; accepted: {accepted}", param=name, value=value)
-
-
-def _shown(value: Any) -> str:
-    try:
-        shown = repr(value)
-    except ValueError:  # an integer of thousands of digits has no repr
-        return f"<{type(value).__name__}>"
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    return ValidationError(f"{name}={short_repr(value)}; accepted: {accepted}", param=name, value=value)
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
@@ -304,11 +274,7 @@ def check_priority(value: Any) -> str:
 
 
 def prompt_form(prompt: Any) -> tuple[str, Any, dict[str, Any]]:
-    """Which of :data:`PROMPT_FORMS` a prompt has, the text, ids or messages, and the chat options beside messages.
-
-    Raises:
-        ValidationError: it has none of them, several, or not what the form takes, as far as the type says.
-    """
+    """Which of :data:`PROMPT_FORMS` a prompt has, the text, ids or messages, and the chat options beside messages."""
     if not isinstance(prompt, Mapping):
         return ("prompt" if isinstance(prompt, str) else "prompt_token_ids"), prompt, {}
     given = {name: value for name, value in prompt.items() if value is not None}

@@ -116,12 +116,6 @@ def test_prompt_too_long(model: Model, length: int) -> None:
     assert serve_one(engine, "good").outputs[0].finish_reason == "length"
 
 
-def test_longest_prompt(model: Model) -> None:
-    engine = model.engine(max_model_len=100)
-    completion = serve_one(engine, [1] * 99).outputs[0]
-    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
-
-
 @pytest.mark.parametrize(
     ("length", "max_tokens", "param"), [(10, 248, "max_tokens"), (250, 8, "max_tokens"), (257, 1, "prompt")]
 )
@@ -185,8 +179,13 @@ def test_bad_parameters(model: Model, llm: LLM) -> None:
         assert caught.value.param == "slo"
         with pytest.raises(ValidationError, match="accepted: SLO"):
             llm.generate("good", slo=bad)
-    with pytest.raises(ValidationError, match=r"stop_token_ids\[1\]=256; accepted: integers from 0 to 255"):
-        engine.add_request("bad", "good", SamplingParams(stop_token_ids=[3, 256]))
+    for bad, place in (
+        ({"stop_token_ids": [3, 256]}, r"stop_token_ids\[1\]"),
+        ({"allowed_token_ids": [1, 256]}, r"allowed_token_ids\[1\]"),
+        ({"logit_bias": {256: 1.0}}, r"logit_bias\[0\]"),
+    ):
+        with pytest.raises(ValidationError, match=f"{place}=256; accepted: integers from 0 to 255"):
+            engine.add_request("bad", "good", SamplingParams(**bad))
     assert_empty(engine)
 
 
@@ -196,6 +195,8 @@ def test_min_tokens_that_hold_every_id_back(model: Model) -> None:
     with pytest.raises(ValidationError, match=r"^min_tokens=1 leaves nothing to draw: each of the 256 ids") as caught:
         engine.add_request("bad", "good", SamplingParams(min_tokens=1, stop_token_ids=every))
     assert caught.value.param == "min_tokens"
+    with pytest.raises(ValidationError, match="each of the 1 ids"):
+        engine.add_request("bad", "good", SamplingParams(min_tokens=1, allowed_token_ids=[5], stop_token_ids=[5, 6]))
     params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=every[:-1])
     assert serve_one(engine, "good", params).outputs[0].token_ids[0] == 255
     assert serve_one(engine, "good", SamplingParams(stop_token_ids=every)).outputs[0].finish_reason == "stop"
@@ -217,7 +218,7 @@ def test_the_kv_capacity_of_groups() -> None:
     scheduler = Scheduler(config, num_blocks=16, block_size=16, num_groups=2)
     with pytest.raises(KVCapacityError) as caught:
         prepare_request(
-            "bad", [1] * 65, None, slo=None, limits=ModelLimits(256, 999), tokenizer=None, kv=scheduler.memory.limits
+            "bad", [1] * 65, None, slo=None, limits=ModelLimits(256, 999), tokenizer=None, kv=scheduler.memory
         )
     assert str(caught.value) == (
         "65 prompt tokens and max_tokens=16 need 80 tokens of KV cache; "
@@ -288,11 +289,6 @@ def test_bad_messages(llm: LLM, messages: Any) -> None:
     assert caught.value.param == "messages"
     assert caught.value.index == (0 if isinstance(messages, list) else None)
     assert_empty(llm.engine)
-
-
-def test_a_megabyte_without_a_space_is_refused_by_its_length(llm: LLM) -> None:
-    with pytest.raises(ContextLengthError, match="the prompt has 1000000 tokens"):
-        llm.generate("x" * 1_000_000)
 
 
 def test_refused_requests_leave_the_seeds_alone(model: Model) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import medha.engine.build
-from medha import LLM, SLO
+from medha import LLM
 from medha.__main__ import app
 from medha.batch import Batch
 from medha.cli.command import run_app
@@ -31,7 +31,7 @@ from medha.sched.scheduler import Scheduler
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
 from tests.sched.virtual import make_predictor
-from tests.serving import GREEDY, Model, make_byte_model, write_byte_model
+from tests.serving import write_byte_model
 
 # -- options -----------------------------------------------------------------------------------------------------
 
@@ -80,11 +80,7 @@ def _same_threads_after() -> Iterator[None]:
 
 @pytest.mark.parametrize(("policy", "message"), BAD_POLICIES)
 def test_an_unknown_policy_is_named_before_the_weights_are_read(
-    folder: Path,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    message: str,
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch, policy: str, message: str
 ) -> None:
     monkeypatch.setattr(medha.engine.build, "build_runner", lambda *_, **__: pytest.fail("the weights are read"))
     with pytest.raises(ConfigError) as caught:
@@ -93,33 +89,6 @@ def test_an_unknown_policy_is_named_before_the_weights_are_read(
     code, out, error = command(folder, "--prompt", "x", f"--policy={policy}")
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith(f"error: ConfigError: {message}")
-
-
-# -- objectives --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return make_byte_model(tmp_path_factory.mktemp("model"))
-
-
-def test_a_deadline_in_the_past_is_served_and_counts_as_missed(model: Model) -> None:
-    """B20: the answer is that of a request in time; its objective is missed, and that of another is met."""
-    engine = model.engine(with_tokenizer=False)
-    engine.add_request("late", [1, 2, 3], GREEDY, slo=SLO(ttft_s=1e-6), arrival_s=engine.now() - 3600.0)
-    engine.add_request("in time", [1, 2, 3], GREEDY, slo=SLO(ttft_s=3600.0))
-    engine.add_request("no objective", [1, 2, 3], GREEDY)
-    outputs = {}
-    while engine.has_unfinished:
-        outputs |= {output.request_id: output for output in engine.step() if output.finished}
-    tokens = [output.outputs[0].token_ids for output in outputs.values()]
-    assert tokens[0] == tokens[1] == tokens[2]
-    assert {name: output.metrics.met_slo for name, output in outputs.items()} == {
-        "late": False,
-        "in time": True,
-        "no objective": None,
-    }
-    assert outputs["late"].metrics.ttft is not None and outputs["late"].metrics.ttft > 3600.0
 
 
 # -- profiles ----------------------------------------------------------------------------------------------------
@@ -164,22 +133,6 @@ def test_a_profile_that_is_none_is_refused(folder: Path, tmp_path: Path, command
     code, out, error = command(folder, "--prompt", "x", "--profile", path)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert str(path) in error
-
-
-def test_the_log_says_at_start_where_step_times_come_from(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="medha"):
-        predictor = build_engine(config(folder)).scheduler.predictor
-        assert predictor is not None
-        path = tmp_path / "own.json"
-        path.write_text(predictor.coefficients.to_json())
-        build_engine(config(folder, profile=str(path)))
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step times from")]
-    assert said == [
-        "step times from a hardware spec of the kind of this machine; medha profile measures them",
-        f"step times from profile {path}",
-    ]
 
 
 # -- policies of one's own ---------------------------------------------------------------------------------------

@@ -8,14 +8,7 @@ import pickle
 import pytest
 
 from medha import errors
-from medha.errors import (
-    DeadlineError,
-    EngineDeadError,
-    MedhaError,
-    UnsupportedFeatureError,
-    ValidationError,
-    exit_code,
-)
+from medha.errors import DeadlineError, EngineDeadError, MedhaError, UnsupportedFeatureError, ValidationError, exit_code
 
 CLASSES = [
     c for name, c in vars(errors).items() if inspect.isclass(c) and c.__module__ == errors.__name__ and name[0] != "_"
@@ -34,16 +27,15 @@ TREE = """\
 2     KVCapacityError
 2     DeadlineError
 2   UnsupportedFeatureError
+2   PolicyError
 1   RequestError
 1     NonFiniteLogitsError
 4   EngineDeadError
 4     PlanDivergenceError
-4     RankFailedError
-2   PolicyError"""
+4     RankFailedError"""
 
 
 def tree(root: type[BaseException], depth: int = 0) -> list[str]:
-    """The public classes below one, each with its exit code."""
     lines = [f"{exit_code(root('message'))} {'  ' * depth}{root.__name__}"]
     for child in CLASSES:
         if root == next((base for base in child.__mro__[1:] if base in CLASSES), None):

@@ -87,7 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{name: _GROUND - {name} for name in sorted(_GROUND)},
     "attention": set(),
     "child": set(),
-    "text": {*_GROUND, "child"},
+    "text": {*_GROUND, "child", "models.json_fields"},
     "models": _GROUND,
     "parallel": {*_GROUND, "attention.merge", "child"},
     "cost": _GROUND,

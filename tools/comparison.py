@@ -76,11 +76,8 @@ def request_error(measured: Times, simulated: Times, metric: str) -> float:
 
 def against_aims(errors: Mapping[str, float], aims: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """Whether absolute errors are within the largest that are aimed at, by name."""
+    found = {name: (abs(errors[name]), aim) for name, aim in aims.items()}
     return {
-        name: {
-            "error": abs(errors[name]),
-            "aimed_error": aim,
-            "verdict": "met" if abs(errors[name]) <= aim else "missed",
-        }
-        for name, aim in aims.items()
+        name: {"error": error, "aimed_error": aim, "verdict": "met" if error <= aim else "missed"}
+        for name, (error, aim) in found.items()
     }

@@ -8,8 +8,6 @@ lengths. Nothing is fitted to the run.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,7 +20,7 @@ from medha.cost.coefficients import Coefficients, Link, ProfileKey
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigError
 from medha.sched.scheduler import Scheduler
-from medha.sim.pipeline import Pipeline, Segment
+from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Simulation
 from tools.comparison import METRICS, Times, against_aims, compared, pair, request_error
 from tools.kernels import fit_kernels, read_kernels
@@ -56,8 +54,6 @@ def fidelity(
     Raises:
         ConfigError: the folder lacks something, or the run is not of a kind that can be simulated.
     """
-    if not 0 <= host_s < math.inf:
-        raise ConfigError(f"host_s={host_s!r}; accepted: a finite number of at least 0")
     run = read_run(folder / "vllm_run", model=model)
     kernels = read_kernels(folder / "profile", run.model.num_layers)
     if run.config.max_batch_tokens > kernels.max_chunk:
@@ -68,7 +64,7 @@ def fidelity(
     all_reduce = _all_reduce(run, all_reduce_alpha_s, all_reduce_bytes_per_s)
     coefficients = fit_kernels(kernels, _key(run), host_s=host_s, tp=all_reduce)
     num_blocks = _num_blocks(run, num_kv_tokens)
-    simulated, segments = _replay(run, coefficients, num_blocks)
+    simulated = _replay(run, coefficients, num_blocks)
     return {
         "benchmark": "fidelity",
         "title": f"{run.model_name}, tp {run.tp}: simulated against measured",
@@ -78,24 +74,20 @@ def fidelity(
             "num_requests": len(run.trace),
             "prompt_tokens": int(run.trace.prompt_tokens.sum()),
             "output_tokens": int(run.trace.output_tokens.sum()),
-            "queued_within_s": run.trace.duration_s,
             "max_num_seqs": run.config.max_num_seqs,
             "max_batch_tokens": run.config.max_batch_tokens,
             "num_kv_tokens": num_blocks * run.block_size,
         },
         **_figures(run, simulated),
-        "steps": _steps(segments),
         "notes": [f"{host_s * 1e3:g} ms of the host a step; nothing is fitted to the run; one simulation"],
     }
 
 
-def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> tuple[Times, list[Segment]]:
-    """Simulate the requests of a run; their times and all steps."""
-    segments: list[Segment] = []
+def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> Times:
+    """Simulate the requests of a run."""
     stage = Predictor(coefficients, max_tokens=run.config.max_batch_tokens)
     scheduler = Scheduler(run.config, num_blocks=num_blocks, block_size=run.block_size)
-    simulation = Simulation(scheduler, Pipeline([stage], on_segment=segments.append), run.trace)
-    outcome = simulation.run().requests
+    outcome = Simulation(scheduler, Pipeline([stage]), run.trace).run().requests
     if outcome.is_refused.any():
         row = int(np.argmax(outcome.is_refused))
         tokens = int(run.trace.prompt_tokens[row] + run.trace.output_tokens[row])
@@ -103,7 +95,7 @@ def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> tu
             f"num_kv_tokens={num_blocks * run.block_size}; accepted: at least the {tokens} tokens of request "
             f"{run.trace.request_ids[row]}"
         )
-    return Times(run.times.arrival_s, outcome.first_token_s, outcome.finish_s, run.times.num_tokens), segments
+    return Times(run.times.arrival_s, outcome.first_token_s, outcome.finish_s, run.times.num_tokens)
 
 
 def _num_blocks(run: MeasuredRun, num_kv_tokens: int | None) -> int:
@@ -129,19 +121,12 @@ def _all_reduce(run: MeasuredRun, alpha_s: float | None, bytes_per_s: float | No
 
 def _key(run: MeasuredRun) -> ProfileKey:
     layout = f"tp{run.tp} spp1 kvp1"
-    return ProfileKey(
-        "kernel tables", run.model_name, run.model.dtype, layout, "vllm", 0, block_size=run.block_size, torch_version=""
-    )
+    return ProfileKey("kernel tables", run.model_name, run.model.dtype, layout, "vllm", 0, run.block_size, "")
 
 
 def _figures(run: MeasuredRun, simulated: Times) -> dict[str, Any]:
     """Figures of the run, errors of each request, and which of both are as small as aimed at."""
     spreads = {metric: compared(run.times, simulated, metric) for metric in METRICS}
-    for (metric, share), seconds in run.others.items():
-        spreads[metric][share] |= {
-            "LLMServingSim_s": seconds,
-            "LLMServingSim_error": seconds / spreads[metric][share]["measured_s"] - 1.0,
-        }
     makespan = pair(run.times.makespan_s, simulated.makespan_s)
     each = {metric: request_error(run.times, simulated, metric) for metric in METRICS}
     errors = {
@@ -157,18 +142,6 @@ def _figures(run: MeasuredRun, simulated: Times) -> dict[str, Any]:
     }
 
 
-def _steps(segments: Sequence[Segment]) -> dict[str, dict[str, float]]:
-    """Number, tokens and seconds of the simulated steps, by kind."""
-    found: dict[str, dict[str, float]] = {}
-    for one in segments:
-        kind = "prefill" if not one.num_decodes else "mixed" if one.num_tokens > one.num_decodes else "decode"
-        steps = found.setdefault(kind, {"steps": 0, "tokens": 0, "total_s": 0.0})
-        steps["steps"] += 1
-        steps["tokens"] += one.num_tokens
-        steps["total_s"] += one.end_s - one.start_s
-    return found
-
-
 app = make_app()
 
 
@@ -178,7 +151,7 @@ def fidelity_command(
         Path, typer.Option(help="Folder with kernel tables in profile/ and a measured run of vLLM in vllm_run/.")
     ],
     model: Annotated[str | None, typer.Option(help="Name or path; by default as the run says.")] = None,
-    host_s: Annotated[float, typer.Option("--host-s", help="Seconds of a step on the host.")] = 1e-3,
+    host_s: Annotated[float, typer.Option("--host-s", min=0, help="Seconds of a step on the host.")] = 1e-3,
     num_kv_tokens: Annotated[
         int | None, typer.Option(help="KV pool of the run; by default as it says, or all requests at once.")
     ] = None,

@@ -7,11 +7,9 @@ DIR holds copies of the public files that the spec's sources name, under ``vidur
 one kind of kernel are fitted together by descent along one after the other, to the mean absolute logarithm of predicted
 over measured. Rows weigh as the root of their time, as a long context consists of long ones, and each table the same.
 
-Errors on the A100 tables (median of the rows, and of the sum): a layer without attention 2 to 4 % (-3 to +1 %), single
-products 4 to 6 %, prefills up to 16K 6 % (-1 % for vLLM's kernel, +11 % for SGLang's), FlashInfer chunks 8 % (-8 %),
-decodes 9 to 18 % (-5 to +1 %). Fitted to a fifth of the KV length and tested beyond: decodes 5 % (-3 %). Fitted to 8K
-and tested to 16K: prefills 3 % (vLLM) and 10 % (SGLang). Collectives are 16 to 26 % off, as no line fits their middle.
-Kernels of one GPU differ more: SGLang's decodes take a third longer, FlashAttention-2 chunks of early 2024 double.
+Errors on the A100 tables (median of the rows, and of the sum): products 4 to 6 %, prefills up to 16K 6 % (-1 % for
+vLLM's kernel, +11 % for SGLang's), FlashInfer chunks 8 % (-8 %), decodes 9 to 18 % (-5 to +1 %). Collectives are 16 to
+26 % off, as no line fits their middle.
 Whole prefills, to which nothing is fitted: 0.80 to 0.88 of MInference's times from 10K to 200K (a plain Hugging Face
 forward), 1.07 to 1.15 of Tetris's from 4K to 128K (tests/cost/test_hardware.py).
 """
@@ -26,18 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medha.cost.hardware import AttentionRates, ElementwiseRates, GemmRates, HardwareSpec, LinkRates, load_spec
-from medha.cost.roofline import (
-    Floats,
-    chunk_slope_s,
-    decode_lines,
-    elementwise_s,
-    first_chunk_s,
-    gemm_s,
-    linear_layer_s,
-)
+from medha.cost.roofline import Floats, chunk_slope_s, decode_lines, elementwise_s, first_chunk_s, gemm_s
 from medha.errors import ConfigError
 from tools.tables import FitError, read_records
 
@@ -56,21 +45,17 @@ _HEAD_DIM = 128
 _ROUNDS = 60
 
 Predict = Callable[[HardwareSpec, Floats], Floats]
+_FittedLink = tuple[LinkRates, list[FitError]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A table: columns as ``predict`` reads them, and which rows are longer than those fitted, where that is tested."""
+    """A table: columns as ``predict`` reads them."""
 
     table: str
     sizes: Floats
     seconds: Floats
     predict: Predict
-    is_beyond: NDArray[np.bool_]
-    fitted: bool = True
-
-    def where(self, rows: NDArray[np.bool_]) -> _Rows:
-        return replace(self, sizes=self.sizes[rows], seconds=self.seconds[rows], is_beyond=self.is_beyond[rows])
 
     def error(self, spec: HardwareSpec, split: str) -> FitError:
         return FitError.of(self.table, split, self.predict(spec, self.sizes), self.seconds)
@@ -93,13 +78,9 @@ def fit_a100(data: Path) -> tuple[HardwareSpec, list[FitError]]:
         ("attention", _DECODE_RATES, _decodes(data)),
         ("attention", _CHUNK_RATES, _chunks(data)),
     ):
-        base, used = spec, [rows for rows in tables if rows.fitted]
-        spec = _fit(base, part, names, used)
-        errors += [rows.error(spec, "fitted" if rows.fitted else "not fitted") for rows in tables]
-        if any(rows.is_beyond.any() for rows in used):
-            tried = _fit(base, part, names, [rows.where(~rows.is_beyond) for rows in used])
-            errors += [rows.where(rows.is_beyond).error(tried, "beyond") for rows in used]
-    return spec, errors + [rows.error(spec, "as sums") for rows in _layers(data)] + link_errors
+        spec = _fit(spec, part, names, tables)
+        errors += [rows.error(spec, "fitted") for rows in tables]
+    return spec, errors + link_errors
 
 
 def _fit(spec: HardwareSpec, part: str, names: Sequence[str], tables: list[_Rows]) -> HardwareSpec:
@@ -155,24 +136,11 @@ def _floats(record: dict[str, str], *names: str) -> list[float]:
     return [float(record[name] or 0) for name in names]
 
 
-def _rows(
-    table: str,
-    values: list[list[float]],
-    predict: Predict,
-    *,
-    length: int | None = None,
-    share: float = 0.5,
-    fitted: bool = True,
-) -> _Rows:
-    """A table from rows that end in milliseconds; failed ones, of 0, are left out.
-
-    ``is_beyond`` is what is longer than a share of the longest by the column ``length``.
-    """
+def _rows(table: str, values: list[list[float]], predict: Predict) -> _Rows:
+    """A table from rows that end in milliseconds; failed ones, of 0, are left out."""
     array = np.array(values)
     array = array[array[:, -1] > 0]
-    sizes = array[:, :-1]
-    is_beyond = np.zeros(len(array), np.bool_) if length is None else sizes[:, length] > share * sizes[:, length].max()
-    return _Rows(table, sizes, array[:, -1] * 1e-3, predict, is_beyond, fitted)
+    return _Rows(table, array[:, :-1], array[:, -1] * 1e-3, predict)
 
 
 def _mlp(data: Path, model: str) -> list[tuple[list[float], dict[str, float]]]:
@@ -216,20 +184,6 @@ def _elementwise(data: Path) -> list[_Rows]:
     return tables
 
 
-def _layers(data: Path) -> list[_Rows]:
-    def predict(spec: HardwareSpec, sizes: Floats) -> Floats:
-        m, hidden, width, kv, inner = sizes.T
-        return linear_layer_s(spec, m, hidden=hidden, heads_width=width, kv_width=kv, intermediate=inner)
-
-    def summed(ms: dict[str, float]) -> float:
-        return sum(value for name, value in ms.items() if name != "emb")
-
-    return [
-        _rows(f"layer without attention, {model}", [[*row, summed(ms)] for row, ms in _mlp(data, model)], predict)
-        for model in _MLP
-    ]
-
-
 def _chunks(data: Path) -> list[_Rows]:
     """Columns: tokens, cached tokens, query heads, KV heads. Rows of one prompt."""
 
@@ -248,15 +202,11 @@ def _chunks(data: Path) -> list[_Rows]:
         records = read_records(data / f"aiconfigurator/a100_sxm/context_attention_{name}.csv.gz")
         columns = ("isl", "step", "num_heads", "num_key_value_heads", "latency")
         rows = [_floats(record, *columns) for record in records if float(record["batch_size"]) == 1]
-        tables.append(_rows(f"prefill attention, {name}", rows, predict, length=0))
+        tables.append(_rows(f"prefill attention, {name}", rows, predict))
     names = ("prefill_chunk_size", "kv_cache_size")
     records = read_records(data / "vidur/a100/Meta-Llama-3-8B/attention_sample_flashinfer_kv_le_7744.csv")
     rows = [[*_floats(r, *names), 32.0, 8.0, float(r["attn_prefill_median_ms"])] for r in records]
-    tables.append(_rows("chunks, FlashInfer", rows, predict, length=1))
-    records = read_records(data / "vidur/a100/CodeLlama-34b/attention_tp2.csv.gz")
-    ms = "time_stats.attn_prefill.median"
-    rows = [[*_floats(r, *names), 32.0, 4.0, *_floats(r, ms)] for r in records if r["is_prefill"] == "True"]
-    return [*tables, _rows("chunks, FlashAttention-2 of early 2024", rows, predict, fitted=False)]
+    return [*tables, _rows("chunks, FlashInfer", rows, predict)]
 
 
 def _decodes(data: Path) -> list[_Rows]:
@@ -274,45 +224,38 @@ def _decodes(data: Path) -> list[_Rows]:
         a, b = decode_lines(whole, sizes[:, 0], head_dim=_HEAD_DIM)
         return np.asarray(a + b * sizes[:, 1], dtype=np.float64)
 
+    records = read_records(data / "aiconfigurator/a100_sxm/generation_attention_vllm_0.14.0.csv.gz")
+    columns = ("batch_size", "num_heads", "num_key_value_heads", "step", "latency")
     tables = []
-    for name in ("vllm_0.14.0", "sglang_0.5.10"):
-        records = read_records(data / f"aiconfigurator/a100_sxm/generation_attention_{name}.csv.gz")
-        columns = ("batch_size", "num_heads", "num_key_value_heads", "step", "latency")
+    for shares, what, form in ((True, "vllm_0.14.0", predict), (False, "vllm_0.14.0, not split", predict_unsplit)):
         measured = [_floats(record, *columns) for record in records]
-        for shares, what, form in ((True, name, predict), (False, f"{name}, not split", predict_unsplit)):
-            rows = [[batch * own, kv, ms] for batch, heads, own, kv, ms in measured if (heads > own) == shares]
-            fitted = name.startswith("vllm")
-            tables.append(_rows(f"decodes, {what}", rows, form, length=1, share=0.2, fitted=fitted))
+        rows = [[batch * own, kv, ms] for batch, heads, own, kv, ms in measured if (heads > own) == shares]
+        tables.append(_rows(f"decodes, {what}", rows, form))
     records = read_records(data / "vidur/a100/CodeLlama-34b/attention_tp2.csv.gz")
     names = ("batch_size", "kv_cache_size", "time_stats.attn_decode.median")
     rows = [_floats(record, *names) for record in records if record["is_prefill"] != "True"]
     rows = [[4 * batch, kv, ms] for batch, kv, ms in rows]
-    return [*tables[:3], _rows("decodes, FlashAttention-2 of early 2024", rows, predict, length=1)]
+    return [*tables, _rows("decodes, FlashAttention-2 of early 2024", rows, predict)]
 
 
-def _link(
-    data: Path, ranks: int, *, vidur: str = "", nccl: str = "", per_node: int = 0
-) -> tuple[LinkRates, list[FitError]]:
-    """Latency and bandwidth by least squares of the relative error, each table counting the same."""
-    tables = {}
-    if vidur:
+def _link(data: Path, ranks: int, op: str, *, per_node: int = 0, nccl: bool = False) -> _FittedLink:
+    """Latency and bandwidth by least squares of the relative error, each table counting the same.
+
+    Tables are Vidur's (there is none of gathers) and, where asked for, NCCL's. The sizes in the latter are bytes: as
+    elements of 2 bytes, as they are said to be, they would take 1.4 times the published bandwidth of the links, and as
+    bytes they agree with Vidur's. Of a gather a rank's own part is not received.
+    """
+    tables, received = {}, 1 - 1 / ranks if op == "all_gather" else 1.0
+    if op != "all_gather":
         here = {"num_workers": str(ranks), "devices_per_node": str(per_node or ranks)}
-        records = [
-            r for r in read_records(data / f"vidur/network/a100_dgx/{vidur}.csv.gz") if r.items() >= here.items()
-        ]
-        place = f"{ranks} ranks, {per_node or ranks} a node"
-        tables[f"{vidur}, {place}, Vidur"] = [_floats(r, "size", f"time_stats.{vidur}.median") for r in records]
+        records = read_records(data / f"vidur/network/a100_dgx/{op}.csv.gz")
+        rows = [_floats(r, "size", f"time_stats.{op}.median") for r in records if r.items() >= here.items()]
+        tables[f"{op}, {ranks} ranks, {per_node or ranks} a node, Vidur"] = rows
     if nccl:
-        # The sizes are bytes: as elements of 2 bytes, as they are said to be, they would take 1.4 times the published
-        # bandwidth of the links, and as bytes they agree with Vidur's. Of a gather a rank's own part is not received.
-        share = 1 - 1 / ranks if nccl == "all_gather" else 1.0
-        here = {"op_name": nccl, "num_gpus": str(ranks)}
-        records = [
-            r for r in read_records(data / "aiconfigurator/a100_sxm/nccl_2.27.3.csv.gz") if r.items() >= here.items()
-        ]
-        tables[f"{nccl}, {ranks} ranks, NCCL 2.27"] = [
-            [float(r["message_size"]) * share, float(r["latency"])] for r in records
-        ]
+        here = {"op_name": op, "num_gpus": str(ranks)}
+        records = read_records(data / "aiconfigurator/a100_sxm/nccl_2.27.3.csv.gz")
+        rows = [_floats(r, "message_size", "latency") for r in records if r.items() >= here.items()]
+        tables[f"{op}, {ranks} ranks, NCCL 2.27"] = [[size * received, ms] for size, ms in rows]
     measured = {name: np.array(rows)[np.array(rows)[:, 1] > 0] * [1.0, 1e-3] for name, rows in tables.items()}
     size, seconds = np.concatenate(list(measured.values())).T
     weight = np.concatenate([np.full(len(rows), len(rows) ** -0.5) for rows in measured.values()])
@@ -337,12 +280,13 @@ def _host(data: Path) -> tuple[float, float]:
 
 def _start(data: Path) -> tuple[HardwareSpec, list[FitError]]:
     """The A100 spec before its kernels are fitted, links and host done; errors of the links."""
-    reduces = [_link(data, ranks, vidur="all_reduce", nccl="all_reduce") for ranks in (2, 4, 8)]
-    gathers = [_link(data, ranks, nccl="all_gather") for ranks in (2, 4, 8)]
+    reduces, gathers = (
+        [_link(data, ranks, op, nccl=True) for ranks in (2, 4, 8)] for op in ("all_reduce", "all_gather")
+    )
     singles = [
-        _link(data, 2, vidur="send_recv"),
-        _link(data, 16, vidur="all_reduce", per_node=8),
-        _link(data, 2, vidur="send_recv", per_node=1),
+        _link(data, 2, "send_recv"),
+        _link(data, 16, "all_reduce", per_node=8),
+        _link(data, 2, "send_recv", per_node=1),
     ]
     host_s, sample_s = _host(data)
     spec = HardwareSpec(

@@ -2,34 +2,26 @@
 
 The folder is one that LLMServingSim's profiler writes for a model and a tensor-parallel degree: ``attention.csv`` and
 ``dense.csv`` for one layer, ``per_sequence.csv`` for what runs once a step, in microseconds, plain or gzipped.
+Rows that read 0 have failed and are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from medha.cost.coefficients import (
-    ChunkAttention,
-    Coefficients,
-    Curve,
-    DecodeAttention,
-    Link,
-    MixedAttention,
-    ProfileKey,
-)
+from medha.cost.coefficients import Coefficients, Curve, Link, ProfileKey
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from medha.profile.fit import fit_chunks, fit_curve, fit_decodes
 from tools.kernel_fit import best_tile, fit_mixed
-from tools.tables import Floats, KernelTable, TableKind, columns_of, find_file, read_tables
+from tools.tables import Floats, columns_of, find_file
 
 _ONCE = ("embedding", "final_layernorm")
 _TWICE = ("layernorm",)
-NOTHING = Curve((1.0,), (0.0,))
-"""Other parts of a model, where attention alone is looked at."""
-ANY = ProfileKey("tables", "", "", "", "", num_threads=1, block_size=1, torch_version="")
+_SIZES = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+_NOTHING = Curve((1.0,), (0.0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +29,24 @@ class Kernels:
     """Kernel times of all layers of one rank.
 
     Attributes:
-        attention: tables by kind: prefill and decode, and mixed where there are such rows; seconds of all layers.
+        attention: rows of chunk, KV before it, decodes, KV of each, and seconds of all layers; of a chunk alone
+            (``prefill``), decodes alone (``decode``) and both (``mixed``).
         linear: everything else that works a token at a time, over tokens.
         head: vocabulary projection and sampling, over sequences.
     """
 
-    attention: dict[TableKind, KernelTable]
+    attention: dict[str, Floats]
     linear: Curve
     head: Curve
 
     @property
     def max_chunk(self) -> int:
         """Query tokens of the largest chunk that was measured."""
-        return int(self.attention["prefill"].sizes[:, 0].max())
+        return int(self.attention["prefill"][:, 0].max())
 
 
 def read_kernels(folder: Path, num_layers: int) -> Kernels:
-    """Read the three tables of a folder.
-
-    Args:
-        folder: that holds them.
-        num_layers: of the model.
+    """Read the three tables of a folder, for a model of so many layers.
 
     Raises:
         ConfigError: a file or a column is missing, or a value is no number.
@@ -78,33 +67,16 @@ def fit_kernels(kernels: Kernels, key: ProfileKey, *, host_s: float, tp: Link | 
         host_s: seconds of a step on the host.
         tp: all-reduces of the layers, which the tables do not hold.
     """
-    chunks, decodes = fit_attention(kernels.attention)
-    mixed = None
-    if (rows := kernels.attention.get("mixed")) is not None:
-        mixed = fit_mixed_batches(chunks, decodes, rows.sizes, rows.seconds)
-    return Coefficients(key, kernels.linear, chunks, decodes, mixed, head=kernels.head, host_s=host_s, tp=tp)
-
-
-def fit_attention(tables: Mapping[TableKind, KernelTable]) -> tuple[ChunkAttention, DecodeAttention]:
-    """Chunks alone and decodes alone, from tables of these kinds."""
-    prefill, decode = tables["prefill"], tables["decode"]
-    decodes = fit_decodes(decode.sizes[:, 0], decode.sizes[:, 1], decode.seconds)
-    return fit_chunks_alone(prefill.sizes, prefill.seconds), decodes
-
-
-def fit_chunks_alone(sizes: Floats, seconds: Floats) -> ChunkAttention:
-    """Chunks, with the tile that fits best."""
-    q_len, kv = sizes.T
-    return fit_chunks(q_len, kv, seconds, tile=best_tile(q_len, kv, seconds))
-
-
-def fit_mixed_batches(
-    chunks: ChunkAttention, decodes: DecodeAttention, sizes: Floats, seconds: Floats
-) -> MixedAttention:
-    """What becomes of chunks and decodes together; columns of ``sizes`` as of :class:`tools.tables.KernelTable`."""
-    alone = Predictor(Coefficients(ANY, NOTHING, chunks, decodes), max_tokens=int(sizes[:, 0].max()))
-    chunk_s = [alone.predict([Work(int(c), int(kv), False)]) for c, kv in sizes[:, :2]]
-    return fit_mixed(chunk_s, sizes[:, 2], sizes[:, 3], seconds)
+    q_len, kv, _, _, seconds = kernels.attention["prefill"].T
+    chunks = fit_chunks(q_len, kv, seconds, tile=best_tile(q_len, kv, seconds))
+    decodes = fit_decodes(*kernels.attention["decode"].T[2:])
+    alone, mixed = Coefficients(key, _NOTHING, chunks, decodes), None
+    rows = kernels.attention["mixed"]
+    if len(rows):
+        predictor = Predictor(alone, max_tokens=int(rows[:, 0].max()))
+        chunk_s = [predictor.predict([Work(int(c), int(kv), False)]) for c, kv in rows[:, :2]]
+        mixed = fit_mixed(chunk_s, *rows.T[2:])
+    return replace(alone, linear=kernels.linear, mixed=mixed, head=kernels.head, host_s=host_s, tp=tp)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,13 +87,17 @@ def _file(folder: Path, name: str) -> Path:
     return find_file(folder, f"{name}.csv", f"{name}.csv.gz")
 
 
-def _attention(path: Path, num_layers: int) -> dict[TableKind, KernelTable]:
+def _attention(path: Path, num_layers: int) -> dict[str, Floats]:
+    rows = columns_of(path, (*_SIZES, "time_us"))[1].T
+    rows = rows[rows[:, -1] > 0]
+    rows[:, -1] = rows[:, -1] * 1e-6 * num_layers
+    has_chunk, has_decodes = rows[:, 0] > 0, rows[:, 2] > 0
     found = {
-        table.kind: KernelTable(table.name, table.group, table.kind, table.sizes, table.seconds * num_layers)
-        for table in read_tables(path)
+        "prefill": rows[has_chunk & ~has_decodes],
+        "decode": rows[~has_chunk],
+        "mixed": rows[has_chunk & has_decodes],
     }
-    kinds: tuple[TableKind, ...] = ("prefill", "decode")
-    if missing := [kind for kind in kinds if kind not in found]:
+    if missing := [kind for kind in ("prefill", "decode") if not len(found[kind])]:
         raise ConfigError(f"table {path} has no rows of {' and '.join(missing)} alone")
     return found
 

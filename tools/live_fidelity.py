@@ -12,10 +12,9 @@ arrive follows from a simulation of all of them at once: they come within that t
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -34,14 +33,12 @@ from medha.config import EngineConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.correction import KINDS
 from medha.cost.predictor import Predictor
-from medha.cost.prefill_time import complete_config
 from medha.engine.arrivals import drive
 from medha.engine.engine import Engine
-from medha.errors import ConfigError
 from medha.profile.calibrate import QUICK
 from medha.profile.measure import measure
 from medha.sched.decision import Prediction
-from medha.sched.scheduler import Scheduler
+from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
@@ -85,10 +82,6 @@ class LiveOptions:
     seed: int = 0
     shape: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if not 0 < self.load < math.inf:
-            raise ConfigError(f"load={self.load!r}; accepted: a finite number above 0")
-
     @property
     def max_model_len(self) -> int:
         """Tokens of the longest request."""
@@ -111,12 +104,8 @@ class LiveOptions:
         }
 
 
-def live_fidelity(options: LiveOptions, *, on_stage: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
+def live_fidelity(options: LiveOptions) -> dict[str, Any]:
     """Profile, serve and simulate; returns the report.
-
-    Args:
-        options: the load.
-        on_stage: told what begins: ``profiling``, ``warming up``, ``rehearsing`` and ``serving``.
 
     Raises:
         RankFailedError: a process of the engine ended.
@@ -125,56 +114,42 @@ def live_fidelity(options: LiveOptions, *, on_stage: Callable[[str], None] = lam
     longest = options.max_model_len
     with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
         profile = Path(folder) / "profile.json"
-        on_stage("profiling")
         with subject.folder(longest) as model:
             coefficients = measure(subject.config(model, longest=longest), QUICK, max_kv=longest)
         assert coefficients is not None, "one process measures"
         profile.write_text(coefficients.to_json())
         report = on_ranks(
-            subject,
-            lambda local: _compared_live(local, options, coefficients, on_stage),
-            longest=longest,
-            profile=str(profile),
+            subject, lambda local: _compared_live(local, options, coefficients), longest=longest, profile=str(profile)
         )
     assert report is not None, "one process has the engine"
     return report
 
 
-def _compared_live(
-    local: Local, options: LiveOptions, coefficients: Coefficients, on_stage: Callable[[str], None]
-) -> dict[str, Any]:
+def _compared_live(local: Local, options: LiveOptions, coefficients: Coefficients) -> dict[str, Any]:
     """Warm up, rehearse, serve and simulate."""
     engine, config, seed = local.engine, local.config, options.seed
     mix, is_long = make_mix(options)
-    on_stage("warming up")
     warm = np.append(np.argmax(mix.prompt_tokens), np.arange(min(_NUM_WARM, len(mix))))
     serve(engine, Trace(np.zeros(len(warm)), mix.prompt_tokens[warm], mix.output_tokens[warm]), seed=seed)
-    on_stage("rehearsing")
     span_s = simulate(config, coefficients, mix).makespan_s / options.load
     _, rehearsed = serve(engine, spread(mix, span_s, seed=seed + _REHEARSAL), seed=seed + _REHEARSAL)
     coefficients = replace(coefficients, host_s=coefficients.host_s + max(rehearsed.overhead_s, 0.0))
     factors = rehearsed.factors
     span_s = simulate(config, coefficients, mix, factors).makespan_s / options.load
     trace = spread(mix, span_s, seed=seed)
-    on_stage("serving")
-    measured, steps = serve(engine, trace, seed=seed)
+    measured, _ = serve(engine, trace, seed=seed)
     figures = figures_of(measured, simulate(config, coefficients, trace, factors), is_long)
-    errors = {
-        f"{metric} {share}": figures[f"{metric}, all"][share]["error"]
-        for metric in ("TTFT", "TPOT")
-        for share in ("median", "P90")
-    }
+    aimed = [(metric, share) for metric in ("TTFT", "TPOT") for share in ("median", "P90")]
+    errors = {f"{metric} {share}": figures[f"{metric}, all"][share]["error"] for metric, share in aimed}
     return {
         "benchmark": "live fidelity",
         "title": "random Llama, one process, one thread, float32: simulated against measured",
         "environment": stamp(),
         "model": local.subject.shape,
         "options": asdict(options),
-        "load_average": {"before": local.load_before, "after": os.getloadavg()[0]},
         "span_s": span_s,
         "overhead_s": rehearsed.overhead_s,
         "factors": {kind: factor for kind, (factor, _) in factors.items()},
-        "busy_ratio": steps.busy_ratio,
         **figures,
         "aims": against_aims(errors, dict.fromkeys(errors, AIM)),
         "notes": [
@@ -183,14 +158,14 @@ def _compared_live(
             f"{options.output_lens[0]} to {options.output_lens[1]} output tokens each; "
             f"load {options.load:g}; seed {seed}",
             "steps cost what a profile measured now says, times the factors of a rehearsal, and the overhead of the "
-            "engine itself; busy: computed seconds over those of the profile. One run.",
+            "engine itself. One run.",
         ],
     }
 
 
 class Steps:
-    """Steps of an engine as they end: seconds beyond what they computed, where one follows another, and how computed
-    seconds compare with what coefficients said of them, without their correction."""
+    """Steps of an engine as they end: seconds beyond what they computed, where one follows another, and by how much
+    computed seconds are more than coefficients said, without their correction."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -218,19 +193,10 @@ class Steps:
         return statistics.median(self._seconds or [0.0])
 
     @property
-    def busy_ratio(self) -> float:
-        """Computed over predicted seconds, of all steps."""
-        return _ratio([time for times in self._times.values() for time in times])
-
-    @property
     def factors(self) -> dict[str, tuple[float, int]]:
-        """The same by kind of step, and how many there were; of those that were."""
-        return {kind: (_ratio(times), len(times)) for kind, times in self._times.items() if times}
-
-
-def _ratio(times: list[tuple[float, float]]) -> float:
-    predicted_s, taken_s = np.sum(times, axis=0)
-    return float(taken_s / predicted_s)
+        """Computed over predicted seconds of each kind of step, and how many there were."""
+        sums = {kind: (*np.sum(times, axis=0).tolist(), len(times)) for kind, times in self._times.items() if times}
+        return {kind: (taken_s / predicted_s, count) for kind, (predicted_s, taken_s, count) in sums.items()}
 
 
 def serve(engine: Engine, trace: Trace, *, seed: int) -> tuple[Times, Steps]:
@@ -311,15 +277,15 @@ app = make_app()
 
 @app.command()
 def live_fidelity_command(
-    load: Annotated[float, typer.Option(help="Part of the simulated capacity that the stream takes.")] = 0.6,
+    load: Annotated[float, typer.Option(min=0.01, help="Part of the simulated capacity that the stream takes.")] = 0.6,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths, prompts and weights.")] = 0,
     output_json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> int:
     """Simulated against measured request times: the engine of this machine, within three minutes."""
     check_writable(output_json)
     options = LiveOptions(load=load, seed=seed)
-    with Console(stderr=True).status("profiling") as status:
-        report = live_fidelity(options, on_stage=status.update)
+    with Console(stderr=True).status("profiling, rehearsing, serving"):
+        report = live_fidelity(options)
     deliver(report, output_json)
     return 0
 

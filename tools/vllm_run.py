@@ -1,14 +1,12 @@
 """A run of vLLM that was measured: its settings, its requests, and when each got its tokens.
 
 The folder has ``meta.json`` (the engine's settings) and ``requests.csv`` (lengths and times of each request, seconds),
-as LLMServingSim's benchmark of vLLM writes them; where that simulator's own figures of the run are there, in
-``llmservingsim_summary.txt``, they are read as well.
+as LLMServingSim's benchmark of vLLM writes them.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from medha.config import ModelConfig, SchedulerConfig
 from medha.errors import ConfigError
 from medha.sim.known_models import find_model
 from medha.workload.trace import Trace
-from tools.comparison import METRICS, Times
+from tools.comparison import Times
 from tools.tables import columns_of, find_file
 
 _COLUMNS = ("input_tokens", "output_tokens", "queued_s", "first_token_s", "last_token_s")
@@ -39,7 +37,6 @@ class MeasuredRun:
         block_size, num_blocks: of the KV pool; ``num_blocks`` is None where the settings do not say.
         trace: the requests as they were queued.
         times: measured.
-        others: LLMServingSim's figures in seconds, by metric and share; may be empty.
     """
 
     model_name: str
@@ -50,7 +47,6 @@ class MeasuredRun:
     num_blocks: int | None
     trace: Trace
     times: Times
-    others: Mapping[tuple[str, str], float]
 
 
 def read_run(folder: Path, *, model: str | None = None) -> MeasuredRun:
@@ -86,7 +82,6 @@ def read_run(folder: Path, *, model: str | None = None) -> MeasuredRun:
         num_blocks=_setting(path, meta, "num_gpu_blocks", 0) or None,
         trace=trace,
         times=times,
-        others=_others(folder / "llmservingsim_summary.txt"),
     )
 
 
@@ -122,15 +117,3 @@ def _requests(path: Path) -> tuple[Trace, Times]:
     ids = np.array([records[row].get("request_id") or str(row) for row in order.tolist()])
     trace = Trace(arrival_s, prompts.astype(np.int64), outputs.astype(np.int64), ids)
     return trace, Times(arrival_s, first_s, last_s, outputs)
-
-
-def _others(path: Path) -> dict[tuple[str, str], float]:
-    """Simulated figures of a summary with the columns metric, measured ms, simulated ms and difference."""
-    if not path.is_file():
-        return {}
-    lines = re.findall(r"^(\w+) (Mean|Median|P\d+)\s+[\d.]+\s+([\d.]+)\s", path.read_text(), re.M)
-    names = {name.lower(): name for name in METRICS}
-    return {
-        (names[metric.lower()], share if share[0] == "P" else share.lower()): float(ms) / 1e3
-        for metric, share, ms in lines
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -36,7 +35,7 @@ def reproduce(
     from examples.reproduce.result import Options
 
     figures = find_figures(names or [])
-    write_all(figures, load_claims(), Options(quick, seed), out, tell=lambda line: print(line, file=sys.stderr))
+    write_all(figures, load_claims(), Options(quick, seed), out)
     print(out / "REPORT.md")
     return 0
 

@@ -51,17 +51,6 @@ class Claim:
     basis: str = ""
     note: str = ""
 
-    @property
-    def number(self) -> float:
-        """The value of a claim that is no range."""
-        return float(self.value)
-
-    @property
-    def pair(self) -> tuple[float, float]:
-        """The ends of a range."""
-        low, high = self.value
-        return float(low), float(high)
-
 
 def load_claims() -> list[Claim]:
     """All claims."""

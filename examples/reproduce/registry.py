@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
+from importlib import import_module
 
-from examples.reproduce.figures import (
-    adaptive,
-    baselines,
-    capacity,
-    chunks,
-    decode_load,
-    disaggregation,
-    example,
-    kvp,
-    layouts,
-    lengths,
-    pools,
-    requirements,
-    schedulers,
-    stages,
-    utilization,
-    versus,
-)
-from examples.reproduce.result import FigureSpec
-from medha.errors import ConfigError
+from examples.reproduce.result import REGISTERED, FigureSpec
+from medha.errors import ConfigError, hint
 
 _MODULES = (
-    *(requirements, chunks, adaptive, stages, versus, kvp, utilization, example, lengths, baselines, disaggregation),
-    *(capacity, decode_load, schedulers, pools, layouts),
+    *("requirements", "chunks", "adaptive", "stages", "versus", "kvp", "utilization", "example", "lengths"),
+    *("disaggregation", "capacity", "decode_load", "schedulers", "pools", "layouts"),
 )
-FIGURES: dict[str, FigureSpec] = {figure.name: figure for module in _MODULES for figure in module.FIGURES}
+_PLACES = {import_module(f"examples.reproduce.figures.{name}").__name__: at for at, name in enumerate(_MODULES)}
+FIGURES = {one.name: one for one in sorted(REGISTERED, key=lambda one: _PLACES[one.run.__module__])}
 SMALL = ("requirements", "adaptive-chunking", "example")
 """What is computed where nobody asks for more: within seconds."""
 
@@ -44,9 +27,8 @@ def find_figures(names: Sequence[str]) -> list[FigureSpec]:
     wanted = set(names or SMALL)
     for name in names:
         if name != "all" and name not in FIGURES:
-            near = difflib.get_close_matches(name, ["all", *FIGURES], n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"figure {name!r} is not known; accepted: all, {', '.join(FIGURES)}{hint}")
+            accepted = f"all, {', '.join(FIGURES)}{hint(name, ['all', *FIGURES], cutoff=0.4)}"
+            raise ConfigError(f"figure {name!r} is not known; accepted: {accepted}")
     if "all" in wanted:
         return list(FIGURES.values())
     return [figure for name, figure in FIGURES.items() if name in wanted]

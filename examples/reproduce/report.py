@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from examples.reproduce.claims import Claim
+from examples.reproduce.plotting import Panel, draw
 from examples.reproduce.registry import FIGURES
 from examples.reproduce.result import RULE, VERDICTS, FigureResult, FigureSpec, Options, Ours, ratio, verdict
 from medha.errors import ConfigError
 
 _DPI = 130
 _NUM_COLORS = 96
-_HEIGHT = 4.2
 _SIGNS = {"at-least": "at least ", "at-most": "at most "}
 _SPECS = (
     "Times are simulated, with the cost specs of `medha/cost/specs`: `a100-80g` is fitted to public kernel tables; "
@@ -54,46 +54,28 @@ def run_figure(figure: FigureSpec, claims: Sequence[Claim], options: Options) ->
     return result, [Row(claim, answer.ours, answer.sentence) for claim, answer in answers]
 
 
-def write_all(
-    figures: Sequence[FigureSpec],
-    claims: Sequence[Claim],
-    options: Options,
-    out: Path,
-    *,
-    tell: Callable[[str], None] = lambda line: None,
-) -> list[Row]:
-    """Run figures and write their files and the report.
-
-    Args:
-        figures: to run, in order.
-        claims: all of them.
-        options: of the run.
-        out: folder; made where it is not there.
-        tell: told what was written.
-
-    Returns:
-        The claims that were answered.
+def write_all(figures: Sequence[FigureSpec], claims: Sequence[Claim], options: Options, out: Path) -> None:
+    """Run figures in order, and write their files and the report into a folder, which is made where it is not there.
 
     Raises:
         ConfigError: the folder cannot be written to.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        rows, drawn = [], True
+        rows, drawn = list[Row](), True
         for figure in figures:
             result, more = run_figure(figure, claims, options)
             rows += more
             (out / f"{figure.name}.json").write_text(_json(figure, result, more, options))
-            drawn = draw(figure, result.numbers, out / f"{figure.name}.png") and drawn
-            tell(f"{figure.name}: {_counts(more)}")
+            drawn = save(result.panels, out / f"{figure.name}.png") and drawn
+            print(f"{figure.name}: {_counts(more)}", file=sys.stderr)
         (out / "REPORT.md").write_text(report(figures, claims, rows, options, drawn=drawn))
     except OSError as error:
         raise ConfigError(f"out={str(out)!r} cannot be written to: {error}") from error
-    return rows
 
 
-def draw(figure: FigureSpec, numbers: dict[str, Any], path: Path) -> bool:
-    """Draw a figure into a PNG.
+def save(panels: Sequence[Panel], path: Path) -> bool:
+    """Draw panels into a PNG.
 
     Returns:
         False, and nothing is written, where matplotlib is not installed.
@@ -104,10 +86,7 @@ def draw(figure: FigureSpec, numbers: dict[str, Any], path: Path) -> bool:
     except ImportError:
         return False
     canvas = Figure(layout="constrained")
-    figure.draw(numbers, canvas)
-    grids = [spec.get_gridspec() for axes in canvas.axes if (spec := axes.get_subplotspec()) is not None]
-    num_rows, num_columns = max(((grid.nrows, grid.ncols) for grid in grids), default=(1, 1))
-    canvas.set_size_inches(1.5 + 4.6 * num_columns + 1.5 * (num_columns == 1), _HEIGHT * num_rows)
+    draw(panels, canvas)
     drawn = io.BytesIO()
     canvas.savefig(drawn, dpi=_DPI, format="png")
     Image.open(drawn).convert("RGB").quantize(_NUM_COLORS).save(path, optimize=True)
@@ -143,42 +122,34 @@ def report(
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        "| claim | where | paper | ours | ratio | verdict | how, and why it differs | figure |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ("claim", "where", "paper", "ours", "ratio", "verdict", "how, and why it differs", "figure")
+    table = []
     for row in rows:
         claim, relative = row.claim, ratio(row.claim, row.ours)
-        cells = (
-            claim.says,
-            claim.where,
-            _SIGNS.get(claim.kind, "") + _amount(claim, claim.value),
-            _amount(claim, row.ours),
-            "" if relative is None else f"{relative:.2f}",
-            f"{row.verdict} ({claim.basis})" if claim.basis else f"**{row.verdict}**",
-            " ".join(filter(None, [row.sentence, claim.note and f"Note: {claim.note}"])),
-            f"`{claim.figure}`",
-        )
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    return lines
+        said = f"{row.verdict} ({claim.basis})" if claim.basis else f"**{row.verdict}**"
+        how = " ".join(filter(None, [row.sentence, claim.note and f"Note: {claim.note}"]))
+        ours = (_amount(claim, row.ours), "" if relative is None else f"{relative:.2f}")
+        table.append((claim.says, claim.where, _paper(claim), *ours, said, how, f"`{claim.figure}`"))
+    return _markdown(head, table)
 
 
 def _unanswered(claims: Sequence[Claim]) -> list[str]:
     """Claims that no figure can answer."""
     never = [claim for claim in claims if not claim.figure]
-    lines = [
-        "",
-        f"## Not answered here: {len(never)} claims",
-        "",
-        "| claim | where | paper | why |",
-        "| --- | --- | --- | --- |",
+    table = [
+        (claim.says, claim.where, _paper(claim), claim.reason + (f" Note: {claim.note}" if claim.note else ""))
+        for claim in never
     ]
-    for claim in never:
-        why = claim.reason + (f" Note: {claim.note}" if claim.note else "")
-        lines.append(
-            f"| {claim.says} | {claim.where} | {_SIGNS.get(claim.kind, '')}{_amount(claim, claim.value)} | {why} |"
-        )
-    return lines
+    return ["", f"## Not answered here: {len(never)} claims", "", *_markdown(("claim", "where", "paper", "why"), table)]
+
+
+def _markdown(head: Sequence[str], table: Sequence[Sequence[str]]) -> list[str]:
+    rows = [head, ["---"] * len(head), *table]
+    return [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+
+
+def _paper(claim: Claim) -> str:
+    return _SIGNS.get(claim.kind, "") + _amount(claim, claim.value)
 
 
 def _amount(claim: Claim, value: float | tuple[float, ...]) -> str:
@@ -203,22 +174,9 @@ def _counts(rows: Sequence[Row]) -> str:
 
 
 def _json(figure: FigureSpec, result: FigureResult, rows: Sequence[Row], options: Options) -> str:
-    tree = {
-        "figure": figure.name,
-        "title": figure.title,
-        "options": {"quick": options.quick, "seed": options.seed},
-        "claims": [
-            {
-                "id": row.claim.id,
-                "paper": row.claim.value,
-                "unit": row.claim.unit,
-                "ours": row.ours,
-                "ratio": ratio(row.claim, row.ours),
-                "verdict": row.verdict,
-                "sentence": row.sentence,
-            }
-            for row in rows
-        ],
-        "numbers": result.numbers,
-    }
-    return json.dumps(tree, indent=1) + "\n"
+    claims = [
+        {"id": row.claim.id, "paper": row.claim.value, "unit": row.claim.unit, "ours": row.ours, "verdict": row.verdict}
+        for row in rows
+    ]
+    tree = {"figure": figure.name, "title": figure.title, "options": asdict(options), "claims": claims}
+    return json.dumps(tree | {"panels": [asdict(panel) for panel in result.panels]}, indent=1) + "\n"

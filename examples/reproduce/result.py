@@ -12,11 +12,11 @@ The rule, printed in every report:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from examples.reproduce.claims import Claim
+from examples.reproduce.plotting import Panel
 
 CLOSE = 0.15
 FACTOR = 2.0
@@ -64,11 +64,11 @@ class FigureResult:
     """A figure that was computed.
 
     Attributes:
-        numbers: everything that is drawn, and more; JSON types.
+        panels: what is drawn.
         answers: by the id of the claim.
     """
 
-    numbers: dict[str, Any]
+    panels: Sequence[Panel]
     answers: dict[str, Answer] = field(default_factory=dict)
 
 
@@ -80,13 +80,25 @@ class FigureSpec:
         name: on the command line and of its files.
         title: one line.
         run: computes it.
-        draw: draws its numbers into a matplotlib figure.
     """
 
     name: str
     title: str
     run: Callable[[Options], FigureResult]
-    draw: Callable[[Mapping[str, Any], Any], None]
+
+
+REGISTERED: list[FigureSpec] = []
+"""Figures whose modules were imported; :mod:`examples.reproduce.registry` has all of them in order."""
+
+
+def figure(name: str, title: str) -> Callable[[Callable[[Options], FigureResult]], Callable[[Options], FigureResult]]:
+    """Register a function as a figure."""
+
+    def register(run: Callable[[Options], FigureResult]) -> Callable[[Options], FigureResult]:
+        REGISTERED.append(FigureSpec(name, title, run))
+        return run
+
+    return register
 
 
 def verdict(claim: Claim, ours: Ours) -> str:
@@ -98,9 +110,9 @@ def verdict(claim: Claim, ours: Ours) -> str:
     if isinstance(ours, tuple) != (claim.kind == "range"):
         raise ValueError(f"claim {claim.id} is a {claim.kind}; ours: {ours}")
     if isinstance(ours, tuple):
-        ends = (_of_value(paper, own, claim.neutral) for paper, own in zip(claim.pair, ours, strict=True))
+        ends = (_of_value(paper, own, claim.neutral) for paper, own in zip(claim.value, ours, strict=True))
         return max(ends, key=VERDICTS.index)
-    number, paper = ours, claim.number
+    number, paper = ours, claim.value
     if claim.kind == "statement":
         return "reproduced" if number >= 1 else "partly" if number >= 1 / FACTOR else "not"
     if claim.kind == "value":
@@ -114,7 +126,7 @@ def ratio(claim: Claim, ours: Ours) -> float | None:
     if claim.kind == "statement":
         return None
     ours_middle = sum(ours) / 2 if isinstance(ours, tuple) else ours
-    return _relative(sum(claim.pair) / 2 if claim.kind == "range" else claim.number, ours_middle, claim.neutral)
+    return _relative(sum(claim.value) / 2 if claim.kind == "range" else claim.value, ours_middle, claim.neutral)
 
 
 def _relative(paper: float, ours: float, neutral: float | None) -> float | None:

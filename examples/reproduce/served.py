@@ -13,6 +13,28 @@ from medha.workload.metrics import percentile
 from medha.workload.trace import Trace
 
 Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+LONG_TOKENS = 8192
+"""Prompts above are long: ``sharegpt4-8k`` has none, and v5 section 6.5 calls those below short."""
+_CURVE = tuple(np.linspace(0.0, 1.0, 101).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A time in seconds, or only a bound on it.
+
+    Attributes:
+        seconds: the time.
+        is_least: the true one is this or more, as it was not over when the play was stopped.
+    """
+
+    seconds: float
+    is_least: bool = False
+
+    def __str__(self) -> str:
+        number = f"{self.seconds:.3g}" if self.seconds < 1000 else f"{self.seconds:,.0f}"
+        return f"{'at least ' if self.is_least else ''}{number} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +74,28 @@ class Served:
         return np.where(self.trace.output_tokens > 1, (self.finish_s - self.first_token_s) / gaps, np.nan)
 
     @property
-    def is_finished(self) -> NDArray[np.bool_]:
+    def is_finished(self) -> Mask:
         """Which requests got their last token."""
         return ~np.isnan(self.finish_s)
 
+    @property
+    def is_long(self) -> Mask:
+        """Which requests have a long prompt."""
+        return np.asarray(self.trace.prompt_tokens > LONG_TOKENS)
 
-def finite(value: float) -> float | None:
-    """The value; None for NaN and inf, which are no JSON."""
-    return value if math.isfinite(value) else None
+    def ttft_quantile(self, share: float, among: Mask | None = None) -> Bounded:
+        """A quantile of the TTFT, of all requests or some; a bound where it falls on one without a first token."""
+        chosen = slice(None) if among is None else among
+        value_s = quantile_s(self.ttft_s[chosen], share)
+        if math.isfinite(value_s) or math.isnan(value_s):
+            return Bounded(value_s)
+        waited_s = np.minimum(self.ttft_s, self.end_s - self.trace.arrival_s)  # no more than the true one
+        return Bounded(quantile_s(waited_s[chosen], share), True)
+
+    def finished_share(self, early_s: float) -> float:
+        """Share of the requests that arrived before a time that have finished; NaN of none."""
+        finished = self.is_finished[self.trace.arrival_s < early_s]
+        return float(finished.mean()) if len(finished) else math.nan
 
 
 def quantile_s(values: Floats, share: float) -> float:
@@ -67,3 +103,9 @@ def quantile_s(values: Floats, share: float) -> float:
     known = values[~np.isnan(values)]
     found = percentile(known, 100 * share)
     return found if found is not None else math.inf if len(known) else math.nan
+
+
+def curve(values: Floats) -> list[float | None]:
+    """101 quantiles from the least to the most; None where it is not over, or there is none."""
+    found = [quantile_s(values, share) for share in _CURVE]
+    return [value if math.isfinite(value) else None for value in found]

@@ -7,7 +7,7 @@ affine in the tokens cached before it. The second is what makes sweeps over 32-t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,54 +108,30 @@ def simulate(
 
 
 def chunk_seconds(
-    predictors: Sequence[Predictor],
-    prompt_tokens: int,
-    chunk: int,
-    *,
-    kvp: int = 1,
-    decodes: Sequence[Work] = (),
+    predictors: Sequence[Predictor], prompt_tokens: int, chunk: int, *, kvp: int = 1, decodes: Sequence[Work] = ()
 ) -> Floats:
-    """Seconds of each chunk of a prompt on each stage.
+    """Seconds of each chunk of a prompt on each stage, [stages, chunks]; the prompt is a multiple of the chunk.
 
     A request on several groups fills one after the other, each with an even share, as the engine does; the fullest
-    group sets the time, and the merges are in it.
-
-    Args:
-        predictors: of the stages.
-        prompt_tokens: a multiple of the chunk.
-        chunk: tokens.
-        kvp: groups.
-        decodes: rows that go along with every chunk.
-
-    Returns:
-        Float64 of shape [stages, chunks].
-
-    Raises:
-        ValueError: the prompt is no multiple of the chunk.
+    group sets the time, and the merges are in it. ``decodes`` go along with every chunk.
     """
-    if prompt_tokens % chunk:
-        raise ValueError(f"prompt_tokens={prompt_tokens}; accepted: a multiple of the chunk of {chunk}")
+    assert not prompt_tokens % chunk, "chunks of one size"
     starts = np.arange(0, prompt_tokens, chunk, dtype=np.float64)
     share = -(-prompt_tokens // kvp)
     widths = ((starts + chunk - 1) // share).astype(int) + 1
     on_group = np.where(widths > 1, share, starts)
-    known: list[tuple[Predictor, Floats]] = []
-    rows = []
-    for predictor in predictors:
-        same = next((found for other, found in known if _cost_alike(predictor, other)), None)
-        if same is None:
-            same = _on_stage(predictor, chunk, widths, on_group, decodes)
-            known.append((predictor, same))
-        rows.append(same)
-    seconds = np.stack(rows)
+    alike = [_what_it_costs(predictor) for predictor in predictors]
+    stages = dict(zip(alike[::-1], predictors[::-1], strict=True))  # the first of those that cost the same
+    on_stage = {cost: _on_stage(one, chunk, widths, on_group, decodes) for cost, one in stages.items()}
+    seconds = np.stack([on_stage[cost] for cost in alike])
     last = Work(chunk, int(on_group[-1]), False, _run(int(widths[-1])), True)
     seconds[-1, -1] = predictors[-1].predict([*decodes, last])
     return seconds
 
 
-def _cost_alike(one: Predictor, other: Predictor) -> bool:
-    a, b = one.coefficients, other.coefficients
-    return (a.linear, a.chunks, a.head, a.tp, a.spp) == (b.linear, b.chunks, b.head, b.tp, b.spp)
+def _what_it_costs(predictor: Predictor) -> Hashable:
+    one = predictor.coefficients
+    return one.linear, one.chunks, one.head, one.tp, one.spp
 
 
 def _run(width: int) -> tuple[int, int] | None:

@@ -31,7 +31,7 @@ from medha.bench.verb import ANY_COUNT, COUNT, SUBJECT, asked, of_load, verb
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
 from medha.cli.report import check_writable
 from medha.config.fields import choice, finite
-from medha.cost.correction import KINDS, RunningError
+from medha.cost.correction import KINDS
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
@@ -46,7 +46,6 @@ from medha.workload.metrics import (
     meets,
     parse_metrics,
     parse_percentiles,
-    percentile_name,
     seconds_of,
     serving_figures,
 )
@@ -188,21 +187,23 @@ def probe_stream(options: ServeOptions, vocab_size: int) -> Iterator[Arrival]:
 def errors_counted(engine: Engine) -> Iterator[Report]:
     """How far predicted step times are off while this is open: count, mean absolute and mean signed error as shares, of
     all steps and by kind; the report that is yielded has them at the end."""
-    errors = RunningError()
+    errors: dict[str, list[float]] = {"all": [], **{kind: [] for kind in KINDS}}
     report: Report = {}
 
     def note(batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
         if prediction is not None and prediction.seconds > 0 and busy_s > 0:
-            errors.add(prediction.kind, prediction.seconds, busy_s)
+            for kind in ("all", prediction.kind):
+                errors[kind].append(prediction.seconds / busy_s - 1.0)
 
     engine.on_step = note
     try:
         yield report
     finally:
         engine.on_step = None
-        report["all"] = asdict(errors.figures())
-        for kind in KINDS:
-            report[kind] = asdict(errors.figures(kind))
+        for kind, row in errors.items():
+            number = max(len(row), 1)
+            mean_abs, mean_signed = sum(map(abs, row)) / number, sum(row) / number
+            report[kind] = {"count": len(row), "mean_abs": mean_abs, "mean_signed": mean_signed}
 
 
 CONVOY_MODEL: dict[str, Any] = {
@@ -374,7 +375,7 @@ def shown(report: Report) -> Shown:
     if "systems" in report:
         return _convoy_shown(report)
     options = report["options"]
-    names = ("mean", "median", "std", *(percentile_name(percent) for percent in options["percentiles"]))
+    names = ("mean", "median", "std", *(f"p{percent:g}" for percent in options["percentiles"]))
     figures = ["completed", "failed", "request_rate", "burstiness", "max_concurrent_requests"]
     figures += ["request_throughput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"]
     figures += ["request_goodput", "slo_attainment"]

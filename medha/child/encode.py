@@ -7,6 +7,8 @@ what it found is freed: 4M tokens take a tenth of a second, in which nobody in t
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from functools import partial
 
 import tokenizers
 
@@ -24,18 +26,16 @@ def encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool
     return ids
 
 
-class _Encoder:
-    """The first message is a tokenizer as it writes itself, in JSON; the others are those of :func:`message`."""
+def _encode(backend: tokenizers.Tokenizer, sent: bytes) -> bytes:
+    return array("i", encode(backend, sent[1:].decode(), add_special_tokens=bool(sent[0]))).tobytes()
 
-    def setup(self, sent: bytes) -> None:
-        self.backend = tokenizers.Tokenizer.from_str(sent.decode())
-        self.backend.no_truncation()
-        self.backend.no_padding()
 
-    def answer(self, sent: bytes) -> bytes:
-        return array("i", encode(self.backend, sent[1:].decode(), add_special_tokens=bool(sent[0]))).tobytes()
+def _load(sent: bytes) -> Callable[[bytes], bytes]:
+    backend = tokenizers.Tokenizer.from_str(sent.decode())  # the first message: a tokenizer as it writes itself, JSON
+    backend.no_truncation()
+    backend.no_padding()
+    return partial(_encode, backend)
 
 
 if __name__ == "__main__":
-    encoder = _Encoder()
-    serve(encoder.answer, setup=encoder.setup)
+    serve(_load)

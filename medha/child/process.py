@@ -42,11 +42,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, message: bytes) -> bytes:
-        """The answer to a message; other threads run meanwhile.
-
-        Raises:
-            ChildError: it is an error, or there is none because the child died; the text says which.
-        """
+        """The answer to a message; ChildError where it is an error, or the child died. Other threads run meanwhile."""
         with self._lock:
             try:
                 if self._process is None:
@@ -98,26 +94,24 @@ def popen_module(
     return subprocess.Popen([sys.executable, "-P", "-m", *module], env={**environ, "PYTHONPATH": path}, **options)
 
 
-def serve(answer: Callable[[bytes], bytes], *, setup: Callable[[bytes], None] = lambda _: None) -> None:
+def serve(setup: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
     """In the child: answer messages until the parent is gone.
 
-    Args:
-        answer: makes an answer; what it raises is an answer, too, a ChildError its text alone.
-        setup: takes the first message.
+    ``setup`` takes the first message and returns what makes an answer of the others. What that raises is an answer,
+    too, a ChildError its text alone.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it comes here as well; the parent sees to it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with Connection(int(sys.argv[1])) as pipe, suppress(EOFError, OSError):
-        setup(pipe.recv_bytes())
+        answer = setup(pipe.recv_bytes())
         while True:
             message = pipe.recv_bytes()
             try:
                 is_error, found = b"", answer(message)
-            except ChildError as error:
-                is_error, found = b"error", str(error).encode(errors="replace")
             except BaseException as error:  # a panic of an extension is no Exception
-                is_error, found = b"error", f"{type(error).__name__}: {error}"[:1000].encode(errors="replace")
+                text = str(error) if isinstance(error, ChildError) else f"{type(error).__name__}: {error}"[:1000]
+                is_error, found = b"error", text.encode(errors="replace")
             pipe.send_bytes(is_error)
             pipe.send_bytes(found)
 

@@ -62,12 +62,8 @@ def _environment(fuel: int) -> minijinja.Environment:
     def strftime_now(layout: str) -> str:
         return datetime.now().strftime(layout)
 
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        if separators is not None:
-            separators = tuple(separators)
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def tojson(value: Any, ensure_ascii: bool = False, separators: Any = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators and tuple(separators), **options)
 
     environment = minijinja.Environment(
         filters={"tojson": tojson},
@@ -84,4 +80,4 @@ def _environment(fuel: int) -> minijinja.Environment:
 
 
 if __name__ == "__main__":
-    serve(_render)
+    serve(lambda _: _render)

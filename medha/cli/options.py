@@ -19,8 +19,8 @@ import typer
 from medha.config import fields as panels
 from medha.config import option_of, parse_size
 from medha.config.engine_config import SECTIONS
-from medha.errors import ConfigError
-from medha.models.json_fields import parse_json_object, short_repr
+from medha.errors import ConfigError, short_repr
+from medha.models.json_fields import parse_json_object
 from medha.params import SamplingParams
 
 Group = Mapping[str, tuple[Any, Any]]

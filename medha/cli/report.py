@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from medha.cost.machine import environment
+from medha.cost.machine import cpu_name
 from medha.errors import ConfigError
 from medha.parallel.launch import read_launch
 
@@ -29,6 +31,40 @@ DEFINITIONS = {
     "SLO attainment": "share, of the requests with an objective, that completed and met all of theirs",
 }
 """What the terms of serving mean here; other tools differ."""
+
+
+_PACKAGES = (
+    *("torch", "numpy", "safetensors", "tokenizers", "huggingface-hub", "minijinja", "typer", "rich"),
+    *("transformers", "flashinfer-python"),
+)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices and threads. Loads torch."""
+    import torch  # here because it takes a second, and command lines ask for this seldom
+
+    devices = ["cpu"]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        devices.append(f"cuda:{index} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)")
+    return {
+        "medha": version("medha"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "devices": devices,
+        "cpu": cpu_name(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 
 from medha.config.fields import (
     BOOLEAN,
+    COUNT,
     MODEL,
     SCHEDULING,
     SIMULATED,
@@ -57,10 +58,7 @@ class EngineConfig:
     device: str = _model(
         "auto",
         "auto (CUDA where there is one), cpu, cuda or cuda:N.",
-        Check(
-            "auto, cpu, cuda, cuda:N",
-            lambda value: isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None,
-        ),
+        Check("auto, cpu, cuda, cuda:N", lambda name: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(name)))),
     )
     attention_backend: str = _model(
         "auto",
@@ -74,11 +72,7 @@ class EngineConfig:
         flags=("--cuda-graphs/--enforce-eager",),
     )
     max_model_len: int | None = _model(
-        None,
-        "Most tokens of a request, prompt and output.",
-        integer(1, 2**31 - 1),
-        is_length=True,
-        shown="what the model claims",
+        None, "Most tokens of a request, prompt and output.", COUNT, is_length=True, shown="what the model claims"
     )
     rope_scaling: str | dict[str, Any] | None = _model(
         None,
@@ -95,25 +89,14 @@ class EngineConfig:
         shown="none",
     )
     load_format: str = _model(
-        "auto",
-        "auto or safetensors, or dummy (random weights, for benchmarks).",
-        choice("auto", "safetensors", "dummy"),
+        "auto", "auto or safetensors, or dummy (random weights).", choice("auto", "safetensors", "dummy")
     )
     seed: int = _model(
-        0,
-        "Of dummy weights, and of requests that bring none.",
-        Check(
-            "a 64-bit integer",
-            lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63,
-        ),
+        0, "Of dummy weights, and of requests that bring none.", integer(-(2**63), 2**63 - 1, "a 64-bit integer")
     )
     num_threads: int | None = _model(None, "CPU threads.", integer(1, 4096), shown="torch's choice")
     profile: str | None = option(
-        SCHEDULING,
-        None,
-        "File that medha profile wrote for this machine, model and layout.",
-        TEXT,
-        shown="a spec for hardware of the kind, corrected while running",
+        SCHEDULING, None, "File of medha profile, for this machine, model and layout.", TEXT, shown="a hardware spec"
     )
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -140,11 +123,8 @@ class EngineConfig:
         ``enforce_eager`` as the opposite of ``cuda_graphs``; what only others have is in
         :mod:`medha.config.foreign_options`. ``kv_memory`` is bytes, ``swap_space`` GiB as in vLLM, or both text
         (``4GiB``); lengths in tokens may be text, too (``128K``).
-
-        Raises:
-            ConfigError: an unknown name (the message proposes the nearest), a name given twice, or a bad value.
         """
-        sections: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "parallel": {}, "": {}}
+        sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         seen: set[str] = set()
         for name, value in options.items():
             if name == "enforce_eager" and isinstance(value, bool):

@@ -34,29 +34,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class OptionField:
-    """What a field says of itself.
+    """What a field says of itself."""
 
-    Attributes:
-        panel: under which heading a command line lists it; it belongs to the group of that name. Empty: it has none.
-        help: what it is for.
-        check: what it accepts beside its default.
-        name: by which users give it, where it is not the field's.
-        kind: its type on a command line, where it is not the field's; ``str`` is text that is read later.
-        flags: its spellings on a command line, where they are not made from the name.
-        shown: its default in words, where it is not the value.
-        is_length: whether it counts tokens, so that it may be text such as ``128K``.
-        read: what text of a command line means, where the field is no text.
-    """
-
-    panel: str
+    panel: str  # under which heading a command line lists it, with the group of that name; empty: it has none
     help: str
-    check: Check | None = None
-    name: str = ""
-    kind: Any = None
-    flags: tuple[str, ...] = ()
-    shown: str = ""
-    is_length: bool = False
-    read: Callable[[Any], Any] | None = None
+    check: Check | None = None  # what it accepts beside its default
+    name: str = ""  # by which users give it, where it is not the field's
+    kind: Any = None  # its type on a command line, where it is not the field's; str is text that is read later
+    flags: tuple[str, ...] = ()  # its spellings on a command line, where they are not made from the name
+    shown: str = ""  # its default in words, where it is not the value
+    is_length: bool = False  # it counts tokens, so that it may be text such as 128K
+    read: Callable[[Any], Any] | None = None  # what text of a command line means, where the field is no text
 
 
 def option(panel: str, default: Any, help: str, check: Check | None = None, *, repr: bool = True, **more: Any) -> Any:
@@ -66,8 +54,7 @@ def option(panel: str, default: Any, help: str, check: Check | None = None, *, r
 
 def option_of(field: dataclasses.Field[Any]) -> OptionField | None:
     """What a field says of itself; None where users do not give it."""
-    found: OptionField | None = field.metadata.get("option")
-    return found
+    return field.metadata.get("option")
 
 
 def _config_error(name: str, value: Any, accepted: str) -> Exception:
@@ -75,22 +62,19 @@ def _config_error(name: str, value: Any, accepted: str) -> Exception:
 
 
 def check_options(config: Any, error: Callable[[str, Any, str], Exception] = _config_error) -> None:
-    """Hold every field of a dataclass to its check, None apart where its type has it.
-
-    Raises ConfigError, or what ``error`` makes of the field's name, the value and what is accepted.
-    """
+    """Hold every field of a dataclass to its check, None apart where its type has it; raises what ``error`` makes of
+    the field's name, the value and what is accepted."""
     for field in dataclasses.fields(config):
         said, value = option_of(field), getattr(config, field.name)
-        if said is None or said.check is None or (value is None and "None" in str(field.type)):
-            continue
-        if not said.check.holds(value):
+        is_absent = value is None and "None" in str(field.type)
+        if said is not None and said.check is not None and not is_absent and not said.check.holds(value):
             raise error(said.name or field.name, value, said.check.accepted)
 
 
-def integer(low: int, high: int) -> Check:
+def integer(low: int, high: int, accepted: str = "") -> Check:
     """An integer within bounds."""
     return Check(
-        f"an integer from {low} to {high}",
+        accepted or f"an integer from {low} to {high}",
         lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
     )
 
@@ -114,6 +98,7 @@ def finite(low: float, high: float = math.inf, *, is_open: bool = False) -> Chec
     return number(accepted, lambda value: (low < value if is_open else low <= value) and value <= most)
 
 
+COUNT, FEW = integer(1, 2**31 - 1), integer(1, 65536)
 POSITIVE = finite(0, is_open=True)
 SHARE = number("a number from 0 to below 1", lambda value: 0 <= value < 1)
 BOOLEAN = Check("True or False", lambda value: isinstance(value, bool))
@@ -125,9 +110,6 @@ def parse_size(text: str) -> int:
 
     As in vLLM ``1k`` is 1,000 and ``1K`` 1,024, likewise m, g and t; with a B (``KB``) they are 1,000s and with an i
     (``KiB``, ``Ki``) 1,024s in either case.
-
-    Raises:
-        ConfigError: not a positive number with a known unit.
     """
     match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(?:([kmgt])(i?))?(b?)\s*", text, flags=re.IGNORECASE)
     if not match:
@@ -142,9 +124,7 @@ def parse_size(text: str) -> int:
 
 def parsed_size(name: str, value: Any, example: str) -> Any:
     """The number of a size or length that is text; anything else is left to its check."""
-    if not isinstance(value, str):
-        return value
     try:
-        return parse_size(value)
+        return parse_size(value) if isinstance(value, str) else value
     except ConfigError as error:
         raise ConfigError(f"{name}={value!r}; accepted: as in {example!r} ({error})") from None

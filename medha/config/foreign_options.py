@@ -16,7 +16,10 @@ _ANY = None
 # By name: values that ask for nothing (None: any value does), and why. One whose values are True or False is a flag of
 # the command line; the others take a value there.
 FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
-    "api_key": ((), "there is no server; medha generate --requests FILE serves a file"),
+    **dict.fromkeys(
+        ("api_key", "host", "port"), ((), "there is no server; medha generate --requests FILE serves a file")
+    ),
+    **dict.fromkeys(("num_speculative_tokens", "speculative_config"), ((), "speculative decoding is not implemented")),
     "async_scheduling": ((False,), "decode_lag=1 prepares a batch while another runs"),
     "compilation_config": (("0",), "nothing is compiled; cuda_graphs=True captures decodes"),
     "cpu_offload_gb": ((0, "0"), "weights stay on their device; spread the model with tp or spp"),
@@ -37,7 +40,6 @@ FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "generation_config": (("auto",), "generation_config.json gives defaults; a request's own fields go before them"),
     "guided_decoding_backend": ((), "structured outputs are not implemented"),
     "hf_token": ((), "set HF_TOKEN"),
-    "host": ((), "there is no server; medha generate --requests FILE serves a file"),
     "kv_cache_dtype": (("auto",), "keys and values are kept in the model's dtype"),
     "limit_mm_per_prompt": ((), "models are of text alone"),
     "long_prefill_token_threshold": ((0, "0"), "long_threshold and rho_max say what long prompts yield"),
@@ -47,15 +49,12 @@ FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "max_seq_len_to_capture": (_ANY, "graphs hold decodes of any length"),
     "max_total_tokens": ((), "num_kv_blocks, of block_size tokens each, sizes the KV pool"),
     "num_scheduler_steps": ((1, "1"), "every step is scheduled"),
-    "num_speculative_tokens": ((), "speculative decoding is not implemented"),
-    "port": ((), "there is no server; medha generate --requests FILE serves a file"),
     "prefill_context_parallel_size": ((1, "1"), "kvp splits the KV cache of long requests, over ranks of its own"),
     "preemption_mode": ((), "swap_space lets requests that give way go to host memory"),
     "quantization": ((None,), "quantised weights are not implemented; load a float16 or bfloat16 checkpoint"),
     "rope_theta": ((), "hf_overrides={'rope_theta': ...} changes config.json"),
     "served_model_name": (_ANY, "there is no server that would need it"),
     "skip_tokenizer_init": ((False,), "a folder without tokenizer.json serves token ids"),
-    "speculative_config": ((), "speculative decoding is not implemented"),
     "task": (("auto", "generate"), "models generate"),
     "tokenizer_mode": (("auto", "hf"), "tokenizer.json is what is read"),
     "tokenizer_revision": ((), "revision is that of model and tokenizer"),
@@ -64,16 +63,8 @@ FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
 
 
 def note_foreign(name: str, value: Any, typed: str) -> str:
-    """What to tell of an option of this table that asks for nothing.
-
-    Args:
-        name: of the option.
-        value: that it was given.
-        typed: both as the user wrote them.
-
-    Raises:
-        ConfigError: it asks for something.
-    """
+    """What to tell of an option of this table that asks for nothing, which the user wrote as ``typed``; ConfigError
+    where it asks for something."""
     idle, why = FOREIGN_OPTIONS[name]
     if idle is None or any(value is one or (type(value) is type(one) and value == one) for one in idle):
         return f"{typed} changes nothing: {why}"

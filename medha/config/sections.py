@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +9,8 @@ from typing import Any
 
 from medha.config.fields import (
     BOOLEAN,
+    COUNT,
+    FEW,
     MEMORY,
     PARALLEL,
     POSITIVE,
@@ -20,6 +21,7 @@ from medha.config.fields import (
     Check,
     check_options,
     choice,
+    finite,
     integer,
     number,
     option,
@@ -41,13 +43,9 @@ class CacheConfig:
     run, within half of the free memory.
     """
 
-    block_size: int = _memory(256, "Tokens of a KV block.", integer(1, 65536))
+    block_size: int = _memory(256, "Tokens of a KV block.", FEW)
     num_blocks: int | None = _memory(
-        None,
-        "Blocks of the KV pool.",
-        integer(1, 2**31 - 1),
-        name="num_kv_blocks",
-        shown="what --kv-memory or the free memory holds",
+        None, "Blocks of the KV pool.", COUNT, name="num_kv_blocks", shown="what the memory holds"
     )
     memory_bytes: int | None = _memory(
         None, "Size of the KV pool, as 4GiB.", integer(1, 2**60), name="kv_memory", kind=str, shown="none"
@@ -55,7 +53,7 @@ class CacheConfig:
     gpu_memory_utilization: float = _memory(
         0.9,
         "Share of the GPU's memory that weights and pool may take.",
-        number("a number above 0, at most 1", lambda value: 0 < value <= 1),
+        number("a number above 0, at most 1", lambda share: 0 < share <= 1),
     )
     swap_bytes: int = _memory(
         0,
@@ -86,7 +84,7 @@ class SchedulerConfig:
         "lars), priority:NAME or package.module:name.",
         repr=False,
     )
-    max_num_seqs: int = _serving(256, "Requests started and not finished at once; rows of a batch.", integer(1, 65536))
+    max_num_seqs: int = _serving(256, "Requests started and not finished at once; rows of a batch.", FEW)
     max_batch_tokens: int = _scheduling(2048, "Query tokens of a batch.", integer(1, 2**24), is_length=True)
     chunk_size: int | None = _scheduling(
         None,
@@ -101,7 +99,7 @@ class SchedulerConfig:
     max_kv_per_group: int | None = _parallel(
         None,
         "KV tokens of a request on one KV-parallel group, in whole blocks; with more it takes the next group too.",
-        integer(1, 2**31 - 1),
+        COUNT,
         is_length=True,
         shown="what a chunk of --min-chunk tokens fills a batch's time with, at least an even share of the longest",
     )
@@ -112,21 +110,13 @@ class SchedulerConfig:
         shown="from the tightest TPOT objective among the running decodes and the depth, else --quantum-s",
     )
     quantum_s: float = _scheduling(
-        0.25,
-        "Seconds of a batch when no decode has a TPOT objective: how long a prefill holds up the others.",
-        POSITIVE,
+        0.25, "Seconds of a batch when no decode has a TPOT objective: what a prefill holds up.", POSITIVE
     )
     rho_max: float = _serving(
-        0.4,
-        "Most of a batch's prefill time that a long prefill yields to short ones, from its slack; 0 is no space "
-        "sharing.",
-        SHARE,
+        0.4, "Most of a batch's prefill time that a long prefill yields to short ones; 0 is no space sharing.", SHARE
     )
     long_threshold: int = _serving(
-        8192,
-        "Prompt tokens from which a prefill is long: one of them a batch and group, and it yields.",
-        integer(1, 2**31 - 1),
-        is_length=True,
+        8192, "Prompt tokens from which a prefill is long: one a batch and group, and it yields.", COUNT, is_length=True
     )
     late_share: float = _serving(
         0.1, "Share of a batch's prefill time for requests that are late or were passed over.", SHARE
@@ -134,22 +124,18 @@ class SchedulerConfig:
     patience_s: float = _serving(
         10.0,
         "Seconds without a chunk after which a request counts as passed over; inf is never.",
-        number("a number above 0", lambda value: value > 0),
+        number("a number above 0", lambda seconds: seconds > 0),
     )
     # Below it the KV cache is read no faster than the arithmetic that it hides behind; the paper, v4 section 3.2, gives
     # about 40.
-    min_chunk: int = _scheduling(
-        64, "Tokens below which a chunk is not efficient, unless it ends its prompt.", integer(1, 2**31 - 1)
-    )
-    chunk_granularity: int = _scheduling(
-        16, "Chunks are multiples of it, unless they end their prompt.", integer(1, 2**31 - 1)
-    )
+    min_chunk: int = _scheduling(64, "Tokens below which a chunk is not efficient, unless it ends its prompt.", COUNT)
+    chunk_granularity: int = _scheduling(16, "Chunks are multiples of it, unless they end their prompt.", COUNT)
     deadline_floor_s: float = _serving(
         1.0, "A request without a TTFT objective is due no earlier after its arrival, seconds.", POSITIVE
     )
     deadline_factor: float = _serving(
         5.0,
-        "A request without a TTFT objective is due this many times its predicted prefill time alone after its arrival.",
+        "Without a TTFT objective a request is due so many times its predicted prefill time after its arrival.",
         POSITIVE,
     )
     overcommit: bool = _serving(
@@ -182,11 +168,7 @@ class SchedulerConfig:
     num_swap_blocks: int = _simulated(
         0, "KV blocks of host memory of a group, for requests that give way.", integer(0, 2**31 - 1)
     )
-    swap_block_s: float = _simulated(
-        0.0,
-        "Seconds in which a block moves to host memory or back.",
-        number("a finite number from 0", lambda value: 0 <= value < math.inf),
-    )
+    swap_block_s: float = _simulated(0.0, "Seconds in which a block moves to host memory or back.", finite(0))
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -201,11 +183,7 @@ class SchedulerConfig:
             raise ConfigError(f"depth={self.depth!r} with decode_lag=1; accepted: 2")
 
     def budget_text(self, *, has_tpot: bool) -> str:
-        """What a batch may hold, and why, in words.
-
-        Args:
-            has_tpot: whether some request has a TPOT objective.
-        """
+        """What a batch may hold, and why, in words; ``has_tpot``: some request has a TPOT objective."""
         if self.scheduler != "medha":
             whole = self.scheduler in ("static", "orca")
             chunks = "whole prompts" if whole else f"chunks of at most {self.chunk_size:,}"
@@ -226,16 +204,13 @@ class ParallelConfig:
     """
 
     tp: int = _parallel(
-        1,
-        "Tensor-parallel ranks: heads and MLP columns of each layer are split.",
-        integer(1, 65536),
-        flags=("--tp", "-tp"),
+        1, "Tensor-parallel ranks: heads and MLP columns of each layer are split.", FEW, flags=("--tp", "-tp")
     )
-    spp: int = _parallel(1, "Stream-pipeline stages: layers are split.", integer(1, 65536), flags=("--spp", "-pp"))
+    spp: int = _parallel(1, "Stream-pipeline stages: layers are split.", FEW, flags=("--spp", "-pp"))
     kvp: int = _parallel(
         1,
-        "KV-parallel groups: each holds the whole model; the KV cache of a long request is split over them.",
-        integer(1, 65536),
+        "KV-parallel groups: each holds the whole model, and a part of the KV of a long request.",
+        FEW,
         flags=("--kvp", "-kvp"),
     )
     tp_forward: str = _parallel(

@@ -1,4 +1,4 @@
-"""What one pipeline stage of one group costs, as data: the coefficients that :mod:`medha.cost.predictor` reads.
+"""What one pipeline stage of one group costs, as data, and the tables in which :mod:`medha.cost.predictor` looks it up.
 
 The form follows from public kernel measurements. Attention of a chunk of c queries behind kv > 0 cached tokens is
 ``A(c) + B(c) * kv``, kv = 0 is another kernel regime with a table of its own, and A and B are constant within a tile
@@ -6,32 +6,33 @@ of queries (on an A100, 672 and 704 tokens cost the same, and so do 544 and 576)
 beyond the KV it was fitted on; random forests (Vidur) and quadratics in the chunk (Tetris, SGLang) do not. Attention
 of a batch that mixes decodes and a chunk in one fused launch is not the sum of the two, see :class:`MixedAttention`.
 
-Where coefficients come from: a hardware spec (:mod:`medha.cost.roofline`), or a profile that was measured, fitted
-(:mod:`medha.profile.fit`) and written as JSON with the :class:`ProfileKey` of everything it depends on.
-
-Every time is in seconds for the whole stage, that is for all of its layers.
+Coefficients come from a hardware spec (:mod:`medha.cost.roofline`), or from a profile that was measured and fitted
+(:mod:`medha.profile.fit`). Every time is in seconds for the whole stage, that is for all of its layers. Look-ups are in
+plain Python lists: the packer asks for one number at a time, where numpy costs more than the arithmetic.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 
-from medha.cost.json_form import check_fields, check_number, from_json, to_json
+import numpy as np
+from numpy.typing import NDArray
+
+from medha.cost.json_form import JsonFile, check_fields, check_number
 from medha.errors import ConfigError
 
-_FORMAT = "medha-coefficients"
+Floats = NDArray[np.float64]
+
+_MAX_TILES = 1 << 15
+"""Longest table of chunks; for larger batches the tile is doubled until it fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A non-decreasing piecewise-linear function: constant before its first point, linear after its last one.
-
-    Attributes:
-        x: increasing, above 0.
-        y: seconds at x; at least 0, non-decreasing.
-    """
+    """Seconds ``y`` over ``x``, neither of which falls: constant before the first point, linear after the last one."""
 
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -53,9 +54,7 @@ class ChunkAttention:
 
     Attributes:
         tokens: chunk sizes, increasing, at least 1; each stands for the tile of queries it lies in.
-        a_s: seconds; non-decreasing.
-        b_s: seconds per cached token; non-decreasing.
-        first_s: seconds where nothing is cached; non-decreasing.
+        a_s, b_s, first_s: seconds, and seconds per cached token; none falls with the size.
         tile: queries of a tile; between the given sizes the tables are interpolated by number of tiles.
     """
 
@@ -79,8 +78,7 @@ class DecodeAttention:
 
     Attributes:
         batch: numbers of decodes, increasing, at least 1.
-        a_s: seconds.
-        b_s: seconds per token of mean KV length.
+        a_s, b_s: seconds, and seconds per token of mean KV length.
         short_kv: mean KV up to which the other line holds; 0 where there is one line.
         short_a_s, short_b_s: that line, or empty. It never exceeds the long line's start.
     """
@@ -97,6 +95,20 @@ class DecodeAttention:
         short = {"short_a_s": self.short_a_s, "short_b_s": self.short_b_s} if self.short_kv else {}
         _check_table("decodes", self.batch, rising=False, a_s=self.a_s, b_s=self.b_s, **short)
 
+    def line(self, count: int) -> Callable[[float], float]:
+        """Seconds of so many decodes, given their mean KV; more than the table holds cost in proportion."""
+        columns = (self.a_s, self.b_s, *((self.short_a_s, self.short_b_s) if self.short_kv else ()))
+        a_s, b_s, *short = (float(np.interp(count, self.batch, column)) for column in columns)
+        short_kv, beyond = self.short_kv, max(1.0, count / self.batch[-1])
+
+        def seconds(mean_kv: float) -> float:
+            found_s = a_s + b_s * max(mean_kv, short_kv)
+            if mean_kv < short_kv:
+                found_s = min(found_s, short[0] + short[1] * mean_kv)
+            return found_s * beyond
+
+        return seconds
+
 
 @dataclass(frozen=True, slots=True)
 class MixedAttention:
@@ -105,11 +117,6 @@ class MixedAttention:
     ``max(prefill_factor * chunks + decodes(mean_kv), straggler_a_s + straggler_b_s * max_kv)``: the work of all, or the
     longest decode, whose keys are read by one thread block a head. Over 18,960 measured mixed batches (vLLM 0.19, RTX
     PRO 6000) the sum of both parts measured alone is 24 % off in the median and 52 % too low in total.
-
-    Attributes:
-        prefill_factor: on the chunks' own attention time.
-        decodes: cost of the decodes beside a chunk.
-        straggler_a_s, straggler_b_s: seconds, and seconds per token, of the longest decode.
     """
 
     prefill_factor: float
@@ -125,11 +132,7 @@ class MixedAttention:
 class Link:
     """Calls of one collective or transfer in a step, each ``alpha_s + tokens * bytes_per_token / bytes_per_s``.
 
-    Attributes:
-        calls: how many a step (two all-reduces a layer with TP, one send with SPP, one merge a layer with KVP).
-        alpha_s: latency of a call in seconds.
-        bytes_per_s: bandwidth.
-        bytes_per_token: payload of a call.
+    There are two all-reduces a layer with TP, one send a step with SPP, one merge a layer with KVP.
     """
 
     calls: int
@@ -153,14 +156,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """Everything that coefficients depend on.
-
-    Attributes:
-        machine: processor or accelerator, as its maker names it.
-        model: architecture and shape, or a digest of them.
-        layout: parallel degrees, and which stage was measured.
-        torch_version: as torch gives it.
-    """
+    """Everything that coefficients depend on."""
 
     machine: str
     model: str
@@ -174,7 +170,7 @@ class ProfileKey:
     def __post_init__(self) -> None:
         check_fields("key", self)
 
-    def check(self, expected: ProfileKey, *, source: str = "profile") -> None:
+    def check(self, expected: ProfileKey, *, source: str) -> None:
         """Raise a ConfigError that names each field in which ``expected``, what is to be run, differs."""
         differing = [
             f"{item.name} is {getattr(self, item.name)!r}, running {getattr(expected, item.name)!r}"
@@ -186,13 +182,13 @@ class ProfileKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Coefficients:
+class Coefficients(JsonFile):
     """Costs of one stage of one group.
 
     Attributes:
         key: what they were measured for.
         linear: everything that works a token at a time, over tokens of the step.
-        chunks, decodes: attention of prefill chunks and of decodes, each alone in a launch.
+        chunks, decodes: attention, each alone in a launch.
         mixed: attention of both in one launch; None where the backend runs segments one after the other (a sum).
         splits_kv: the decode kernel splits a long KV over the machine. If not, the longest decode of a batch is a
             lower bound on its attention.
@@ -201,6 +197,8 @@ class Coefficients:
         tp, spp: all-reduces of the layers, and the send to the next stage.
         kvp: merges of one run of groups; per token and group beyond the first.
     """
+
+    format = "medha-coefficients"
 
     key: ProfileKey
     linear: Curve
@@ -217,43 +215,126 @@ class Coefficients:
     def __post_init__(self) -> None:
         check_fields("stage", self)
 
-    def to_json(self) -> str:
-        """As the text of a JSON file; see :meth:`from_json`."""
-        return to_json(self, _FORMAT)
-
     @classmethod
-    def from_json(cls, text: str, *, expected: ProfileKey | None = None, source: str = "profile") -> Coefficients:
-        """Read what :meth:`to_json` gave; ``source`` names it in messages.
+    def load(cls, path: Path, *, expected: ProfileKey | None = None) -> Coefficients:
+        """Read a JSON file.
 
         Raises:
             ConfigError: not such a file, a bad value, or measured for something else than ``expected``.
         """
-        found = from_json(cls, text, format=_FORMAT, source=source)
-        if expected is not None:
-            found.key.check(expected, source=source)
-        return found
-
-    @classmethod
-    def load(cls, path: Path, *, expected: ProfileKey | None = None) -> Coefficients:
-        """Read a JSON file; see :meth:`from_json`."""
         try:
-            text = path.read_text()
+            found = cls.from_json(path.read_text(), source=f"profile {path}")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"profile {path} cannot be read: {error}") from error
-        return cls.from_json(text, expected=expected, source=f"profile {path}")
+        if expected is not None:
+            found.key.check(expected, source=f"profile {path}")
+        return found
 
 
 def _check_table(name: str, x: tuple[float, ...], *, rising: bool = True, **columns: tuple[float, ...]) -> None:
     """A table has a point, increasing x above 0, and finite columns, which never fall unless they may."""
-    if not isinstance(x, tuple) or not x:
-        raise ConfigError(f"{name} has no points; accepted: at least one")
     for column, values in {"x": x, **columns}.items():
-        if not isinstance(values, tuple) or len(values) != len(x):
-            raise ConfigError(f"{name}.{column}={values!r}; accepted: {len(x)} numbers")
+        if not isinstance(values, tuple) or not values or len(values) != len(x):
+            raise ConfigError(f"{name}.{column}={values!r}; accepted: {len(x) or 'some'} numbers")
         for value in values:
             check_number(f"{name}.{column}", value, None if column == "x" else 0.0)
-    if any(after <= before for before, after in pairwise(x)):
-        raise ConfigError(f"{name}: sizes fall or repeat; accepted: increasing sizes")
-    for column, values in columns.items():
-        if rising and any(after < before for before, after in pairwise(values)):
-            raise ConfigError(f"{name}.{column} falls; accepted: seconds that never fall with the size")
+        if ((rising or column == "x") and list(values) != sorted(values)) or len(set(x)) < len(x):
+            raise ConfigError(
+                f"{name}.{column} falls; accepted: increasing sizes, and seconds that never fall with them"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Look-ups
+
+
+class Line:
+    """A curve with what collectives add per token, ready for look-ups both ways."""
+
+    __slots__ = ("slope", "x", "y")
+
+    def __init__(self, curve: Curve, links: Sequence[Link | None] = ()) -> None:
+        token_s = sum(link.token_s for link in links if link is not None)
+        self.x: list[float] = [0.0, *curve.x]
+        self.y = [value + token_s * x for x, value in zip(self.x, [curve.y[0], *curve.y], strict=True)]
+        rises = np.diff(self.y) / np.diff(self.x)
+        self.slope: list[float] = [*rises.tolist(), curve.tail_slope + token_s]
+
+    def at(self, tokens: float) -> float:
+        """Seconds for this many tokens."""
+        i = bisect_right(self.x, tokens) - 1
+        return self.y[i] + self.slope[i] * (tokens - self.x[i])
+
+    def inverse(self, seconds: float) -> int:
+        """The most tokens within ``seconds``; 0 where none are."""
+        i = bisect_right(self.y, seconds) - 1
+        if i < 0:
+            return 0
+        if self.slope[i] <= 0:
+            return 1 << 62
+        return int(min(self.x[i] + (seconds - self.y[i]) / self.slope[i], 1e18))
+
+
+class Tiles:
+    """Chunk attention by number of tiles, from 0 to that of the largest chunk."""
+
+    __slots__ = ("a", "b", "first", "max_tokens", "tile")
+
+    def __init__(self, table: ChunkAttention, max_tokens: int) -> None:
+        tile = table.tile
+        while max_tokens > tile * _MAX_TILES:
+            tile *= 2
+        self.tile, self.max_tokens = tile, max_tokens
+        sizes, *columns = _extended(table, max_tokens + tile)
+        tiles = np.ceil(sizes / tile)
+        last = np.append(tiles[1:] > tiles[:-1], True)  # of several sizes in a tile, the largest
+        wanted = np.arange(1, -(-max_tokens // tile) + 1)
+        a, b, first = (_monotone_cubic(wanted, tiles[last], column[last]) for column in columns)
+        self.first: list[float] = [0.0, *first.tolist()]
+        self.a: list[float] = [0.0, *np.maximum(a, first).tolist()]  # cached keys never make a chunk cheaper
+        self.b: list[float] = [0.0, *b.tolist()]
+
+
+def _extended(table: ChunkAttention, max_tokens: int) -> Floats:
+    """[4, sizes]: sizes, A, B and KV 0 up to ``max_tokens``; a longer chunk costs what its parts cost in turn."""
+    columns = np.array([table.tokens, table.a_s, table.b_s, table.first_s])
+    size, a, b, first = columns[:, -1]
+    parts = np.unique(np.geomspace(2.0, max(2.0, max_tokens / size + 1), 256).round())
+    own = b * size * parts * (parts - 1) / 2
+    more = np.array([size * parts, a * parts + own, b * parts, first + a * (parts - 1) + own])
+    return np.concatenate([columns, more], axis=1)
+
+
+def _monotone_cubic(at: NDArray[np.int64], x: Floats, y: Floats) -> Floats:
+    """Piecewise cubic through points, non-decreasing where they are (Fritsch and Butland's slopes); flat before them.
+
+    Attention of a chunk is a quadratic in its size, which straight lines between few sizes overestimate by up to 12 %.
+    """
+    if len(x) < 2:
+        return np.full(len(at), y[0])
+    width = np.diff(x)
+    rise = np.diff(y) / width
+    inner = np.zeros(len(x) - 2)
+    before, after = rise[:-1], rise[1:]
+    climbing = before * after > 0
+    w1, w2 = (width[1:] + 2 * width[:-1])[climbing], (2 * width[1:] + width[:-1])[climbing]
+    inner[climbing] = (w1 + w2) / (w1 / after[climbing] + w2 / before[climbing])
+    slope = np.concatenate([[_end_slope(width, rise)], inner, [_end_slope(width[::-1], rise[::-1])]])
+    inside = np.clip(at, x[0], x[-1])
+    i = np.clip(np.searchsorted(x, inside, side="right") - 1, 0, len(rise) - 1)
+    t = (inside - x[i]) / width[i]
+    curve = (
+        y[i] * (1 + 2 * t) * (1 - t) ** 2
+        + width[i] * slope[i] * t * (1 - t) ** 2
+        + y[i + 1] * t**2 * (3 - 2 * t)
+        - width[i] * slope[i + 1] * t**2 * (1 - t)
+    )
+    return np.asarray(np.maximum.accumulate(curve), dtype=np.float64)
+
+
+def _end_slope(width: Floats, rise: Floats) -> float:
+    """Of the parabola through the three outermost points, within what keeps the first interval monotone."""
+    if len(rise) < 2:
+        return float(rise[0])
+    slope = ((2 * width[0] + width[1]) * rise[0] - width[0] * rise[1]) / (width[0] + width[1])
+    return float(min(max(slope, 0.0), 3 * rise[0]))

@@ -1,26 +1,25 @@
 """A hardware spec: the rates of an accelerator and its links, whatever the model, each with its source.
 
-``medha/cost/specs/`` has some. ``a100-80g`` is fitted to public kernel tables by :mod:`tools.fit_spec`, whose docstring
-gives the errors; the other GPUs are derived from it by the ratios of published figures: derived, not measured. ``cpu``
-is one thread of a CPU, assumed. :mod:`medha.cost.roofline` makes costs of them.
+In ``medha/cost/specs/``, ``a100-80g`` is fitted to public kernel tables by :mod:`tools.fit_spec`, whose docstring gives
+the errors; the other GPUs are derived from it by published ratios, not measured; ``cpu`` is one thread, assumed.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
-from medha.cost.json_form import check_fields, check_int, check_number, from_json, to_json
-from medha.errors import ConfigError
+from medha.cost.json_form import JsonFile, check_fields, check_number
+from medha.errors import ConfigError, hint
 
 SPECS = Path(__file__).parent / "specs"
 GEMM_TILES = ((64, 64), (128, 128), (128, 256))
 """Rows and columns of the output that one thread block of a GPU computes."""
 _PROVENANCES = ("measured", "derived", "assumed")
-_FORMAT = "medha-hardware-spec"
 _DEFAULT_GPU, _CPU = "a100-80g", "cpu"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +46,10 @@ class GemmRates:
         check_fields("gemm", self)
         if any(not isinstance(tile, tuple) or len(tile) != 2 for tile in self.tiles):
             raise ConfigError(f"gemm.tiles={self.tiles!r}; accepted: a list of pairs of rows and columns")
-        for size in (size for tile in self.tiles for size in tile):
-            check_int("gemm.tiles", size)
         if not isinstance(self.flops_per_s, tuple) or len(self.flops_per_s) != len(self.tiles):
             raise ConfigError(f"gemm.flops_per_s={self.flops_per_s!r}; accepted: {len(self.tiles)} numbers")
-        for rate in self.flops_per_s:
-            check_number("gemm.flops_per_s", rate)
+        for size in (*self.flops_per_s, *(size for tile in self.tiles for size in tile)):
+            check_number("gemm.flops_per_s and tiles", size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +58,16 @@ class AttentionRates:
 
     Attributes:
         splits_kv: keys of one tile of queries, or of one decode, are spread over the machine.
-        flops_per_s: of a machine full of tiles.
-        block_flops_per_s: of one thread block that has a multiprocessor to itself.
+        flops_per_s, block_flops_per_s: of a machine full of tiles, and of one thread block that has a multiprocessor.
         tile_rows: query rows of a tile; with a split KV the query heads of a KV head share a tile.
         overlap_power: p of all the arithmetic beside the busiest block's (or beside the keys' bytes), at least 1.
-        launch_s: least time of a chunk with nothing cached.
-        cached_launch_s: least time of a chunk behind cached tokens.
+        launch_s, cached_launch_s: least time of a chunk with nothing cached, and of one behind cached tokens.
         bytes_per_s: of keys and values.
         decode_launch_s: of short decodes.
-        decode_split_s: of decodes whose keys are split, with one more for a batch of a single KV head.
-        decode_head_s: more of it for each decode and KV head.
+        decode_split_s, decode_head_s: of decodes whose keys are split (one more for a batch of a single KV head), and
+            more for each decode and KV head.
         short_kv: cached tokens up to which a decode counts as short.
-        short_bytes_per_s: of one KV head of one short decode.
-        block_bytes_per_s: of one KV head of one decode where keys are not split.
+        short_bytes_per_s, block_bytes_per_s: of one KV head of one decode that is short, or whose keys are not split.
     """
 
     splits_kv: bool
@@ -97,12 +91,7 @@ class AttentionRates:
 
 @dataclass(frozen=True, slots=True)
 class ElementwiseRates:
-    """Norms, rotary embedding, activation, additions.
-
-    Attributes:
-        bytes_per_s: of what they read and write.
-        launch_s: of one such kernel.
-    """
+    """Norms, rotary embedding, activation, additions: bytes that they read and write, and one such kernel."""
 
     bytes_per_s: float
     launch_s: float
@@ -113,13 +102,8 @@ class ElementwiseRates:
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """A collective or transfer: ``alpha_s + bytes / bytes_per_s``.
-
-    Attributes:
-        alpha_s: latency.
-        bytes_per_s: of the payload: the reduced tensor, what is sent, or what a rank receives of the others.
-        ranks: taking part.
-    """
+    """A collective or transfer: ``alpha_s + bytes / bytes_per_s`` of the reduced tensor, of what is sent, or of what a
+    rank receives of the others."""
 
     alpha_s: float
     bytes_per_s: float
@@ -130,11 +114,10 @@ class LinkRates:
 
 
 @dataclass(frozen=True, slots=True)
-class HardwareSpec:
+class HardwareSpec(JsonFile):
     """One accelerator and its links.
 
     Attributes:
-        name: of the spec.
         machine: as its maker names it.
         provenance: ``measured`` (fitted to measurements), ``derived`` (by published ratios) or ``assumed``.
         peak_flops_per_s: published, dense bfloat16 (float32 of a CPU); what MFU is relative to.
@@ -142,16 +125,14 @@ class HardwareSpec:
         memory_bytes: of one accelerator.
         num_sms: multiprocessors.
         gpus_per_node: accelerators that the fast links join.
-        gemm, attention, elementwise: rates.
         host_s: seconds of a step on the host: scheduling, input, output.
         sample_s: seconds of sampling a token.
-        all_reduce: within a node, by number of ranks.
-        all_gather: within a node, by number of ranks.
-        send: within a node.
-        node_all_reduce: where ranks span nodes.
-        node_send: from one accelerator to one of another node.
-        sources: of each of the fields above but the first three.
+        all_reduce, all_gather, send: within a node, the first two by number of ranks.
+        node_all_reduce, node_send: where ranks span nodes, and from an accelerator to one of another node.
+        sources: of the fields above but the first three.
     """
+
+    format = "medha-hardware-spec"
 
     name: str
     machine: str
@@ -179,48 +160,26 @@ class HardwareSpec:
             raise ConfigError(f"spec.provenance={self.provenance!r}; accepted: {', '.join(_PROVENANCES)}")
         for name in ("all_reduce", "all_gather"):
             links = getattr(self, name)
-            if not isinstance(links, tuple):
-                raise ConfigError(f"spec.{name}={links!r}; accepted: a list of links, one for each number of ranks")
-            ranks = [link.ranks for link in links]
+            ranks = [link.ranks for link in links] if isinstance(links, tuple) else []
             if not ranks or ranks != sorted(set(ranks)):
-                raise ConfigError(f"{name}: ranks {ranks}; accepted: at least one, increasing")
-        needed = {item.name for item in fields(self)} - {"name", "machine", "provenance", "sources"}
-        given = self.sources if isinstance(self.sources, dict) else {}
-        without = sorted(name for name in needed if not isinstance(given.get(name), str) or not given[name])
-        if without or (unknown := sorted(set(given) - needed)):
-            wrong = f"none for {', '.join(without)}" if without else f"unknown {', '.join(unknown)}"
-            raise ConfigError(f"sources: {wrong}; accepted: a text for each of {', '.join(sorted(needed))}")
-
-    def to_json(self) -> str:
-        """As the text of a JSON file; see :meth:`from_json`."""
-        return to_json(self, _FORMAT)
-
-    @classmethod
-    def from_json(cls, text: str, *, source: str = "hardware spec") -> HardwareSpec:
-        """Read what :meth:`to_json` gave, or one written by hand.
-
-        Raises:
-            ConfigError: not such a file, or naming the field that is unknown, missing or wrong.
-        """
-        return from_json(cls, text, format=_FORMAT, source=source)
+                raise ConfigError(f"spec.{name}: ranks {ranks}; accepted: a list of links by increasing ranks")
 
     def times(self, count: int) -> HardwareSpec:
         """So many of it as one machine: threads of a CPU, whose links stay as they are."""
-        gemm, attention, elementwise = self.gemm, self.attention, self.elementwise
+
+        def faster(part: T, *names: str) -> T:
+            """With some rates, which may be several, multiplied."""
+            rates = {name: getattr(part, name) for name in names}
+            return replace(
+                part,  # type: ignore[type-var]
+                **{n: tuple(x * count for x in v) if isinstance(v, tuple) else v * count for n, v in rates.items()},
+            )
+
         return replace(
-            self,
-            peak_flops_per_s=self.peak_flops_per_s * count,
-            hbm_bytes_per_s=self.hbm_bytes_per_s * count,
-            num_sms=self.num_sms * count,
-            gemm=replace(
-                gemm,
-                flops_per_s=tuple(rate * count for rate in gemm.flops_per_s),
-                bytes_per_s=gemm.bytes_per_s * count,
-            ),
-            attention=replace(
-                attention, flops_per_s=attention.flops_per_s * count, bytes_per_s=attention.bytes_per_s * count
-            ),
-            elementwise=replace(elementwise, bytes_per_s=elementwise.bytes_per_s * count),
+            faster(self, "peak_flops_per_s", "hbm_bytes_per_s", "num_sms"),
+            gemm=faster(self.gemm, "flops_per_s", "bytes_per_s"),
+            attention=faster(self.attention, "flops_per_s", "bytes_per_s"),
+            elementwise=faster(self.elementwise, "bytes_per_s"),
         )
 
 
@@ -235,10 +194,8 @@ def load_spec(name_or_path: str | Path) -> HardwareSpec:
     try:
         return HardwareSpec.from_json(path.read_text(), source=f"hardware spec {name_or_path}")
     except (OSError, UnicodeDecodeError) as error:
-        near = difflib.get_close_matches(str(name_or_path), known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        accepted = f"{', '.join(known)}, or the path of a JSON file"
-        raise ConfigError(f"hardware spec {str(name_or_path)!r} is not known; accepted: {accepted}{hint}") from error
+        accepted = f"{', '.join(known)}, or the path of a JSON file{hint(str(name_or_path), known, cutoff=0.4)}"
+        raise ConfigError(f"hardware spec {str(name_or_path)!r} is not known; accepted: {accepted}") from error
 
 
 def spec_of_device(name: str | None, num_threads: int) -> HardwareSpec:

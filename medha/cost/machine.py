@@ -5,18 +5,17 @@ What a profile is measured for is its key; one of another machine, model or layo
 
 from __future__ import annotations
 
-import os
 import platform
+import re
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medha.config import EngineConfig, ModelConfig
 from medha.cost.coefficients import Coefficients, ProfileKey
 from medha.cost.hardware import spec_of_device
 from medha.cost.predictor import Predictor, slowest_of
-from medha.cost.roofline import stage_coefficients
+from medha.cost.roofline import shape_name, stage_coefficients
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +30,7 @@ def profile_key(
     parallel = config.parallel
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     shape = (
-        f"{model.architecture} {model.num_layers}x{model.hidden_size}, {model.num_heads}/{model.num_kv_heads} heads of "
+        f"{shape_name(model)}, {model.num_heads}/{model.num_kv_heads} heads of "
         f"{model.head_dim}, MLP {model.intermediate_size}, vocabulary {model.vocab_size}"
     )
     return ProfileKey(
@@ -68,53 +67,10 @@ def load_coefficients(
     return replace(slowest_of([Predictor(stage) for stage in stages]).coefficients, key=key)
 
 
-_PACKAGES = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "huggingface-hub",
-    "minijinja",
-    "typer",
-    "rich",
-    "transformers",
-    "flashinfer-python",
-)
-
-
-def environment() -> dict[str, Any]:
-    """Versions, devices and threads. Loads torch."""
-    import torch  # here because it takes a second, and command lines ask for this seldom
-
-    devices = ["cpu"]
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        devices.append(f"cuda:{index} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)")
-    return {
-        "medha": version("medha"),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "cuda": torch.version.cuda,
-        "devices": devices,
-        "cpu": cpu_name(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def cpu_name() -> str:
     """The processor as its maker names it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = re.findall(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+        names = []
+    return names[0].strip() if names else platform.processor()

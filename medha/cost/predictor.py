@@ -4,9 +4,6 @@ The packer (Algorithms 1 and 2 of arXiv:2409.17264v5) searches for the largest c
 form is inverted instead of probed: attention depends on the chunk through its number of query tiles alone, so the tile
 is found in a table, and within the tile the linear layers' curve is inverted. Everything is non-decreasing in tokens
 and in KV, and affine in KV, so that 10M tokens are predicted by the same line as 16K.
-
-Coefficients are the affair of :mod:`medha.cost.coefficients`, learning while running that of
-:mod:`medha.cost.correction`. Work left of a whole prompt (Algorithm 3) is :mod:`medha.cost.prefill_time`.
 """
 
 from __future__ import annotations
@@ -14,11 +11,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
-from medha.cost.coefficients import Coefficients
+from medha.cost.coefficients import Coefficients, Line, Tiles
 from medha.cost.correction import Correction, Kind
-from medha.cost.lookup import DecodeLine, Line, Tiles, decode_line, decode_seconds
 
 MIN_SECONDS = 1e-6
 """No batch is predicted to take less."""
@@ -51,10 +48,9 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """The decodes of a batch as a group sees them, summed up.
+    """At least one decode of a batch, summed up as a group sees them.
 
     Attributes:
-        count: how many, at least 1.
         num_tokens: query tokens of all.
         total_kv, max_kv: tokens cached before them, of all and of the longest.
         runs: of each that is spread over several groups, with its query tokens.
@@ -73,37 +69,26 @@ class Decodes:
         spread = tuple((run, q_len) for run, q_len in zip(runs, q_lens, strict=True) if run is not None)
         return cls(len(rows), sum(q_lens), sum(kvs), max(kvs), spread)
 
-    def __len__(self) -> int:
-        return self.count
-
 
 class Predictor:
-    """Predicts one stage, and corrects itself.
+    """Predicts one stage, in batches of at most ``max_tokens`` query tokens, and corrects itself."""
 
-    Args:
-        coefficients: of the stage.
-        max_tokens: query tokens of a batch at most; sizes the tables.
-        correction: shared with another predictor, or None for one that starts at factor 1.
-    """
-
-    def __init__(
-        self, coefficients: Coefficients, *, max_tokens: int = 16384, correction: Correction | None = None
-    ) -> None:
+    def __init__(self, coefficients: Coefficients, *, max_tokens: int = 16384) -> None:
         self.coefficients = coefficients
         self.max_tokens = max_tokens
-        self.correction = correction or Correction()
+        self.correction = Correction()
+        self.factor, self.observe = self.correction.factor, self.correction.observe
         self._line = Line(coefficients.linear, (coefficients.tp, coefficients.spp))
         self._tiles = Tiles(coefficients.chunks, max_tokens)
         self._head = None if coefficients.head is None else Line(coefficients.head)
-        self._decode_lines: dict[int, DecodeLine] = {}
+        self._decode_line = cache(coefficients.decodes.line)
         self._steady: dict[int, Callable[[float, int], float]] = {}
 
-    def tick(self, decodes: Sequence[Work] | Decodes = (), chunks: Sequence[Work] = ()) -> Tick:
+    def tick(self, decodes: Sequence[Work] | Decodes | None = (), chunks: Sequence[Work] = ()) -> Tick:
         """A batch of these decodes and chunks, to which chunks can be added."""
         if not isinstance(decodes, Decodes):
-            tick = Tick(self, Decodes.of(decodes) if decodes else None)
-        else:
-            tick = Tick(self, decodes)
+            decodes = Decodes.of(decodes) if decodes else None
+        tick = Tick(self, decodes)
         for chunk in chunks:
             tick.add(chunk.q_len, chunk.kv_before, run=chunk.run, samples=chunk.samples)
         return tick
@@ -113,14 +98,11 @@ class Predictor:
         return self.tick(*split(rows)).seconds
 
     def steady_decodes(self, count: int) -> Callable[[float, int], float]:
-        """Uncorrected seconds of batches of so many decodes and nothing else, none of them on several groups.
+        """Uncorrected seconds of so many decodes, none on several groups, by their mean and their longest KV length.
 
-        Returns:
-            A function of the mean and the longest KV length; times the factor it is to the bit what :meth:`predict`
-            says.
+        Times the factor they are to the bit what :meth:`predict` says.
         """
-        known = self._steady.get(count)
-        if known is not None:
+        if (known := self._steady.get(count)) is not None:
             return known
         fixed_s = _fixed_s(self.coefficients)
         if self._head is not None:
@@ -135,22 +117,8 @@ class Predictor:
 
     def _decodes_alone_s(self, count: int, mean_kv: float, max_kv: int) -> float:
         """Attention of a batch's decodes, nothing else in the launch."""
-        seconds = self._decode_line(count).at(mean_kv)
-        return seconds if self.coefficients.splits_kv else max(seconds, self._decode_line(1).at(max_kv))
-
-    def _decode_line(self, count: int) -> DecodeLine:
-        line = self._decode_lines.get(count)
-        if line is None:
-            line = self._decode_lines[count] = decode_line(self.coefficients.decodes, count)
-        return line
-
-    def factor(self, kind: Kind) -> float:
-        """The present correction of a kind."""
-        return self.correction.factor(kind)
-
-    def observe(self, kind: Kind, predicted_s: float, busy_s: float, *, factor: float | None = None) -> bool:
-        """Learn from a batch that ran; see :meth:`medha.cost.correction.Correction.observe`."""
-        return self.correction.observe(kind, predicted_s, busy_s, factor=factor)
+        seconds = self._decode_line(count)(mean_kv)
+        return seconds if self.coefficients.splits_kv else max(seconds, self._decode_line(1)(max_kv))
 
     def uncorrected(self) -> Predictor:
         """The same coefficients at factor 1 for good, as prefill times want them."""
@@ -174,14 +142,7 @@ def _fixed_s(coefficients: Coefficients) -> float:
 
 
 class Tick:
-    """One batch while it is packed: its decodes, and the chunks added so far.
-
-    Factors are those of the moment at which it was made.
-
-    Args:
-        predictor: whose coefficients.
-        decodes: the batch's decodes; None for none.
-    """
+    """One batch while it is packed: its decodes, and the chunks added so far, with the factors of when it was made."""
 
     def __init__(self, predictor: Predictor, decodes: Decodes | None) -> None:
         coefficients = predictor.coefficients
@@ -213,11 +174,7 @@ class Tick:
         return self._decode_factor if self.kind == "decode" else self._chunk_factor
 
     def with_chunk(self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False) -> float:
-        """Corrected seconds of the batch if this chunk were added.
-
-        Raises:
-            ValueError: fewer than 1 token, or more than ``max_tokens`` of the predictor.
-        """
+        """Corrected seconds of the batch if this chunk were added; ValueError if it exceeds the predictor's tables."""
         return self._corrected(self._raw(self._checked(q_len), *self._of_chunk(kv_before, run, samples)))
 
     def add(self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False) -> None:
@@ -243,18 +200,14 @@ class Tick:
         run: Run | None = None,
         samples: bool = False,
     ) -> int:
-        """The most tokens of one more chunk with which the whole batch still takes at most ``budget_s``.
+        """The most tokens of one more chunk with which the whole batch takes at most ``budget_s``; 0 where none do.
 
         Args:
-            kv_before: tokens cached before the chunk on this group.
+            kv_before, run: as in :class:`Work`.
             budget_s: for the whole batch, decodes included.
             max_tokens: tokens left of the prompt, or of another bound.
             granularity: the chunk is a multiple of it, unless it is all of ``max_tokens``.
-            run: as in :class:`Work`.
             samples: all of ``max_tokens`` would end the prompt.
-
-        Returns:
-            Tokens; 0 where not even the smallest chunk fits.
         """
         if max_tokens > self._tiles.max_tokens:
             max_tokens, samples = self._tiles.max_tokens, False
@@ -276,7 +229,7 @@ class Tick:
         self._beside_s = self._floor_s = alone_s
         if (mixed := predictor.coefficients.mixed) is not None:
             self._alpha = mixed.prefill_factor
-            self._beside_s = decode_seconds(mixed.decodes, count, mean_kv)
+            self._beside_s = mixed.decodes.line(count)(mean_kv)
             self._floor_s = max(alone_s, mixed.straggler_a_s + mixed.straggler_b_s * max_kv)
         if self._head is not None:
             self._fixed_s += self._head.at(count)

@@ -2,18 +2,15 @@
 
 The paper caches SimulatePrefill at a fixed step of 1K tokens up to 1M and looks the remainder up as a difference. Here:
 
-- About 1,000 lengths that lie where the function bends: every chunk of the first 128 is stepped through exactly, with
-  points inside it, because a prompt that ends inside a chunk pays for a small batch. Beyond that the seconds per token
-  vary slowly, and are summed by the trapezoid rule over ranges of many chunks (exact for attention affine in KV and an
-  even chunk), so that 10M tokens need a few hundred predictions instead of 100,000. Where a chunk jumps from one
-  tile of queries to less, points are added.
+- About 1,000 lengths that lie where the function bends: the first 128 chunks are stepped through exactly, with points
+  inside, because a prompt that ends inside a chunk pays for a small batch. Beyond, the seconds per token vary slowly
+  and are summed by the trapezoid rule over ranges of many chunks (exact for attention affine in KV and an even chunk):
+  10M tokens need a few hundred predictions, not 100,000. Where a chunk jumps to fewer tiles, points are added.
 - Two curves: what a prompt of some length takes in all, its last, smaller chunk included, and how much of that is done
-  once so many tokens are. The difference never falls below one token's step, so no request with tokens left counts as
-  finished (rounding both ends up to the cache's step makes it 0 near the end).
+  once so many tokens are. Their difference never falls below one token's step: what has tokens left is not finished.
 - A chunk rule that yields nothing (the budget is too small) counts as one token, where the paper's simulation stops.
 
-The seconds are of a predictor at factor 1 and of one chunk rule; both are fixed when the object is made, so nothing can
-be stale. Callers multiply by the factor of the moment.
+The seconds are at factor 1; callers multiply by the factor of the moment.
 """
 
 from __future__ import annotations
@@ -21,13 +18,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.predictor import Predictor, Run
+from medha.cost.predictor import Predictor
 
 Floats = NDArray[np.float64]
 ChunkRule = Callable[[int], int]
@@ -47,13 +42,8 @@ _JUMP = 0.05
 
 
 class PrefillTimes:
-    """Cached prefill seconds of a request that runs alone.
-
-    Args:
-        predictor: of the slowest stage; taken at factor 1.
-        chunk: tokens of the next chunk, given the tokens cached before it.
-        max_tokens: longest prompt; longer ones count as this long.
-    """
+    """Cached prefill seconds of a request that runs alone, on the slowest stage and by one rule for its chunks: their
+    tokens, given the tokens cached before. Prompts longer than ``max_tokens`` count as this long."""
 
     def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000) -> None:
         self.max_tokens = max_tokens
@@ -68,14 +58,13 @@ class PrefillTimes:
         self._of_done: _Line = starts, np.maximum.accumulate(done).tolist()
 
     def total_s(self, num_prompt: int) -> float:
-        """Seconds to prefill a prompt of so many tokens from the first one."""
+        """Seconds to prefill a prompt of so many tokens."""
         return _at(num_prompt, self._of_total)
 
     def remaining_s(self, num_computed: int, num_prompt: int) -> float:
         """Seconds to prefill what is left of a prompt of which ``num_computed`` tokens are done or in flight.
 
-        Exact to interpolation where a chunk of the rule begins there, and within one chunk elsewhere; at least one
-        token's step where something is left.
+        Exact to interpolation where a chunk of the rule begins there, and within one chunk elsewhere.
         """
         if num_prompt <= num_computed:
             return 0.0
@@ -93,44 +82,6 @@ def budgeted_chunk(
         return max(tick.largest_chunk(kv_before, budget_s, max_tokens, granularity), min_tokens)
 
     return chunk
-
-
-def efficient_kv(predictor: Predictor, budget_s: float, num_tokens: int, *, most: int, run: Run | None = None) -> int:
-    """Cached tokens, up to ``most``, behind which a chunk alone takes at most ``budget_s``, at factor 1.
-
-    Where a request spreads over KV-parallel groups (v5 section 3.3): with more on one group no efficient chunk fits.
-    ``run`` counts the merges of a request on several.
-    """
-    tick = predictor.uncorrected().tick()
-    return bisect_right(range(most + 1), budget_s, key=lambda kv: tick.with_chunk(num_tokens, kv, run=run)) - 1
-
-
-def complete_config(
-    config: SchedulerConfig,
-    predictor: Predictor,
-    parallel: ParallelConfig,
-    *,
-    longest: int,
-    num_blocks: int,
-    block_size: int,
-) -> SchedulerConfig:
-    """The configuration with what was left open: depth, and tokens of a request on one group.
-
-    Depth: one batch more than there are stages where there are several, so that no stage waits for the control plane.
-    Tokens on a group: as many as an efficient chunk fills a batch's time with, at least an even share of the longest
-    request, at most the pool.
-
-    ``longest`` is the tokens of the longest request, ``num_blocks`` and ``block_size`` are of each group's pool.
-    """
-    depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else 2 if config.decode_lag else 1)
-    most = config.max_kv_per_group
-    if most is None:
-        most = pool = num_blocks * block_size
-        if parallel.kvp > 1:
-            budget_s, least = config.t_target_s or config.quantum_s, min(config.min_chunk, predictor.max_tokens)
-            efficient = efficient_kv(predictor, budget_s, least, most=pool, run=(0, 1))
-            most = min(pool, -(-max(efficient, -(-longest // parallel.kvp)) // block_size) * block_size)
-    return replace(config, depth=depth, max_kv_per_group=most)
 
 
 class _Steps:
@@ -155,14 +106,13 @@ class _Steps:
 
     def exact(self, max_tokens: int) -> tuple[list[float], list[float], list[float], list[float]]:
         """The first chunks: lengths and their totals; chunk starts and the seconds done by then."""
-        lengths, totals = [0.0], [0.0]
-        starts, done = [0.0], [0.0]
+        lengths, totals, starts, done = [0.0], [0.0], [0.0], [0.0]
         at, at_s = 0, 0.0
         for _ in range(_EXACT_CHUNKS):
             size = min(self.size(at), max_tokens - at)
-            for part, part_s in self._inside(size, at, at_s, _EXACT_POINTS - len(lengths)):
-                lengths.append(float(at + part))
-                totals.append(at_s + part_s)
+            inside = self._inside(size, at, at_s, _EXACT_POINTS - len(lengths))
+            lengths += [float(at + part) for part, _ in inside]
+            totals += [at_s + part_s for _, part_s in inside]
             at, at_s = at + size, totals[-1]
             starts.append(float(at))
             done.append(at_s)
@@ -205,26 +155,23 @@ class _Steps:
         last_s = np.array([self.seconds(1, int(kv)) for kv in points[1:]])
         return points[1:].tolist(), start_s + np.cumsum(ranges_s), last_s
 
-    def _sampled(self, points: Floats) -> tuple[Floats, Floats, Floats]:
-        """KV lengths, chunks and their seconds; where the cost of a token jumps, points are put in between."""
-        sizes, steps_s = self._at(points)
+    def _sampled(self, points: Floats) -> Floats:
+        """[3, points]: KV lengths, chunks and their seconds; more points where the cost of a token jumps."""
+        rows = self._at(points)
         for _ in range(_REFINEMENTS):
+            points, sizes, steps_s = rows
             jumps = np.abs(np.diff(np.log(steps_s / sizes))) > _JUMP
             middles = np.setdiff1d(((points[1:] + points[:-1]) / 2).round()[jumps], points)
             if not len(middles) or len(points) + len(middles) > _MAX_POINTS:
                 break
-            middle_sizes, middle_s = self._at(middles)
-            order = np.argsort(np.concatenate([points, middles]))
-            points = np.concatenate([points, middles])[order]
-            sizes = np.concatenate([sizes, middle_sizes])[order]
-            steps_s = np.concatenate([steps_s, middle_s])[order]
-        return points, sizes, steps_s
+            rows = np.concatenate([rows, self._at(middles)], axis=1)
+            rows = rows[:, np.argsort(rows[0])]
+        return rows
 
-    def _at(self, points: Floats) -> tuple[Floats, Floats]:
-        """Chunks of the rule at these KV lengths, and their seconds."""
+    def _at(self, points: Floats) -> Floats:
+        """[3, points]: these KV lengths, chunks of the rule there, and their seconds."""
         sizes = [self.size(int(kv)) for kv in points]
-        steps_s = [self.seconds(size, int(kv)) for size, kv in zip(sizes, points, strict=True)]
-        return np.array(sizes, dtype=np.float64), np.array(steps_s)
+        return np.array([points, sizes, [self.seconds(n, int(kv)) for n, kv in zip(sizes, points, strict=True)]])
 
 
 def _at(at: int, line: _Line) -> float:

@@ -8,8 +8,7 @@
 - A transfer is ``alpha + bytes / bandwidth``.
 
 Two terms "beside" each other take ``(a**p + b**p) ** (1/p)``, from their maximum (p large) to their sum (p = 1). All of
-it is non-decreasing in tokens and KV and affine in KV, so 10M tokens lie on the line of 16K. Chunks and decodes in one
-batch are separate launches, that is a sum.
+it never falls with tokens or KV and is affine in KV. Chunks and decodes in one batch are separate launches, a sum.
 
 Left out: the embedding (below 0.5 % of a prefill), clocks that fall under load, contention between links, and overlap
 of communication with arithmetic. Placement: ``tp`` fastest, then ``spp``, ``kvp`` outermost, nodes filled in order.
@@ -18,7 +17,7 @@ of communication with arithmetic. Placement: ``tp`` fastest, then ``spp``, ``kvp
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,7 +29,6 @@ from medha.errors import ConfigError
 
 Floats = NDArray[np.float64]
 
-BACKENDS = {"split-kv": True, "no-split-kv": False}
 MAX_SAMPLES = 256
 """Requests of a batch that sample a token at most, as far as tables and memory go."""
 _LAYER_KERNELS = 5
@@ -42,8 +40,8 @@ _DTYPES = {1: "8 bits", 2: "bfloat16", 4: "float32"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels: seconds of one layer's launches. ``tokens`` are those of the chunk or batch, ``heads`` and ``kv_heads`` the
-# query and KV heads of one rank, ``head_dim`` the features of a head, ``dtype_bytes`` those of an element.
+# Kernels: seconds of one layer's launches. ``tokens`` are of the chunk or batch, ``heads`` and ``kv_heads`` of one
+# rank, ``head_dim`` the features of a head, ``dtype_bytes`` those of an element.
 
 
 def gemm_s(spec: HardwareSpec, m: ArrayLike, n: ArrayLike, k: ArrayLike, *, dtype_bytes: int = 2) -> Floats:
@@ -121,27 +119,25 @@ def _read_s(features: float, dtype_bytes: int, bytes_per_s: float) -> float:
     return 2 * features * dtype_bytes / bytes_per_s
 
 
-def _seconds(values: Floats) -> tuple[float, ...]:
-    return tuple(values.tolist())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # One stage of one group
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank of a stage computes: its layers, and its share of each."""
+    """What one rank of a stage computes: its layers, and its share of each, in elements of so many bytes."""
 
+    model: ModelConfig
     layers: int
     heads: int
     kv_heads: int
     intermediate: int
     is_first: bool
     is_last: bool
+    dtype_bytes: int
 
     @classmethod
-    def of(cls, model: ModelConfig, parallel: ParallelConfig, stage: int) -> Shard:
+    def of(cls, model: ModelConfig, parallel: ParallelConfig, stage: int, dtype_bytes: int = 2) -> Shard:
         if not isinstance(stage, int) or not 0 <= stage < parallel.spp:
             raise ConfigError(f"stage={stage!r}; accepted: 0 to {parallel.spp - 1}")
         if parallel.spp > model.num_layers:
@@ -153,51 +149,42 @@ class Shard:
                 f"features that divides {own} KV heads or is a multiple of them"
             )
         layers, inner = len(parallel.layers_of(stage, model.num_layers)), model.intermediate_size // tp
-        return cls(layers, model.num_heads // tp, max(1, own // tp), inner, stage == 0, stage == parallel.spp - 1)
+        is_last = stage == parallel.spp - 1
+        return cls(model, layers, model.num_heads // tp, max(1, own // tp), inner, stage == 0, is_last, dtype_bytes)
+
+    def seconds(self, layer_s: Floats) -> tuple[float, ...]:
+        """Of all its layers."""
+        return tuple((self.layers * layer_s).tolist())
 
 
 def stage_coefficients(
-    spec: HardwareSpec,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    stage: int,
-    *,
-    dtype_bytes: int = 2,
-    backend: str | None = None,
+    spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, stage: int, *, dtype_bytes: int = 2
 ) -> Coefficients:
     """Costs of one stage of one group, for :class:`medha.cost.predictor.Predictor`.
 
     Where groups or tensor-parallel ranks lie differently on the nodes, the slowest counts. The last stage sends nothing
     on. A merge's latency does not grow with its groups. The host's time is that of the first stage: what is to run is
-    known to the others before it reaches them, so they prepare it while those before them compute.
-
-    Args:
-        spec: rates.
-        model: whole shape.
-        parallel: layout.
-        stage: 0 to ``parallel.spp - 1``.
-        dtype_bytes: of weights, activations and KV, 1, 2 or 4; arithmetic takes what the spec says, whatever the type.
-        backend: ``split-kv`` or ``no-split-kv``; None is what the spec says.
+    known to the others before it reaches them, so they prepare it while those before them compute. ``dtype_bytes`` are
+    of weights, activations and KV, 1, 2 or 4; arithmetic takes what the spec says, whatever the type.
 
     Raises:
-        ConfigError: no such stage or backend, or the layout does not split the model.
+        ConfigError: no such stage, or the layout does not split the model.
     """
     if dtype_bytes not in _DTYPES:
         raise ConfigError(f"dtype_bytes={dtype_bytes!r}; accepted: {', '.join(map(str, _DTYPES))}")
-    spec, shard = _with_backend(spec, backend), Shard.of(model, parallel, stage)
-    hidden_bytes = model.hidden_size * dtype_bytes
+    shard = Shard.of(model, parallel, stage, dtype_bytes)
     merged_bytes = shard.heads * (model.head_dim * dtype_bytes + _LSE_BYTES)
     tp, spp, kvp = _links(spec, parallel, stage)
     return Coefficients(
         key=_key(spec, model, parallel, stage, dtype_bytes),
-        linear=_linear(spec, model, shard, dtype_bytes),
-        chunks=_chunks(spec, model, shard, dtype_bytes),
-        decodes=_decodes(spec, model, shard, dtype_bytes),
+        linear=_linear(spec, shard),
+        chunks=_chunks(spec, shard),
+        decodes=_decodes(spec, shard),
         splits_kv=spec.attention.splits_kv,
-        head=_head(spec, model, parallel, dtype_bytes) if shard.is_last else None,
+        head=_head(spec, shard, parallel.tp) if shard.is_last else None,
         host_s=spec.host_s if stage == 0 else 0.0,
-        tp=_link(tp, 2 * shard.layers, hidden_bytes),
-        spp=_link(spp, 1, hidden_bytes),
+        tp=_link(tp, 2 * shard.layers, model.hidden_size * dtype_bytes),
+        spp=_link(spp, 1, model.hidden_size * dtype_bytes),
         kvp=_link(kvp, shard.layers, merged_bytes),
     )
 
@@ -206,77 +193,51 @@ def _link(rates: LinkRates | None, calls: int, bytes_per_token: float) -> Link |
     return None if rates is None else Link(calls, rates.alpha_s, rates.bytes_per_s, bytes_per_token)
 
 
-def linear_layer_s(
-    spec: HardwareSpec,
-    tokens: ArrayLike,
-    *,
-    hidden: float,
-    heads_width: float,
-    kv_width: float,
-    intermediate: float,
-    dtype_bytes: int = 2,
-) -> Floats:
-    """Seconds of a layer without its attention.
-
-    Features: ``hidden`` of the model, ``heads_width`` and ``kv_width`` of this rank's query and key heads,
-    ``intermediate`` of its part of the MLP.
-    """
-    m = np.asarray(tokens, dtype=np.float64)
-    shapes = (
-        (heads_width + 2 * kv_width, hidden),
-        (hidden, heads_width),
-        (2 * intermediate, hidden),
-        (hidden, intermediate),
-    )
-    products = sum(gemm_s(spec, m, n, k, dtype_bytes=dtype_bytes) for n, k in shapes)
-    touched = dtype_bytes * (2 * 2 * hidden + 3 * hidden + 2 * (heads_width + kv_width) + 3 * intermediate)
+def linear_layer_s(spec: HardwareSpec, tokens: ArrayLike, shard: Shard) -> Floats:
+    """Seconds of a layer without its attention."""
+    m, hidden, inner = np.asarray(tokens, dtype=np.float64), shard.model.hidden_size, shard.intermediate
+    width, kv_width = shard.heads * shard.model.head_dim, shard.kv_heads * shard.model.head_dim
+    shapes = ((width + 2 * kv_width, hidden), (hidden, width), (2 * inner, hidden), (hidden, inner))
+    products = sum(gemm_s(spec, m, n, k, dtype_bytes=shard.dtype_bytes) for n, k in shapes)
+    touched = shard.dtype_bytes * (2 * 2 * hidden + 3 * hidden + 2 * (width + kv_width) + 3 * inner)
     return np.asarray(products + elementwise_s(spec, m * touched, kernels=_LAYER_KERNELS))
 
 
-def _linear(spec: HardwareSpec, model: ModelConfig, shard: Shard, dtype_bytes: int) -> Curve:
+def _linear(spec: HardwareSpec, shard: Shard) -> Curve:
     tiles = np.arange(64.0, 1025.0, 64.0)  # where a row more costs a tile more, while that is much
-    sizes = np.union1d(_grid(1, _MAX_BATCH), np.concatenate([tiles, tiles + 1]))
-    layer_s = linear_layer_s(
-        spec,
-        sizes,
-        hidden=model.hidden_size,
-        heads_width=shard.heads * model.head_dim,
-        kv_width=shard.kv_heads * model.head_dim,
-        intermediate=shard.intermediate,
-        dtype_bytes=dtype_bytes,
-    )
-    return Curve(_seconds(sizes), _seconds(shard.layers * layer_s))
+    sizes = np.union1d(_grid(_MAX_BATCH), np.concatenate([tiles, tiles + 1]))
+    return Curve(tuple(sizes.tolist()), shard.seconds(linear_layer_s(spec, sizes, shard)))
 
 
-def _chunks(spec: HardwareSpec, model: ModelConfig, shard: Shard, dtype_bytes: int) -> ChunkAttention:
-    tile = tile_tokens(spec, shard.heads, shard.kv_heads)
-    sizes = tile * _grid(1, _MAX_CHUNK // tile)
-    first = first_chunk_s(spec, sizes, heads=shard.heads, head_dim=model.head_dim)
-    slope = chunk_slope_s(
-        spec, sizes, heads=shard.heads, kv_heads=shard.kv_heads, head_dim=model.head_dim, dtype_bytes=dtype_bytes
-    )
+def _chunks(spec: HardwareSpec, shard: Shard) -> ChunkAttention:
+    tile, head_dim = tile_tokens(spec, shard.heads, shard.kv_heads), shard.model.head_dim
+    sizes = tile * _grid(_MAX_CHUNK // tile)
+    first = first_chunk_s(spec, sizes, heads=shard.heads, head_dim=head_dim)
+    heads, dtype_bytes = {"heads": shard.heads, "kv_heads": shard.kv_heads}, shard.dtype_bytes
+    slope = chunk_slope_s(spec, sizes, **heads, head_dim=head_dim, dtype_bytes=dtype_bytes)
     columns = np.maximum(first, spec.attention.cached_launch_s), slope, first
-    a, b, own = (_seconds(shard.layers * column) for column in columns)
-    return ChunkAttention(_seconds(sizes), a, b, own, tile)
+    a, b, own = map(shard.seconds, columns)
+    return ChunkAttention(tuple(sizes.tolist()), a, b, own, tile)
 
 
-def _decodes(spec: HardwareSpec, model: ModelConfig, shard: Shard, dtype_bytes: int) -> DecodeAttention:
-    batch, rates = _grid(1, MAX_SAMPLES), spec.attention
-    lines = decode_lines(spec, batch * shard.kv_heads, head_dim=model.head_dim, dtype_bytes=dtype_bytes)
-    a, b, *short = (_seconds(shard.layers * line) for line in lines)
-    return DecodeAttention(_seconds(batch), a, b, rates.short_kv if short else 0.0, *short)
+def _decodes(spec: HardwareSpec, shard: Shard) -> DecodeAttention:
+    batch = _grid(MAX_SAMPLES)
+    units, dtype_bytes = batch * shard.kv_heads, shard.dtype_bytes
+    lines = decode_lines(spec, units, head_dim=shard.model.head_dim, dtype_bytes=dtype_bytes)
+    a, b, *short = map(shard.seconds, lines)
+    return DecodeAttention(tuple(batch.tolist()), a, b, spec.attention.short_kv if short else 0.0, *short)
 
 
-def _head(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, dtype_bytes: int) -> Curve:
+def _head(spec: HardwareSpec, shard: Shard, tp: int) -> Curve:
     """Vocabulary projection, gathering of the logits, sampling."""
-    rows = _grid(1, 4 * MAX_SAMPLES)
-    seconds = gemm_s(spec, rows, -(-model.vocab_size // parallel.tp), model.hidden_size, dtype_bytes=dtype_bytes)
+    rows, vocab_size = _grid(4 * MAX_SAMPLES), shard.model.vocab_size
+    seconds = gemm_s(spec, rows, -(-vocab_size // tp), shard.model.hidden_size, dtype_bytes=shard.dtype_bytes)
     seconds = seconds + spec.sample_s * rows
-    if parallel.tp > 1:
-        link = _within(spec.all_gather, parallel.tp) if parallel.tp <= spec.gpus_per_node else spec.node_all_reduce
-        received = rows * model.vocab_size * dtype_bytes * (1 - 1 / parallel.tp)
+    if tp > 1:
+        link = _within(spec.all_gather, tp) if tp <= spec.gpus_per_node else spec.node_all_reduce
+        received = rows * vocab_size * shard.dtype_bytes * (1 - 1 / tp)
         seconds = seconds + link.alpha_s + received / link.bytes_per_s
-    return Curve(_seconds(rows), _seconds(seconds))
+    return Curve(tuple(rows.tolist()), tuple(seconds.tolist()))
 
 
 def _links(
@@ -308,19 +269,10 @@ def _within(rates: tuple[LinkRates, ...], ranks: int) -> LinkRates:
     return LinkRates(alpha_s, float(np.interp(at, x, [link.bytes_per_s for link in rates])), ranks)
 
 
-def _with_backend(spec: HardwareSpec, backend: str | None) -> HardwareSpec:
-    if backend is None:
-        return spec
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend={backend!r}; accepted: {', '.join(BACKENDS)}")
-    return replace(spec, attention=replace(spec.attention, splits_kv=BACKENDS[backend]))
-
-
-def _grid(least: int, most: int) -> Floats:
-    """Whole numbers, four to a doubling where there are as many."""
-    steps = np.arange(0, math.ceil(4 * math.log2(max(most / least, 1))) + 1)
-    octave, quarter = np.divmod(steps, 4)
-    return np.asarray(np.unique(np.minimum(least * 2.0**octave * (1 + quarter / 4) // 1, most)), dtype=np.float64)
+def _grid(most: int) -> Floats:
+    """Whole numbers from 1, four to a doubling where there are as many."""
+    octave, quarter = np.divmod(np.arange(0, math.ceil(4 * math.log2(max(most, 1))) + 1), 4)
+    return np.asarray(np.unique(np.minimum(2.0**octave * (1 + quarter / 4) // 1, most)), dtype=np.float64)
 
 
 def _key(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, stage: int, dtype_bytes: int) -> ProfileKey:
@@ -329,7 +281,7 @@ def _key(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, stage
         model=f"{shape_name(model)}, {model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}",
         dtype=_DTYPES[dtype_bytes],
         layout=f"tp{parallel.tp} spp{parallel.spp} kvp{parallel.kvp} stage {stage}",
-        backend=next(name for name, splits in BACKENDS.items() if splits == spec.attention.splits_kv),
+        backend="split-kv" if spec.attention.splits_kv else "no-split-kv",
         num_threads=0,
         block_size=1,
         torch_version="none",

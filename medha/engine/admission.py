@@ -16,15 +16,14 @@ import numpy.typing as npt
 from medha.engine.request import PIECE_TOKENS, ModelLimits, Request, pieces
 from medha.errors import ChatTemplateError, ContextLengthError, KVCapacityError, TokenizerError, ValidationError
 from medha.params import SLO, SamplingParams, check_priority, prompt_form, wrong_prompt
-from medha.sched.decision import KVLimits
+from medha.sched.memory import KVMemory
 from medha.text import Tokenizer
 
 logger = logging.getLogger("medha")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids (an array or tensor of them too), or a mapping with exactly one of ``prompt`` (text),
-``prompt_token_ids`` and ``messages``, the last with :data:`medha.params.CHAT_OPTIONS`
-where they are wanted."""
+``prompt_token_ids`` and ``messages``, the last with :data:`medha.params.CHAT_OPTIONS` where they are wanted."""
 
 
 def prepare_request(
@@ -36,7 +35,7 @@ def prepare_request(
     *,
     limits: ModelLimits,
     tokenizer: Tokenizer | None,
-    kv: KVLimits,
+    kv: KVMemory,
 ) -> Request:
     """Tokenise and check a request.
 
@@ -44,11 +43,10 @@ def prepare_request(
         request_id: any string but the empty one.
         prompt: in any of its forms.
         params: None for the model's defaults.
-        slo: objectives, if any.
-        priority: class.
+        slo, priority: objectives and class.
         limits: of the model.
         tokenizer: None takes token ids alone.
-        kv: of the KV pools, which the request must be able to fit, however long it waits.
+        kv: the pools, which the request must be able to fit, however long it waits.
 
     Raises:
         ValidationError, ContextLengthError, KVCapacityError: the request is wrong; ``param`` says where.
@@ -125,7 +123,7 @@ def _checked_ids(value: Any, name: str, vocab_size: int) -> npt.NDArray[np.int32
     return ids
 
 
-def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, kv: KVLimits) -> SamplingParams:
+def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, kv: KVMemory) -> SamplingParams:
     """``params`` with ``max_tokens`` capped to the room that the prompt leaves; where it is None, all of it."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
@@ -144,12 +142,12 @@ def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, 
     return params.capped(room)
 
 
-def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVLimits) -> None:
+def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory) -> None:
     needed = num_prompt_tokens + max_tokens - 1  # the last sampled token is never written
     if needed <= kv.max_request_tokens:
         return
-    remedy = "kv_memory" if kv.is_whole_pool else "max_kv_per_group"
-    groups = f", {kv.max_per_group} on each of {kv.num_groups} groups" if kv.num_groups > 1 else ""
+    remedy = "kv_memory" if kv.max_kv_per_group == kv.num_blocks * kv.block_size else "max_kv_per_group"
+    groups = f", {kv.max_kv_per_group} on each of {kv.num_groups} groups" if kv.num_groups > 1 else ""
     prompt_fits = num_prompt_tokens <= kv.max_request_tokens
     raise KVCapacityError(
         f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} need {needed} tokens of KV cache; accepted: at "

@@ -40,7 +40,7 @@ class Arrival:
     """A request and when it arrives.
 
     Attributes:
-        arrival_s: seconds after the start of :func:`drive`.
+        arrival_s: seconds after :func:`drive` was called.
         error: why the request could not even be read; it is then returned at once.
         custom_id: its id as OpenAI's batch files have it, which its output line repeats.
     """
@@ -68,9 +68,8 @@ def drive(
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[], None] = lambda: None,
 ) -> Iterator[RequestOutput]:
-    """Serve arrivals to the end, yielding outputs as they change; each arrival has one finished output.
-
-    A request that is refused yields a finished output with its error, and the others go on.
+    """Serve arrivals to the end, yielding outputs as they change; each arrival has one finished output, a refused one
+    with its error.
 
     Args:
         engine: idle at the start.
@@ -99,11 +98,12 @@ def drive(
                 wait_s = min(_MAX_SLEEP_S, upcoming[0].arrival_s - (engine.now() - start))
             try:
                 for arrival, request in preparing.ready(0.0 if engine.has_unfinished else wait_s):
-                    refused = _add(engine, arrival, request, start)
-                    if refused is not None:
-                        yield refused
-                        if isinstance(refused.error, EngineDeadError):
-                            raise refused.error
+                    try:
+                        engine.add_prepared(request.result(), arrival_s=start + arrival.arrival_s)
+                    except MedhaError as refusal:
+                        yield arrival.unserved(start, error=refusal, now_s=engine.now())
+                        if isinstance(refusal, EngineDeadError):
+                            raise
                 if engine.has_unfinished:
                     outputs = engine.step()
                     yield from outputs
@@ -133,7 +133,7 @@ class Preparing(Generic[Item, Prepared]):
 
     @property
     def pending(self) -> int:
-        """Items that :meth:`begin` took, and that have not come out again."""
+        """Items begun that have not come out again."""
         return len(self._pending)
 
     def begin(self, item: Item, prepare: Callable[[], Prepared], *, is_long: bool) -> None:
@@ -220,12 +220,3 @@ def _joined(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
         token_ids=[token for piece in pieces for token in piece.token_ids],
         logprobs=None if last.logprobs is None else [step for piece in pieces for step in piece.logprobs or ()],
     )
-
-
-def _add(engine: Engine, arrival: Arrival, request: futures.Future[Request], start: float) -> RequestOutput | None:
-    """Queue an arrival; returns its output when it is refused."""
-    try:
-        engine.add_prepared(request.result(), arrival_s=start + arrival.arrival_s)
-        return None
-    except MedhaError as refusal:
-        return arrival.unserved(start, error=refusal, now_s=engine.now())

@@ -22,7 +22,6 @@ from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.machine import load_coefficients
 from medha.cost.predictor import Predictor
-from medha.cost.prefill_time import complete_config
 from medha.engine.distributed import Caller, DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
@@ -43,7 +42,7 @@ from medha.parallel.mesh import (
     wait_for_all,
 )
 from medha.sched.policy import load_policy
-from medha.sched.scheduler import Scheduler
+from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
 from medha.timeline import Timeline
 from medha.worker.runner import Runner
@@ -66,12 +65,9 @@ _LOAD_LIMIT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class RankHandle:
-    """What this process does in a job.
+    """What this process does in a job, with its own part of the model.
 
     Attributes:
-        limits: what requests are checked against.
-        tokenizer: None where the folder has none.
-        runner: this rank's own part of the model.
         engine: on rank 0, and where there is one process.
         caller: on rank 0 of several: how it tells the others what is called.
         follower: on the other ranks.
@@ -111,7 +107,7 @@ class RankHandle:
 
 
 def build_engine(config: EngineConfig, *, timeline: Timeline | None = None) -> Engine:
-    """Load a model and make an engine for it, in a single process; raises as :func:`build_role`."""
+    """:func:`build_role` in a single process; its engine."""
     engine = build_role(config, timeline=timeline).engine
     assert engine is not None, "one process has the engine"
     return engine
@@ -125,12 +121,8 @@ def build_role(
 ) -> RankHandle:
     """Load a model, or this rank's part of it, and make what this rank runs.
 
-    Every rank of a torchrun job calls this with the same configuration.
-
-    Args:
-        config: what to load and how to run it.
-        timeline: records what runs, if given.
-        captured: called with how many CUDA graphs are captured and how many there will be.
+    Every rank of a torchrun job calls this with the same configuration. ``captured`` is called with how many CUDA
+    graphs are captured and how many there will be.
 
     Raises:
         ConfigError: something about the folder, the device, the layout or the sizes is wrong; the subclass says what.
@@ -148,10 +140,7 @@ def build_role(
 
 
 def _build(
-    config: EngineConfig,
-    job: Job | None,
-    timeline: Timeline | None,
-    captured: Callable[[int, int], None],
+    config: EngineConfig, job: Job | None, timeline: Timeline | None, captured: Callable[[int, int], None]
 ) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node
@@ -224,7 +213,7 @@ def _pool_sizes(
     device: torch.device,
     max_model_len: int,
 ) -> tuple[int, int]:
-    """KV blocks on the device and in host memory: the least that any rank has room for."""
+    """KV blocks on the device and in host memory, as many as every rank has room for."""
     blocks = num_kv_blocks(config, shard, dtype, device, max_model_len)
     host_blocks = num_swap_blocks(config, shard, dtype)
     if ranks is not None:
@@ -249,7 +238,7 @@ def _build_scheduler(
 
 
 def _with_decode_lag(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """The configuration with a decode lag where it leaves that open: where a host can run ahead of a device."""
+    """With a decode lag where the configuration leaves that open, and a host can run ahead of a device."""
     if config.scheduler.decode_lag is not None:
         return config
     is_fit = device.type == "cuda" and config.parallel.world_size == 1 and config.scheduler.depth in (None, 2)
@@ -282,16 +271,12 @@ def _log_start(config: EngineConfig, limits: ModelLimits, scheduler: Scheduler, 
     if memory.num_groups > 1:
         groups = f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group:,} of a request on one"
     source = "a hardware spec of the kind of this machine; medha profile measures them"
-    lines = [
-        what,
-        f"longest request {longest:,} tokens: context {limits.max_model_len:,}, KV pool "
-        f"{memory.num_blocks * memory.block_size:,} tokens{groups}",
-        f"step times from {f'profile {config.profile}' if config.profile else source}",
-    ]
+    pool = f"{memory.num_blocks * memory.block_size:,} tokens{groups}"
+    logger.info("%s", what)
+    logger.info("longest request %s tokens: context %s, KV pool %s", f"{longest:,}", f"{limits.max_model_len:,}", pool)
+    logger.info("step times from %s", f"profile {config.profile}" if config.profile else source)
     if limits.sampling_defaults:
-        lines.append(f"sampling defaults {dict(limits.sampling_defaults)}, from generation_config.json")
-    for line in lines:
-        logger.info("%s", line)
+        logger.info("sampling defaults %s, from generation_config.json", dict(limits.sampling_defaults))
 
 
 def _check_is_alone(parallel: ParallelConfig) -> None:

@@ -96,7 +96,6 @@ class Engine:
         self.tokenizer = tokenizer
         self.timeline = timeline
         self.on_step: Callable[[Batch, Prediction | None, float], None] | None = None
-        self._kv_limits = scheduler.memory.limits
         self._explainer = Explainer(scheduler.memory.num_groups, scheduler.predictor)
         self.observers: list[Observer] = [self._explainer]
         self._clock = clock
@@ -216,8 +215,9 @@ class Engine:
         """Tokenise and check a request without queueing it, in any thread; as :meth:`add_request`."""
         if self._dead is not None:
             raise self._dead
+        kv = self.scheduler.memory
         return prepare_request(
-            request_id, prompt, params, slo, priority, limits=self.limits, tokenizer=self.tokenizer, kv=self._kv_limits
+            request_id, prompt, params, slo, priority, limits=self.limits, tokenizer=self.tokenizer, kv=kv
         )
 
     @_in_turn

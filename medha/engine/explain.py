@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -41,42 +42,39 @@ class _Account:
     """One request.
 
     Attributes:
-        name: its id.
         deadline_s: time at which its first token is due.
         number: of the request, unlike its slot never used again.
         group: on which it begins, once it has.
         start, end: totals at its arrival and at its first token or cancellation, once known.
-        refused: of the totals, what ran while it waited for memory; ``refused_s`` in all.
-        waits: the last ticks in which it did.
-        slack: samples, of which every ``every``-th of ``num_samples`` is kept.
+        uncounted: of the totals, what is not its: of ticks in which it waited for memory, and the difference of ticks
+            in which it ran on another group.
+        memory_s: of the ticks in which it waited for memory, ``waits`` the last of them.
+        slack: (seconds since arrival, slack in seconds) at its arrival, at its chunks and at the end.
     """
 
     request: SchedulerRequest
     name: str
     deadline_s: float
     number: int
-    refused: Floats
+    uncounted: Floats
     group: int | None = None
     start: Floats | None = None
     end: Floats | None = None
     end_s: float = math.inf
     has_first_token: bool = False
     own_s: float = 0.0
-    refused_s: float = 0.0
+    memory_s: float = 0.0
     waits: deque[int] = field(default_factory=lambda: deque(maxlen=_CHUNKS_KEPT))
     slack: list[tuple[float, float]] = field(default_factory=list)
-    every: int = 1
-    num_samples: int = 0
 
-    def sample(self, now_s: float, slack_s: float, *, is_last: bool = False) -> None:
-        """Keep a sample; where they are many every other goes, and half as many are kept from then on."""
-        if slack_s == math.inf:
-            return
-        if is_last or self.num_samples % self.every == 0:
+    def sample(self, now_s: float, slack_s: float) -> None:
+        """Keep its slack, if it has a deadline."""
+        if slack_s != math.inf:
             self.slack.append((now_s - self.request.arrival_s, slack_s))
-        self.num_samples += 1
-        if len(self.slack) > _MAX_SAMPLES and not is_last:
-            self.slack, self.every = self.slack[::2], 2 * self.every
+
+    def samples(self) -> tuple[tuple[float, float], ...]:
+        """A few of its slack: the first, the last, and at even numbers of chunks between them."""
+        return (*self.slack[:-1][:: len(self.slack) // _MAX_SAMPLES + 1], *self.slack[-1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +91,8 @@ class _Sent:
 class Explainer:
     """Explains the TTFT of requests from what it is told of a scheduler (:class:`medha.sched.decision.Observer`).
 
-    It keeps an account for each slot ever used at once, and the last 8,192 chunks.
-
-    Args:
-        num_groups: KV-parallel groups.
-        predictor: says in what proportion rows take a batch's seconds; None goes by their tokens.
+    It keeps an account for each slot ever used at once, and the last 8,192 chunks. The predictor says in what
+    proportion rows take a batch's seconds; None goes by their tokens.
     """
 
     def __init__(self, num_groups: int, predictor: Predictor | None) -> None:
@@ -115,7 +110,7 @@ class Explainer:
         self._num_added = self._num_ticks = 0
 
     def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
-        """A request was queued; whoever had its slot before is forgotten, and explanations call it ``name``."""
+        """A request was queued; whoever had its slot before is forgotten."""
         arrival_s = request.arrival_s
         account = _Account(request, name, arrival_s + admitted.deadline_s, self._num_added, self._totals.zeros())
         self._accounts[request.slot] = account
@@ -153,28 +148,33 @@ class Explainer:
         start_s = self._totals.time_s
         length_s = max(now_s - start_s, 0.0)
         busy_s = min(max(busy_s, 0.0), length_s) if math.isfinite(busy_s) else length_s
-        chunks_s = _by_group(sent.chunks, self._num_groups)
+        chunks_s = np.zeros(self._num_groups)
+        for row, seconds in sent.chunks:
+            chunks_s[row.group : row.writer + 1] += seconds
         slowest_s = float((sent.decodes_s + chunks_s).max())
         scale = busy_s / slowest_s if slowest_s > 0 else 0.0
         tick = np.concatenate(([0.0], sent.decodes_s * scale, chunks_s * scale))
         self._totals.add(now_s, tick)
-        self._place_arrived()
+        waiting = [account for account in self._unplaced if account.end is None]
+        for account in waiting:
+            account.start = self._totals.at(account.request.arrival_s)
+        self._unplaced = [account for account in waiting if account.start is None]
         for account in sent.refused:
-            self._count_refused(account, tick, start_s, length_s)
+            if account.end is None and length_s > 0:
+                account.waits.append(self._num_ticks)
+                share = min((now_s - account.request.arrival_s) / length_s, 1.0)
+                account.uncounted += share * tick
+                account.memory_s += share * length_s
         for row, seconds in sent.chunks:
             self._count_chunk(row, seconds * scale, start_s, tick)
         self._num_ticks += 1
 
     def of(self, slot: int) -> Explanation:
-        """Where the time of the request that has a slot, or had it last, went.
-
-        Raises:
-            KeyError: no request has had the slot.
-        """
+        """Where the time of the request that has a slot, or had it last, went; KeyError if none has had it."""
         account = self._accounts[slot]
         end = self._totals.now if account.end is None else account.end
         spent = self._totals.zeros() if account.start is None else end - account.start
-        refused = account.refused
+        uncounted = account.uncounted
         group = account.group
         if group is None:  # it has begun nowhere: the busiest
             group = int((spent[1 : 1 + self._num_groups] + spent[1 + self._num_groups :]).argmax())
@@ -183,9 +183,9 @@ class Explainer:
         total_s = 0.0 if account.start is None else end_s - account.request.arrival_s
         parts = {
             "own_s": account.own_s,
-            "decodes_s": float(spent[decodes] - refused[decodes]),
-            "others_s": max(float(spent[chunks] - refused[chunks]) - account.own_s, 0.0),
-            "memory_s": account.refused_s,
+            "decodes_s": float(spent[decodes] - uncounted[decodes]),
+            "others_s": max(float(spent[chunks] - uncounted[chunks]) - account.own_s, 0.0),
+            "memory_s": account.memory_s,
             "idle_s": float(spent[0]),
         }
         return Explanation(
@@ -194,49 +194,31 @@ class Explainer:
             total_s=total_s,
             pipeline_s=max(total_s - sum(parts.values()), 0.0),
             others=self._chunks.top(account, group, end_s),
-            slack_s=tuple(account.slack),
+            slack_s=account.samples(),
             **parts,
         )
-
-    def _place_arrived(self) -> None:
-        """Totals at the arrival of those who came during the last tick."""
-        waiting = [account for account in self._unplaced if account.end is None]
-        for account in waiting:
-            account.start = self._totals.at(account.request.arrival_s)
-        self._unplaced = [account for account in waiting if account.start is None]
-
-    def _count_refused(self, account: _Account, tick: Floats, start_s: float, length_s: float) -> None:
-        if account.end is None and length_s > 0:
-            account.waits.append(self._num_ticks)
-            share = min((start_s + length_s - account.request.arrival_s) / length_s, 1.0)
-            account.refused += share * tick
-            account.refused_s += share * length_s
 
     def _count_chunk(self, row: Row, seconds: float, start_s: float, tick: Floats) -> None:
         account, now_s = self._accounts[row.slot], self._totals.time_s
         if seconds > 0:
-            self._chunks.add((account.name, account.number, self._num_ticks, *row.run, start_s, now_s, seconds))
+            self._chunks.add((account.name, account.number, self._num_ticks, *row.span, start_s, now_s, seconds))
         if account.end is not None:
             return
         account.own_s += seconds
-        if account.group is not None and not row.run[0] <= account.group <= row.run[1]:
+        if account.group is not None and not row.span[0] <= account.group <= row.span[1]:
             for first in (1, 1 + self._num_groups):  # preempted, it began anew elsewhere: the tick counts as there
-                account.refused[first + account.group] += tick[first + account.group] - tick[first + row.group]
+                account.uncounted[first + account.group] += tick[first + account.group] - tick[first + row.group]
         if row.samples:
             account.end, account.end_s, account.has_first_token = self._totals.now, now_s, True
-            account.sample(now_s, account.deadline_s - now_s, is_last=True)
+            account.sample(now_s, account.deadline_s - now_s)
 
 
 class _Totals:
     """Seconds so far as functions of time, linear between the points kept: idle, decodes and chunks by group."""
 
     def __init__(self, num_groups: int) -> None:
-        self._size = 1 + 2 * num_groups
+        self.zeros = partial(np.zeros, 1 + 2 * num_groups)
         self._points: deque[tuple[float, Floats]] = deque(maxlen=_TICKS_KEPT)
-
-    def zeros(self) -> Floats:
-        """No seconds."""
-        return np.zeros(self._size)
 
     @property
     def time_s(self) -> float:
@@ -288,7 +270,7 @@ class _Chunks:
         self._count = 0
 
     def add(self, chunk: tuple[str, int, int, int, int, float, float, float]) -> None:
-        """Keep one, in place of the oldest where there is no room."""
+        """Keep one, in place of the oldest."""
         self._ring[self._count % _CHUNKS_KEPT] = chunk
         self._count += 1
 
@@ -326,7 +308,7 @@ def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> 
             decodes[row.group].append(Work(1, row.position, True, None, True))
             continue
         work = _work(row)
-        for group in range(row.group, row.holder + 1):
+        for group in row.groups:
             decodes[group].append(work)
     if predictor is None:
         return np.array([float(len(works)) for works in decodes]), chunks
@@ -335,7 +317,7 @@ def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> 
 
 def _work(row: Row) -> Work:
     # A shared context is spread evenly enough for a proportion.
-    run = row.run if row.is_shared else None
+    run = row.span if row.is_shared else None
     return Work(row.q_len, row.position // row.num_groups, row.is_decode, run, row.samples)
 
 
@@ -347,11 +329,3 @@ def _seconds_alone(predictor: Predictor | None, chunk: Work) -> float:
     parts = [(predictor.max_tokens, i * predictor.max_tokens) for i in range(whole)]
     parts += [(rest, whole * predictor.max_tokens)] * (rest > 0)
     return sum(tick.with_chunk(q_len, chunk.kv_before + done, run=chunk.run) for q_len, done in parts)
-
-
-def _by_group(chunks: Sequence[tuple[Row, float]], num_groups: int) -> Floats:
-    """Sums of the chunks' seconds on each group."""
-    sums = np.zeros(num_groups)
-    for row, seconds in chunks:
-        sums[row.group : row.holder + 1] += seconds
-    return sums

@@ -6,8 +6,7 @@ them and writes them down; :func:`replay` puts the calls to a new scheduler and 
 
 The first line says what scheduler it is, each other line is one call with its result, batches as the flat integers of
 :meth:`medha.batch.Batch.to_ints`. JSON is as Python writes it: numbers come back bit by bit, and ``Infinity`` and
-``NaN`` are numbers. Calls that raised are not recorded, nor are calls of ``schedule`` while the pipeline is full: they
-decide nothing. Older journals have lines ``admission_s``, which changed nothing; ``add`` judges admission now.
+``NaN`` are numbers. Calls that raised are not recorded, nor those of ``schedule`` while the pipeline is full.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Journal:
     """Writes down what a scheduler is asked and what it decides (:class:`medha.sched.decision.Observer`).
 
     Args:
-        scheduler: which has served no request; the first line says how to make one like it.
+        scheduler: which has served no request.
         file: text; a line is written at each call. Left open.
 
     Raises:
@@ -99,11 +98,9 @@ def check_recordable(config: SchedulerConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What became of a replay.
+    """What became of a replay: how many calls came to the same decisions, and how many batches are among these.
 
     Attributes:
-        num_calls: calls whose decisions were the same.
-        num_batches: batches among those decisions.
         mismatch: the line, the call and both decisions where one differs first, at which the replay ends; None if all
             are the same. Its batch is the one decided or completed, for another call the next one to be scheduled.
         is_truncated: the file lacks the end of its last line, which was left out.
@@ -116,13 +113,10 @@ class Replay:
 
 
 def replay(journal: Path | Iterable[str]) -> Replay:
-    """Put the calls of a journal to a new scheduler of its configuration.
+    """Put the calls of a journal, a file or its lines, to a new scheduler of its configuration.
 
     A policy that the journal names as ``package.module:name`` is imported. The last line of a file is left out
     where it lacks its end, as a killed process leaves it.
-
-    Args:
-        journal: the file, or its lines.
 
     Raises:
         ConfigError: it cannot be read, it is no journal, or a line is no call.
@@ -130,7 +124,15 @@ def replay(journal: Path | Iterable[str]) -> Replay:
     if isinstance(journal, Path):
         try:
             with journal.open(encoding="utf-8", errors="replace") as file:
-                head = _head_of(file, journal)
+                head = file.readline()
+                if not re.match(rf'{{\s*"format"\s*:\s*"{_FORMAT}"', head):
+                    raise ConfigError(
+                        f"{journal} is not a medha journal; accepted: what medha generate --journal wrote"
+                    )
+                if not head.endswith("\n"):
+                    raise ConfigError(
+                        f"journal {journal} is truncated in its first line; accepted: one with at least that"
+                    )
                 cut: list[str] = []
                 found = replay(chain([head], _whole_lines(file, cut)))
                 return replace(found, is_truncated=bool(cut))
@@ -155,20 +157,6 @@ def replay(journal: Path | Iterable[str]) -> Replay:
     return Replay(num_calls, num_batches)
 
 
-def _head_of(file: TextIO, path: Path) -> str:
-    """The first line of a journal.
-
-    Raises:
-        ConfigError: it is none, or lacks its end.
-    """
-    head = file.readline()
-    if not re.match(rf'{{\s*"format"\s*:\s*"{_FORMAT}"', head):
-        raise ConfigError(f"{path} is not a medha journal; accepted: what medha generate --journal wrote")
-    if not head.endswith("\n"):
-        raise ConfigError(f"journal {path} is truncated in its first line; accepted: one with at least that")
-    return head
-
-
 def _whole_lines(file: TextIO, cut: list[str]) -> Iterator[str]:
     """The lines that have their end; one that lacks it goes into ``cut``."""
     for line in file:
@@ -179,23 +167,19 @@ def _whole_lines(file: TextIO, cut: list[str]) -> Iterator[str]:
 
 
 _Decision = Batch | float | tuple[int, ...] | str | None
-_Call = Callable[[], _Decision]
 
 
 def _head(scheduler: Scheduler) -> dict[str, Any]:
     """What a scheduler is, as a line of a journal."""
-    config, memory, predictor = scheduler.config, scheduler.memory, scheduler.predictor
+    config, predictor = scheduler.config, scheduler.predictor
     check_recordable(config)
-    if predictor is not None and predictor.correction.errors.figures().count:
+    if predictor is not None and predictor.correction.num_seen:
         raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
     return {
         "format": _FORMAT,
         "version": _VERSION,
         "config": asdict(config),
-        "num_blocks": memory.num_blocks,
-        "block_size": memory.block_size,
-        "num_groups": memory.num_groups,
-        "max_prompt_tokens": scheduler.max_prompt_tokens,
+        **scheduler.sizes,
         "predictor": None
         if predictor is None
         else {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())},
@@ -209,18 +193,9 @@ def _scheduler(head: dict[str, Any]) -> Scheduler:
     predictor = None
     if head["predictor"] is not None:
         coefficients = Coefficients.from_json(json.dumps(head["predictor"]["coefficients"]), source="journal")
-        predictor = Predictor(coefficients, max_tokens=_size(head["predictor"], "max_tokens", 2**24))
-    bounds = {"num_blocks": 2**31, "block_size": 2**16, "num_groups": 2**16, "max_prompt_tokens": 2**31}
-    sizes = {name: _size(head, name, most) for name, most in bounds.items()}
+        predictor = Predictor(coefficients, max_tokens=head["predictor"]["max_tokens"])
+    sizes = {name: head[name] for name in ("num_blocks", "block_size", "num_groups", "max_prompt_tokens")}
     return Scheduler(SchedulerConfig(**head["config"]), predictor=predictor, **sizes)
-
-
-def _size(fields: dict[str, Any], name: str, most: int) -> int:
-    """A number of something that memory is taken for, or that is counted to."""
-    value = fields[name]
-    if not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"{name}={value!r:.80}; accepted: an integer from 1 to {most}")
-    return value
 
 
 class _Replayer:
@@ -231,13 +206,11 @@ class _Replayer:
         self._in_flight: dict[int, Batch] = {}
         self.next_batch_id = 0
 
-    def call(self, entry: dict[str, Any]) -> tuple[_Call, _Decision]:
+    def call(self, entry: dict[str, Any]) -> tuple[Callable[[], _Decision], _Decision]:
         """A recorded call, to be made, and what it came to."""
         name, now_s = entry["call"], entry.get("now_s")
         if name == "fresh":
             return partial(self._start_afresh, entry["learned"]), None
-        if name == "admission_s":  # of older journals
-            return lambda: None, None
         if name == "add":
             slo = entry["head"]["slo"]
             request = SchedulerRequest(**entry["head"] | {"slo": None if slo is None else SLO(**slo)})

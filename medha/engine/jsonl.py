@@ -57,11 +57,7 @@ _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(Samplin
 
 
 def read_input(path: Path, what: str) -> bytes:
-    """What a user gives to read: a file, or with ``-`` standard input; a byte order mark is left out.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """What a user gives to read: a file, or with ``-`` standard input; a byte order mark is left out."""
     try:
         data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
     except OSError as error:
@@ -70,16 +66,13 @@ def read_input(path: Path, what: str) -> bytes:
 
 
 def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> list[Arrival]:
-    """Read a request file.
+    """Arrivals of a request file in order of ``arrival_s`` (then of the file), wrong lines with ``error`` set.
 
     Args:
         path: JSON lines; blank lines are skipped. ``-`` is standard input.
         defaults: sampling fields for lines that do not give them.
         seed: of the run. A line that brings none draws by this and by its place in the file, so that its tokens do
             not depend on which other lines are run.
-
-    Returns:
-        Arrivals in order of ``arrival_s`` (then of the file), wrong lines as arrivals with ``error`` set.
 
     Raises:
         ConfigError: the file cannot be read, or no line of it can be run.
@@ -108,13 +101,8 @@ def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> 
 
 
 class OutputLines:
-    """Puts what a run yields together and writes one line for each request, once.
-
-    Args:
-        engine: runs the requests.
-        arrivals: all of them; their outputs are deltas.
-        files: where each line goes; see :func:`write_line`.
-    """
+    """Puts what a run of ``arrivals`` yields, as deltas, together and writes one line for each to all ``files``,
+    once."""
 
     def __init__(self, engine: Engine, arrivals: Sequence[Arrival], files: Sequence[TextIO]) -> None:
         self._engine = engine
@@ -128,8 +116,7 @@ class OutputLines:
     def add(self, piece: RequestOutput) -> RequestOutput | None:
         """Take an output; writes and returns the whole one if it was its request's last.
 
-        Raises:
-            RequestError: a file cannot be written.
+        A file that cannot be written is a RequestError.
         """
         with self._lock:
             whole = self._joiner.add(piece)
@@ -143,8 +130,8 @@ class OutputLines:
     def fail(self, message: str) -> None:
         """Write a line for each request that has none, with a RankFailedError and the tokens that it has got.
 
-        For another thread than the one that steps the engine, which is stuck; the process must end after it. If the
-        stuck thread moves after all, it writes nothing more, and is held in :meth:`add` or :meth:`close`.
+        For another thread than the one that steps the engine, which is stuck; the process must end after it. A stuck
+        thread that moves after all writes nothing more, and is held in :meth:`add` or :meth:`close`.
         """
         self._lock.acquire()  # for good
         dead = self._engine.fail(RankFailedError(message))
@@ -199,9 +186,6 @@ def opened(path: Path) -> Iterator[TextIO]:
     """Open an output file without changing it yet, so that one that cannot be written is found before the run.
 
     Each line goes to the file as it is written, whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be opened.
     """
     try:
         # unbuffered: a line that failed must not be tried again when the file is closed
@@ -213,7 +197,7 @@ def opened(path: Path) -> Iterator[TextIO]:
 
 
 def emptied(file: TextIO) -> TextIO:
-    """Drop what an earlier run left in a file of :func:`opened`; a device is left alone."""
+    """A file of :func:`opened` without what an earlier run left; a device as it is."""
     if Path(file.name).is_file():
         file.truncate(0)
     return file
@@ -231,7 +215,7 @@ def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[
     explanation = metrics.explanation
     line: dict[str, Any] = {
         "id": output.request_id,
-        **({"custom_id": custom_id} if custom_id is not None else {}),
+        **({} if custom_id is None else {"custom_id": custom_id}),
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
@@ -266,10 +250,7 @@ def _logprobs(completion: CompletionOutput) -> dict[str, Any]:
 def write_line(file: TextIO, output: RequestOutput, *, custom_id: str | None = None) -> None:
     """Append a finished request to a stream and flush it.
 
-    Args:
-        file: its ``errors`` must be ``backslashreplace``, by which a lone surrogate becomes the escape that JSON has.
-        output: whole, not a delta.
-        custom_id: see :func:`output_line`.
+    ``errors`` of the file must be ``backslashreplace``, by which a lone surrogate becomes the escape that JSON has.
     """
     is_utf8 = (file.encoding or "").lower().replace("-", "") == "utf8"
     line = output_line(output, custom_id=custom_id)
@@ -336,9 +317,7 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slo(value: Any) -> SLO | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or set(value) - {"ttft_s", "tpot_s"}:
+    if value is not None and (not isinstance(value, dict) or set(value) - {"ttft_s", "tpot_s"}):
         message = f"slo={value!r:.80}; accepted: an object with ttft_s and tpot_s"
         raise ValidationError(message, param="slo", value=value)
-    return SLO(**value)
+    return None if value is None else SLO(**value)

@@ -22,7 +22,6 @@ PIECE_TOKENS = 16_384
 
 _PAUSE = 3.0
 
-# What of the completions' metrics is added up.
 _SUMS = ("num_output_tokens", "num_chunks", "num_preemptions", "num_swaps", "work_lost_s")
 
 # All fields as a tuple: a copy for every token that is handed out, and copy.copy takes several times as long.
@@ -34,9 +33,7 @@ class ModelLimits:
     """What a request is checked against.
 
     Attributes:
-        vocab_size: token ids are below it.
         max_model_len: prompt plus output in tokens.
-        eos_token_ids: ids that end a sequence.
         sampling_defaults: from ``generation_config.json``, by field of :class:`SamplingParams`.
         seed: base of the seeds of requests that bring none.
     """
@@ -51,12 +48,10 @@ class ModelLimits:
 class Request:
     """A request that has been tokenised and checked; once it is queued it has completions.
 
-    Token ids are an int32 array: 10M of them are 40 MB. The runner reads this array, without a copy.
-
     Args:
         request_id: the id that the user gave.
         prompt: its text, that of messages as the chat template wrote it; None where ids were given.
-        prompt_ids: its tokens, a copy of our own.
+        prompt_ids: its tokens, a copy of our own; 10M of them are 40 MB. The runner reads this array, without a copy.
         params: every field has a value, and ``max_tokens`` fits the room after the prompt.
 
     Attributes:
@@ -162,11 +157,9 @@ class Completion:
     """One of the completions of a request: what it has produced, and when it ends.
 
     Attributes:
-        request, index: whose it is, and which one, from 0.
         slot: its handle in scheduler and runner.
         end_ids: end-of-sequence and stop ids; one of them ends it.
         finish_reason: why it has ended; None while it runs.
-        error: what went wrong, where that is why.
         num_computed_tokens: tokens of it that are done in every stage, in host memory too.
     """
 
@@ -225,10 +218,9 @@ class Completion:
     @property
     def has_news(self) -> bool:
         """Whether :meth:`output` has something that it did not have when it was last called."""
-        return self._reported != self._state
+        return self._reported != self._progress()
 
-    @property
-    def _state(self) -> tuple[int, int, bool]:
+    def _progress(self) -> tuple[int, int, bool]:
         return len(self.token_ids), len(self._pieces), self.finish_reason is not None
 
     def take(self, sampled: Sampled, now_s: float) -> bool:
@@ -278,7 +270,7 @@ class Completion:
     def output(self, *, is_delta: bool) -> CompletionOutput:
         """It as it is now, or what the last call did not return."""
         first, first_piece, _ = self._reported if is_delta else (0, 0, False)
-        self._reported = self._state
+        self._reported = self._progress()
         has_logprobs = self.request.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
@@ -298,20 +290,18 @@ class Completion:
 
     def _take_logprobs(self, logprobs: Sequence[tuple[int, float, int]]) -> None:
         """Add what was asked for of one token: the drawn one, then the likeliest."""
-        self._logprobs.append({i: Logprob(value, rank, self._token_text(i)) for i, value, rank in logprobs})
-        self._cumulative_logprob += logprobs[0][1]
 
-    def _token_text(self, token_id: int) -> str | None:
-        if self._tokenizer is None:
-            return None
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        def text(token_id: int) -> str | None:
+            return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+        self._logprobs.append({i: Logprob(value, rank, text(i)) for i, value, rank in logprobs})
+        self._cumulative_logprob += logprobs[0][1]
 
 
 def pieces(length: int) -> Iterator[slice]:
     """Parts of many ids, with a pause after each that is :data:`_PAUSE` times as long as what was done with it.
 
-    Work on Python integers holds the interpreter lock. In a pause a thread that wants it gets it at once; otherwise
-    whoever decodes would wait for it at every operator.
+    Work on Python integers holds the interpreter lock, for which whoever decodes would wait at every operator.
     """
     for start in range(0, length, PIECE_TOKENS):
         began_s = time.perf_counter()

@@ -107,7 +107,7 @@ def _text_error(arrival: Arrival, tokenizer: Tokenizer | None) -> ValidationErro
         return None
     if tokenizer is None:
         return ValidationError(f"{name} needs a tokenizer, and the model has none; accepted: prompt_token_ids")
-    if name == "messages" and not tokenizer.has_chat_template:
+    if name == "messages" and tokenizer.chat_template is None:
         return ValidationError("messages need a chat template, and the model has none; accepted: prompt")
     if value == "" and not tokenizer.encode(""):
         return ValidationError("the prompt is empty; accepted: at least one token")

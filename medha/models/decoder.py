@@ -70,15 +70,12 @@ class Decoder(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, attend: LayerAttendFn
     ) -> torch.Tensor:
-        """Run the layers held here.
+        """Run the layers held here; returns hidden states [T, D], not normed.
 
         Args:
             x_TD: embedded tokens, or hidden states of the layer before.
             cos_TR, sin_TR: float32 rotation of each token's position.
             attend: writes the new keys and values of a layer and attends over all of them.
-
-        Returns:
-            Hidden states [T, D], not normed.
         """
         for i, layer in enumerate(self.model["layers"].values()):  # type: ignore[operator]
             x_TD = layer(x_TD, cos_TR, sin_TR, partial(attend, i))
@@ -91,11 +88,7 @@ class Decoder(nn.Module):
         return logits.float()
 
     def pack_(self, shard: TensorShard | None = None) -> None:
-        """Fuse and pack this rank's linear weights in place, layer by layer; the plain ones are dropped.
-
-        Args:
-            shard: this rank's tensor-parallel group, None where there is none.
-        """
+        """Fuse and pack this rank's linear weights in place, layer by layer; the plain ones are dropped."""
         for layer in self.model["layers"].values():  # type: ignore[operator]
             layer.self_attn.pack_(shard)
             layer.mlp.pack_(shard)
@@ -144,9 +137,6 @@ def build_decoder(
         dtype, device: of the parameters.
         layers: which layers; all by default.
         parallelize_: turns parameters into DTensors, in place, while they are still without memory.
-
-    Raises:
-        ConfigError: the memory cannot be had.
     """
     with torch.device("meta"):
         decoder = Decoder(config, layers).to(dtype)
@@ -180,15 +170,11 @@ Split = Literal["column", "row", "vocab", "gathered"]
 """``column``: output features, output stays split. ``row``: input features, output summed. ``vocab``: rows of the
 embedding, output summed. ``gathered``: output features, output gathered."""
 
-
 TP_PLAN: dict[str, Split] = {
     "model.embed_tokens": "vocab",
-    "model.layers.*.self_attn.q_proj": "column",
-    "model.layers.*.self_attn.k_proj": "column",
-    "model.layers.*.self_attn.v_proj": "column",
+    **{f"model.layers.*.self_attn.{name}_proj": "column" for name in "qkv"},
     "model.layers.*.self_attn.o_proj": "row",
-    "model.layers.*.mlp.gate_proj": "column",
-    "model.layers.*.mlp.up_proj": "column",
+    **{f"model.layers.*.mlp.{name}_proj": "column" for name in ("gate", "up")},
     "model.layers.*.mlp.down_proj": "row",
     "lm_head": "gathered",
 }

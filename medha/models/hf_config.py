@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from medha.config import DTYPES, ModelConfig
-from medha.errors import ConfigError, UnsupportedModelError
+from medha.config.fields import finite, integer
+from medha.errors import ConfigError, UnsupportedModelError, short_repr
 from medha.models.hf_rope import ROPE_FIELDS, merge_rope, read_rope
-from medha.models.json_fields import MAX_LENGTH, Fields, read_json_object, short_repr
+from medha.models.json_fields import LENGTH, Fields, read_json_object
 
 logger = logging.getLogger("medha")
 
@@ -40,43 +41,23 @@ class _Family:
 
 _FAMILIES = {
     "llama": _Family("LlamaForCausalLM", 2048, bos_token_id=1, eos_token_id=2, has_attention_bias=True),
-    "mistral": _Family(
-        "MistralForCausalLM", 131072, num_kv_heads=8, bos_token_id=1, eos_token_id=2, sliding_window=4096
-    ),
-    "qwen2": _Family("Qwen2ForCausalLM", 32768, num_kv_heads=32, sliding_window=4096, qkv_bias=True),
-    "qwen3": _Family(
-        "Qwen3ForCausalLM",
-        32768,
-        num_kv_heads=32,
-        head_dim=128,
-        sliding_window=4096,
-        has_attention_bias=True,
-        qk_norm=True,
-    ),
+    "mistral": _Family("MistralForCausalLM", 131072, 8, bos_token_id=1, eos_token_id=2, sliding_window=4096),
+    "qwen2": _Family("Qwen2ForCausalLM", 32768, 32, sliding_window=4096, qkv_bias=True),
+    "qwen3": _Family("Qwen3ForCausalLM", 32768, 32, 128, sliding_window=4096, has_attention_bias=True, qk_norm=True),
 }
 
+_ABSENT = """
+    quantization_config compression_config attn_logit_softcapping final_logit_softcapping attention_chunk_size
+    no_rope_layers clip_qkv attention_multiplier
+"""  # the last one is granite's softmax scale itself
 # Fields that change the output of a model and are not implemented, with the values (beside null) that change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
-    "mlp_bias": (False,),
-    "quantization_config": (),
-    "compression_config": (),
-    "partial_rotary_factor": (1,),
-    "rope_interleaved": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "attention_multiplier": (),  # granite: the softmax scale itself, so no value is neutral
-    "residual_multiplier": (1,),
-    "embedding_multiplier": (1,),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "use_qk_norm": (False,),
-    "attention_chunk_size": (),
-    "no_rope_layers": (),
-    "clip_qkv": (),
-    "alibi": (False,),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
+    **dict.fromkeys(_ABSENT.split(), ()),
+    **dict.fromkeys(("mlp_bias", "rope_interleaved", "use_qk_norm", "alibi"), (False,)),
+    **dict.fromkeys(("partial_rotary_factor", "residual_multiplier", "embedding_multiplier"), (1,)),
+    **dict.fromkeys(("logits_scaling", "logit_scale"), (1,)),
+    **dict.fromkeys(("num_experts", "num_local_experts"), (0, 1)),
 }
 
 _KNOWN_FIELDS = {
@@ -87,13 +68,13 @@ _KNOWN_FIELDS = {
     "dual_chunk_attention_config",
 }  # fmt: skip
 
-# Of generation_config.json, by the names in medha.SamplingParams: kind, lowest and highest value.
-_SAMPLING_DEFAULTS: dict[str, tuple[type[Any], float, float]] = {
-    "temperature": (float, 0, 2),
-    "top_p": (float, 0, 1),
-    "top_k": (int, -1, 2**31 - 1),
-    "min_p": (float, 0, 1),
-    "repetition_penalty": (float, 1e-6, 1e6),
+# Of generation_config.json, by the names in medha.SamplingParams.
+_SAMPLING_DEFAULTS = {
+    "temperature": finite(0, 2),
+    "top_p": finite(0, 1, is_open=True),
+    "top_k": integer(-1, 2**31 - 1),
+    "min_p": finite(0, 1),
+    "repetition_penalty": finite(1e-6, 1e6),
 }
 
 
@@ -107,78 +88,62 @@ def load_model_config(
     """The configuration of the model in a folder.
 
     Args:
-        folder: holds ``config.json``.
         hf_overrides: merged over ``config.json``; objects inside it are merged key by key.
         rope_scaling: replaces the model's RoPE scaling: a type name, or a mapping as in ``rope_parameters``. Without
             a factor, ``yarn`` and ``linear`` stretch the trained context to ``max_model_len``.
         max_model_len: longest context that will be used in tokens. A sliding window at least as long has no effect
             and is accepted.
-
-    Raises:
-        ConfigError: a file or field is missing or wrong.
-        UnsupportedModelError: the architecture, or the value of a field, is not implemented.
     """
     raw = read_json_object(folder / "config.json")
-    where = "config.json"
     if hf_overrides:
         raw = _merge_overrides(raw, hf_overrides)
-        where = "config.json with hf_overrides"
-    reader = Fields(raw, where)
+    reader = Fields(raw, "config.json with hf_overrides" if hf_overrides else "config.json")
     family = _family(reader)
     if raw.get("auto_map"):
         logger.warning("%s: auto_map is ignored; medha runs its own %s", folder / "config.json", family.architecture)
-    _refuse_unimplemented(reader, family)
+    _refuse_unimplemented(reader)
 
-    claimed = reader.number("max_position_embeddings", int, 1, MAX_LENGTH, family.max_position_embeddings)
+    claimed = reader.number("max_position_embeddings", LENGTH, family.max_position_embeddings)
     rope, max_length = read_rope(reader, claimed, rope_scaling=rope_scaling, max_model_len=max_model_len)
-    vocab_size = reader.number("vocab_size", int, 1, 2**24)
-    num_layers = reader.number("num_hidden_layers", int, 1, 4096)
+    vocab_size = reader.number("vocab_size", integer(1, 2**24))
+    num_layers = reader.number("num_hidden_layers", integer(1, 4096))
     _refuse_windows(reader, family, num_layers, max_length=max_model_len or max_length)
 
-    num_heads = reader.number("num_attention_heads", int, 1, 4096)
+    num_heads = reader.number("num_attention_heads", integer(1, 4096))
     num_kv_heads = _num_kv_heads(reader, family, num_heads)
     attention_bias = family.has_attention_bias and reader.boolean("attention_bias")
-    bos, eos = reader.optional("bos_token_id", int, 0, vocab_size - 1), reader.token_ids("eos_token_id", vocab_size)
-    if "bos_token_id" not in reader.raw and family.bos_token_id is not None and family.bos_token_id < vocab_size:
-        bos = family.bos_token_id
-    if "eos_token_id" not in reader.raw and family.eos_token_id is not None and family.eos_token_id < vocab_size:
-        eos = (family.eos_token_id,)
+    for name, token_id in (("bos_token_id", family.bos_token_id), ("eos_token_id", family.eos_token_id)):
+        if token_id is not None and token_id < vocab_size:
+            reader.raw = {name: token_id, **reader.raw}
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=vocab_size,
-        hidden_size=reader.number("hidden_size", int, 1, 2**20),
-        intermediate_size=reader.number("intermediate_size", int, 1, 2**22),
+        hidden_size=reader.number("hidden_size", integer(1, 2**20)),
+        intermediate_size=reader.number("intermediate_size", integer(1, 2**22)),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(reader, family, num_heads),
         max_position_embeddings=max_length,
         rope=rope,
-        rms_norm_eps=reader.number("rms_norm_eps", float, 0, 1, above=True, default=1e-6),
+        rms_norm_eps=reader.number("rms_norm_eps", finite(0, 1, is_open=True), default=1e-6),
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=attention_bias,
         qk_norm=family.qk_norm,
         tie_word_embeddings=reader.boolean("tie_word_embeddings"),
         dtype=_dtype(reader),
-        bos_token_id=bos,
-        eos_token_ids=eos,
+        bos_token_id=reader.optional("bos_token_id", integer(0, vocab_size - 1)),
+        eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
     )
 
 
 def load_generation_config(folder: Path, vocab_size: int) -> tuple[dict[str, float | int], tuple[int, ...]]:
-    """The sampling parameters that ``generation_config.json`` sets, and the ids that end a sequence; both may be empty.
-
-    Raises:
-        ConfigError: not JSON, or a value out of range.
-    """
+    """The sampling parameters that ``generation_config.json`` sets, and the ids that end a sequence, if any."""
     path = folder / "generation_config.json"
     if not path.exists() and not path.is_symlink():
         return {}, ()
     reader = Fields(read_json_object(path), path.name)
-    defaults: dict[str, float | int | None] = {
-        name: reader.optional(name, kind, low, high, above=name == "top_p")
-        for name, (kind, low, high) in _SAMPLING_DEFAULTS.items()
-    }
+    defaults = {name: reader.optional(name, check) for name, check in _SAMPLING_DEFAULTS.items()}
     if reader.raw.get("do_sample") is not None and not reader.boolean("do_sample"):
         defaults["temperature"] = 0.0
     given = {name: value for name, value in defaults.items() if value is not None}
@@ -198,40 +163,31 @@ def _merge_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[
         old = raw.get(name)
         merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
     if any(name in overrides for name in ROPE_FIELDS):
-        for name in ROPE_FIELDS:
-            merged.pop(name, None)
-        merged["rope_parameters"] = merge_rope(raw, overrides)
+        merged |= {**dict.fromkeys(ROPE_FIELDS), "rope_parameters": merge_rope(raw, overrides)}
     return merged
 
 
 def _family(reader: Fields) -> _Family:
-    names, model_type = reader.raw.get("architectures") or [], reader.raw.get("model_type")
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise reader.wrong("architectures", "a list of names")
-    if not isinstance(model_type, str | None):
-        raise reader.wrong("model_type", f"one of {', '.join(_FAMILIES)}")
-    by_type = _FAMILIES.get(model_type or "")
-    if not names:
-        if by_type is None:
-            raise UnsupportedModelError(
-                f"{reader.where}: model_type={short_repr(model_type)} (no architectures given) is not supported; "
-                f"supported: {', '.join(_FAMILIES)}"
-            )
-        return by_type
+    names, model_type = reader.raw.get("architectures") or [None], reader.raw.get("model_type")
     by_name = {family.architecture: family for family in _FAMILIES.values()}
-    if names[0] not in by_name:
+    name = names[0] if isinstance(names, list) else names
+    by_type = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    found = by_type if name is None else by_name.get(name) if isinstance(name, str) else None
+    if found is None:
+        given = f"model_type={short_repr(model_type)} (no architectures given)"
         raise UnsupportedModelError(
-            f"{reader.where}: architecture {short_repr(names[0])} is not supported; supported: {', '.join(by_name)}"
+            f"{reader.where}: {given if name is None else f'architecture {short_repr(name)}'} is not supported; "
+            f"supported: {', '.join(_FAMILIES if name is None else by_name)}"
         )
-    if by_type not in (None, by_name[names[0]]):
+    if by_type not in (None, found):
         raise ConfigError(
             f"{reader.where}: architectures={short_repr(names)} and model_type={model_type!r} name different models; "
             "accepted: two that agree, or one of them"
         )
-    return by_name[names[0]]
+    return found
 
 
-def _refuse_unimplemented(reader: Fields, family: _Family) -> None:
+def _refuse_unimplemented(reader: Fields) -> None:
     for name, neutral in _NEUTRAL_VALUES.items():
         value = reader.raw.get(name)
         if value is not None and value not in neutral:
@@ -240,16 +196,12 @@ def _refuse_unimplemented(reader: Fields, family: _Family) -> None:
                 f"{reader.where}: {name}={short_repr(value)} changes the model's output and is not implemented; "
                 f"accepted: {accepted}"
             )
-    if family.architecture == "MistralForCausalLM" and reader.boolean("attention_bias"):
-        raise UnsupportedModelError(
-            f"{reader.where}: attention_bias=True: {family.architecture} has no attention biases; accepted: False"
-        )
 
 
 def _num_kv_heads(reader: Fields, family: _Family, num_heads: int) -> int:
     absent = num_heads if family.num_kv_heads is None else family.num_kv_heads
     default = num_heads if "num_key_value_heads" in reader.raw else absent  # null means one for each query head
-    num_kv_heads = reader.number("num_key_value_heads", int, 1, 4096, default)
+    num_kv_heads: int = reader.number("num_key_value_heads", integer(1, 4096), default)
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{reader.where}: num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}; "
@@ -259,8 +211,8 @@ def _num_kv_heads(reader: Fields, family: _Family, num_heads: int) -> int:
 
 
 def _head_dim(reader: Fields, family: _Family, num_heads: int) -> int:
-    hidden_size = reader.number("hidden_size", int, 1, 2**20)
-    head_dim = reader.number("head_dim", int, 1, 4096, family.head_dim or max(1, hidden_size // num_heads))
+    hidden_size = reader.number("hidden_size", integer(1, 2**20))
+    head_dim: int = reader.number("head_dim", integer(1, 4096), family.head_dim or max(1, hidden_size // num_heads))
     if reader.raw.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
         raise ConfigError(
             f"{reader.where}: hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}; "
@@ -276,7 +228,7 @@ def _dtype(reader: Fields) -> str:
     value = reader.raw.get(name)
     if value is None:
         return "float32"
-    short = value.removeprefix("torch.") if isinstance(value, str) else None
+    short = str(value).removeprefix("torch.")
     if short not in DTYPES:
         raise reader.wrong(name, ", ".join(DTYPES))
     return short
@@ -284,20 +236,16 @@ def _dtype(reader: Fields) -> str:
 
 def _refuse_windows(reader: Fields, family: _Family, num_layers: int, *, max_length: int) -> None:
     """Refuse attention that some context of at most ``max_length`` tokens would outgrow."""
-    window = reader.optional("sliding_window", int, 1, 2**62)
+    window = reader.optional("sliding_window", integer(1, 2**62))
     if "sliding_window" not in reader.raw:
         window = family.sliding_window
-    chunks, chunk = reader.raw.get("dual_chunk_attention_config"), None
+    causes = [(_window_cause(reader, family, num_layers, window), window)]
+    chunks, name = reader.raw.get("dual_chunk_attention_config"), "dual_chunk_attention_config"
     if chunks is not None:
         if not isinstance(chunks, Mapping):
-            raise reader.wrong("dual_chunk_attention_config", "an object or null")
-        chunk = Fields(chunks, f"{reader.where}: dual_chunk_attention_config").number(
-            "chunk_size", int, 1, 2**62, 262144
-        )
-    causes = (
-        (_window_cause(reader, family, num_layers, window), window),
-        (chunk and f"dual_chunk_attention_config (chunk_size={chunk})", chunk),
-    )
+            raise reader.wrong(name, "an object or null")
+        chunk = Fields(chunks, f"{reader.where}: {name}").number("chunk_size", integer(1, 2**62), 262144)
+        causes.append((f"{name} (chunk_size={chunk})", chunk))
     for cause, limit in causes:
         if cause and (limit is None or limit < max_length):
             hint = f"; within it both agree: --max-model-len {limit} or less" if limit is not None else ""
@@ -313,8 +261,7 @@ def _window_cause(reader: Fields, family: _Family, num_layers: int, window: int 
     if layer_types is not None:
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
             raise reader.wrong("layer_types", f"a list of {num_layers} names, one for each layer")
-        unknown = [item for item in layer_types if item not in ("full_attention", "sliding_attention")]
-        if unknown:
+        if unknown := [item for item in layer_types if item not in ("full_attention", "sliding_attention")]:
             raise UnsupportedModelError(
                 f"{reader.where}: layer_types holds {short_repr(unknown[0])}, which is not implemented; "
                 "accepted: full_attention"
@@ -326,7 +273,7 @@ def _window_cause(reader: Fields, family: _Family, num_layers: int, window: int 
     if family.architecture == "MistralForCausalLM":
         absent = "" if "sliding_window" in reader.raw else ", the default of this architecture"
         return f"sliding_window={window}{absent}"
-    first = reader.number("max_window_layers", int, 0, 2**31, 28)
+    first = reader.number("max_window_layers", integer(0, 2**31), 28)
     if reader.boolean("use_sliding_window") and layer_types is None and first < num_layers:
         return f"use_sliding_window=True (sliding_window={window})"
     return None

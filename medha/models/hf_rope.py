@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from medha.config import RopeConfig
-from medha.errors import ConfigError, UnsupportedModelError
-from medha.models.json_fields import MAX_LENGTH, Fields, short_repr
+from medha.config.fields import finite
+from medha.errors import ConfigError, UnsupportedModelError, short_repr
+from medha.models.json_fields import LENGTH, MAX_LENGTH, Fields
 
 logger = logging.getLogger("medha")
 
@@ -35,38 +36,24 @@ _INERT_KEYS = ("finetuned",)  # written by the first YaRN checkpoints, read by n
 def read_rope(
     reader: Fields, claimed: int, *, rope_scaling: str | Mapping[str, Any] | None, max_model_len: int | None
 ) -> tuple[RopeConfig, int]:
-    """The RoPE of the model, and the longest context in tokens that it then claims.
-
-    Args:
-        reader: the fields of ``config.json``.
-        claimed: ``max_position_embeddings``.
-        rope_scaling: replaces the scaling of the file: a type name, or a mapping as in ``rope_parameters``.
-        max_model_len: length in tokens that a ``rope_scaling`` without a factor stretches to.
-
-    Raises:
-        ConfigError: a field is missing or wrong, or two disagree.
-        UnsupportedModelError: a type of RoPE that is not implemented, or one that differs by layer.
-    """
+    """The RoPE of the model, and the longest context in tokens that it then claims, where ``config.json`` claims
+    ``claimed``; the options are those of :func:`~medha.models.hf_config.load_model_config`."""
     name = "rope_scaling" if reader.raw.get("rope_parameters") is None else "rope_parameters"
     rope = Fields(_rope_parameters(reader), f"{reader.where}: {name}")
-    outer = reader.optional("original_max_position_embeddings", int, 1, MAX_LENGTH)
+    outer = reader.optional("original_max_position_embeddings", LENGTH)
     if outer is not None and rope.raw.get("rope_type") in ("llama3", "yarn"):
         rope.raw = {**rope.raw, "original_max_position_embeddings": outer}  # as transformers: the outer one wins
     if rope_scaling is not None:
-        trained = rope.number("original_max_position_embeddings", int, 1, MAX_LENGTH, outer or claimed)
+        trained = rope.number("original_max_position_embeddings", LENGTH, outer or claimed)
         rope = _replace_scaling(rope, rope_scaling, trained, max_model_len)
         if rope.raw["rope_type"] != "llama3":
-            claimed = rope.number("original_max_position_embeddings", int, 1, MAX_LENGTH, trained)
+            claimed = rope.number("original_max_position_embeddings", LENGTH, trained)
     _check_rope_keys(rope)
     return _build_rope(rope, claimed)
 
 
 def merge_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``rope_parameters`` of ``config.json`` under those of ``hf_overrides``, each in either generation.
-
-    Raises:
-        ConfigError, UnsupportedModelError: as :func:`read_rope`.
-    """
+    """The ``rope_parameters`` of ``config.json`` under those of ``hf_overrides``, each in either generation."""
     given = _rope_parameters(Fields(overrides, "hf_overrides"))
     kept = _rope_parameters(Fields(raw, "config.json"))
     if any(name in overrides and not overrides[name] for name in ("rope_scaling", "rope_parameters")):
@@ -75,12 +62,7 @@ def merge_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _rope_parameters(reader: Fields) -> dict[str, Any]:
-    """The RoPE fields of both generations as one flat object, nulls dropped.
-
-    Raises:
-        ConfigError: two fields, or two spellings of one key, disagree.
-        UnsupportedModelError: parameters that differ by layer type.
-    """
+    """The RoPE fields of both generations as one flat object, nulls dropped; refused where they disagree."""
     old, new = _flat_rope(reader, "rope_scaling"), _flat_rope(reader, "rope_parameters")
     thetas = [field["rope_theta"] for field in (reader.raw, old, new) if field.get("rope_theta") is not None]
     base = {"rope_theta": thetas[0]} if thetas else {}
@@ -97,12 +79,11 @@ def _flat_rope(reader: Fields, name: str) -> dict[str, Any]:
         return {}
     if not isinstance(raw, Mapping):
         raise reader.wrong(name, "an object or null")
-    for key, value in raw.items():
-        if isinstance(value, Mapping):
-            raise UnsupportedModelError(
-                f"{reader.where}: {name}: {short_repr(key)} holds an object: RoPE that differs by layer is not "
-                "implemented; accepted: one set of parameters for all layers"
-            )
+    if objects := [key for key, value in raw.items() if isinstance(value, Mapping)]:
+        raise UnsupportedModelError(
+            f"{reader.where}: {name}: {short_repr(objects[0])} holds an object: RoPE that differs by layer is not "
+            "implemented; accepted: one set of parameters for all layers"
+        )
     # yarn's null factor means something (see _build_rope), and so does null truncate
     flat = {key: value for key, value in raw.items() if value is not None or key in ("factor", "truncate")}
     if "type" in flat:
@@ -132,7 +113,7 @@ def _replace_scaling(rope: Fields, scaling: str | Mapping[str, Any], trained: in
                 f"rope_scaling={short_repr(scaling)} needs max_model_len, the length to stretch to; "
                 "accepted: max_model_len in tokens, or a mapping with a factor"
             )
-        trained = result.number("original_max_position_embeddings", int, 1, MAX_LENGTH, trained)
+        trained = result.number("original_max_position_embeddings", LENGTH, trained)
         flat["factor"] = max(1.0, max_model_len / trained)
     return result
 
@@ -154,10 +135,9 @@ def _check_rope_keys(rope: Fields) -> None:
         )
     used = _ROPE_KEYS[rope_type]
     unused = sorted(str(key) for key in rope.raw if key not in used and key not in _INERT_KEYS)
-    for key in unused:
-        if not any(key in keys for keys in _ROPE_KEYS.values()):
-            value = short_repr(rope.raw.get(key))
-            raise ConfigError(f"{rope.where}: unknown key {short_repr(key)}={value}; accepted: {', '.join(used)}")
+    if unknown := [key for key in unused if not any(key in keys for keys in _ROPE_KEYS.values())]:
+        key, value = short_repr(unknown[0]), short_repr(rope.raw.get(unknown[0]))
+        raise ConfigError(f"{rope.where}: unknown key {key}={value}; accepted: {', '.join(used)}")
     if unused:
         logger.warning("%s: %s have no effect with rope_type=%r", rope.where, ", ".join(unused), rope_type)
 
@@ -165,20 +145,20 @@ def _check_rope_keys(rope: Fields) -> None:
 def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
     """The RoPE, and the longest context in tokens, once the keys are checked; ``claimed`` is that of the file."""
     rope_type = rope.raw.get("rope_type", "default")
-    config = RopeConfig(rope_type, theta=rope.number("rope_theta", float, 1, 1e30, above=True, default=10000.0))
+    config = RopeConfig(rope_type, theta=rope.number("rope_theta", finite(1, 1e30, is_open=True), default=10000.0))
     if rope_type == "default":
         return config, claimed
     explicit = None
     if rope_type != "linear":
-        explicit = rope.optional("original_max_position_embeddings", int, 1, MAX_LENGTH)
+        explicit = rope.optional("original_max_position_embeddings", LENGTH)
         config = replace(config, original_max_position_embeddings=explicit or claimed)
     if rope_type == "yarn" and rope.raw.get("factor", 0) is None:
         rope.raw = {**rope.raw, "factor": claimed / (explicit or claimed)}
-    factor = rope.number("factor", float, 1, MAX_LENGTH)
+    factor = rope.number("factor", finite(1, MAX_LENGTH))
     config = replace(config, factor=factor)
     if rope_type == "llama3":
-        low = rope.number("low_freq_factor", float, 0, 1e9, above=True)
-        high = rope.number("high_freq_factor", float, 0, 1e9, above=True)
+        low = rope.number("low_freq_factor", finite(0, 1e9, is_open=True))
+        high = rope.number("high_freq_factor", finite(0, 1e9, is_open=True))
         if high <= low:
             raise ConfigError(
                 f"{rope.where}: high_freq_factor={high:g} with low_freq_factor={low:g}; accepted: a larger one"
@@ -194,8 +174,8 @@ def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
 
 def _read_yarn(rope: Fields, factor: float) -> dict[str, Any]:
     """The fields of :class:`~medha.config.RopeConfig` that YaRN alone has."""
-    beta_fast = rope.optional("beta_fast", float, 0, 1e9) or 32.0  # 0 means the default, as in transformers
-    beta_slow = rope.optional("beta_slow", float, 0, 1e9) or 1.0
+    beta_fast = rope.optional("beta_fast", finite(0, 1e9)) or 32.0  # 0 means the default, as in transformers
+    beta_slow = rope.optional("beta_slow", finite(0, 1e9)) or 1.0
     if beta_fast < beta_slow:
         raise ConfigError(
             f"{rope.where}: beta_fast={beta_fast:g} is below beta_slow={beta_slow:g}; accepted: at least it"
@@ -204,10 +184,10 @@ def _read_yarn(rope: Fields, factor: float) -> dict[str, Any]:
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    mscale = rope.optional("mscale", float, 0, 1e9)
-    mscale_all_dim = rope.optional("mscale_all_dim", float, 0, 1e9)
+    mscale = rope.optional("mscale", finite(0, 1e9))
+    mscale_all_dim = rope.optional("mscale_all_dim", finite(0, 1e9))
     implied = scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
-    explicit = rope.optional("attention_factor", float, 0, 1e9, above=True)
+    explicit = rope.optional("attention_factor", finite(0, 1e9, is_open=True))
     return {
         "beta_fast": beta_fast,
         "beta_slow": beta_slow,

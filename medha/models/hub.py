@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from medha.errors import ModelLoadError
@@ -21,16 +20,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def resolve_model(model: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
-    """The local folder of a model, fetched from the hub when ``model`` is a hub id and no such folder exists.
-
-    Args:
-        model: a folder, or a hub id (``org/name``).
-        revision: branch, tag or commit on the hub; without effect on a local folder.
-        with_weights: whether the weights are fetched as well.
-
-    Raises:
-        ModelLoadError: missing, not a folder, unreadable, a dangling symlink, or the hub cannot deliver it.
-    """
+    """The local folder of a model; where there is none of that name and it is a hub id (``org/name``), it is fetched:
+    of a ``revision`` (branch, tag or commit), ``with_weights`` or without."""
     path = Path(model).expanduser() if model.startswith("~") else Path(model)
     try:
         if path.is_dir() and model:
@@ -40,26 +31,16 @@ def resolve_model(model: str, *, revision: str | None = None, with_weights: bool
             raise ModelLoadError(f"model {model!r} is a dangling symlink to {os.readlink(path)!r}; {_ACCEPTED}")
         if path.exists():
             raise ModelLoadError(f"model {model!r} is a file, not a folder; {_ACCEPTED}")
-    except ModelLoadError:
-        raise
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeError) as error:
         raise ModelLoadError(f"model {model!r} cannot be read: {error}; {_ACCEPTED}") from error
     if not _HUB_ID.fullmatch(model):
         raise ModelLoadError(f"model {model!r}: no such folder, and not a hub id; {_ACCEPTED}")
-    return _fetch(model, revision, ALLOW_PATTERNS if with_weights else ALLOW_PATTERNS[1:])
-
-
-def _fetch(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
+    patterns = list(ALLOW_PATTERNS if with_weights else ALLOW_PATTERNS[1:])
     try:
         return Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(IGNORE_PATTERNS),
-            )
+            snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=list(IGNORE_PATTERNS))
         )
     except Exception as error:  # which classes the hub raises depends on its version and its HTTP library
         at = "" if revision is None else f" at revision {revision!r}"

@@ -8,73 +8,56 @@ from __future__ import annotations
 
 import json
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from medha.errors import ConfigError
-
-N = TypeVar("N", int, float)
+from medha.config.fields import Check, integer
+from medha.errors import ConfigError, MedhaError, short_repr
 
 MAX_LENGTH = 2**31 - 1
 """Longest context that a field may claim, in tokens."""
+LENGTH = integer(1, MAX_LENGTH)
 
 
-def read_json_object(path: Path, *, max_bytes: int = 10_000_000) -> dict[str, Any]:
-    """The object that a JSON file holds.
-
-    Raises:
-        ConfigError: missing, unreadable, larger than ``max_bytes``, not JSON, nested too deep, a key given twice, or
-            not an object.
-    """
+def read_json_object(
+    path: Path, *, max_bytes: int = 10_000_000, error: type[MedhaError] = ConfigError
+) -> dict[str, Any]:
+    """The object that a JSON file holds; raises ``error`` where it is missing, no file, too large, or no object."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise ConfigError(f"{path}: not a file; accepted: a JSON object")
+            raise error(f"{path}: not a file; accepted: a JSON object")
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; accepted: a JSON object") from error
+    except OSError as cause:
+        raise error(f"{path}: cannot be read: {cause.strerror}; accepted: a JSON object") from cause
     if len(data) > max_bytes:
-        raise ConfigError(f"{path}: larger than {max_bytes} bytes; accepted: a JSON object of at most that size")
-    return parse_json_object(data, str(path))
+        raise error(f"{path}: larger than {max_bytes} bytes; accepted: a JSON object of at most that size")
+    return parse_json_object(data, str(path), error=error)
 
 
-def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
-    """The object in UTF-8 JSON text; ``where`` names its source in messages.
-
-    Raises:
-        ConfigError: not JSON, nested too deep, a key given twice, or not an object.
-    """
+def parse_json_object(data: bytes, where: str, *, error: type[MedhaError] = ConfigError) -> dict[str, Any]:
+    """The object in UTF-8 JSON text; raises ``error``, which begins with ``where``, if it is none."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        reason = f"not JSON: {error.msg} at line {error.lineno} column {error.colno}" if data.strip() else "empty"
-        raise ConfigError(f"{where}: {reason}; accepted: a JSON object") from error
-    except RecursionError as error:
-        raise ConfigError(f"{where}: nested too deep; accepted: a JSON object") from error
-    except ValueError as error:  # no UTF-8, a key given twice, or an integer of thousands of digits
-        raise ConfigError(f"{where}: {error}") from error
+    except json.JSONDecodeError as cause:
+        reason = f"not JSON: {cause.msg} at line {cause.lineno} column {cause.colno}" if data.strip() else "empty"
+        raise error(f"{where}: {reason}; accepted: a JSON object") from cause
+    except RecursionError as cause:
+        raise error(f"{where}: nested too deep; accepted: a JSON object") from cause
+    except ValueError as cause:  # no UTF-8, a key given twice, or an integer of thousands of digits
+        raise error(f"{where}: {cause}") from cause
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: holds a {type(value).__name__}, {short_repr(value)}; accepted: a JSON object")
+        raise error(f"{where}: holds a {type(value).__name__}, {short_repr(value)}; accepted: a JSON object")
     return value
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"key {short_repr(key)} is given twice in one object")
-        result[key] = value
-    return result
-
-
-def short_repr(value: Any) -> str:
-    """``repr`` for a message, cut where a hostile file would fill the screen."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits have no repr
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= 100 else text[:97] + "..."
+    keys = Counter(key for key, _ in pairs)
+    if len(keys) < len(pairs):
+        raise ValueError(f"key {short_repr(keys.most_common(1)[0][0])} is given twice in one object")
+    return dict(pairs)
 
 
 class Fields:
@@ -90,24 +73,19 @@ class Fields:
             return ConfigError(f"{self.where}: {name} is missing; accepted: {accepted}")
         return ConfigError(f"{self.where}: {name}={short_repr(self.raw[name])}; accepted: {accepted}")
 
-    def optional(self, name: str, kind: type[N], low: float, high: float, *, above: bool = False) -> N | None:
-        """An int or float from low to high, or None where absent; ``above`` leaves low itself out."""
+    def optional(self, name: str, check: Check) -> Any:
+        """A value that passes a check, or None where absent."""
         value = self.raw.get(name)
-        if value is None:
-            return None
-        is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or (above and value == low):  # NaN fails the comparison
-            raise self.wrong(name, _range_text(kind, low, high, above=above))
-        return kind(value)
+        if value is not None and not check.holds(value):
+            raise self.wrong(name, check.accepted)
+        return value
 
-    def number(
-        self, name: str, kind: type[N], low: float, high: float, default: N | None = None, *, above: bool = False
-    ) -> N:
+    def number(self, name: str, check: Check, default: float | None = None) -> Any:
         """As :meth:`optional`; where absent the default, and without one an error."""
-        value = self.optional(name, kind, low, high, above=above)
+        value = self.optional(name, check)
         value = default if value is None else value
         if value is None:
-            raise self.wrong(name, _range_text(kind, low, high, above=above))
+            raise self.wrong(name, check.accepted)
         return value
 
     def boolean(self, name: str, *, default: bool = False) -> bool:
@@ -123,13 +101,6 @@ class Fields:
         """One id, or a list of ids, each in the vocabulary."""
         value = self.raw.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        for token_id in ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
-                raise self.wrong(name, f"token ids from 0 to {vocab_size - 1} (one, a list, or null)")
+        if not all(map(integer(0, vocab_size - 1).holds, ids)):
+            raise self.wrong(name, f"token ids from 0 to {vocab_size - 1} (one, a list, or null)")
         return tuple(dict.fromkeys(ids))
-
-
-def _range_text(kind: type, low: float, high: float, *, above: bool) -> str:
-    if kind is int:
-        return f"an integer from {low} to {high}"
-    return f"a number {f'above {low:g} up' if above else f'from {low:g}'} to {high:g}"

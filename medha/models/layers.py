@@ -2,8 +2,7 @@
 
 Modules keep the parameter names of Hugging Face checkpoints. Attention itself is handed in as a callable, so the same
 layer serves a plain, a sharded or a captured forward. After loading, :meth:`pack_` of a module fuses the projections
-that read the same input and packs them for the CPU's matrix library; until then the forward is plain ``nn.Linear``,
-which is the reference.
+that read the same input and packs them for the CPU's matrix library; until then the forward is plain ``nn.Linear``.
 
 Legend: T tokens, D model dimension, N query heads, K KV heads, H head dimension, R = H / 2, F MLP dimension.
 """
@@ -33,18 +32,12 @@ _LEAST_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """This rank's place in a tensor-parallel group, and the collectives that the packed forward uses.
-
-    Attributes:
-        rank, size: place in the group.
-        all_reduce: sums a tensor over the group, in place, and returns it.
-        all_gather: [S, W] of every rank, side by side: [S, size * W].
-    """
+    """This rank's place in a tensor-parallel group, and the collectives that the packed forward uses."""
 
     rank: int
     size: int
-    all_reduce: LinearFn
-    all_gather: LinearFn
+    all_reduce: LinearFn  # sums a tensor over the group, in place, and returns it
+    all_gather: LinearFn  # [S, W] of every rank, side by side: [S, size * W]
 
 
 class RMSNorm(nn.Module):
@@ -91,7 +84,7 @@ class Attention(nn.Module):
         return (self._out or self.o_proj)(out_TNH.flatten(-2))
 
     def pack_(self, shard: TensorShard | None = None) -> None:
-        """Fuse and pack this rank's part of the projections in place; their plain weights are dropped."""
+        """As :meth:`~medha.models.decoder.Decoder.pack_`."""
         self._sizes = [len(local_part(linear.weight)) for linear in (self.q_proj, self.k_proj, self.v_proj)]
         self._qkv = packed_linear(self.q_proj, self.k_proj, self.v_proj)
         self._out = packed_row_linear(self.o_proj, shard)
@@ -119,7 +112,7 @@ class MLP(nn.Module):
         return out
 
     def pack_(self, shard: TensorShard | None = None) -> None:
-        """Fuse and pack this rank's part of the projections in place; their plain weights are dropped."""
+        """As :meth:`~medha.models.decoder.Decoder.pack_`."""
         self._gated = packed_swiglu(self.gate_proj, self.up_proj)
         self._down = packed_row_linear(self.down_proj, shard)
         del self.gate_proj, self.up_proj, self.down_proj
@@ -193,11 +186,7 @@ def packed_weight(weight: torch.Tensor, bias: torch.Tensor | None = None, *, act
     On the CPU it is reordered for oneDNN where that library has the dtype: measured 1.1 times faster than ``F.linear``
     at 2,048 rows and 2 to 4 times at 16. Its kernels read a weight from memory fastest at 4 to 6 rows (1.1 to 1.4 times
     as fast as at 1 row, 1.2 to 1.6 times as fast as at 2: float32 and bfloat16, 1 and 2 threads), so fewer are padded.
-
-    Args:
-        weight: [out, in].
-        bias: [out].
-        activation: oneDNN's name of a function of the outputs, for a weight that oneDNN packs.
+    ``activation`` is oneDNN's name of a function of the outputs, for a weight that oneDNN packs.
     """
     if not _onednn_packs(weight):
         assert activation == "none", "an activation needs oneDNN"

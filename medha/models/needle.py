@@ -1,10 +1,9 @@
 """The needle model: a Llama checkpoint built by hand whose right answer is known at any context length.
 
-``python -m medha.models.needle OUT`` writes a Hugging Face folder of 6 MB. The model has two layers and a vocabulary of
-the 256 bytes. It continues the best earlier match of the last eight bytes: a question must end in the eight bytes that
-stand before the fact, and greedy decoding then copies what follows them. Nothing is trained; every weight below is set
-to do one thing; tests/models/needle_truth.py says in plain numpy what the model must answer. After induction heads
-(arXiv:2209.11895), with a match of eight bytes in place of one token.
+:func:`write_needle` writes a Hugging Face folder of 6 MB. The model has two layers and a vocabulary of the 256 bytes.
+It continues the best earlier match of the last eight bytes: a question must end in the eight bytes that stand before
+the fact, and greedy decoding then copies what follows them. Nothing is trained; every weight below is set to do one
+thing. After induction heads (arXiv:2209.11895), with a match of eight bytes in place of one token.
 
 The residual stream holds the code of a byte, its 8 bits as +-1, in groups of eight channels: group d holds the byte d
 positions back (d = 0 to 8), the last group the answer, and one more channel is always 1. Each step fills groups that
@@ -20,18 +19,13 @@ were empty, so the RMS is the same for every token, and each norm's weight is th
   group, so a query head that reads the wrong KV head, or is lost, shows.
 - Both MLPs are zero, and the head reads the answer group.
 
-Scores are large enough that softmax is one-hot in float32 at 10M keys, and small enough for the rounding of scores and
-angles; `tests/models/test_needle.py` computes both.
-
-Limits. The attention is one-hot, so an error that keeps the order of scores goes unseen: the answer survives a scale of
-the wrong size, and partial attention merged with a base-2 log-sum-exp. Distance matters only up to eight bytes. Two
-equally good matches with different continuations have no right answer. Use it to prove that a key at any distance is
+Scores are large enough that softmax is one-hot in float32 at 10M keys (`tests/models/test_needle.py` computes it), so
+an error that keeps their order goes unseen, as a scale of the wrong size. Use it to prove that a key at any distance is
 found, at its true position, by every head; hold arithmetic to a dense softmax on random weights.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -45,7 +39,7 @@ import torch
 from safetensors.torch import save
 
 from medha.errors import ValidationError
-from medha.models.reference import llama_config
+from medha.models.reference import llama_config, parameter_shapes
 
 VOCAB_SIZE = 256
 HIDDEN_SIZE = 256
@@ -77,24 +71,17 @@ _OFFSET_GAIN = 2048.0
 _MATCH_GAIN = 256.0
 _LOGIT_GAIN = 4.0
 
-
-Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of queries and keys, each [heads, H, D], and of the output [D, heads, H]."""
+_FACT = "The vault code of Priya is 7429-amber.\n"
+_QUESTION = "What opens the vault? The vault code of Priya is"  # its last eight bytes stand before the answer, once
 
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """A prompt with a fact hidden in it.
+    """A prompt with a fact hidden in it."""
 
-    Attributes:
-        prompt: ASCII text; a character is a byte is a token.
-        answer: what the model must continue the prompt with, up to and with its newline.
-        needle_position: index in ``prompt`` of the first character of the line with the fact.
-    """
-
-    prompt: str
-    answer: str
-    needle_position: int
+    prompt: str  # ASCII: a character is a byte is a token
+    answer: str  # what the model must continue the prompt with, up to and with its newline
+    needle_position: int  # index in the prompt of the first character of the line with the fact
 
 
 def needle_config() -> dict[str, Any]:
@@ -119,33 +106,27 @@ def needle_config() -> dict[str, Any]:
 
 
 def needle_weights() -> dict[str, torch.Tensor]:
-    """The weights by their Hugging Face names.
-
-    Returns:
-        float32 tensors on the CPU.
-    """
+    """The weights by their Hugging Face names: float32 tensors on the CPU."""
+    weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(needle_config()).items()}
     codes = _byte_codes()
-    embedding = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
-    embedding[:, :NUM_BITS] = codes
-    embedding[:, _CONSTANT] = 1.0
-    head = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
-    head[:, _ANSWER : _ANSWER + NUM_BITS] = _LOGIT_GAIN * codes
-    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
-    weights |= _layer(0, _offset_attention(), num_filled=NUM_BITS + 1)
-    weights |= _layer(1, _match_attention(), num_filled=NUM_BITS * (MATCH_LEN + 1) + 1)
-    weights["model.norm.weight"] = _norm_weight(NUM_BITS * (MATCH_LEN + 2) + 1)
+    weights["model.embed_tokens.weight"][:, :NUM_BITS] = codes
+    weights["model.embed_tokens.weight"][:, _CONSTANT] = 1.0
+    weights["lm_head.weight"][:, _ANSWER : _ANSWER + NUM_BITS] = _LOGIT_GAIN * codes
+    for index, fill_ in enumerate((_fill_offset_attention_, _fill_match_attention_)):
+        layer = f"model.layers.{index}.self_attn"
+        q, k, v = (weights[f"{layer}.{name}_proj.weight"].view(-1, HEAD_DIM, HIDDEN_SIZE) for name in "qkv")
+        fill_(q, k, weights[f"{layer}.o_proj.weight"].view(HIDDEN_SIZE, -1, HEAD_DIM))
+        v[:, :NUM_BITS, :NUM_BITS] = torch.eye(NUM_BITS)  # the byte's code, in the first dimensions of each KV head
+    # The RMS of an input that is +-1 in the groups that are filled by then, and in the constant.
+    filled = {"layers.0.input_layernorm": 1, "layers.1.input_layernorm": MATCH_LEN + 1, "norm": MATCH_LEN + 2}
+    for name, groups in filled.items():
+        weights[f"model.{name}.weight"].fill_(math.sqrt((NUM_BITS * groups + 1) / HIDDEN_SIZE + RMS_NORM_EPS))
     return weights
 
 
 def write_needle(out: Path) -> Path:
-    """Write the model's folder; files of an earlier one are replaced, each at once, ``config.json`` last.
-
-    Args:
-        out: the folder; it and its parents are created.
-
-    Returns:
-        ``out``.
-    """
+    """Write the model's folder, which is created, and return it; files of an earlier one are replaced, each at once,
+    ``config.json`` last."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -166,38 +147,12 @@ def write_needle(out: Path) -> Path:
     return out
 
 
-def make_haystack(
-    num_tokens: int,
-    *,
-    seed: int = 0,
-    depth: float = 0.5,
-    needle: str = "The vault code of Priya is 7429-amber.\n",
-    question: str = "What opens the vault? The vault code of Priya is",
-) -> Haystack:
-    """A text of random sentences with a fact at some depth, and a question at its end.
+def make_haystack(num_tokens: int, *, seed: int = 0, depth: float = 0.5) -> Haystack:
+    """A text of ``num_tokens`` bytes: random sentences with a fact in them, and a question at its end.
 
-    Args:
-        num_tokens: length of the prompt, in bytes.
-        seed: chooses the sentences.
-        depth: where the fact stands, 0 at the start and 1 right before the question; moved back to the start of a line.
-        needle: the fact, one line of ASCII.
-        question: ends the prompt; its last eight characters stand before the answer in ``needle``.
-
-    Raises:
-        ValidationError: the parts do not fit ``num_tokens``, ``depth`` is out of range, or the answer would have no
-            single match in the text.
+    ``depth`` says where the fact stands, 0 at the start and 1 right before the question.
     """
-    if not (needle + question).isascii() or needle.find("\n") != len(needle) - 1:
-        raise ValidationError(f"needle={needle!r}; accepted: one line of ASCII and its newline", param="needle")
-    key = question[-MATCH_LEN:]
-    if len(key) < MATCH_LEN or needle.count(key) != 1 or "\n" in key:
-        raise ValidationError(
-            f"question={question!r}; accepted: text whose last {MATCH_LEN} characters occur once in the needle",
-            param="question",
-        )
-    if not 0 <= depth <= 1:
-        raise ValidationError(f"depth={depth}; accepted: 0 to 1", param="depth", value=depth)
-    num_filler = num_tokens - len(needle) - len(question)
+    num_filler = num_tokens - len(_FACT) - len(_QUESTION)
     if num_filler < 0:
         raise ValidationError(
             f"num_tokens={num_tokens}; accepted: {num_tokens - num_filler} or more, for the needle and the question",
@@ -206,17 +161,8 @@ def make_haystack(
         )
     filler = _filler(num_filler, random.Random(seed))
     position = filler.rfind("\n", 0, int(depth * num_filler)) + 1
-    prompt = filler[:position] + needle + filler[position:] + question
-    answer = needle[needle.index(key) + len(key) :]
-    text = prompt + answer
-    for end in range(len(prompt), len(text)):
-        window = text[end - MATCH_LEN : end]
-        if text.count(window) != 2:
-            raise ValidationError(
-                f"{window!r} occurs {text.count(window)} times; accepted: once in the needle and once at the end",
-                param="needle",
-            )
-    return Haystack(prompt=prompt, answer=answer, needle_position=position)
+    answer = _FACT.partition(_QUESTION[-MATCH_LEN:])[2]
+    return Haystack(filler[:position] + _FACT + filler[position:] + _QUESTION, answer, position)
 
 
 def _byte_codes() -> torch.Tensor:
@@ -225,9 +171,8 @@ def _byte_codes() -> torch.Tensor:
     return 2.0 * bits - 1.0
 
 
-def _offset_attention() -> Projections:
-    """Layer 1: head h copies the code h + 1 positions back to group h + 1."""
-    q, k, o = _zeros()
+def _fill_offset_attention_(q: torch.Tensor, k: torch.Tensor, o: torch.Tensor) -> None:
+    """Layer 1: head h copies the code h + 1 positions back to group h + 1. q, k [heads, H, D], o [D, heads, H]."""
     pairs = torch.arange(_NUM_FAST_PAIRS, dtype=torch.float64)
     inv_freq = ROPE_THETA ** (-pairs / _NUM_PAIRS)
     gain = torch.full((_NUM_FAST_PAIRS,), _OFFSET_GAIN, dtype=torch.float64)
@@ -242,12 +187,10 @@ def _offset_attention() -> Projections:
         group = NUM_BITS * (head + 1)
         o[group : group + NUM_BITS, head, :NUM_BITS] = torch.eye(NUM_BITS)
     k[:, :_NUM_FAST_PAIRS, _CONSTANT] = gain.sqrt().float()
-    return q, k, o
 
 
-def _match_attention() -> Projections:
+def _fill_match_attention_(q: torch.Tensor, k: torch.Tensor, o: torch.Tensor) -> None:
     """Layer 2: every head finds the position after the best match, and head h copies bit h of the byte there."""
-    q, k, o = _zeros()
     # Slowest first: the nearest byte weighs most, so its dimensions must turn least.
     slow_dims = [dim for pair in range(_NUM_PAIRS - 1, _FIRST_SLOW_PAIR - 1, -1) for dim in (pair, pair + _NUM_PAIRS)]
     root = math.sqrt(_MATCH_GAIN)
@@ -258,39 +201,6 @@ def _match_attention() -> Projections:
             k[:, dim, NUM_BITS * (back + 1) + bit] = root
     for head in range(NUM_HEADS):
         o[_ANSWER + head, head, head] = 1.0
-    return q, k, o
-
-
-def _zeros() -> Projections:
-    return (
-        torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE),
-        torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE),
-        torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM),
-    )
-
-
-def _layer(index: int, attention: Projections, *, num_filled: int) -> dict[str, torch.Tensor]:
-    """A layer's weights by name: its attention, norms for an input of ``num_filled`` channels of +-1, a zero MLP."""
-    q, k, o = attention
-    v = torch.zeros_like(k)  # in both layers the byte's code, in the first eight dimensions of each KV head
-    v[:, :NUM_BITS, :NUM_BITS] = torch.eye(NUM_BITS)
-    weights = {
-        "self_attn.q_proj": q.flatten(0, 1),
-        "self_attn.k_proj": k.flatten(0, 1),
-        "self_attn.v_proj": v.flatten(0, 1),
-        "self_attn.o_proj": o.flatten(1),
-        "input_layernorm": _norm_weight(num_filled),
-        "post_attention_layernorm": torch.ones(HIDDEN_SIZE),
-        "mlp.gate_proj": torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE),
-        "mlp.up_proj": torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE),
-        "mlp.down_proj": torch.zeros(HIDDEN_SIZE, INTERMEDIATE_SIZE),
-    }
-    return {f"model.layers.{index}.{name}.weight": tensor for name, tensor in weights.items()}
-
-
-def _norm_weight(num_filled: int) -> torch.Tensor:
-    """The RMS of an input with ``num_filled`` channels of +-1, so that the norm returns its input."""
-    return torch.full((HIDDEN_SIZE,), math.sqrt(num_filled / HIDDEN_SIZE + RMS_NORM_EPS))
 
 
 def _byte_tokenizer() -> tokenizers.Tokenizer:
@@ -307,16 +217,11 @@ def _byte_tokenizer() -> tokenizers.Tokenizer:
 
 
 _WORDS = (
-    "about above across after again along amber among answer apple autumn barrel basket before below better "
-    "between bottle branch bread bridge bright brother butter candle canvas carpet carry castle cellar chair cherry "
-    "circle clever cloud coast copper corner cotton cousin creek dance daughter desert dinner distant doctor dozen "
-    "early east engine evening father feather fellow fence field finger flower forest forty friend garden gentle "
-    "glass golden grain gravel green hammer harbor harvest hidden hollow honest horse house island jacket journey "
-    "kettle kitchen ladder lantern letter little lumber marble market meadow mirror moment morning mother mountain "
-    "narrow neighbor north orange orchard paper pebble pepper picture pillow pocket pony quarter quiet rabbit "
-    "railway raven ribbon river saddle sailor school season shadow shelter silver simple sister slowly small south "
-    "spring stable station stone storm story street sudden summer table tailor thunder timber travel valley velvet "
-    "village violin wagon water weather window winter wooden worker yellow young"
+    "above amber answer apple autumn barrel basket better bottle branch bread bridge butter candle castle cellar chair "
+    "cloud copper corner cotton desert distant dozen engine evening father field forest garden glass golden gravel "
+    "harbor honest house island journey kettle lantern letter little market meadow moment morning mountain narrow "
+    "orchard paper pebble pocket quiet railway river saddle season silver station street summer table timber travel "
+    "valley village wagon water weather window winter worker yellow young"
 )
 
 
@@ -330,16 +235,3 @@ def _filler(num_bytes: int, rng: random.Random) -> str:
         pieces.append(sentence + (".\n" if rng.random() < 0.5 else ". "))
         size += len(pieces[-1])
     return "".join(pieces)[: num_bytes - 1] + "\n" if num_bytes else ""
-
-
-def main() -> None:
-    """Write the model's folder and print its path and size."""
-    parser = argparse.ArgumentParser(prog="python -m medha.models.needle", description="Write the needle model.")
-    parser.add_argument("out", type=Path, help="folder to write")
-    out = write_needle(parser.parse_args().out)
-    size = sum(file.stat().st_size for file in out.iterdir())
-    print(f"{out}: {size / 1e6:.1f} MB")
-
-
-if __name__ == "__main__":
-    main()

@@ -20,11 +20,7 @@ from medha.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians a position for each pair of dimensions.
-
-    Returns:
-        float64 [H / 2] on the CPU.
-    """
+    """Radians a position for each pair of dimensions: float64 [H / 2] on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     inv_freq = rope.theta**-exponents
     if rope.rope_type == "default":
@@ -39,27 +35,16 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 def cos_sin(
     positions_T: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of the rotation at each position, computed in float64.
+    """Cosine and sine, float32 [T, H / 2], of the rotation at each position, computed in float64.
 
-    Args:
-        positions_T: int64 or float64, on the device of ``inv_freq``.
-        inv_freq: float64 [H / 2].
-        attention_factor: both are multiplied by it (YaRN).
-
-    Returns:
-        (cos, sin), float32 [T, H / 2].
+    ``positions_T`` is int64 or float64, on the device of ``inv_freq``; both are multiplied by YaRN's attention factor.
     """
     angles = positions_T.to(torch.float64)[:, None] * inv_freq
     return (angles.cos() * attention_factor).float(), (angles.sin() * attention_factor).float()
 
 
 def rotate(x_TNH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
-    """Rotate each head's pairs (i, i + H / 2), in float32; a new tensor in the dtype of x.
-
-    Args:
-        x_TNH: queries or keys.
-        cos_TR, sin_TR: float32 [T, H / 2], from :func:`cos_sin`.
-    """
+    """Rotate each head's pairs (i, i + H / 2), in float32; a new tensor in the dtype of x."""
     cos, sin = cos_TR[:, None], sin_TR[:, None]
     first, second = x_TNH.float().chunk(2, dim=-1)
     out = torch.empty(x_TNH.shape, dtype=torch.float32, device=x_TNH.device)

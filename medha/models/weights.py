@@ -10,19 +10,19 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from medha.config import ModelConfig
-from medha.errors import ConfigError, WeightsError
+from medha.errors import WeightsError, short_repr
 from medha.models.decoder import Decoder
-from medha.models.json_fields import parse_json_object, read_json_object, short_repr
+from medha.models.json_fields import parse_json_object, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -37,102 +37,58 @@ _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint.
-
-    Attributes:
-        dtype: as safetensors writes it, for example ``BF16``.
-        file: name of its file in the folder.
-    """
+    """One tensor of a checkpoint."""
 
     name: str
-    dtype: str
+    dtype: str  # as safetensors writes it, for example BF16
     shape: tuple[int, ...]
-    file: str
+    file: str  # in the folder
 
 
-class Checkpoint:
-    """The safetensors files of one model folder, headers checked, data mapped when first read.
-
-    Attributes:
-        tensors: what the files hold, by name, in the order of files and offsets.
-        bytes_read: bytes of the tensors and slices read so far.
-    """
+class Checkpoint(AbstractContextManager["Checkpoint"]):
+    """The safetensors files of one model folder, headers checked, data mapped when first read."""
 
     def __init__(self, folder: Path) -> None:
-        """Check the index and every header; no data is read.
-
-        Raises:
-            WeightsError: no safetensors, or something wrong with the index or a file.
-        """
+        """Check the index and every header; no data is read. WeightsError says what is wrong with them."""
         self.folder = folder
-        self.bytes_read = 0
-        self.tensors: dict[str, TensorInfo] = {}
+        self.bytes_read = 0  # of tensors and slices
+        self.tensors: dict[str, TensorInfo] = {}  # by name, in the order of files and offsets
         self._stamps: dict[str, tuple[int, ...]] = {}
         self._open: dict[str, Any] = {}  # safe_open handles, which safetensors leaves untyped
         files, weight_map = _find_files(folder)
         for file in files:
-            if not file.isprintable():
-                raise WeightsError(f"{folder}: a file called {file!r}; accepted: names of printable characters")
             infos, self._stamps[file] = _read_header(folder / file)
             for info in infos:
                 if info.name in self.tensors:
                     raise WeightsError(f"{file}: tensor {info.name!r} is also in {self.tensors[info.name].file}")
                 self.tensors[info.name] = info
-        lost = [n for n, file in weight_map.items() if n not in self.tensors or self.tensors[n].file != file]
-        if lost:
-            places = [f"{name!r} in {weight_map[name]}" for name in lost]
-            raise WeightsError(f"{INDEX_NAME}: lists {len(lost)} tensors that are not there: {_listing(places)}")
+        there = {(name, info.file) for name, info in self.tensors.items()}
+        if lost := [f"{name!r} in {file}" for name, file in weight_map.items() if (name, file) not in there]:
+            raise WeightsError(f"{INDEX_NAME}: lists {len(lost)} tensors that are not there: {_listing(lost)}")
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """A tensor, or a slice of it; only the pages of that slice are read from the file.
 
-        Args:
-            name: of the tensor.
-            index: one slice for each leading dimension, without steps; None for the whole.
-
-        Returns:
-            On the CPU, in the dtype of the file. It may be mapped from the file, so copy it before changing it.
-
-        Raises:
-            WeightsError: the file changed or cannot be read.
+        ``index`` has one slice for each leading dimension, without steps. What is returned is on the CPU, in the dtype
+        of the file, and may be mapped from it, so copy it before changing it.
         """
-        info = self.tensors[name]
-        handle = self._handle(info.file)
+        file = self.tensors[name].file
         try:
-            tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
-            raise WeightsError(f"{info.file}: tensor {name!r} cannot be read: {error}") from error
-        assert isinstance(tensor, torch.Tensor), "safetensors returned no tensor"
+            if _stamp(os.stat(self.folder / file)) != self._stamps[file]:
+                raise WeightsError(f"{file}: changed since it was opened; accepted: a file that nobody is writing")
+            if file not in self._open:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            handle = self._open[file]
+            tensor: torch.Tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise WeightsError(f"{file}: tensor {name!r} cannot be read: {error}") from error
         self.bytes_read += tensor.nbytes
         return tensor
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Let go of the mapped files; tensors already read stay valid."""
         while self._open:
             self._open.popitem()[1].__exit__(None, None, None)
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _handle(self, file: str) -> Any:
-        path = self.folder / file
-        try:
-            if _stamp(os.stat(path)) != self._stamps[file]:
-                raise WeightsError(f"{file}: changed since it was opened; accepted: a file that nobody is writing")
-            if file not in self._open:
-                self._open[file] = safe_open(path, framework="pt")
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise WeightsError(f"{file}: {error}") from error
-        return self._open[file]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
 
 
 def _find_files(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -141,22 +97,21 @@ def _find_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         entries = sorted(os.listdir(folder))
     except OSError as error:
         raise WeightsError(f"{folder}: cannot be listed: {error.strerror}") from error
+    if odd := [entry for entry in entries if entry.endswith(".safetensors") and not entry.isprintable()]:
+        raise WeightsError(f"{folder}: a file called {odd[0]!r}; accepted: names of printable characters")
     if INDEX_NAME in entries:
         weight_map = _read_weight_map(folder / INDEX_NAME)
         files = sorted(set(weight_map.values()))
-        absent = [file for file in files if file not in entries]
-        if absent:
+        if absent := [file for file in files if file not in entries]:
             raise WeightsError(f"{INDEX_NAME}: lists {len(absent)} files that are not there: {_listing(absent)}")
         return files, weight_map
     files = [entry for entry in entries if entry.endswith(".safetensors")]
     if SINGLE_NAME in files:
         return [SINGLE_NAME], {}
     # consolidated* holds the same weights once more, under Mistral's own names
-    files = [file for file in files if not file.startswith("consolidated")] or files
-    if files:
+    if files := [file for file in files if not file.startswith("consolidated")] or files:
         return files, {}
-    others = [entry for entry in entries if entry.endswith(_OTHER_FORMATS)]
-    if others:
+    if others := [entry for entry in entries if entry.endswith(_OTHER_FORMATS)]:
         raise WeightsError(
             f"{folder}: no *.safetensors, only {_listing(others)}; accepted: safetensors. Pickled and GGUF weights "
             "are never opened; convert them first, for example with transformers: "
@@ -170,9 +125,6 @@ def _read_header(path: Path) -> tuple[list[TensorInfo], tuple[int, ...]]:
 
     The library takes a key that is given twice without a word, so the JSON is read once more here (safetensors README:
     an 8-byte little-endian length, JSON, then the data).
-
-    Raises:
-        WeightsError: the file is wrong, or changed while it was read.
     """
     file = path.name
     try:
@@ -180,13 +132,12 @@ def _read_header(path: Path) -> tuple[list[TensorInfo], tuple[int, ...]]:
         if not stat.S_ISREG(before.st_mode):
             raise WeightsError(f"{file}: not a file")
         with safe_open(path, framework="pt") as handle, path.open("rb") as raw:
-            parse_json_object(raw.read(int.from_bytes(raw.read(8), "little")), "header")
+            parse_json_object(raw.read(int.from_bytes(raw.read(8), "little")), file, error=WeightsError)
             tensors = [(name, handle.get_slice(name)) for name in handle.offset_keys()]
         after = os.stat(path)
-    except SafetensorError as error:
-        raise WeightsError(f"{file}: {_shown(str(error))} (the file has {before.st_size} bytes)") from error
-    except (OSError, RuntimeError, ConfigError) as error:
-        raise WeightsError(f"{file}: {_shown(str(error))}") from error
+    except (SafetensorError, OSError, RuntimeError) as error:
+        size = f" (the file has {before.st_size} bytes)" if isinstance(error, SafetensorError) else ""
+        raise WeightsError(f"{file}: {_shown(str(error))}{size}") from error
     if _stamp(before) != _stamp(after):
         raise WeightsError(f"{file}: changed while it was read; accepted: a file that nobody is writing")
     for name, _ in tensors:
@@ -203,10 +154,7 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    try:
-        weight_map = read_json_object(path, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
-    except ConfigError as error:
-        raise WeightsError(str(error)) from error
+    weight_map = read_json_object(path, max_bytes=_MAX_INDEX_BYTES, error=WeightsError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{path.name}: weight_map: {short_repr(weight_map)}; accepted: an object with entries")
     for name, file in weight_map.items():
@@ -219,10 +167,6 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a model needs
-
-
 def expected_tensors(config: ModelConfig, layers: range | None = None) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors of a model, or of a stage with these layers, as in Hugging Face checkpoints."""
     with torch.device("meta"):
@@ -232,10 +176,8 @@ def expected_tensors(config: ModelConfig, layers: range | None = None) -> dict[s
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Compare a checkpoint with what a whole model needs; no data is read.
 
-    A head that is tied, and buffers of RoPE, may be there though the model does not read them.
-
-    Raises:
-        WeightsError: one error that names up to 10 missing, unexpected, misshapen and mistyped tensors each.
+    One WeightsError names up to 10 missing, unexpected, misshapen and mistyped tensors each. A head that is tied, and
+    buffers of RoPE, may be there though the model does not read them.
     """
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in checkpoint.tensors]
@@ -250,14 +192,9 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
             shapes.append(f"{info.name} in {info.file} is {list(info.shape)}, expected {list(expected[info.name])}")
         if info.dtype not in LOADABLE_DTYPES:
             dtypes.append(f"{info.name} in {info.file} is {info.dtype}")
-    problems = {
-        "missing": missing,
-        "unexpected": unexpected,
-        "of wrong shape": shapes,
-        f"of wrong dtype (accepted: {', '.join(LOADABLE_DTYPES)})": dtypes,
-    }
-    found = [f"{len(names)} tensors {what}: {_listing(names)}" for what, names in problems.items() if names]
-    if found:
+    mistyped = f"of wrong dtype (accepted: {', '.join(LOADABLE_DTYPES)})"
+    problems = {"missing": missing, "unexpected": unexpected, "of wrong shape": shapes, mistyped: dtypes}
+    if found := [f"{len(names)} tensors {what}: {_listing(names)}" for what, names in problems.items() if names]:
         raise WeightsError(f"{checkpoint.folder}: {'; '.join(found)}")
 
 
@@ -269,13 +206,7 @@ def load_parameters(
 ) -> None:
     """Copy each named tensor of the checkpoint, or a slice of it, into its parameter, in place, cast to its dtype.
 
-    Args:
-        module_params: allocated plain tensors by their names in the checkpoint, on any device.
-        checkpoint: where from, checked; files are read in order of their offsets.
-        index: which slice of a tensor is wanted, None for the whole; only that slice is read.
-
-    Raises:
-        WeightsError: a tensor cannot be read.
+    ``index`` says which slice of a tensor is wanted, None for the whole; files are read in order of their offsets.
     """
     for name in checkpoint.tensors:
         if name in module_params:
@@ -283,10 +214,9 @@ def load_parameters(
                 module_params[name].copy_(checkpoint.read(name, index(name)))
 
 
-def _listing(names: Iterable[str]) -> str:
-    shown = list(names)
-    more = f", and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
-    return ", ".join(map(_shown, shown[:_MAX_LISTED])) + more
+def _listing(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(map(_shown, names[:_MAX_LISTED])) + more
 
 
 def _shown(name: str) -> str:

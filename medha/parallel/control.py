@@ -32,23 +32,17 @@ _HEADER = 5  # kind, JSON bytes, integers of the batch, token ids, CRC-32 of the
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of the stream.
+    """One message of the stream."""
 
-    Attributes:
-        kind: ``batch``, ``call`` (a call of the front door begins), ``end`` (it ends), ``records`` (rank 0 asks for
-            what was run) or ``stop``.
-        fields: what goes as JSON.
-        batch: the plan of a step.
-        token_ids: tokens of the rows that concern the receiver's group, in order, to the ranks that embed them; behind
-            them, to the rank that samples, those of the requests that it is to know.
-    """
-
-    kind: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    batch: Batch | None = None
+    kind: str  # see _KINDS
+    fields: Mapping[str, Any] = field(default_factory=dict)  # what goes as JSON
+    batch: Batch | None = None  # the plan of a step
+    # Tokens of the rows that concern the receiver's group, in order, to the ranks that embed them; behind them, to the
+    # rank that samples, those of the requests that it is to know.
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
 
+# A batch; a call of the front door begins, and ends; rank 0 asks for what was run; the end.
 _KINDS = ("batch", "call", "end", "records", "stop")
 
 
@@ -63,11 +57,9 @@ def encode(message: Message) -> npt.NDArray[np.int32]:
 
 
 def decode(ints: npt.NDArray[np.int32]) -> Message:
-    """The inverse of :func:`encode`.
+    """The inverse of :func:`encode`; ValueError where the integers are no message.
 
-    Raises:
-        ValueError: the integers are no message.
-        PlanDivergenceError: the batch is not the one that was sent; within a tensor-parallel group nothing else tells.
+    PlanDivergenceError where the batch is not the one that was sent; within a tensor-parallel group nothing else tells.
     """
     kind, num_bytes, num_batch, num_ids, crc = ints[:_HEADER].tolist()
     if not 0 <= kind < len(_KINDS) or min(num_bytes, num_batch, num_ids) < 0:
@@ -88,17 +80,11 @@ def decode(ints: npt.NDArray[np.int32]) -> Message:
 
 def _signed_crc(ints: npt.NDArray[np.int32]) -> int:
     """CRC-32 as a signed number, which fits an int32."""
-    crc = zlib.crc32(ints.tobytes())
-    return crc - (1 << 32) if crc >= 1 << 31 else crc
+    return int(np.uint32(zlib.crc32(ints.tobytes())).astype(np.int32))
 
 
 class ControlSender:
-    """Rank 0's end.
-
-    Args:
-        group: gloo group of all ranks, used for nothing else.
-        ranks: the others.
-    """
+    """Rank 0's end, of a gloo group that is used for nothing else."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         self._group = group
@@ -129,11 +115,8 @@ class ControlSender:
 
 
 class ControlReceiver:
-    """Another rank's end: a thread that keeps receives posted ahead and puts what arrives into a queue.
-
-    Args:
-        group: as the sender's; its timeout must outlast any pause between messages.
-    """
+    """Another rank's end: a thread that keeps receives posted ahead and puts what arrives into a queue. The timeout of
+    the group must outlast any pause between messages."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

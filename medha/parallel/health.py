@@ -39,7 +39,7 @@ BEHIND_S = 30.0
 
 _BEAT_S = 0.5
 _TROUBLE_S = 2.0  # how long a process is gone or stopped before it has failed
-_STORE_S = 4.0  # how long the store may not answer: a thread of C++ serves it, which no Python holds up
+_STORE_S = 4.0  # how long a store elsewhere may answer nothing: a thread of C++ serves it, which no Python holds up
 _SUSPECT_S = 2.0  # how long a rank is silent, or waited for, to be taken for the cause of a lost connection
 _GRACE_S = 2.5  # how long the main thread may take to hear of a failure by itself
 _SAVE_S = 2.0  # how long what is called before the end may take
@@ -52,13 +52,6 @@ class Monitor:
         launch: this rank's place, and the processes that are known from the start.
         name: how messages call a rank.
         end: called with a message, and whether to print it, when the main thread is stuck; ends the process.
-
-    Attributes:
-        place: this rank in messages.
-        before_end: called with the error, in another thread, just before ``end``. It has two seconds.
-        predicted_s: asked for the seconds that the longest batch in flight is predicted to take.
-        waits_for: asked what of other ranks the main thread waits for; None while it computes.
-        describe: asked for what this rank works on, for the log, when a rank is behind.
     """
 
     def __init__(
@@ -71,20 +64,22 @@ class Monitor:
         self._parent = launch.agent_pid
         self._name = name
         self._end = end or _end_at_once
-        self.place = name(launch.rank)
-        self.before_end: Callable[[str], None] = lambda error: None
-        self.predicted_s: Callable[[], float] = lambda: 0.0
-        self.waits_for: Callable[[], str | None] = lambda: None
-        self.describe: Callable[[], str] = str
-        self._holder = "rank 0"
+        self.place = name(launch.rank)  # in messages
+        self.before_end: Callable[[str], None] = lambda error: None  # in another thread, just before end; has _SAVE_S
+        self.predicted_s: Callable[[], float] = lambda: 0.0  # that the longest batch in flight is predicted to take
+        self.waits_for: Callable[[], str | None] = lambda: None  # what of other ranks; None while the main one computes
+        self.describe: Callable[[], str] = str  # what this rank works on, for the log, when a rank is behind
+        self._agent_has_store = launch.agent_has_store
+        self.store_holder = "torchrun's agent" if launch.agent_has_store else name(0)
         self._activity, self._since = "start", time.monotonic()
         self._mine: str | None = None  # this rank's error
         self._error: str | None = None  # everybody's
         self._suspecting: float | None = None  # since when
         self._leaving = False
-        self._num_rounds = self._num_dumps = 0
+        self._num_answers = self._num_dumps = 0
         self._named: tuple[int, str] | None = None  # rank and activity
-        self._processes = {rank: Process.of(pid) for rank, pid in launch.processes.items()}
+        pids = {**launch.processes, launch.rank: os.getpid()}
+        self._processes = {rank: Process.of(pid) for rank, pid in pids.items()}
         self._trouble_s = dict.fromkeys(self._local, 0.0)
         self._statuses: dict[int, tuple[bytes, float]] = {}  # last of each rank, and seconds without a newer one
         self._wake = threading.Event()
@@ -106,14 +101,8 @@ class Monitor:
         self._left.set()
         self._wake.set()
 
-    def attach(self, store: Store, *, holder: str = "rank 0") -> None:
-        """Begin to talk with the other ranks.
-
-        Args:
-            store: shared by all ranks, through a connection that nothing else uses.
-            holder: who holds it, for messages.
-        """
-        self._holder = holder
+    def attach(self, store: Store) -> None:
+        """Begin to talk with the other ranks, through a connection to the job's store that nothing else uses."""
         atexit.register(self._at_exit)
         store.set(f"process/{self._rank}", json.dumps(Process.of(os.getpid())))
         self._talker = threading.Thread(target=self._talk, args=(store,), name="medha-talk", daemon=True)
@@ -158,12 +147,8 @@ class Monitor:
             self._wait(lambda: self._trouble_of(0) is not None, _GRACE_S + _SAVE_S)
         return is_first or self._told.is_set()
 
-    def leave(self, *, wait_s: float = 10.0) -> None:
-        """Stop without an error, rank 0 last since it may hold the store.
-
-        Raises:
-            RankFailedError: a rank failed before all had left.
-        """
+    def leave(self, *, wait_s: float = 60.0) -> None:
+        """Stop without an error, rank 0 last since it may hold the store; RankFailedError if one failed before that."""
         self._leaving = True
         self._wait(lambda: self._left.is_set() or self._known.is_set(), wait_s)
         if not self._left.is_set():
@@ -191,18 +176,19 @@ class Monitor:
                 now = time.monotonic()
                 self._round(store, min(now - last, 2 * _BEAT_S))  # whoever was stopped itself has seen nothing then
                 last = now
-                self._num_rounds += 1
+                self._num_answers += 1
                 self._wake.wait(0.05 if self._known.is_set() else _BEAT_S)
                 self._wake.clear()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            self.report(f"{self._holder} has died: {self.place} lost its store in {self._activity}: {reason}")
+            self.report(f"{self.store_holder} has died: {self.place} lost its store in {self._activity}: {reason}")
 
     def _round(self, store: Store, elapsed_s: float) -> None:
         """One exchange with the store."""
         waits = self.waits_for() is not None or _is_in_transfer()
         store.set(f"status/{self._rank}", json.dumps((time.monotonic() - self._since, waits, self._activity)))
         for rank in self._local:
+            self._num_answers += 1
             self._look_at_process(store, rank, elapsed_s)
         if (self._rank == 0 or self._suspecting is not None) and not self._known.is_set():
             self._look_for_late(store, elapsed_s)
@@ -243,6 +229,7 @@ class Monitor:
         limit_s = _SUSPECT_S if is_suspecting else max(BEHIND_S, 10 * self.predicted_s())
         late, somebody_waits = [(False, 0.0, self._rank, "")], False
         for rank in (self._rank, *self._others):
+            self._num_answers += 1
             if not store.check([f"status/{rank}"]):
                 continue
             latest = store.get(f"status/{rank}")
@@ -280,25 +267,31 @@ class Monitor:
 
     def _watch(self) -> None:
         """Until an error is known, look at the launcher and at the other thread; then see that the main one hears."""
-        rounds, silence_s, last = -1, 0.0, time.monotonic()
+        answers, silence_s, last = -1, 0.0, time.monotonic()
         while not self._known.wait(_BEAT_S) and not self._left.is_set():
             now = time.monotonic()
             elapsed_s, last = min(now - last, 2 * _BEAT_S), now
             if self._parent is not None and os.getppid() != self._parent:
                 self.report(f"{self.place}: the process that started it, {self._parent}, has died, in {self._activity}")
             is_talking = self._talks()
-            silence_s = silence_s + elapsed_s if is_talking and rounds == self._num_rounds else 0.0
-            rounds = self._num_rounds
-            trouble = self._trouble_of(0) if silence_s >= _TROUBLE_S else None
-            if trouble or silence_s >= _STORE_S:
+            silence_s = silence_s + elapsed_s if is_talking and answers == self._num_answers else 0.0
+            answers = self._num_answers
+            if trouble := self._trouble_of_store(silence_s):
                 self.report(
-                    f"{self._holder} {trouble or 'is stopped or cannot be reached'}: the store that it holds has not "
-                    f"answered {self.place} for {silence_s:.0f} s, in {self._activity}"
+                    f"{self.store_holder} {trouble}: the store that it holds has not answered {self.place} for "
+                    f"{silence_s:.0f} s, in {self._activity}"
                 )
             if self._mine is not None and (not is_talking or silence_s >= 2 * _BEAT_S):  # nobody can be told
                 self._found(self._mine)
         if self._known.is_set() and not self._heard.wait(_GRACE_S) and not self._left.is_set():
             self._end_stuck(self._error or "")
+
+    def _trouble_of_store(self, silence_s: float) -> str | None:
+        """What is wrong with who holds the store; where it can be seen to run it is slow, and has not failed."""
+        holder = None if self._agent_has_store else self._processes.get(0)
+        if holder is not None and holder.is_here:
+            return holder.trouble if silence_s >= _TROUBLE_S else None
+        return "is stopped or cannot be reached" if silence_s >= _STORE_S else None
 
     def _end_stuck(self, error: str) -> None:
         """End the process, whose main thread waits for a rank that has failed."""
@@ -334,14 +327,8 @@ def give_up(monitor: Monitor, error: BaseException) -> None:
 def failures_named(monitor: Monitor, batch: Batch | None = None, *, activity: str | None = None) -> Iterator[None]:
     """Within, a failure of this rank is reported to all, and that of another rank is named.
 
-    Args:
-        monitor: this rank's.
-        batch: what is run, if a batch.
-        activity: what this rank is about otherwise.
-
-    Raises:
-        RankFailedError: with the first error that any rank reported, and its rank, stage and batch. An error of
-            medha's own is raised as it is.
+    What is run is ``batch``, or ``activity``. Raised is a RankFailedError with the first error that any rank reported,
+    and its rank, stage and batch; an error of medha's own is raised as it is.
     """
     activity = activity or ("idle" if batch is None else f"batch {batch.batch_id}")
     monitor.doing(activity)

@@ -24,40 +24,24 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The rows of a batch that one run of groups attends to together.
-
-    Attributes:
-        batch_id: of the batch.
-        run: first and last group.
-        tokens: indices of their tokens in this rank's part of the batch, int64.
-        digest: CRC-32 of the rows.
-    """
+    """The rows of a batch that one KVP span attends to together."""
 
     batch_id: int
-    run: tuple[int, int]
-    tokens: torch.Tensor
-    digest: int
+    run: tuple[int, int]  # first and last group
+    tokens: torch.Tensor  # indices of their tokens in this rank's part of the batch, int64
+    digest: int  # CRC-32 of the rows
 
 
 class Merge:
-    """Merges of one run of groups.
-
-    Args:
-        group: process group of the run's ranks at this stage and tensor-parallel index, in shard order.
-        num_groups: its size.
-    """
+    """Merges of one KVP span, over its ranks at this stage and tensor-parallel index, in shard order."""
 
     def __init__(self, group: dist.ProcessGroup, num_groups: int) -> None:
         self._group = group
         self._num_groups = num_groups
 
     def start(self, shared: Shared, partial: Partial) -> Pending:
-        """Begin the all-gather of this rank's part; every rank of the run calls it in the same order.
-
-        Args:
-            shared: which rows.
-            partial: out [T, N, H] and lse [T, N], natural logarithm, float32, -inf for an empty shard.
-        """
+        """Begin the all-gather of this rank's part: out [T, N, H], and lse [T, N], natural logarithm, float32, -inf for
+        an empty shard. Every rank of the run calls it in the same order."""
         mine = _packed(shared, partial)
         everyone = mine.new_empty(self._num_groups * len(mine))
         # The name changed in torch 2.13; 2.11 has only the old one.
@@ -85,26 +69,18 @@ class Pending:
     def result(self, *, compare: bool) -> torch.Tensor:
         """The merged output [T, N, H] over the whole context; waits for the other groups.
 
-        Args:
-            compare: check that all ranks merge the same rows; once a batch is enough.
-
-        Raises:
-            PlanDivergenceError: a rank of the run has other rows.
+        With ``compare``, once a batch, PlanDivergenceError where a rank of the run merges other rows.
         """
         self.work.wait()
         parts = [_views(row, self.partial) for row in self.everyone]
-        if compare:
-            self._compare([tail.tolist() for *_, tail in parts])
-        return merge_partials([(out_TNH, lse_TN) for out_TNH, lse_TN, _ in parts])[0]
-
-    def _compare(self, tails: list[list[int]]) -> None:
         ours = [self.shared.batch_id, self.shared.digest]
-        for group, theirs in enumerate(tails, start=self.shared.run[0]):
-            if theirs != ours:
+        for group, (*_, tail) in enumerate(parts if compare else (), start=self.shared.run[0]):
+            if (theirs := tail.tolist()) != ours:
                 raise PlanDivergenceError(
                     f"batch {ours[0]}: group {group} merges rows of batch {theirs[0]} with digest {theirs[1]:08x}, "
                     f"this one has {ours[0]} with {ours[1]:08x}"
                 )
+        return merge_partials([(out_TNH, lse_TN) for out_TNH, lse_TN, _ in parts])[0]
 
 
 def shared_rows(batch: Batch, device: torch.device) -> list[Shared]:
@@ -113,7 +89,7 @@ def shared_rows(batch: Batch, device: torch.device) -> list[Shared]:
     start = 0
     for row in batch.rows:
         if row.is_shared:
-            runs.setdefault(row.run, []).append((start, row))
+            runs.setdefault(row.span, []).append((start, row))
         start += row.q_len
     return [
         Shared(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from medha.child.process import popen_module
 from medha.errors import ConfigError
@@ -39,43 +39,27 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process among the job's.
-
-    Attributes:
-        address: where the ranks meet, host:port; differs between jobs that run at once.
-        agent_pid: torchrun's agent, or the process that started this rank in its place; None if nobody watches.
-        processes: process ids of the ranks that this one has started.
-        agent_has_store: whether the agent holds the store at that address; rank 0 does otherwise.
-        attempt: how often the agent has restarted the job.
-    """
+    """This process among the job's."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    address: str
-    agent_pid: int | None = None
-    processes: Mapping[int, int] = field(default_factory=dict)
-    agent_has_store: bool = False
-    attempt: int = 0
+    host: str  # where the ranks meet; differs between jobs that run at once
+    port: int
+    agent_pid: int | None = None  # torchrun's agent, or who started this rank in its place; None if nobody watches
+    processes: Mapping[int, int] = field(default_factory=dict)  # ids of those of the ranks that this one has started
+    agent_has_store: bool = False  # the agent holds the store at that address; rank 0 does otherwise
+    attempt: int = 0  # how often the agent has restarted the job
 
     @property
-    def host(self) -> str:
-        """Where the ranks meet."""
-        return self.address.rpartition(":")[0]
-
-    @property
-    def port(self) -> int:
-        """Where the ranks meet."""
-        return int(self.address.rpartition(":")[2])
+    def address(self) -> str:
+        """Where the ranks meet, for messages."""
+        return f"{self.host}:{self.port}"
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """What torchrun set, or None for a plain Python process.
-
-    Raises:
-        ConfigError: only some of the variables are set, or one is no number, or no rank of that world.
-    """
+    """What torchrun set, or None for a plain Python process; ConfigError where it is not whole, or no rank."""
     env = os.environ if environ is None else environ
     there = [name for name in _SIGNS if name in env]
     if not there:
@@ -91,7 +75,8 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
             world_size=int(env["WORLD_SIZE"]),
             local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
-            address=f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT'])}",
+            host=env["MASTER_ADDR"],
+            port=int(env["MASTER_PORT"]),
             agent_pid=_PARENT if _AGENT in env else None,
             processes=dict(_own_processes),
             agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -125,11 +110,23 @@ def has_agent() -> bool:
 
 def tell_launcher(message: str) -> None:
     """Have torchrun's own report of the failure, below which nothing else is seen, end with a message."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is not None:
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"timestamp": str(int(time.time()))}
         with suppress(OSError):
-            extra = {"timestamp": str(int(time.time()))}
             Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of the loopback that within the context nobody else is given, and the store may listen on.
+
+    It is bound and does not listen: the kernel gives it to no other socket, while one that sets ``SO_REUSEADDR``, as
+    the store's does, may bind it too. A rank that comes before the store listens cannot connect to itself either.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 @contextmanager
@@ -137,40 +134,31 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
     """Be, for the rest of this process, rank 0 of a job on this machine whose other ranks run ``python -m`` a module.
 
     Each rank gets its share of the threads, unless ``OMP_NUM_THREADS`` says how many. The ranks end with this one.
-
-    Args:
-        size: ranks.
-        module: its name and arguments.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
-    sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    first, *others = [
-        {name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": rank, **sizes}.items()}
-        for rank in range(size)
-    ]
-    # they do not outlive this process, which alone gets Ctrl-C and ends them
-    ranks = [
-        popen_module(
-            module, {**os.environ, **variables, _AGENT: _OWN}, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        for variables in others
-    ]
-    _own_processes.update((number, rank.pid) for number, rank in enumerate(ranks, start=1))
-    os.environ.update(first)
+    ranks: list[subprocess.Popen[Any]] = []
     limit_s = _FAIL_S
-    try:
-        yield
-        limit_s = _END_S
-    finally:
-        deadline = time.monotonic() + limit_s
-        for rank in ranks:
-            with suppress(subprocess.TimeoutExpired):
-                rank.wait(max(0.0, deadline - time.monotonic()))
-            rank.kill()
-            rank.wait()
+    with reserved_port() as port:
+        try:
+            for rank in reversed(range(size)):
+                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+                numbers["MASTER_PORT"] = port
+                environ = {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
+                if rank == 0:
+                    os.environ.update(environ)
+                else:  # none outlives this process, which alone gets Ctrl-C and ends them
+                    environ = {**os.environ, **environ, _AGENT: _OWN}
+                    ranks.append(popen_module(module, environ, stdin=subprocess.DEVNULL, start_new_session=True))
+                    _own_processes[rank] = ranks[-1].pid
+            yield
+            limit_s = _END_S
+        finally:
+            deadline = time.monotonic() + limit_s
+            for process in ranks:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                process.kill()
+                process.wait()
 
 
 def gloo_interface(launch: Launch) -> str:
@@ -186,16 +174,11 @@ def gloo_interface(launch: Launch) -> str:
 
 
 class Process(NamedTuple):
-    """A process of this machine or another.
+    """A process of this machine or another."""
 
-    Attributes:
-        machine: where process ids mean the same.
-        started: when it began, in the kernel's ticks, as ids come round; 0 where that is not known.
-    """
-
-    machine: str
+    machine: str  # where process ids mean the same
     pid: int
-    started: int
+    started: int  # in the kernel's ticks, as ids come round; 0 where that is not known
 
     @classmethod
     def of(cls, pid: int) -> Process:
@@ -204,11 +187,19 @@ class Process(NamedTuple):
         return cls(_machine(), pid, 0 if stat is None else int(stat[19]))
 
     @property
+    def is_here(self) -> bool:
+        """Whether it can be seen whether it runs."""
+        return self.started != 0 and self.machine == _machine()
+
+    @property
     def trouble(self) -> str | None:
-        """``has died`` or ``is stopped``; None for one that runs, waits, is held by a debugger or is elsewhere."""
-        if not self.started or self.machine != _machine():
+        """``has died`` or ``is stopped``; None for one that runs, waits, is held by a debugger or cannot be seen."""
+        if not self.is_here:
             return None
-        stat = _stat(self.pid)
+        try:
+            stat = _stat(self.pid)
+        except OSError:
+            return None
         if stat is None or stat[0] in "ZX" or int(stat[19]) != self.started:
             return "has died"
         return "is stopped" if stat[0] == "T" else None
@@ -223,10 +214,11 @@ def _machine() -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """State, parent, and further fields of ``/proc/PID/stat``; None for a process that is not there."""
+    """State, parent, and further fields of ``/proc/PID/stat``; None for a process that is not there. An OSError where
+    that cannot be told, as without a file descriptor left."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
 
 

@@ -49,29 +49,19 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's place and its groups.
-
-    Attributes:
-        config: degrees.
-        rank: global rank.
-        group, stage, tp_rank: coordinates on the axes kvp, spp and tp.
-        tp_mesh, tp_group: the ranks of this stage.
-        pipe_group: for hidden states; report_group: for sampled tokens; control_group: for messages from rank 0.
-        run_groups: by (first, last) KV-parallel group, of the runs that this rank's belongs to.
-        job: how the ranks met, with the monitor that notices failed ones.
-    """
+    """This process's place and its groups."""
 
     config: ParallelConfig
-    rank: int
-    group: int
+    rank: int  # global
+    group: int  # coordinates on the axes kvp, spp and tp
     stage: int
     tp_rank: int
-    tp_mesh: DeviceMesh
+    tp_mesh: DeviceMesh  # the ranks of this stage
     tp_group: dist.ProcessGroup
-    pipe_group: dist.ProcessGroup
-    report_group: dist.ProcessGroup
-    control_group: dist.ProcessGroup
-    run_groups: Mapping[tuple[int, int], dist.ProcessGroup]
+    pipe_group: dist.ProcessGroup  # for hidden states
+    report_group: dist.ProcessGroup  # for sampled tokens
+    control_group: dist.ProcessGroup  # for messages from rank 0
+    run_groups: Mapping[tuple[int, int], dist.ProcessGroup]  # by (first, last) KV-parallel group, those of this rank
     job: Job
 
     @property
@@ -99,18 +89,12 @@ class Ranks:
 
     def neighbour(self, step: int) -> int | None:
         """The global rank with this group and tp index ``step`` stages on, None beyond an end."""
-        stage = self.stage + step
-        if not 0 <= stage < self.config.spp:
-            return None
-        return self.config.rank_of(stage=stage, tp_rank=self.tp_rank, kvp_rank=self.group)
+        is_there = 0 <= self.stage + step < self.config.spp
+        return self.rank + step * self.config.tp if is_there else None
 
 
 def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) -> None:
-    """Refuse a layout that cannot work; a pure function of its arguments, so every rank says the same.
-
-    Raises:
-        ParallelConfigError: names the degree, and what would work.
-    """
+    """Refuse a layout that cannot work; a pure function of its arguments, so every rank says the same."""
     if config.world_size != world_size:
         raise ParallelConfigError(
             f"tp={config.tp} x spp={config.spp} x kvp={config.kvp} is {config.world_size} ranks, "
@@ -120,28 +104,24 @@ def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) ->
         raise ParallelConfigError(
             f"spp={config.spp} stages for {model.num_layers} layers; accepted: 1 to {model.num_layers}"
         )
-    fitting = [tp for tp in range(1, model.num_heads + 1) if _tp_fits(tp, model)]
+    heads, kv_heads, features = model.num_heads, model.num_kv_heads, model.intermediate_size
+    divisors = [tp for tp in range(1, heads + 1) if heads % tp == 0 and features % tp == 0]
+    fitting = [tp for tp in divisors if kv_heads % tp == 0 or tp % kv_heads == 0]
     if config.tp not in fitting:
         raise ParallelConfigError(
-            f"tp={config.tp} does not divide {model.num_heads} query heads, {model.num_kv_heads} KV heads and "
-            f"{model.intermediate_size} MLP features; accepted: {', '.join(map(str, fitting))}"
+            f"tp={config.tp} does not divide {heads} query heads, {kv_heads} KV heads and {features} MLP features; "
+            f"accepted: {', '.join(map(str, fitting))}"
         )
 
 
 def meet(config: ParallelConfig, launch: Launch) -> Job:
-    """Join the other ranks at the launcher's address and begin to watch them. Every rank calls it, before all else.
-
-    Raises:
-        ConfigError: the address cannot be used, or ranks are missing after ``dist_timeout_s``.
-        RankFailedError: another rank has failed meanwhile.
-    """
+    """Join the other ranks at the launcher's address and begin to watch them. Every rank calls it, before all else."""
     interface = gloo_interface(launch)
     monitor = Monitor(launch, name=lambda rank: _place(config, rank))
     if not dist.is_initialized():
         atexit.register(_destroy_all)  # before the monitor's, which comes first then
     monitor.start()
     has_store = launch.rank == 0 and not launch.agent_has_store
-    holder = "torchrun's agent" if launch.agent_has_store else _place(config, 0)
     try:
         whole = TCPStore(
             launch.host,
@@ -157,7 +137,7 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
         prefix = f"medha/{launch.attempt}"
         prefix = f"{prefix}/{PrefixStore(prefix, whole).add(f'joins/{launch.rank}', 1)}"
         own = whole.clone()  # type: ignore[attr-defined]  # a connection that nothing else uses
-        monitor.attach(PrefixStore(prefix, own), holder=holder)
+        monitor.attach(PrefixStore(prefix, own))
     except BaseException as error:
         monitor.stop()
         if not isinstance(error, (dist.DistError, RuntimeError, ValueError)):
@@ -172,19 +152,15 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
         logger.info(
             "%d ranks meet at %s (store of %s, open on every interface), gloo listens on %s; none of it asks for a "
             "password: keep it inside a network you trust",
-            launch.world_size, launch.address, holder, interface,
+            launch.world_size, launch.address, monitor.store_holder, interface,
         )  # fmt: skip
     return job
 
 
 def wait_for_all(job: Job, point: str, *, limit_s: float) -> None:
-    """Wait until every rank has come to a named point; no process group is needed, and none times out meanwhile.
+    """Wait until every rank has come to a named point, for at most ``limit_s`` seconds; no process group is needed.
 
-    The first rank that has come names in the log those that take long.
-
-    Raises:
-        ConfigError: names the ranks that are missing after ``limit_s`` seconds.
-        RankFailedError: a rank has failed.
+    The first rank that has come names in the log those that take long. RankFailedError where one has failed.
     """
     launch, begin_s, is_named = job.launch, time.monotonic(), False
     job.store.set(f"{point}/{launch.rank}", "")
@@ -211,9 +187,6 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
 
     The groups of all ranks, and those of tensor parallelism, are made once and live as long as the process; the others
     live until this job's :func:`leave`.
-
-    Raises:
-        ConfigError: the ranks cannot reach each other.
     """
     config, launch = job.config, job.launch
     timeout = timedelta(seconds=config.dist_timeout_s)
@@ -271,9 +244,6 @@ def leave(ranks: Ranks) -> None:
     """Leave the job and its process groups; every rank calls it, within ``failures_named``.
 
     No CUDA graph may be left that has captured a collective: NCCL would wait for its end for ever.
-
-    Raises:
-        RankFailedError: a rank failed before all had left.
     """
     dist.barrier(group=ranks.report_group)
     ranks.monitor.leave()
@@ -282,22 +252,13 @@ def leave(ranks: Ranks) -> None:
 
 
 def check_same_everywhere(job: Job, parts: Mapping[str, object]) -> None:
-    """Compare what this rank runs with the others; every rank calls it, before any process group exists.
-
-    Args:
-        job: the ranks.
-        parts: by name, values whose ``repr`` must be the same on every rank.
-
-    Raises:
-        ConfigError: names the ranks that differ from rank 0, and in what; the same text on every rank.
-    """
+    """Refuse ranks whose ``parts``, by name, have another ``repr`` than those of rank 0; every rank calls it."""
     parts = {"version of medha": version("medha"), **parts}
     prints = {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
     job.store.set(f"prints/{job.launch.rank}", json.dumps(prints))
     wait_for_all(job, "compared", limit_s=_READ_LIMIT_S)
     theirs = [json.loads(job.store.get(f"prints/{rank}")) for rank in range(job.launch.world_size)]
-    odd = [rank for rank, them in enumerate(theirs) if them != theirs[0]]
-    if odd:
+    if odd := [rank for rank, them in enumerate(theirs) if them != theirs[0]]:
         names = [name for name in prints if any(theirs[rank].get(name) != theirs[0].get(name) for rank in odd)]
         raise ConfigError(f"ranks {odd} differ from rank 0 in: {', '.join(names)}; accepted: the same on every rank")
 
@@ -325,8 +286,3 @@ def _run_groups(config: ParallelConfig, rank: int, timeout: timedelta) -> dict[t
             if rank in members:
                 mine[first, last] = made
     return mine
-
-
-def _tp_fits(tp: int, model: ModelConfig) -> bool:
-    kv_fits = model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0
-    return model.num_heads % tp == 0 and kv_fits and model.intermediate_size % tp == 0

@@ -9,13 +9,15 @@ Legend: S rows, W features of one rank.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -32,39 +34,26 @@ def parallelize_(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -
     Args:
         module: its parameters may be without memory (meta device).
         mesh: the tensor-parallel axis.
-        plan: split of each module by its name, with ``*`` for one component. Names that match nothing are passed over,
-            since a stage holds only some of the layers.
+        plan: split of each module by its name, a glob; what matches nothing is in another stage.
     """
-    present = {name for name, _ in module.named_modules()}
-    styles = {name: _STYLES[split]() for name, split in plan.items() if _matches(name, present)}
+    present = [name for name, _ in module.named_modules()]
+    styles = {name: _STYLES[split]() for name, split in plan.items() if fnmatch.filter(present, name)}
     parallelize_module(module, mesh, styles, src_data_rank=None)
 
 
 def local_slices(parameter: torch.Tensor) -> tuple[slice, ...] | None:
-    """Which part of the whole tensor this rank holds, as an index; None for all of it.
-
-    Args:
-        parameter: plain, or a DTensor over one axis, split in equal parts with the last ones smaller.
-    """
+    """Which part of the whole tensor this rank holds of a DTensor, as an index; None for all of a plain one."""
     if not isinstance(parameter, DTensor):
         return None
-    (placement,) = parameter.placements
-    if not isinstance(placement, Shard):
-        return None
-    size = parameter.shape[placement.dim]
-    width = -(-size // parameter.device_mesh.size())
-    start = min(size, parameter.device_mesh.get_local_rank() * width)
-    index = [slice(0, n) for n in parameter.shape]
-    index[placement.dim] = slice(start, min(size, start + width))
-    return tuple(index)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
 def all_reduce_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that sums a contiguous tensor over ``group``, in place, and returns it; every rank calls it."""
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x, group=group)
+        dist.all_reduce(x := x.contiguous(), group=group)
         return x
 
     return all_reduce
@@ -83,11 +72,3 @@ def all_gather_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.
         return parts.view(size, S, W).transpose(0, 1).reshape(S, size * W)
 
     return all_gather
-
-
-def _matches(pattern: str, names: set[str]) -> bool:
-    wanted = pattern.split(".")
-    return any(
-        len(parts) == len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=True))
-        for parts in (name.split(".") for name in names)
-    )

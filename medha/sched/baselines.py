@@ -1,8 +1,8 @@
 """Classical schedulers under the same roof, as the literature describes them.
 
 Each is a packer: it says whose rows come next; memory, groups and depth are the same for all. None looks at predicted
-time. With claims on KV memory none has to preempt: where the original would recompute or swap, a request waits here,
-unless ``overcommit`` is set.
+time. With reservations of KV memory none has to preempt: where the original would recompute or swap, a request waits
+here, unless ``overcommit`` is set.
 
 ==============  ==========================================================================
 static          a batch starts together, and nobody joins until all of it has ended
@@ -16,8 +16,6 @@ token-budget    as sarathi, with a budget of tokens that follows a moving averag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from types import MappingProxyType
 
 from medha.batch import Batch
 from medha.config import SchedulerConfig
@@ -31,20 +29,17 @@ def _all(first: int, count: int, most: int) -> int:
     return most
 
 
-_Add = Callable[[State, SizeFn], int]  # a builder's add_chunk or add_prompt
-
-
-def _start_waiting(queue: Queue, add: _Add, size: SizeFn = _all) -> None:
+def _start_waiting(queue: Queue, builder: BatchBuilder, size: SizeFn = _all, *, is_whole: bool = False) -> None:
     """First chunks in order of arrival, until one is refused."""
-    while queue.waiting and add(next(iter(queue.waiting.values())), size):
+    while queue.waiting and builder.add_chunk(next(iter(queue.waiting.values())), size, is_whole=is_whole):
         pass
 
 
-def _continue_started(queue: Queue, add: _Add, size: SizeFn = _all) -> None:
+def _continue_started(queue: Queue, builder: BatchBuilder, size: SizeFn = _all, *, is_whole: bool = False) -> None:
     """Next chunks of prefills that have begun; one that gets no memory waits, those behind it do not."""
     for state in list(queue.prefills()):
         if state.has_started:  # it may have been preempted for one before it
-            add(state, size)
+            builder.add_chunk(state, size, is_whole=is_whole)
 
 
 class StaticPacker(Packer):
@@ -53,10 +48,10 @@ class StaticPacker(Packer):
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         if not queue.running:
-            _start_waiting(queue, builder.add_prompt)
+            _start_waiting(queue, builder, is_whole=True)
             return
         builder.add_decodes()
-        _continue_started(queue, builder.add_prompt)  # cut at the end of a shard, or refused memory
+        _continue_started(queue, builder, is_whole=True)  # cut at the end of a shard, or refused memory
 
 
 class OrcaPacker(Packer):
@@ -74,8 +69,8 @@ class OrcaPacker(Packer):
             return most if is_first or all(builder.tokens_left[group] >= most for group in groups) else 0
 
         builder.add_decodes()
-        _continue_started(queue, builder.add_prompt, if_it_fits)  # cut at the end of a shard, or refused memory
-        _start_waiting(queue, builder.add_prompt, if_it_fits)
+        _continue_started(queue, builder, if_it_fits, is_whole=True)  # cut at the end of a shard, or refused memory
+        _start_waiting(queue, builder, if_it_fits, is_whole=True)
 
 
 class SarathiPacker(Packer):
@@ -84,14 +79,14 @@ class SarathiPacker(Packer):
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         builder.add_decodes()
-        _continue_started(queue, builder.add_chunk)
-        _start_waiting(queue, builder.add_chunk)
+        _continue_started(queue, builder)
+        _start_waiting(queue, builder)
 
 
 class VllmPacker(Packer):
     """Running first: what has started, in the order in which it started, decodes and chunks from one budget of
     ``max_batch_tokens``; then what waits, in order of arrival (vLLM V1). ``chunk_size`` bounds a chunk, as
-    ``long_prefill_token_threshold`` does there. Unlike there nobody is preempted: claims keep the memory."""
+    ``long_prefill_token_threshold`` does there. Unlike there nobody is preempted: reservations keep the memory."""
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         due = {state.slot for state in builder.due_decodes()}
@@ -100,7 +95,7 @@ class VllmPacker(Packer):
                 builder.add_decode(state)
             elif state.has_started and state.prefilling and not state.ended:
                 builder.add_chunk(state, _all)
-        _start_waiting(queue, builder.add_chunk)
+        _start_waiting(queue, builder)
         builder.put_decodes_first()
 
 
@@ -121,9 +116,6 @@ class TokenBudgetPacker(Packer):
     - The budget is 64 at least. There steps of few tokens, whose seconds a token are many, bring it to 0 for good.
     - The average begins at the first step seen, and not at 0.
 
-    Args:
-        config: the target, and the bound on tokens.
-
     Attributes:
         token_s: seconds a token, averaged; None before the first step.
     """
@@ -139,7 +131,9 @@ class TokenBudgetPacker(Packer):
         builder.add_decodes()
         budgets = [self.budget(self._max_tokens - left) for left in builder.tokens_left]
         admits = True
-        for state in _by_class_and_deadline(queue):
+        columns = queue.columns(1.0)
+        by = (columns.priority, columns.arrival_s + columns.deadline_s, columns.arrival_s, queue.slots)
+        for state in queue.states_of_rows(sort_rows(by)):
             if max(budgets) <= 0:
                 return
             if (admits or state.has_started) and not _give_aligned(state, builder, budgets):
@@ -156,15 +150,9 @@ class TokenBudgetPacker(Packer):
         """Average; times that are no positive number teach nothing."""
         if not 0 < busy_s < math.inf:
             return
-        token_s = max(busy_s / _tokens_of_busiest_group(batch), SHORTEST_S)
+        busiest = max(sum(row.q_len for row in batch.rows if row.concerns(group)) for group in batch.groups)
+        token_s = max(busy_s / busiest, SHORTEST_S)
         self.token_s = token_s if self.token_s is None else (1 - _GAIN) * self.token_s + _GAIN * token_s
-
-
-def _by_class_and_deadline(queue: Queue) -> list[State]:
-    """Requests with prompt tokens left, by class, then time of the deadline, then arrival and slot."""
-    columns = queue.columns(1.0)
-    by = (columns.priority, columns.arrival_s + columns.deadline_s, columns.arrival_s, queue.slots)
-    return queue.states_of_rows(sort_rows(by))
 
 
 def _give_aligned(state: State, builder: BatchBuilder, budgets: list[int]) -> int:
@@ -179,30 +167,14 @@ def _give_aligned(state: State, builder: BatchBuilder, budgets: list[int]) -> in
     q_len = builder.add_chunk(state, aligned)
     if q_len:
         row = builder.rows[builder.chunked[state.slot]]
-        for group in range(row.group, row.holder + 1):
+        for group in row.groups:
             budgets[group] -= q_len
     return q_len
 
 
-def _tokens_of_busiest_group(batch: Batch) -> int:
-    tokens: dict[int, int] = {}
-    for row in batch.rows:
-        for group in range(row.group, row.holder + 1):
-            tokens[group] = tokens.get(group, 0) + row.q_len
-    return max(tokens.values())
-
-
-_PACKERS: MappingProxyType[str, Callable[[SchedulerConfig], Packer]] = MappingProxyType(
-    {
-        "static": lambda config: StaticPacker(),
-        "orca": lambda config: OrcaPacker(),
-        "sarathi": lambda config: SarathiPacker(),
-        "vllm": lambda config: VllmPacker(),
-        "token-budget": TokenBudgetPacker,
-    }
-)
+_PACKERS = {"static": StaticPacker, "orca": OrcaPacker, "sarathi": SarathiPacker, "vllm": VllmPacker}
 
 
 def classical_packer(config: SchedulerConfig) -> Packer:
     """The packer of ``config.scheduler``, which is a classical one."""
-    return _PACKERS[config.scheduler](config)
+    return TokenBudgetPacker(config) if config.scheduler == "token-budget" else _PACKERS[config.scheduler]()

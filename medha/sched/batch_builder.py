@@ -1,14 +1,14 @@
 """A batch while it is filled: the rows so far, the tokens each group may still get, and the memory they take.
 
 A packer says who is next and how many tokens it may get. What bounds a row otherwise (tokens of a batch, the end of a
-shard, KV memory, the number of running requests) is checked here, the same for every packer; so is which KV-parallel
-group a request is bound to, at its first chunk and not at its arrival: the one with the least pending prefill work
-among those that have the memory (the "just-in-time" load balancer of arXiv 2409.17264 v4 section 4.3).
+shard, KV memory, the number of running requests) is checked here, the same for every packer; so is on which KV-parallel
+group the span of a request begins, at its first chunk and not at its arrival: where the least prefill work is pending
+among the spans that have the memory (the "just-in-time" load balancer of arXiv 2409.17264 v4 section 4.3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from medha.batch import Batch, Extent, Row
@@ -21,8 +21,6 @@ from medha.sched.queue import Queue, State, prefill_work
 
 SizeFn = Callable[[int, int, int], int]
 """(first group, number of groups, most tokens that may be) -> tokens of a chunk, 0 for none."""
-_Bound = Callable[[State, int, int], int]
-"""(request, first group, number of groups) -> tokens that its next chunk may have, shards and memory aside."""
 
 
 class Packer:
@@ -30,7 +28,7 @@ class Packer:
 
     Attributes:
         prediction: of the batch filled last; None where it is empty, or the packer does not predict.
-        learns: it is told of each batch that ran.
+        learns: :meth:`completed` teaches it something.
     """
 
     prediction: Prediction | None = None
@@ -47,13 +45,7 @@ class Packer:
 class BatchBuilder:
     """A batch that is being filled.
 
-    Args:
-        config: budgets.
-        queue: the requests.
-        memory: the KV pools.
-        depth: batches in flight over which decodes are dealt.
-        now_s: time.
-        preemption: takes memory from some for others.
+    ``depth`` is over how many batches in flight the decodes are dealt.
 
     Attributes:
         rows, extents, swaps_in: so far.
@@ -130,23 +122,17 @@ class BatchBuilder:
         self._append_row(state, row)
         return True
 
-    def add_chunk(self, state: State, size: SizeFn) -> int:
-        """Give a prefill a chunk, on the groups where it lies or, for its first one, where it is bound to.
-
-        One that has a chunk in the batch already gets a longer one.
+    def add_chunk(self, state: State, size: SizeFn, *, is_whole: bool = False) -> int:
+        """Give a prefill a chunk, or a longer one than it has in the batch; returns the tokens added, 0 if refused.
 
         Args:
             state: with prompt tokens left.
             size: asked once for each place that comes into question.
-
-        Returns:
-            Tokens added; 0 if it was refused.
+            is_whole: only the end of a shard cuts the prompt: the batch's tokens may be exceeded.
         """
-        return self._add(state, size, self._most)
-
-    def add_prompt(self, state: State, size: SizeFn) -> int:
-        """As :meth:`add_chunk`, but only the end of a shard cuts the prompt: the batch's tokens may be exceeded."""
-        return self._add(state, size, lambda state, first, count: state.num_left)
+        if self.is_held(state):
+            return 0
+        return (self._continue if state.has_started else self._start)(state, size, is_whole)
 
     def is_held(self, state: State) -> bool:
         """Whether a prefill gets no chunk as one of a batch before is in flight: pipelined micro-batches."""
@@ -182,7 +168,7 @@ class BatchBuilder:
         return bool(victims)
 
     def put_decodes_first(self) -> None:
-        """Bring the rows into the order that a batch has; either kind keeps its own."""
+        """Bring the rows into the order that a batch has."""
         self.rows.sort(key=lambda row: not row.is_decode)
         self.chunked = {row.slot: index for index, row in enumerate(self.rows) if not row.is_decode}
 
@@ -201,48 +187,39 @@ class BatchBuilder:
         decodes: list[Work] = []
         chunks = []
         for row in self.rows:
-            if row.group <= group < row.group + row.num_groups:
+            if row.concerns(group):
                 if row.num_groups == 1:
                     work = Work(row.q_len, row.position, row.is_decode, None, row.samples)
                 else:
                     kv = self.memory.kv_before(row.slot, row.position, group)
                     samples = row.samples and group == row.group
-                    work = Work(row.q_len, kv, row.is_decode, row.run, samples)
+                    work = Work(row.q_len, kv, row.is_decode, row.span, samples)
                 (decodes if row.is_decode else chunks).append(work)
         return decodes, chunks
 
-    def _add(self, state: State, size: SizeFn, bound: _Bound) -> int:
-        if self.is_held(state):
-            return 0
-        return self._continue(state, size, bound) if state.has_started else self._start(state, size, bound)
-
-    def _continue(self, state: State, size: SizeFn, bound: _Bound) -> int:
+    def _continue(self, state: State, size: SizeFn, is_whole: bool) -> int:
         position = state.num_scheduled_tokens
         first, count = self.memory.place(state.slot, position)
-        most = min(bound(state, first, count), self.memory.room(state.slot, position))
+        most = min(self._most(state, first, count, is_whole), self.memory.room(state.slot, position))
         q_len = min(most, size(first, count, most)) if most > 0 else 0
         if q_len <= 0:
             return 0
         row = self._chunk_row(state, q_len, first, count)
         index = self.chunked.get(state.slot)
-        if index is not None and self.rows[index].run != row.run:
+        if index is not None and self.rows[index].span != row.span:
             return 0  # it would be the first chunk of another shard
         if not self._has_blocks(state, row):
             self.refused.append(state.slot)
             return 0
         self._append_row(state, row)
-        if index is not None:
-            self._join(state, index)
+        if index is not None:  # one row of the former chunk and this one
+            before, after = self.rows[index], self.rows.pop()
+            self.rows[index] = before._replace(q_len=before.q_len + after.q_len, samples=after.samples)
+            self.chunked[state.slot] = index
+            state.num_in_flight -= 1
         return q_len
 
-    def _join(self, state: State, index: int) -> None:
-        """Make one row of a request's former chunk and the one that was just put behind it."""
-        before, after = self.rows[index], self.rows.pop()
-        self.rows[index] = before._replace(q_len=before.q_len + after.q_len, samples=after.samples)
-        self.chunked[state.slot] = index
-        state.num_in_flight -= 1
-
-    def _start(self, state: State, size: SizeFn, bound: _Bound) -> int:
+    def _start(self, state: State, size: SizeFn, is_whole: bool) -> int:
         if len(self._queue.running) >= self.config.max_num_seqs:
             return 0
         if self.preemption.by_class and state.num_preempted and self._queue.has_prefill_above(state.request.priority):
@@ -251,14 +228,13 @@ class BatchBuilder:
         firsts = self._firsts(state)
         sizes: dict[int, int] = {}
         for first in firsts:
-            most = min(bound(state, first, 1), self.memory.max_kv_per_group - state.num_scheduled_tokens)
+            room = self.memory.max_kv_per_group - state.num_scheduled_tokens
+            most = min(self._most(state, first, 1, is_whole), room)
             sizes[first] = min(most, size(first, 1, most)) if most > 0 else 0
         open_firsts = [first for first in firsts if sizes[first] > 0]
-
-        width = len(self.memory.claim(num_tokens))
-        chosen = choose_group(
-            self._pending_work(), width, open_firsts, lambda first: self._can_start(state, first, sizes[first])
-        )
+        if len(open_firsts) > 1:
+            open_firsts.sort(key=partial(self._load, self._pending_work(), len(self.memory.reservation(num_tokens))))
+        chosen = next((first for first in open_firsts if self._can_start(state, first, sizes[first])), None)
         if chosen is None:
             if open_firsts:
                 self.refused.append(state.slot)
@@ -274,7 +250,7 @@ class BatchBuilder:
         return sizes[chosen]
 
     def _can_start(self, state: State, first: int, q_len: int, gone: Collection[int] = ()) -> bool:
-        """Whether a request finds memory for its first chunk on the run that begins at ``first``."""
+        """Whether a request finds memory for its first chunk on the span that begins at ``first``."""
         kv_len = max(state.num_scheduled_tokens + q_len, self._least_kv(state))
         is_last = q_len == state.num_left
         return self.memory.can_start(first, state.request.num_kv_tokens, kv_len, set_aside=is_last, gone=gone)
@@ -303,20 +279,25 @@ class BatchBuilder:
         self.preemption.preempt(victims or [], self.now_s)
         return victims is not None
 
-    def _pending_work(self) -> Sequence[float]:
-        """Prefill work of each group that is not yet scheduled."""
-        if self.memory.num_groups == 1:
-            return (0.0,)
-        return pending_work(
-            self.memory.num_groups,
-            (
-                (*self.memory.run(s.slot), prefill_work(s.num_scheduled_tokens, s.num_prefill_tokens))
-                for s in self._queue.prefills()
-            ),
-        )
+    def _pending_work(self) -> list[float]:
+        """Prefill work of each group that is not yet scheduled; that of a request is split over its span."""
+        work = [0.0] * self.memory.num_groups
+        for state in self._queue.prefills():
+            first, count = self.memory.span(state.slot)
+            left = prefill_work(state.num_scheduled_tokens, state.num_prefill_tokens)
+            for group in range(first, first + count):
+                work[group] += left / count
+        return work
 
-    def _most(self, state: State, first: int, count: int) -> int:
+    @staticmethod
+    def _load(pending: Sequence[float], width: int, first: int) -> tuple[float, float]:
+        """What the span of ``width`` groups from ``first`` on has to do: the busiest of them, and all."""
+        return max(pending[first : first + width]), sum(pending[first : first + width])
+
+    def _most(self, state: State, first: int, count: int, is_whole: bool) -> int:
         """Tokens of a request's next chunk within the budgets of its groups, and what is left of its own."""
+        if is_whole:
+            return state.num_left
         most = min(state.num_left, *self.tokens_left[first : first + count])
         if self.config.chunk_size is None:
             return most
@@ -355,40 +336,13 @@ class BatchBuilder:
             self._decodes = Decodes(len(rows), len(rows), sum(positions), max(positions))
 
     def _append_row(self, state: State, row: Row) -> None:
-        """Put a row into the batch, count it as scheduled and allocate the blocks it fills."""
+        """Put a row into the batch and allocate the blocks it fills."""
         self.rows.append(row)
         self.extents += self.memory.take(row)
         self._queue.sent(state, row, self.now_s)
-        for group in range(row.group, row.group + row.num_groups):
+        for group in row.groups:
             self.tokens_left[group] -= row.q_len
         if not row.is_decode:
             self.chunked[row.slot] = len(self.rows) - 1
-            for group in range(row.group, row.group + row.num_groups):
+            for group in row.groups:
                 self.has_chunk[group] = True
-
-
-def pending_work(num_groups: int, prefills: Iterable[tuple[int, int, float]]) -> list[float]:
-    """Pending prefill work of each group.
-
-    Args:
-        num_groups: KV-parallel groups.
-        prefills: (first group, number of groups, work left) of each bound prefill. Groups that share one attend each
-            to a part of its context, so the work is split between them.
-    """
-    work = [0.0] * num_groups
-    for first, count, left in prefills:
-        for group in range(first, first + count):
-            work[group] += left / count
-    return work
-
-
-def choose_group(
-    pending: Sequence[float], width: int, firsts: Iterable[int], has_memory: Callable[[int], bool]
-) -> int | None:
-    """Of ``firsts`` the first group of the run of ``width`` with the least pending work that has the memory, if any."""
-
-    def load(first: int) -> tuple[float, float]:
-        run = pending[first : first + width]
-        return max(run), sum(run)
-
-    return next((first for first in sorted(firsts, key=load) if has_memory(first)), None)

@@ -2,8 +2,8 @@
 
 A request's block table is a short list of extents rather than a list of blocks, so that attention reads a long context
 in a few long slices. To keep it short, the first block of a request is placed in the smallest free run that holds its
-whole claim, and the rest of that run is *promised* to it. A promise is not an allocation: when nothing else is free,
-half of the longest promise is given away, so no request is refused because of one.
+whole reservation, and the rest of that run is *promised* to it. A promise is not an allocation: when nothing else is
+free, half of the longest promise is given away, so no request is refused because of one.
 
 How many blocks a request may take in all is the scheduler's affair; this module only places them.
 """
@@ -26,16 +26,9 @@ class _Holding:
 
 
 class BlockPool:
-    """Places blocks 0 to ``num_blocks`` - 1 for slots.
-
-    Args:
-        num_blocks: size of the pool, at least 1.
-        group: the KV-parallel group whose pool it is.
-    """
+    """Places blocks 0 to ``num_blocks`` - 1 of a KV-parallel group for slots."""
 
     def __init__(self, num_blocks: int, group: int = 0) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks={num_blocks}; accepted: at least 1")
         self.num_blocks = num_blocks
         self.group = group
         self.num_used = 0
@@ -47,16 +40,10 @@ class BlockPool:
         """Blocks not held by any slot; promised ones count as free."""
         return self.num_blocks - self.num_used
 
-    def allocate(self, slot: int, count: int, *, claim: int) -> list[Extent]:
-        """Give ``slot`` ``count`` more blocks, adjacent to its last ones where possible.
+    def allocate(self, slot: int, count: int, *, reserved: int) -> list[Extent]:
+        """Give ``slot`` ``count`` more blocks, adjacent to its last ones where possible; in position order.
 
-        Args:
-            slot: who gets them.
-            count: how many, at least 1.
-            claim: how many blocks, these included, the slot may still ask for; sizes the promise.
-
-        Returns:
-            The new extents in position order.
+        ``reserved`` is how many blocks, these included, it may still ask for: the promise is made for so many.
 
         Raises:
             RuntimeError: fewer are free.
@@ -67,14 +54,14 @@ class BlockPool:
         new: list[Extent] = []
         while count > 0:
             if holding.next == holding.end:
-                self._find_run(holding, max(claim, count))
+                self._find_run(holding, max(reserved, count))
             take = min(count, holding.end - holding.next)
             new.append(Extent(slot, holding.next, take, self.group))
             append_extent(holding.extents, holding.next, take)
             holding.next += take
             self.num_used += take
             count -= take
-            claim -= take
+            reserved -= take
         return new
 
     def release(self, slot: int) -> None:
@@ -96,7 +83,7 @@ class BlockPool:
         if adjacent:
             first, end = adjacent[0]
         else:
-            fitting = [run for run in self._free if run[1] - run[0] >= want]
+            fitting = [run for run in self._free if _length(run) >= want]
             first, end = min(fitting, key=_length) if fitting else max(self._free, key=_length)
         self._free.remove((first, end))
         holding.next, holding.end = first, min(end, first + want)

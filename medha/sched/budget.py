@@ -1,4 +1,4 @@
-"""The seconds of a batch: how many it may take on each group, what a long prefill yields to short ones, and the guard.
+"""The seconds of a batch: how many it may take on each group, and the guard.
 
 The guard: plain LARS can hold a short request for nearly its whole deadline, and an overload of short requests starves
 a long one for as long as it lasts (see :mod:`medha.sched.policy`). So a prefill that is late, or that has been passed
@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Tick
 from medha.sched.memory import KVMemory
-from medha.sched.policy import SHORTEST_S, Columns, Floats, Ints, candidates, sort_rows
-from medha.sched.queue import Queue, State
+from medha.sched.policy import Columns, Floats, Ints, candidates, sort_rows
+from medha.sched.queue import Queue
 
 
 @dataclass(slots=True)
@@ -64,12 +64,6 @@ def batch_budget_s(config: SchedulerConfig, queue: Queue, memory: KVMemory, grou
     A decode returns with every batch in flight, so it may take a depth-th of the TPOT; with a decode lag it is in every
     batch.
 
-    Args:
-        config: the budget, where it is set, and the quantum.
-        queue: the requests.
-        memory: where they lie.
-        group: of the batch.
-        depth: batches in flight at most.
     """
     if config.t_target_s is not None:
         return config.t_target_s
@@ -78,29 +72,10 @@ def batch_budget_s(config: SchedulerConfig, queue: Queue, memory: KVMemory, grou
     for state in queue.decoding.values():
         slo = state.request.slo
         if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
-            first, count = memory.run(state.slot)
+            first, count = memory.span(state.slot)
             if first <= group < first + count:
                 tightest = slo.tpot_s
     return tightest / period
-
-
-class Yielding:
-    """How much of the budget a long prefill leaves to short ones (Algorithm 2, space sharing)."""
-
-    def __init__(self, config: SchedulerConfig, queue: Queue, *, factor: float, now_s: float) -> None:
-        self._rho_max = config.rho_max
-        self._queue = queue
-        self.factor = factor
-        self._now_s = now_s
-        self.has_short = config.rho_max > 0 and bool((queue.num_prompt_tokens < config.long_threshold).any())
-
-    def yielded(self, state: State) -> float:
-        """The share of the time after decodes that a long request yields."""
-        if not self.has_short:
-            return 0.0
-        total_s, left_s = self._queue.work_s(state, self.factor)
-        slack_s = state.request.arrival_s + state.deadline_s - self._now_s - left_s
-        return min(self._rho_max, max(0.0, slack_s / max(total_s, SHORTEST_S)))
 
 
 def is_guarded(
@@ -119,25 +94,15 @@ def is_guarded(
     return was_guarded | is_late | (last_chunk_s + patience_s <= now_s)
 
 
-def guarded_rows(
-    columns: Columns, guarded: NDArray[np.bool_], *, slots: Ints, first: int | None = None
-) -> NDArray[np.intp]:
-    """Rows of the guarded requests, or the ``first`` of them, in the order in which they are served: arrival, slot."""
-    rows = np.flatnonzero(guarded) if first is None else candidates(columns.arrival_s, first, among=guarded)
+def guarded_rows(columns: Columns, guarded: NDArray[np.bool_], *, slots: Ints, first: int) -> NDArray[np.intp]:
+    """Rows of the ``first`` guarded requests in the order in which they are served: arrival, slot."""
+    rows = candidates(columns.arrival_s, first, among=guarded)
     return rows[sort_rows((columns.arrival_s[rows], slots[rows]), first=first)]
 
 
 def guard_limit_s(budget_s: float, *, late_share: float, owed_s: float) -> float:
     """Seconds of a batch's prefill budget that the guarded may fill before the policy's order takes the rest.
 
-    ``owed_s`` is what :func:`owed_after_s` said of the batch before; 0 at first.
+    ``owed_s`` is what they did not get of the limit before, by the predicted time of their chunks; 0 if none was left.
     """
     return min(budget_s, owed_s + late_share * budget_s)
-
-
-def owed_after_s(limit_s: float, *, given_s: float, any_left: bool) -> float:
-    """Seconds of a batch's limit that the guarded did not get and may take in the next; nothing if none has work left.
-
-    ``given_s`` is what the chunks that filled the limit were predicted to take.
-    """
-    return max(0.0, limit_s - given_s) if any_left else 0.0

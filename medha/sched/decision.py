@@ -20,8 +20,7 @@ class SchedulerRequest:
 
     Attributes:
         slot: integer handle; unique among requests not yet closed.
-        num_prompt_tokens: at least 1.
-        max_new_tokens: at least 1; with the prompt it makes the reservation of KV memory.
+        max_new_tokens: with the prompt it makes the reservation of KV memory.
         arrival_s: when it arrived, in seconds of the engine's clock.
         slo: its objectives, if any.
         priority: class, 0 (realtime) to 3 (low).
@@ -80,7 +79,6 @@ class Preempted:
     """A request that gave up its KV memory.
 
     Attributes:
-        slot: its handle.
         lost_s: predicted seconds to compute again what it had, or to move it out and in; without a predictor, of what
             is computed again tokens of short context.
         swapped_tokens: tokens that go to host memory; 0 where they are computed again.
@@ -111,23 +109,6 @@ class Decision:
     slack_s: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class KVLimits:
-    """How many tokens one request may hold in the KV pools.
-
-    Attributes:
-        max_request_tokens: over all groups.
-        max_per_group: on one group.
-        num_groups: KV-parallel groups.
-        is_whole_pool: ``max_per_group`` is the pool, and not the option ``max_kv_per_group``.
-    """
-
-    max_request_tokens: int
-    max_per_group: int
-    num_groups: int
-    is_whole_pool: bool
-
-
 Results = Sequence[tuple[int, int, bool]]
 """(slot, number of new tokens, finished) of the rows of a batch that sampled."""
 
@@ -137,20 +118,15 @@ class Observer(Protocol):
 
     def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
         """A request was queued."""
-        ...
 
     def cancelled(self, slot: int, closed: Sequence[int]) -> None:
         """A request was cancelled; these slots were closed by that."""
-        ...
 
     def scheduled(self, now_s: float, decision: Decision) -> None:
         """The scheduler was asked for a batch."""
-        ...
 
     def completed(self, batch: Batch, now_s: float, results: Results, busy_s: float, closed: Sequence[int]) -> None:
         """A batch is done in every stage; these slots were closed by that."""
-        ...
 
     def restarted(self, learned: dict[str, tuple[float, int]] | None) -> None:
         """A new scheduler is in place of the former one, with no request; its predictor has learned this."""
-        ...

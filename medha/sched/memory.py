@@ -1,15 +1,16 @@
-"""Who may take KV blocks of which group: claims, shards that grow along a run of groups, and the banker's test.
+"""Who may take KV blocks of which group: reservations, the KVP span of a request, and the banker's test.
 
-A request's keys and values lie on a run of neighbouring groups, shard after shard: the first ``max_kv_per_group``
+A request's keys and values lie on its KVP span, neighbouring groups, shard after shard: the first ``max_kv_per_group``
 tokens on its first group, the next on the second (the paper's KV parallelism and progressive growth, arXiv 2409.17264
-v5 section 3.3). Its claim says how many blocks of each group it may come to need. Blocks are allocated as they fill,
-and a prefill gets more only if the state stays *safe*: there is an order in which every request can still come to its
-end (Dijkstra's banker's algorithm). So memory is used before it is promised to anybody, and nobody waits for ever.
+v5 section 3.3). Its reservation says how many blocks of each group it may come to need. Blocks are allocated as they
+fill, and a prefill gets more only if the state stays *safe*: there is an order in which every request can still come to
+its end (Dijkstra's banker's algorithm). So memory is used before it is promised to anybody, and nobody waits for ever.
 
-A request that decodes never waits for memory: with the last chunk of its prompt the rest of its claim is set aside.
+A request that decodes never waits for memory: with the last chunk of its prompt the rest of its reservation is set
+aside.
 
-With ``overcommit`` claims are not looked at: whatever is free may be taken. Then a decode can find nothing free, and
-somebody is preempted (:mod:`medha.sched.preempt`).
+With ``overcommit`` reservations are not looked at: whatever is free may be taken. Then a decode can find nothing free,
+and somebody is preempted (:mod:`medha.sched.preempt`).
 
 The host may have a pool for each group as well: a preempted request that lies on one group can be *swapped out* to it,
 and comes back to the same group.
@@ -17,45 +18,50 @@ and comes back to the same group.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from medha.batch import Extent, Row
 from medha.sched.blocks import BlockPool
-from medha.sched.decision import KVLimits
+
+_Blocks = list[tuple[int, int]]  # (group, blocks)
 
 
 @dataclass(slots=True)
 class _Account:
-    """What one request claims and holds on each group of its run, in blocks.
+    """What is reserved for a request and what it holds on each group of its span, in blocks.
 
     Attributes:
-        first: first group of the run.
-        claim, held: by group of the run.
+        first: first group of the span.
+        reserved, held: by group of the span.
         starts: position at which each shard begun so far begins.
         end: position at which the last of them was told to end, before it is full.
-        is_set_aside: nobody else may take the rest of its claim.
+        is_set_aside: nobody else may take the rest of its reservation.
     """
 
     first: int
-    claim: list[int]
+    reserved: list[int]
     held: list[int]
     starts: list[int] = field(default_factory=list)
     end: int | None = None
     is_set_aside: bool = False
 
-    def rest(self) -> Iterable[tuple[int, int]]:
-        """(group, blocks claimed and not yet held)."""
-        return ((self.first + i, c - h) for i, (c, h) in enumerate(zip(self.claim, self.held, strict=True)))
+    def rest(self) -> _Blocks:
+        """Reserved and not yet held."""
+        pairs = enumerate(zip(self.reserved, self.held, strict=True), self.first)
+        return [(group, reserved - held) for group, (reserved, held) in pairs]
+
+    def holds(self) -> _Blocks:
+        """Held."""
+        return list(enumerate(self.held, self.first))
 
 
 class KVMemory:
     """The KV block pools of all groups.
 
     Args:
+        num_blocks: in the pool of each group, of ``block_size`` tokens each.
         num_groups: KV-parallel groups.
-        num_blocks: blocks in the pool of each group.
-        block_size: tokens a block.
         max_kv_per_group: tokens of one request on one group, a multiple of the block size; None is the whole pool.
         overcommit, num_swap_blocks, swap_block_s: as of the options; the blocks are of each group.
 
@@ -96,7 +102,7 @@ class KVMemory:
         self.frees: list[int] = []
         self.swaps_out: list[Extent] = []
         self._accounts: dict[int, _Account] = {}
-        self._open = [0] * num_groups  # blocks claimed and not yet held, over all requests
+        self._open = [0] * num_groups  # blocks reserved and not yet held, over all requests
         self._set_aside = [0] * num_groups  # the same over those that decode
 
     @property
@@ -114,20 +120,14 @@ class KVMemory:
         """Tokens of the longest request that fits."""
         return self.num_groups * self.max_kv_per_group
 
-    @property
-    def limits(self) -> KVLimits:
-        """What a request is checked against before it is queued."""
-        is_whole = self.max_kv_per_group == self.num_blocks * self.block_size
-        return KVLimits(self.max_request_tokens, self.max_kv_per_group, self.num_groups, is_whole)
-
-    def claim(self, num_tokens: int) -> list[int]:
-        """Blocks that ``num_tokens`` take on each group of a run."""
+    def reservation(self, num_tokens: int) -> list[int]:
+        """Blocks that ``num_tokens`` take on each group of a span."""
         full, rest = divmod(num_tokens, self.max_kv_per_group)
         return [self.max_kv_per_group // self.block_size] * full + [-(-rest // self.block_size)] * (rest > 0)
 
     def first_groups(self, num_tokens: int) -> range:
-        """The groups at which the run of a request of ``num_tokens`` may begin; empty if it can never fit."""
-        return range(self.num_groups - len(self.claim(num_tokens)) + 1)
+        """The groups at which the span of a request of ``num_tokens`` may begin; empty if it can never fit."""
+        return range(self.num_groups - len(self.reservation(num_tokens)) + 1)
 
     # -- one request -------------------------------------------------------------------------------------------------
 
@@ -136,32 +136,34 @@ class KVMemory:
     ) -> bool:
         """Whether a request of ``num_tokens`` in all may begin on group ``first`` with its first ``kv_len`` tokens.
 
-        ``kv_len`` counts what comes back from the host; ``set_aside``: the chunk is the last of its prompt; ``gone``:
-        slots of requests that would be preempted for it.
+        ``set_aside``: these are all of its prompt; ``gone``: slots of requests that would be preempted for it.
         """
-        claim = self.claim(num_tokens)
-        account = _Account(first, claim, [0] * len(claim))
         needed = -(-kv_len // self.block_size)
-        return self._is_safe(account, first, needed, set_aside=set_aside, is_new=True, gone=gone)
+        return self._is_safe(
+            self._account(first, num_tokens), first, needed, set_aside=set_aside, is_new=True, gone=gone
+        )
+
+    def _account(self, first: int, num_tokens: int) -> _Account:
+        reserved = self.reservation(num_tokens)
+        return _Account(first, reserved, [0] * len(reserved))
 
     def start(self, slot: int, first: int, num_tokens: int) -> None:
-        """Bind a request to the run that begins at ``first``; it holds nothing yet."""
-        claim = self.claim(num_tokens)
-        self._accounts[slot] = account = _Account(first, claim, [0] * len(claim))
+        """Bind a request to the span that begins at ``first``; it holds nothing yet."""
+        self._accounts[slot] = account = self._account(first, num_tokens)
         self._count(account, +1)
 
     def place(self, slot: int, position: int) -> tuple[int, int]:
         """(first group, number of groups) of a row that begins at ``position``; one more where a shard is full."""
         account = self._accounts[slot]
         num_groups = len(account.starts)
-        if position == self._shard_end(account) and num_groups < len(account.claim):  # else it has nothing to write
+        if position == self._shard_end(account) and num_groups < len(account.reserved):  # else it has nothing to write
             num_groups += 1
         return account.first, num_groups
 
-    def run(self, slot: int) -> tuple[int, int]:
-        """(first group, number of groups) of the whole run of a bound request."""
+    def span(self, slot: int) -> tuple[int, int]:
+        """(first group, number of groups) of the whole span of a bound request."""
         account = self._accounts[slot]
-        return account.first, len(account.claim)
+        return account.first, len(account.reserved)
 
     def kv_before(self, slot: int, position: int, group: int) -> int:
         """Tokens before ``position`` that a group holds of a request."""
@@ -178,41 +180,38 @@ class KVMemory:
         return self.max_kv_per_group if position == end else end - position
 
     def grow(self, slot: int, position: int, num_tokens: int) -> bool:
-        """Let a prefill go on on the next group of its run from the end of the present block on (growth for latency).
+        """Let a prefill go on on the next group of its span from the end of the present block on (growth for latency).
 
-        Returns whether it will: not on the last group of its run, and not if the rest of its ``num_tokens`` would not
-        fit or might never come to its end.
+        Returns whether it will: not where the rest of its ``num_tokens`` would not fit or might never come to its end.
         """
         account = self._accounts[slot]
         index = len(account.starts) - 1
         end = -(-position // self.block_size) * self.block_size
-        later = len(account.claim) - index - 1
+        later = len(account.reserved) - index - 1
         if index < 0 or end == account.starts[-1] or not end < num_tokens <= end + later * self.max_kv_per_group:
             return False
-        before, moved = account.claim, self.claim(num_tokens - end)
+        before, moved = account.reserved, self.reservation(num_tokens - end)
         filled = -(-(end - account.starts[-1]) // self.block_size)
         self._count(account, -1)
-        account.claim = [*before[:index], filled, *moved, *[0] * (later - len(moved))]
+        account.reserved = [*before[:index], filled, *moved, *[0] * (later - len(moved))]
         is_safe = self._is_safe(account, account.first + index, 0, set_aside=False, is_new=True)
         if is_safe:
             account.end = end
         else:
-            account.claim = before
+            account.reserved = before
         self._count(account, +1)
         return is_safe
 
     def can_take(self, row: Row, *, gone: Collection[int] = ()) -> bool:
-        """Whether a row finds its blocks and leaves a safe state; a decode always does, unless memory is overcommitted.
-
-        ``gone``: slots of requests that would be preempted for it.
-        """
+        """Whether a row finds its blocks and leaves a safe state, without the slots ``gone``; a decode always does,
+        unless memory is overcommitted."""
         account = self._accounts[row.slot]
         if account.is_set_aside and not self.overcommit:
             return True
         needed = self._needed(account, row)
         if needed <= 0 and (self.overcommit or not row.samples):
             return True
-        return self._is_safe(account, row.holder, needed, set_aside=row.samples, gone=gone)
+        return self._is_safe(account, row.writer, needed, set_aside=row.samples, gone=gone)
 
     def take(self, row: Row) -> list[Extent]:
         """Allocate the blocks that a row fills."""
@@ -225,9 +224,9 @@ class KVMemory:
             account.end = None
         extents = []
         if needed > 0:
-            index, group = row.num_groups - 1, row.holder
-            rest = account.claim[index] - account.held[index]
-            extents = self.pools[group].allocate(row.slot, needed, claim=rest)
+            index, group = row.num_groups - 1, row.writer
+            rest = account.reserved[index] - account.held[index]
+            extents = self.pools[group].allocate(row.slot, needed, reserved=rest)
             account.held[index] += needed
             self._open[group] -= needed
             self._set_aside[group] -= needed * account.is_set_aside
@@ -243,7 +242,7 @@ class KVMemory:
         if account is None:
             return
         self._count(account, -1)
-        for group in range(account.first, account.first + len(account.claim)):
+        for group in range(account.first, account.first + len(account.reserved)):
             self.pools[group].release(slot)
         if any(account.held):
             self.frees.append(slot)
@@ -258,13 +257,13 @@ class KVMemory:
         if len(account.starts) != 1:
             return 0
         blocks, room = account.held[0], self.host_pools[account.first].num_free
-        is_full = len(account.claim) > 1 and blocks * self.block_size >= self.max_kv_per_group
+        is_full = len(account.reserved) > 1 and blocks * self.block_size >= self.max_kv_per_group
         return 0 if is_full or blocks > room else blocks
 
     def swap_out(self, slot: int) -> None:
         """Give a request that is :meth:`swappable` as many host blocks as it holds; its own are released next."""
         group, blocks = self._accounts[slot].first, self._accounts[slot].held[0]
-        extents = self.host_pools[group].allocate(slot, blocks, claim=blocks)
+        extents = self.host_pools[group].allocate(slot, blocks, reserved=blocks)
         self._swapped[slot] = group, extents
         self.swaps_out += extents
 
@@ -273,16 +272,14 @@ class KVMemory:
         return self._swapped[slot][0] if slot in self._swapped else None
 
     def swap_in(self, slot: int, num_tokens: int) -> tuple[list[Extent], list[Extent]]:
-        """Bind a request of ``num_tokens`` in all that is swapped out to its group again, with blocks for what it has.
-
-        Returns its blocks and the host blocks that fill them, its own until :meth:`batch_sent`; both in position order.
-        """
+        """Bind a request of ``num_tokens`` in all that is swapped out to its group again; returns blocks for what it
+        has and the host blocks that fill them, its own until :meth:`batch_sent`, both in position order."""
         group, host = self._swapped.pop(slot)
         blocks = sum(extent.count for extent in host)
         self.start(slot, group, num_tokens)
         account = self._accounts[slot]
         account.starts.append(0)
-        extents = self.pools[group].allocate(slot, blocks, claim=account.claim[0])
+        extents = self.pools[group].allocate(slot, blocks, reserved=account.reserved[0])
         account.held[0] = blocks
         self._open[group] -= blocks
         self._swapped_in.append((group, slot))
@@ -318,11 +315,9 @@ class KVMemory:
         return -(-(row.kv_len - start) // self.block_size) - account.held[index]
 
     def _count(self, account: _Account, sign: int) -> None:
-        for group, (claim, held) in enumerate(zip(account.claim, account.held, strict=True), account.first):
-            rest = sign * (claim - held)
-            self._open[group] += rest
-            if account.is_set_aside:
-                self._set_aside[group] += rest
+        for group, rest in account.rest():
+            self._open[group] += sign * rest
+            self._set_aside[group] += sign * rest * account.is_set_aside
 
     # -- the banker's test -------------------------------------------------------------------------------------------
 
@@ -344,7 +339,7 @@ class KVMemory:
         free = [pool.num_free for pool in self.pools]
         wanted, promised = list(self._open), list(self._set_aside)
         for account in (self._accounts[slot] for slot in gone):
-            for g, blocks in _held(account):
+            for g, blocks in account.holds():
                 free[g] += blocks
             for g, blocks in account.rest():
                 wanted[g] -= blocks
@@ -353,7 +348,7 @@ class KVMemory:
             return False
         if self.overcommit:
             return True
-        rest = list(taker.rest())
+        rest = taker.rest()
         if is_new:
             for g, blocks in rest:
                 wanted[g] += blocks
@@ -365,25 +360,18 @@ class KVMemory:
         elif promised[group] + num_blocks > free[group]:
             return False
         prefills = [
-            (list(a.rest()), _held(a))
+            (a.rest(), a.holds())
             for slot, a in self._accounts.items()
             if not a.is_set_aside and a is not taker and slot not in gone
         ]
         if not set_aside:
             left = [(g, blocks - num_blocks * (g == group)) for g, blocks in rest]
-            prefills.append((left, [(g, blocks + num_blocks * (g == group)) for g, blocks in _held(taker)]))
+            prefills.append((left, [(g, blocks + num_blocks * (g == group)) for g, blocks in taker.holds()]))
         available = [pool.num_blocks for pool in self.pools]
         for _, held in prefills:
             for g, blocks in held:
                 available[g] -= blocks
         return _all_can_end(prefills, available)
-
-
-_Blocks = list[tuple[int, int]]  # (group, blocks)
-
-
-def _held(account: _Account) -> _Blocks:
-    return [(account.first + i, blocks) for i, blocks in enumerate(account.held)]
 
 
 def _all_can_end(waiting: list[tuple[_Blocks, _Blocks]], available: list[int]) -> bool:

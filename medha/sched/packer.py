@@ -28,17 +28,9 @@ from numpy.typing import NDArray
 from medha.config import SchedulerConfig
 from medha.cost.predictor import Predictor
 from medha.sched.batch_builder import BatchBuilder, Packer
-from medha.sched.budget import (
-    GroupTime,
-    Yielding,
-    batch_budget_s,
-    guard_limit_s,
-    guarded_rows,
-    is_guarded,
-    owed_after_s,
-)
+from medha.sched.budget import GroupTime, batch_budget_s, guard_limit_s, guarded_rows, is_guarded
 from medha.sched.decision import Prediction
-from medha.sched.policy import load_policy, order
+from medha.sched.policy import SHORTEST_S, load_policy, order
 from medha.sched.queue import Queue, State
 
 # Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it
@@ -50,11 +42,6 @@ _MAX_ROUNDS = 1 << 20
 
 class MedhaPacker(Packer):
     """The paper's packer.
-
-    Args:
-        config: policy, budgets, shares.
-        predictor: of the slowest stage of a group.
-        depth: batches in flight at most: a decode returns every so many.
 
     Attributes:
         num_over_budget: batches with a chunk beyond their budget.
@@ -72,22 +59,25 @@ class MedhaPacker(Packer):
         self._owed_s: list[float] = []
         self._groups: list[GroupTime] = []
         self._ahead_s = 0.0
+        self._factor = 1.0
+        self._yields = False  # long prefills leave time to short ones
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         favoured = self._make_room(queue, builder) if self._ranking.by_class else []
         builder.add_decodes()
         self._groups = [self._group_time(queue, builder, group) for group in range(builder.memory.num_groups)]
         if queue.num_prefills:
-            factor = self.predictor.factor("mixed" if builder.rows else "prefill")
+            self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
-            yielding = Yielding(self.config, queue, factor=factor, now_s=builder.now_s + self._ahead_s)
+            is_short = queue.num_prompt_tokens < self.config.long_threshold
+            self._yields = self.config.rho_max > 0 and bool(is_short.any())
             for state in favoured:
-                self._give(state, builder, yielding, may_exceed=True)
-            self._serve_guarded(queue, builder, yielding)
+                self._give(state, queue, builder, may_exceed=True)
+            self._serve_guarded(queue, builder)
             for group in self._groups:
                 group.limit_s = group.budget_s
-            self._serve_in_order(queue, builder, yielding)
-            self._fill_up(queue, builder, yielding)
+            self._serve_in_order(queue, builder)
+            self._fill_up(queue, builder)
         self._refused = builder.refused
         self._note(builder)
 
@@ -102,12 +92,12 @@ class MedhaPacker(Packer):
             states += queue.first_of_highest_class()
         return [state for state in states if builder.make_room(state)]
 
-    def _serve_guarded(self, queue: Queue, builder: BatchBuilder, yielding: Yielding) -> None:
+    def _serve_guarded(self, queue: Queue, builder: BatchBuilder) -> None:
         """Those that the policy has passed over get their share first, in order of arrival."""
         share = self.config.late_share
         if not share:
             return
-        columns = queue.columns(yielding.factor)
+        columns = queue.columns(self._factor)
         queue.guarded[:] = is_guarded(
             columns,
             builder.now_s,
@@ -133,21 +123,21 @@ class MedhaPacker(Packer):
                 continue
             if self._is_long(state) and not may_be_long:
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
-            if not self._give(state, builder, yielding, may_exceed=False) and state.slot not in builder.refused:
+            if not self._give(state, queue, builder, may_exceed=False) and state.slot not in builder.refused:
                 break
         self._owed_s = [
-            owed_after_s(limit, given_s=group.tick.seconds - group.decodes_s, any_left=True)
+            max(0.0, limit - (group.tick.seconds - group.decodes_s))
             for group, limit in zip(self._groups, limits, strict=True)
         ]
 
-    def _serve_in_order(self, queue: Queue, builder: BatchBuilder, yielding: Yielding) -> None:
+    def _serve_in_order(self, queue: Queue, builder: BatchBuilder) -> None:
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
         tried: set[int] = set()
         for _ in range(_ROUNDS if builder.rows else _MAX_ROUNDS):
             may_enter = self._candidates(queue, builder, tried)
             rows = order(
                 self._ranking,
-                queue.columns(yielding.factor),  # anew, as rows move when a prompt is scheduled whole
+                queue.columns(self._factor),  # anew, as rows move when a prompt is scheduled whole
                 slots=queue.slots,
                 now_s=builder.now_s + self._ahead_s,
                 first=_FIRST,
@@ -163,29 +153,27 @@ class MedhaPacker(Packer):
                     continue
                 if is_cramped and state.num_left >= self.config.min_chunk and state.slot not in builder.chunked:
                     continue
-                if self._give(state, builder, yielding, may_exceed=True):
+                if self._give(state, queue, builder, may_exceed=True):
                     has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
             if len(states) < _FIRST:
                 return
             tried.update(state.slot for state in states)
 
-    def _fill_up(self, queue: Queue, builder: BatchBuilder, yielding: Yielding) -> None:
+    def _fill_up(self, queue: Queue, builder: BatchBuilder) -> None:
         """What long prefills yielded and nobody took, and what the guarded may have on top of their share."""
-        yielding.has_short = False
+        self._yields = False
         states = [state for slot in list(builder.chunked) if (state := queue.running[slot]).prefilling]
         for state in sorted(states, key=self._is_long):
             if not self._has_room(builder, may_exceed=False):
                 return
-            self._give(state, builder, yielding, may_exceed=False)
+            self._give(state, queue, builder, may_exceed=False)
 
     def _candidates(self, queue: Queue, builder: BatchBuilder, tried: set[int]) -> NDArray[np.bool_] | None:
         """Which rows may enter the batch; None is all.
 
         No new ones where all places are taken, no long ones where each group has one, none a second time.
         """
-        may_enter = None
-        if len(queue.running) >= self.config.max_num_seqs:
-            may_enter = queue.started
+        may_enter = queue.started if len(queue.running) >= self.config.max_num_seqs else None
         if all(group.long_slot is not None for group in self._groups):
             is_short = queue.num_prompt_tokens < self.config.long_threshold
             may_enter = is_short if may_enter is None else may_enter & is_short
@@ -196,12 +184,12 @@ class MedhaPacker(Packer):
 
     # -- one request -------------------------------------------------------------------------------------------------
 
-    def _give(self, state: State, builder: BatchBuilder, yielding: Yielding, *, may_exceed: bool) -> bool:
+    def _give(self, state: State, queue: Queue, builder: BatchBuilder, *, may_exceed: bool) -> bool:
         """Try to put a chunk of a request into the batch."""
         is_long = self._is_long(state)
         if builder.is_held(state) or (is_long and all(g.long_slot not in (None, state.slot) for g in self._groups)):
             return False
-        share = yielding.yielded(state) if is_long else 0.0
+        share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
         has_chunk = state.slot in builder.chunked
 
         def may_enter(first: int, count: int) -> bool:
@@ -228,13 +216,13 @@ class MedhaPacker(Packer):
         if not q_len:
             return False
         row = builder.rows[builder.chunked[state.slot]]
-        for index in range(row.group, row.holder + 1):
+        for index in row.groups:
             group = self._groups[index]
             kv = builder.memory.kv_before(state.slot, position, index)
-            if index < row.holder:
+            if index < row.writer:
                 kv += joined  # which attends with what is added, though its keys are elsewhere
             group.tick.add(
-                q_len, kv, run=row.run if row.is_shared else None, samples=row.samples and index == row.group
+                q_len, kv, run=row.span if row.is_shared else None, samples=row.samples and index == row.group
             )
             group.is_joined |= has_chunk
             if is_long:
@@ -262,6 +250,12 @@ class MedhaPacker(Packer):
             return
         if all(fits(index, kv_on(index)) for index in others):  # else it would not help
             self.num_grown += memory.grow(state.slot, position, state.request.num_kv_tokens)
+
+    def _yielded(self, state: State, queue: Queue, builder: BatchBuilder) -> float:
+        """The share of the time after decodes that a long request leaves to short ones (Algorithm 2, space sharing)."""
+        total_s, left_s = queue.work_s(state, self._factor)
+        slack_s = state.request.arrival_s + state.deadline_s - (builder.now_s + self._ahead_s) - left_s
+        return min(self.config.rho_max, max(0.0, slack_s / max(total_s, SHORTEST_S)))
 
     def _is_long(self, state: State) -> bool:
         return state.num_prefill_tokens >= self.config.long_threshold
@@ -301,10 +295,8 @@ class MedhaPacker(Packer):
         return False
 
     def _is_cramped(self, builder: BatchBuilder) -> bool:
-        """Whether there is surely no time for the smallest chunk, so that many requests need not be tried.
-
-        Says False where it is not sure: with several groups, and where tokens or the chunk size make chunks small.
-        """
+        """Whether there is surely no time for the smallest chunk, so that many requests need not be tried; False where
+        that is not sure: with several groups, and where tokens or the chunk size make chunks small."""
         group, least, size = self._groups[0], self.config.min_chunk, self.config.chunk_size
         if len(self._groups) > 1 or not builder.has_chunk[0] or builder.tokens_left[0] < least:
             return False

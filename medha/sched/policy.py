@@ -1,9 +1,8 @@
 """Who goes first: the policies, smallest key first, and the order that follows from one.
 
 A policy is a function of read-only columns (one row a waiting or partly read request) and the time. Keys are computed
-anew at each step, so no order is ever stale: keys of different requests change at different rates. What becomes of the
-order (chunks, budgets, space sharing) is the packer's; who is served against the order is :mod:`medha.sched.budget`'s.
-The time that a policy is given is when whoever is passed over now could have a first token: some batches ahead.
+anew at each step, as those of different requests change at different rates. The time that a policy is given is when
+whoever is passed over now could have a first token: some batches ahead. What becomes of the order is the packer's.
 
 Source: arXiv:2409.17264, v5 section 4.1 (FCFS, EDF, LRS, LARS) and v4 eq. 7 (ILRS). Under overload by short requests
 LARS, too, starves a long one: the slack of a late short request falls faster, relative to its work.
@@ -12,11 +11,9 @@ LARS, too, starves a long one: the slack of a late short request falls faster, r
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -24,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.errors import ConfigError, PolicyError
+from medha.errors import ConfigError, PolicyError, hint
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -150,13 +147,8 @@ CLASS_FIRST = "priority"
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """A policy under its name.
-
-    Attributes:
-        name: for messages and reports.
-        key: the policy.
-        by_class: whether the priority class goes before the key (classes are not in the paper).
-    """
+    """A policy under its name; with ``by_class`` the priority class goes before its key (classes are not in the
+    paper)."""
 
     name: str
     key: Policy
@@ -178,14 +170,11 @@ def order(
     Args:
         ranking: the policy; the smallest key is first.
         columns: the requests.
-        slots: their ids, in the same order.
+        slots: theirs, in the same order.
         now_s: time, seconds of the scheduler's clock.
         first: how many rows are wanted; None is all. A few of many are found without sorting all.
         among: which rows count; None is all. The policy is asked about all of them.
         last: rows whose key is inf whatever the policy says; None is none.
-
-    Returns:
-        Row numbers, the first to be served first.
 
     Raises:
         PolicyError: the policy raised, or returned something else than a number for each request.
@@ -195,13 +184,12 @@ def order(
     try:
         keys = _keys(ranking.key, columns, now_s)
     except Exception as error:
-        rows = _culprits(ranking.key, columns, now_s)
-        fault = f"{type(error).__name__}: {error}"
-        raise _policy_error(ranking.name, fault, slots[rows.start : rows.stop]) from error
+        fault, row = f"{type(error).__name__}: {error}", _culprit(ranking.key, columns, now_s)
+        raise _policy_error(ranking.name, fault, slots[row : row + 1] if row >= 0 else slots) from error
     is_nan = np.isnan(keys)
     if is_nan.any():
         raise _policy_error(ranking.name, "the key is NaN", slots[is_nan])
-    if last is not None:
+    if last is not None and last.any():
         keys = np.where(last, np.inf, keys)
     by = (keys, columns.arrival_s, slots)
     return sort_rows((columns.priority, *by) if ranking.by_class else by, first=first, among=among)
@@ -210,13 +198,7 @@ def order(
 def sort_rows(
     by: Sequence[Floats | Ints], *, first: int | None = None, among: NDArray[np.bool_] | None = None
 ) -> NDArray[np.intp]:
-    """Row numbers in ascending order of ``by``, the most significant column first; no value is NaN.
-
-    Args:
-        by: columns of equal length.
-        first: how many rows are wanted; None is all.
-        among: which rows count; None is all.
-    """
+    """Row numbers in ascending order of ``by``, the most significant column first; no value is NaN."""
     if first is None and among is None:
         return _sort_all(by)
     first = by[0].size if first is None else first
@@ -228,11 +210,6 @@ def candidates(values: Floats | Ints, count: int, *, among: NDArray[np.bool_] | 
     """Rows, in order, among which are the ``count`` smallest of ``values`` with all their ties; no value is NaN.
 
     Of many values a sample says below which the smallest are. A bound that is too low shows, and then all are returned.
-
-    Args:
-        values: one a row.
-        count: how many are wanted.
-        among: which rows count; None is all.
     """
     if values.size > _SAMPLED:
         step = values.size // _SAMPLE
@@ -268,36 +245,22 @@ def _sort_all(by: Sequence[Floats | Ints]) -> NDArray[np.intp]:
 
 
 def _keys(policy: Policy, columns: Columns, now_s: float) -> Floats:
-    """The policy's keys, checked in all but NaN.
-
-    Raises:
-        TypeError: not a float64 array with one number a request.
-        Exception: whatever the policy raises.
-    """
+    """The policy's keys, checked in all but NaN; raises whatever the policy raises, and TypeError."""
     keys: Any = policy(columns, now_s)
     if not isinstance(keys, np.ndarray) or keys.dtype != np.float64 or keys.shape != (len(columns),):
-        raise TypeError(f"returned {_kind(keys)}; accepted: float64 of shape ({len(columns)},)")
+        kind = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else type(keys).__name__
+        raise TypeError(f"returned {kind}; accepted: float64 of shape ({len(columns)},)")
     return keys
 
 
-def _culprits(policy: Policy, columns: Columns, now_s: float) -> range:
-    """The smallest run of rows found, by halving, on which the policy alone fails: as a rule a single request."""
-
-    def fails(rows: range) -> bool:
-        part = Columns(*(getattr(columns, name)[rows.start : rows.stop] for name in COLUMN_NAMES))
+def _culprit(policy: Policy, columns: Columns, now_s: float) -> int:
+    """The first row on which the policy alone fails; -1 where it fails on none alone."""
+    for row in range(len(columns)):
         try:
-            _keys(policy, part, now_s)
+            _keys(policy, Columns(*(getattr(columns, name)[row : row + 1] for name in COLUMN_NAMES)), now_s)
         except Exception:  # the one being traced; the caller raises the first
-            return True
-        return False
-
-    rows = range(len(columns))
-    while len(rows) > 1:
-        half = next(filter(fails, (rows[: len(rows) // 2], rows[len(rows) // 2 :])), None)
-        if half is None:
-            break
-        rows = half
-    return rows
+            return row
+    return -1
 
 
 def _policy_error(name: str, fault: str, slots: Ints) -> PolicyError:
@@ -306,12 +269,6 @@ def _policy_error(name: str, fault: str, slots: Ints) -> PolicyError:
     noun = "slot" if len(slots) == 1 else "slots"
     slot = int(slots[0]) if len(slots) == 1 else None
     return PolicyError(f"policy {name}: {fault} (request in {noun} {named}{more})", policy=name, slot=slot)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype} of shape {value.shape}"
-    return type(value).__name__
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -345,23 +302,24 @@ def load_policy(spec: str | Policy) -> Ranking:
         return Ranking(f"{CLASS_FIRST}:{inner.name}", inner.key, by_class=True)
     if colon:
         return Ranking(spec, _tried(_import_policy(spec, module_name=head, function_name=rest), spec))
-    near = difflib.get_close_matches(spec.lower(), [*BUILT_IN, CLASS_FIRST], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}{hint}")
+    raise ConfigError(f"policy={spec!r}; accepted: {_accepted()}{hint(spec.lower(), [*BUILT_IN, CLASS_FIRST])}")
 
 
 def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy:
+    here = [] if sys.flags.safe_path or "" in sys.path else [""]
+    sys.path += here  # the current folder, which ``python -m`` has on its path, and an installed command has not
     try:
-        with _current_folder_searched():
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"policy={spec!r}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+    finally:
+        for folder in here:
+            sys.path.remove(folder)
     policy: Policy | None = getattr(module, function_name, None)
     if not callable(policy):
         functions = [name for name, value in vars(module).items() if callable(value)]
-        near = difflib.get_close_matches(function_name, functions, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"policy={spec!r}: {module_name} has no function {function_name!r}{hint}")
+        missing = f"{module_name} has no function {function_name!r}{hint(function_name, functions)}"
+        raise ConfigError(f"policy={spec!r}: {missing}")
     return policy
 
 
@@ -376,23 +334,6 @@ def _tried(policy: Policy, name: str) -> Policy:
     except Exception:  # it may hold for this request alone; of a real one it is a PolicyError
         return policy
     return policy
-
-
-@contextmanager
-def _current_folder_searched() -> Iterator[None]:
-    """Search the current folder too, after everything else: ``python -m`` has it on its path, an installed command not.
-
-    Not where Python was told to leave it out (``-P``, ``PYTHONSAFEPATH``).
-    """
-    here = ""  # Python's own name for it on the path
-    if sys.flags.safe_path or here in sys.path:
-        yield
-        return
-    sys.path.append(here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
 
 
 def _accepted() -> str:

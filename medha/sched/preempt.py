@@ -1,13 +1,14 @@
 """Which requests are preempted when one finds no KV memory, and how: a preempted request is computed again later, or
 its KV is swapped to host memory and back, whichever takes less.
 
-By default nobody is preempted: claims and the banker's test (:mod:`medha.sched.memory`) let every request come to its
-end. Two options change that.
+By default nobody is preempted: reservations and the banker's test (:mod:`medha.sched.memory`) let every request come to
+its end. Two options change that.
 
 - Priority classes (a policy ``priority…``): a prefill that was refused memory, or a place among the running, preempts
   requests of lower classes, decodes too: the lowest class first, and in a class whoever loses least.
-- ``overcommit``: requests take memory without regard to claims. A decode that finds no block preempts prefills, whoever
-  loses least, and a decode only where no prefill is left. So does the oldest started request while it is a prefill.
+- ``overcommit``: requests take memory without regard to reservations. A decode that finds no block preempts prefills,
+  whoever loses least, and a decode only where no prefill is left. So does the oldest started request while it is a
+  prefill.
 
 Only a request with nothing in flight can be preempted. It loses the predicted time to compute again what it had, or to
 copy it out and in: the most that this can be, as the copies run beside what others compute. Only a request that lies on
@@ -30,11 +31,6 @@ from medha.sched.queue import Queue, State
 
 class Preemption:
     """Takes KV memory from some requests for others.
-
-    Args:
-        queue: the requests.
-        memory: what they hold.
-        predictor: whose factor corrects the predicted seconds of prefills; None for none.
 
     Attributes:
         by_class: whether priority classes say who gives way.
@@ -75,7 +71,7 @@ class Preemption:
         again_s = self._queue.prefill_s(state.num_scheduled_tokens) * factor if state.num_scheduled_tokens else 0.0
         blocks = self._memory.swappable(state.slot)
         moved_s = 2 * blocks * self._memory.swap_block_s
-        if blocks and (moved_s < again_s or not self._queue.predicts):
+        if blocks and (moved_s < again_s or self._predictor is None):
             return moved_s, True
         return again_s, False
 
@@ -101,12 +97,7 @@ def oldest(states: Iterable[State]) -> State | None:
 
 
 def fewest(candidates: list[State], fits: Callable[[Collection[int]], bool]) -> list[State] | None:
-    """The fewest candidates, from the front, without which a request fits; None if it does not fit without all of them.
-
-    Args:
-        candidates: in the order in which they are preempted.
-        fits: whether it would fit if some slots were gone.
-    """
+    """The fewest candidates, from the front, without whose slots a request ``fits``; None if all are too few."""
     gone: set[int] = set()
     chosen: list[State] = []
     while not fits(gone):

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medha.batch import Row
+from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
-from medha.sched.policy import Columns, Floats, Ints
+from medha.sched.policy import Columns, Floats, Ints, sort_rows
 
 Bools = NDArray[np.bool_]
 
@@ -25,19 +26,16 @@ Bools = NDArray[np.bool_]
 class State:
     """Progress of one request.
 
-    ``num_scheduled_tokens`` moves when a chunk is sent, ``num_computed_tokens`` when its batch is complete; only the
-    second leads to decodes and frees. ``num_known_tokens`` counts the prompt and the tokens sampled so far, with a
-    decode lag also those that are being sampled: a request has work to schedule while fewer are scheduled than known,
-    be it prefill or decode.
+    ``num_scheduled_tokens`` moves when a chunk is sent, ``num_computed_tokens`` when its batch is complete.
+    ``num_known_tokens`` counts the prompt and the tokens sampled so far, with a decode lag also those that are being
+    sampled: a request has work to schedule while fewer are scheduled than known, be it prefill or decode.
 
     Attributes:
-        slot: its handle.
         num_prefill_tokens: tokens of its prefill: its prompt, and after it was preempted the tokens it had by then.
             Those that were swapped out count as computed.
         deadline_s: seconds from arrival to when its first token is due; inf is none.
         has_started: it is bound to a group and may hold memory.
         ended: it finished or was cancelled; it is closed once nothing of it is in flight.
-        num_preempted: how often it was preempted.
     """
 
     request: SchedulerRequest
@@ -97,10 +95,10 @@ class Queue:
     """All requests of a scheduler.
 
     Args:
-        times: predicted seconds of prefills; None counts work in tokens of short context instead.
-        deadline_floor_s, deadline_factor: of a request without a TTFT objective the deadline is
-            ``max(floor, factor * predicted seconds alone)``; without ``times`` it has none.
-        decode_lag: whether tokens count as known as soon as what samples them is sent.
+        config: of a request without a TTFT objective the deadline is ``max(deadline_floor_s, deadline_factor *
+            predicted seconds alone)``; with a decode lag tokens count as known as soon as what samples them is sent.
+        times: predicted seconds of prefills; None counts work in tokens of short context instead, and derives no
+            deadline.
 
     Attributes:
         running: started and not closed, in the order of their first chunks.
@@ -110,12 +108,10 @@ class Queue:
         num_prefills: rows of the columns.
     """
 
-    def __init__(
-        self, times: PrefillTimes | None, *, deadline_floor_s: float, deadline_factor: float, decode_lag: bool = False
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, times: PrefillTimes | None) -> None:
+        self._config = config
         self._times = times
-        self.decode_lag = decode_lag
-        self._floor_s, self._factor = deadline_floor_s, deadline_factor
+        self.decode_lag = bool(config.decode_lag)
         self.running: dict[int, State] = {}
         self.decoding: dict[int, State] = {}
         self.waiting: dict[int, State] = {}
@@ -126,7 +122,6 @@ class Queue:
         self._floats = np.empty((5, 64), np.float64)
         self._ints = np.empty((4, 64), np.int64)
         self._flags = np.zeros((3, 64), np.bool_)
-        self._num_relegated = 0
         self._columns: tuple[float, Columns] | None = None  # those handed out last, until a row changes
 
     def __contains__(self, slot: int) -> bool:
@@ -174,9 +169,9 @@ class Queue:
         return self._flags[_STARTED, : self.num_prefills]
 
     @property
-    def relegated(self) -> Bools | None:
-        """Which rows come after all others; None where there is none."""
-        return self._flags[_RELEGATED, : self.num_prefills] if self._num_relegated else None
+    def relegated(self) -> Bools:
+        """Which rows come after all others."""
+        return self._flags[_RELEGATED, : self.num_prefills]
 
     @property
     def guarded(self) -> Bools:
@@ -205,11 +200,8 @@ class Queue:
     def first_of_highest_class(self) -> list[State]:
         """The first to arrive of the highest class among those that have not started; nothing if there is none."""
         rows = np.flatnonzero(~self.started)
-        if not rows.size:
-            return []
-        classes, arrival_s = self._ints[_PRIORITY, rows], self._floats[_ARRIVAL, rows]
-        highest = np.flatnonzero(classes == classes.min())
-        return [self._states[rows[highest[arrival_s[highest].argmin()]]]]
+        by = self._ints[_PRIORITY, rows], self._floats[_ARRIVAL, rows]
+        return [self._states[row] for row in rows[sort_rows(by, first=1)]]
 
     def has_prefill_above(self, priority: int) -> bool:
         """Whether a prefill of a higher class than this waits or is under way."""
@@ -231,13 +223,8 @@ class Queue:
         return state
 
     def preempt(self, state: State, now_s: float, *, num_kept: int = 0) -> None:
-        """A started request with nothing in flight loses what was computed of it and waits again, first in line.
-
-        Args:
-            state: the request.
-            now_s: time.
-            num_kept: tokens that it does not lose: its next chunk begins behind them.
-        """
+        """A started request with nothing in flight loses what was computed of it, all but the first ``num_kept``
+        tokens, and waits again, first in line."""
         self.running.pop(state.slot)
         self.decoding.pop(state.slot, None)
         if state.slot in self._row_of:
@@ -300,11 +287,6 @@ class Queue:
 
     # -- work --------------------------------------------------------------------------------------------------------
 
-    @property
-    def predicts(self) -> bool:
-        """Whether prefills are predicted in seconds."""
-        return self._times is not None
-
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds that a prefill of so many tokens takes alone, uncorrected; without ``times`` its work."""
         if self._times is None:
@@ -321,7 +303,9 @@ class Queue:
             return math.inf
         if request.slo is not None and request.slo.ttft_s is not None:
             return request.slo.ttft_s
-        return math.inf if self._times is None else max(self._floor_s, self._factor * total_s)
+        if self._times is None:
+            return math.inf
+        return max(self._config.deadline_floor_s, self._config.deadline_factor * total_s)
 
     def _append(self, state: State, total_s: float, last_chunk_s: float) -> None:
         """A row for a request that has not started; what was kept of it counts as done."""
@@ -335,7 +319,6 @@ class Queue:
         self._floats[:, row] = request.arrival_s, state.deadline_s, total_s, left_s, last_chunk_s
         self._ints[:, row] = state.num_prefill_tokens, num_kept, request.priority, state.slot
         self._flags[:, row] = False, False, request.is_relegated
-        self._num_relegated += request.is_relegated
         self._states.append(state)
         self._row_of[state.slot] = row
         self.num_prefills += 1
@@ -345,7 +328,6 @@ class Queue:
         """Take a request's row out; the last row takes its place."""
         row = self._row_of.pop(slot)
         last = self.num_prefills - 1
-        self._num_relegated -= self._states[row].request.is_relegated
         moved = self._states.pop()
         if row != last:
             for array in (self._floats, self._ints, self._flags):

@@ -6,23 +6,24 @@ never token ids; time is handed in; it decides the same whenever it is called th
 schedulers share: the life of a request and of a batch. A packer decides whose turn it is and how many tokens it gets:
 the paper's (:mod:`medha.sched.packer`) or a classical one (:mod:`medha.sched.baselines`).
 
-Memory: :mod:`medha.sched.memory`. Groups: with KV parallelism a batch spans all groups; a request is bound to a run of
-them at its first chunk (:mod:`medha.sched.batch_builder`).
+Memory: :mod:`medha.sched.memory`. Groups: with KV parallelism a batch concerns all groups; a request is bound to a span
+of them at its first chunk (:mod:`medha.sched.batch_builder`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
 from medha.batch import Batch
-from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor, Work
+from medha.config import ParallelConfig, SchedulerConfig
+from medha.cost.predictor import Predictor, Run, Work
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
 from medha.errors import DeadlineError
 from medha.sched.baselines import classical_packer
-from medha.sched.batch_builder import BatchBuilder, Packer
+from medha.sched.batch_builder import BatchBuilder
 from medha.sched.decision import Admitted, Decision, Prediction, SchedulerRequest
 from medha.sched.memory import KVMemory
 from medha.sched.packer import MedhaPacker
@@ -35,18 +36,13 @@ class Scheduler:
 
     Args:
         config: which scheduler and policy, budgets and depth.
-        num_blocks: KV blocks in the pool of each group.
-        block_size: tokens a block.
-        num_groups: KV-parallel groups.
+        num_blocks, block_size, num_groups: as of :class:`medha.sched.memory.KVMemory`.
         predictor: of the slowest stage of a group; the medha scheduler needs one.
         max_prompt_tokens: longest prompt whose time is predicted apart.
 
-    Attributes:
-        memory: who holds which blocks.
-        predictor: as given; it learns from completed batches.
+    The predictor learns from completed batches.
 
     Raises:
-        ValueError: ``config.max_kv_per_group`` does not fit the pool, or there is no predictor where one is needed.
         ConfigError: the policy is unknown.
     """
 
@@ -75,29 +71,27 @@ class Scheduler:
             num_swap_blocks=config.num_swap_blocks,
             swap_block_s=config.swap_block_s,
         )
-        self.packer = _packer(config, predictor, self.depth)
+        if config.scheduler != "medha":
+            self.packer = classical_packer(config)
+        elif predictor is not None:
+            self.packer = MedhaPacker(config, predictor, self.depth)
+        else:
+            raise ValueError("scheduler='medha' needs a predictor")
         times = None if predictor is None else _prefill_times(config, predictor, max_prompt_tokens)
-        self._queue = Queue(
-            times,
-            deadline_floor_s=config.deadline_floor_s,
-            deadline_factor=config.deadline_factor,
-            decode_lag=bool(config.decode_lag),
-        )
+        self._queue = Queue(config, times)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._preemption = Preemption(self._queue, self.memory, predictor)
         self._next_batch_id = 0
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What it was made with, beside configuration and predictor."""
+        sizes = {name: getattr(self.memory, name) for name in ("num_blocks", "block_size", "num_groups")}
+        return sizes | {"max_prompt_tokens": self.max_prompt_tokens}
+
     def fresh(self) -> Scheduler:
         """A scheduler of the same configuration that knows no request; what the predictor has learned stays."""
-        memory = self.memory
-        return Scheduler(
-            self.config,
-            num_blocks=memory.num_blocks,
-            block_size=memory.block_size,
-            num_groups=memory.num_groups,
-            predictor=self.predictor,
-            max_prompt_tokens=self.max_prompt_tokens,
-        )
+        return Scheduler(self.config, predictor=self.predictor, **self.sizes)
 
     @property
     def num_waiting(self) -> int:
@@ -138,11 +132,7 @@ class Scheduler:
         return next(prediction for sent, prediction in self._in_flight if sent is batch)
 
     def add(self, request: SchedulerRequest, now_s: float | None = None) -> Admitted:
-        """Queue a request.
-
-        Args:
-            request: its slot is free and its reservation fits the pools.
-            now_s: time at which the option ``admission`` judges it; None queues it as it is.
+        """Queue a request; the option ``admission`` judges it at ``now_s``, None queues it as it is.
 
         Raises:
             DeadlineError: it cannot meet its TTFT objective, and ``admission`` is ``refuse``.
@@ -158,7 +148,15 @@ class Scheduler:
         predicted_s = None if now_s is None else self._late_ttft_s(request, now_s)
         if predicted_s is not None:
             if self.config.admission == "refuse":
-                raise _refused(request, predicted_s)
+                objective_s = None if request.slo is None else request.slo.ttft_s
+                raise DeadlineError(
+                    f"slo.ttft_s={objective_s}: its first token is predicted {predicted_s:.3f} s after its arrival "
+                    "even if it runs next; accepted: a later one, or admission='all' or 'relegate'",
+                    predicted_s=predicted_s,
+                    objective_s=objective_s,
+                    param="slo.ttft_s",
+                    value=objective_s,
+                )
             request = replace(request, is_relegated=True)
         factor = 1.0 if self.predictor is None else self.predictor.factor("prefill")
         deadline_s = self._queue.add(request, factor).deadline_s
@@ -167,8 +165,7 @@ class Scheduler:
     def _late_ttft_s(self, request: SchedulerRequest, now_s: float) -> float | None:
         """Predicted TTFT of a request that ``config.admission`` turns away; None where it may be in time.
 
-        The TTFT is what the request would have if it ran next: the wait so far, the batches in flight, its prefill
-        alone.
+        That is if it ran next: the wait so far, the batches in flight, its prefill alone.
         """
         objective_s = None if request.slo is None else request.slo.ttft_s
         if objective_s is None or self.config.admission == "all" or self.predictor is None:
@@ -189,9 +186,7 @@ class Scheduler:
     def cancel(self, slot: int) -> tuple[int, ...]:
         """Stop scheduling a request at once; no-op for a slot that is not in use.
 
-        Returns:
-            The slots closed by this call: ``(slot,)``, or nothing while chunks of it are in flight, in which case the
-            ``complete`` of its last batch closes it.
+        Returns the slots closed by that: while chunks of it are in flight none, the ``complete`` of the last closes it.
         """
         state = self._queue.waiting.get(slot) or self._queue.running.get(slot)
         if state is None or state.ended:
@@ -204,9 +199,7 @@ class Scheduler:
         return self._close_ended((slot,))
 
     def schedule(self, now_s: float) -> Decision:
-        """Decide the next batch; the decision has none where nothing can enter.
-
-        At most ``depth`` batches are in flight: beyond that nothing is decided.
+        """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight.
 
         Raises:
             PolicyError: a user's policy failed.
@@ -239,13 +232,10 @@ class Scheduler:
     def complete(
         self, batch: Batch, now_s: float, results: Iterable[tuple[int, int, bool]], busy_s: float
     ) -> tuple[int, ...]:
-        """Record that a batch is done in every stage.
-
-        The batches of a KV-parallel group complete in the order in which they were scheduled; those of groups that
-        have nothing in common in any order.
+        """Record that a batch, the oldest in flight of its groups, is done in every stage.
 
         Args:
-            batch: the oldest in flight of its groups.
+            batch: which.
             now_s: time.
             results: (slot, number of new tokens, finished) of the rows that sampled.
             busy_s: seconds the slowest group computed, waits excluded.
@@ -271,14 +261,11 @@ class Scheduler:
 
     def _take_in_flight(self, batch: Batch) -> Prediction | None:
         """Take a batch out of those in flight; returns its prediction."""
-        if self._in_flight and self._in_flight[0][0].batch_id == batch.batch_id:
-            return self._in_flight.popleft()[1]
-        groups = batch.groups
         for index, (older, prediction) in enumerate(self._in_flight):
             if older.batch_id == batch.batch_id:
                 del self._in_flight[index]
                 return prediction
-            if groups & older.groups:
+            if batch.groups & older.groups:
                 raise ValueError(f"batch {batch.batch_id} completed, but the oldest of its groups is {older.batch_id}")
         raise ValueError(f"batch {batch.batch_id} completed, but it is not in flight")
 
@@ -295,34 +282,48 @@ class Scheduler:
         return tuple(closed)
 
 
-def _refused(request: SchedulerRequest, predicted_s: float) -> DeadlineError:
-    objective_s = None if request.slo is None else request.slo.ttft_s
-    return DeadlineError(
-        f"slo.ttft_s={objective_s}: its first token is predicted {predicted_s:.3f} s after its arrival even if it "
-        "runs next; accepted: a later one, or admission='all' or 'relegate'",
-        predicted_s=predicted_s,
-        objective_s=objective_s,
-        param="slo.ttft_s",
-        value=objective_s,
-    )
-
-
-def _packer(config: SchedulerConfig, predictor: Predictor | None, depth: int) -> Packer:
-    if config.scheduler != "medha":
-        return classical_packer(config)
-    if predictor is None:
-        raise ValueError("scheduler='medha' needs a predictor")
-    return MedhaPacker(config, predictor, depth)
-
-
 def _prefill_times(config: SchedulerConfig, predictor: Predictor, max_prompt_tokens: int) -> PrefillTimes:
     """Seconds of a prefill alone, in the chunks that the packer would take."""
     budget_s = config.t_target_s or config.quantum_s
     chunk = budgeted_chunk(
-        predictor,
-        budget_s,
-        config.max_batch_tokens,
-        granularity=config.chunk_granularity,
-        min_tokens=config.min_chunk,
+        predictor, budget_s, config.max_batch_tokens, granularity=config.chunk_granularity, min_tokens=config.min_chunk
     )
     return PrefillTimes(predictor, chunk, max_tokens=max_prompt_tokens)
+
+
+def efficient_kv(predictor: Predictor, budget_s: float, num_tokens: int, *, most: int, run: Run | None = None) -> int:
+    """Cached tokens, up to ``most``, behind which a chunk alone takes at most ``budget_s``, at factor 1.
+
+    Where a request spreads over KV-parallel groups (v5 section 3.3): with more on one group no efficient chunk fits.
+    ``run`` counts the merges of a request on several.
+    """
+    tick = predictor.uncorrected().tick()
+    return bisect_right(range(most + 1), budget_s, key=lambda kv: tick.with_chunk(num_tokens, kv, run=run)) - 1
+
+
+def complete_config(
+    config: SchedulerConfig,
+    predictor: Predictor,
+    parallel: ParallelConfig,
+    *,
+    longest: int,
+    num_blocks: int,
+    block_size: int,
+) -> SchedulerConfig:
+    """The configuration with what was left open: depth, and tokens of a request on one group.
+
+    Depth: one batch more than there are stages where there are several, so that no stage waits for the control plane.
+    Tokens on a group: as many as an efficient chunk fills a batch's time with, at least an even share of the longest
+    request, at most the pool.
+
+    ``longest`` is the tokens of the longest request, ``num_blocks`` and ``block_size`` are of each group's pool.
+    """
+    depth = config.depth or (parallel.spp + 1 if parallel.spp > 1 else 2 if config.decode_lag else 1)
+    most = config.max_kv_per_group
+    if most is None:
+        most = pool = num_blocks * block_size
+        if parallel.kvp > 1:
+            budget_s, least = config.t_target_s or config.quantum_s, min(config.min_chunk, predictor.max_tokens)
+            efficient = efficient_kv(predictor, budget_s, least, most=pool, run=(0, 1))
+            most = min(pool, -(-max(efficient, -(-longest // parallel.kvp)) // block_size) * block_size)
+    return replace(config, depth=depth, max_kv_per_group=most)

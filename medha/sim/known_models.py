@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,20 +33,17 @@ _LLAMA_3_1_8B = replace(
     rope=RopeConfig("llama3", 500000.0, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
 )
 _LLAMA_3_70B = replace(_LLAMA_3_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64)
-_QWEN_2_5_14B_1M = ModelConfig(
+_QWEN_2_5_14B_1M = replace(
+    _LLAMA_3_8B,
     architecture="Qwen2ForCausalLM",
     vocab_size=152064,
     hidden_size=5120,
     intermediate_size=13824,
     num_layers=48,
     num_heads=40,
-    num_kv_heads=8,
-    head_dim=128,
     max_position_embeddings=1010000,
     rope=RopeConfig(theta=10000000.0),
-    rms_norm_eps=1e-5,
     qkv_bias=True,
-    dtype="bfloat16",
     bos_token_id=151643,
     eos_token_ids=(151645,),
 )
@@ -56,41 +54,24 @@ KNOWN_MODELS = {
     "llama-3.1-8b": _LLAMA_3_1_8B,
     "qwen2.5-14b-1m": _QWEN_2_5_14B_1M,
 }
-ALIASES = {
-    "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
-    "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b",
-    "llama3-8b": "llama-3-8b",
-    "meta-llama/Meta-Llama-3-70B": "llama-3-70b",
-    "meta-llama/Meta-Llama-3-70B-Instruct": "llama-3-70b",
-    "llama3-70b": "llama-3-70b",
-    "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
-    "Qwen/Qwen2.5-14B-Instruct-1M": "qwen2.5-14b-1m",
-    "qwen2.5-14b-instruct-1m": "qwen2.5-14b-1m",
-}
+_AROUND = re.compile(r"^(meta-llama|qwen)/(meta-)?|-instruct")
+"""What ids on the hub have around or in these names."""
 
 
 def find_model(name_or_path: str | Path) -> ModelConfig:
-    """A known model by name, in any case, or that of a ``config.json``.
+    """A known model by name or id on the hub, in any case, or that of a ``config.json`` or its folder.
 
     A simulation takes the shape alone, so contexts may be longer than ``max_position_embeddings``.
-
-    Args:
-        name_or_path: a name, an alias, a folder that holds ``config.json``, or the path of that file.
-
-    Raises:
-        ConfigError: no known name and no such file, or a bad ``config.json``.
     """
-    lower = {name.lower(): name for name in (*KNOWN_MODELS, *ALIASES)}
-    name = lower.get(str(name_or_path).lower())
-    if name is not None:
-        return KNOWN_MODELS[ALIASES.get(name, name)]
+    name = _AROUND.sub("", str(name_or_path).lower()).replace("llama3", "llama-3")
+    if name in KNOWN_MODELS:
+        return KNOWN_MODELS[name]
     path = Path(name_or_path)
     folder = path.parent if path.name == "config.json" else path
     if (folder / "config.json").is_file():
         return load_model_config(folder)
-    near = difflib.get_close_matches(str(name_or_path).lower(), lower, n=1, cutoff=0.4)
-    hint = f"; did you mean {lower[near[0]]}?" if near else ""
+    near = difflib.get_close_matches(name, KNOWN_MODELS, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(
         f"model {str(name_or_path)!r} is not known; accepted: {', '.join(KNOWN_MODELS)}, or the path of a config.json"
         f"{hint}"

@@ -9,7 +9,7 @@ say. Blocks that are swapped move beside the compute: a stage is busy with a bat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from medha.batch import Batch
 from medha.cost.predictor import MIN_SECONDS, Decodes, Predictor, Work, split
@@ -48,14 +48,12 @@ class Passage:
     busy_s: float
 
 
-@dataclass(slots=True)
 class Pipeline:
     """The stages of one replica.
 
     Args:
         stages: what each stage costs, first stage first; the groups are alike.
         num_groups: KV-parallel groups.
-        noise: factor on the seconds of a batch on a stage; 1 where it is None.
         on_segment: told of every batch on every stage.
 
     Attributes:
@@ -63,33 +61,18 @@ class Pipeline:
         bubble_s: by group and stage, seconds without work while another stage of the group had some.
     """
 
-    stages: Sequence[Predictor]
-    num_groups: int = 1
-    noise: Callable[[], float] | None = None
-    on_segment: Callable[[Segment], None] | None = None
-    busy_s: list[list[float]] = field(init=False)
-    bubble_s: list[list[float]] = field(init=False)
-    _free_s: list[list[float]] = field(init=False)
-    _kinds: list[int] = field(init=False)
-    _distinct: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.busy_s = [[0.0] * len(self.stages) for _ in range(self.num_groups)]
-        self.bubble_s = [[0.0] * len(self.stages) for _ in range(self.num_groups)]
-        self._free_s = [[0.0] * len(self.stages) for _ in range(self.num_groups)]
-        costs = [predictor.coefficients for predictor in self.stages]
+    def __init__(
+        self, stages: Sequence[Predictor], num_groups: int = 1, on_segment: Callable[[Segment], None] | None = None
+    ) -> None:
+        self.stages, self.num_groups, self.on_segment = stages, num_groups, on_segment
+        self.busy_s, self.bubble_s, self._free_s = ([[0.0] * len(stages) for _ in range(num_groups)] for _ in range(3))
+        costs = [predictor.coefficients for predictor in stages]
         parts = [(c.linear, c.chunks, c.decodes, c.mixed, c.head, c.host_s, c.tp, c.spp, c.kvp) for c in costs]
         self._kinds = [parts.index(part) for part in parts]  # stages that cost the same are predicted once
         self._distinct = sorted(set(self._kinds))
 
     def send(self, batch: Batch, memory: KVMemory, now_s: float) -> Passage:
-        """Let a batch enter stage 0, right after it was scheduled.
-
-        Args:
-            batch: with at least one row.
-            memory: of its scheduler: where the keys of each row lie.
-            now_s: time.
-        """
+        """Let a batch enter stage 0, right after it was scheduled; the memory says where the keys of each row lie."""
         first_end_s, end_s, slowest_s = now_s, now_s, 0.0
         for groups in _together(batch, self.num_groups):
             seconds = self._seconds(batch, memory, groups)
@@ -117,7 +100,7 @@ class Pipeline:
     @property
     def is_plain(self) -> bool:
         """Whether a batch on the one group takes just what the stages say, and nobody looks on."""
-        return self.num_groups == 1 and self.noise is None and self.on_segment is None
+        return self.num_groups == 1 and self.on_segment is None
 
     def send_decodes(self, count: int, mean_kv: float, max_kv: int, now_s: float) -> Passage:
         """As :meth:`send`, to the bit, for decodes of which only this is known; where it :attr:`is_plain`."""
@@ -143,7 +126,7 @@ class Pipeline:
         """Seconds of each stage: the slowest of the groups that go together."""
         works = [parts_of(batch, memory, group) for group in groups]
         known = {kind: max(self.stages[kind].tick(*parts).seconds for parts in works) for kind in self._distinct}
-        seconds = [known[kind] * (1.0 if self.noise is None else self.noise()) for kind in self._kinds]
+        seconds = [known[kind] for kind in self._kinds]
         if not batch.moves:
             return seconds
         moved_s = max(batch.num_moved_blocks(group) for group in groups) * memory.swap_block_s
@@ -153,7 +136,18 @@ class Pipeline:
 def parts_of(batch: Batch, memory: KVMemory, group: int) -> tuple[Decodes | Sequence[Work], Sequence[Work]]:
     """The decodes and the chunks of a batch as a group sees them, right after it was scheduled."""
     if memory.num_groups > 1:
-        return split(works_of(batch, memory, group))
+        works = [
+            Work(
+                row.q_len,
+                memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position,
+                row.is_decode,
+                row.span if row.is_shared else None,
+                row.samples and row.group == group,
+            )
+            for row in batch.rows
+            if row.concerns(group)
+        ]
+        return split(works)
     count = batch.num_decodes
     chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in batch.rows[count:]]
     if not count:
@@ -162,30 +156,15 @@ def parts_of(batch: Batch, memory: KVMemory, group: int) -> tuple[Decodes | Sequ
     return Decodes(count, count, sum(positions), max(positions)), chunks
 
 
-def works_of(batch: Batch, memory: KVMemory, group: int) -> list[Work]:
-    """The rows of a batch as a group of several sees them, right after it was scheduled."""
-    return [
-        Work(
-            row.q_len,
-            memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position,
-            row.is_decode,
-            row.run if row.is_shared else None,
-            row.samples and row.group == group,
-        )
-        for row in batch.rows
-        if row.concerns(group)
-    ]
-
-
 def _together(batch: Batch, num_groups: int) -> list[list[int]]:
     """Groups with rows or moves in a batch, those that share rows with each other in one list; ascending."""
     if num_groups == 1:
         return [[0]]
     moving = {extent.group for extent in (*batch.swaps_out, *batch.swaps_in)}
-    concerned = sorted(moving | {group for row in batch.rows for group in range(row.group, row.holder + 1)})
+    concerned = sorted(moving | {group for row in batch.rows for group in row.groups})
     joined: list[list[int]] = []
     for group in concerned:
-        if joined and any(row.group < group <= row.holder for row in batch.rows):
+        if joined and any(row.group < group <= row.writer for row in batch.rows):
             joined[-1].append(group)
         else:
             joined.append([group])

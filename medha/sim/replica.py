@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 from medha.config import ModelConfig, ParallelConfig, SchedulerConfig
 from medha.cost.hardware import HardwareSpec
-from medha.cost.json_form import check_int, check_number
+from medha.cost.json_form import check_number
 from medha.cost.predictor import Predictor, slowest_of
-from medha.cost.prefill_time import complete_config
 from medha.cost.roofline import MAX_SAMPLES, Shard, shape_name, stage_coefficients
 from medha.errors import ConfigError
-from medha.sched.scheduler import Scheduler
+from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline, Segment
+
+DTYPE_BYTES = 2
+"""Of a weight, and of a key or value element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +23,10 @@ class Replica:
     """A model instance that can be simulated.
 
     Attributes:
-        spec: its accelerators.
-        model, parallel: what runs on them, and how.
-        scheduler: who decides.
+        model, parallel: what runs on the accelerators, and how.
         max_model_len: tokens of the longest request.
         block_size: tokens of a KV block.
         utilization: share of an accelerator's memory that may be used.
-        dtype_bytes: bytes of a weight and of a key or value element.
-        backend: of attention, ``split-kv`` or ``no-split-kv``; None is what the spec says.
         num_blocks: KV blocks of each group; None is what the memory holds beside weights and activations.
     """
 
@@ -39,111 +37,52 @@ class Replica:
     max_model_len: int = 1 << 20
     block_size: int = 256
     utilization: float = 0.9
-    dtype_bytes: int = 2
-    backend: str | None = None
     num_blocks: int | None = None
 
-    @property
-    def num_gpus(self) -> int:
-        """Accelerators in all."""
-        return self.parallel.world_size
-
     def kv_blocks(self) -> int:
-        """KV blocks of each group.
-
-        Raises:
-            ConfigError: the model does not fit, with the numbers, or the layout does not split it.
-        """
+        """KV blocks of each group; ConfigError if the model does not fit, or the layout does not split it."""
         if self.num_blocks is not None:
             return self.num_blocks
-        tokens = kv_pool_tokens(
-            self.spec,
-            self.model,
-            self.parallel,
-            utilization=self.utilization,
-            max_batch_tokens=self.scheduler.max_batch_tokens,
-            dtype_bytes=self.dtype_bytes,
-        )
+        budget = {"utilization": self.utilization, "max_batch_tokens": self.scheduler.max_batch_tokens}
+        tokens = kv_pool_tokens(self.spec, self.model, self.parallel, **budget)  # type: ignore[arg-type]
         if tokens < self.block_size:
             raise ConfigError(f"the KV pool holds {tokens} tokens, less than a block of {self.block_size}")
         return tokens // self.block_size
 
     def stages(self) -> list[Predictor]:
-        """What each stage of a group costs, first stage first.
-
-        Raises:
-            ConfigError: the layout does not split the model.
-        """
+        """What each stage of a group costs, first stage first; ConfigError if the layout does not split the model."""
+        most = self.scheduler.max_batch_tokens
+        if self.scheduler.scheduler in ("static", "orca"):  # these cut no prompt
+            most = max(self.max_model_len, most)
         return [
-            Predictor(
-                stage_coefficients(
-                    self.spec,
-                    self.model,
-                    self.parallel,
-                    stage,
-                    dtype_bytes=self.dtype_bytes,
-                    backend=self.backend,
-                ),
-                max_tokens=self.max_predicted_tokens,
-            )
+            Predictor(stage_coefficients(self.spec, self.model, self.parallel, stage), max_tokens=most)
             for stage in range(self.parallel.spp)
         ]
 
-    @property
-    def max_predicted_tokens(self) -> int:
-        """Query tokens of the largest chunk: schedulers that cut no prompt take whole ones."""
-        config = self.scheduler
-        if config.scheduler in ("static", "orca"):
-            return max(self.max_model_len, config.max_batch_tokens)
-        return config.max_batch_tokens
-
-    def build(
-        self,
-        *,
-        noise: Callable[[], float] | None = None,
-        on_segment: Callable[[Segment], None] | None = None,
-    ) -> tuple[Scheduler, Pipeline]:
-        """A fresh scheduler, and the stages that run what it decides.
-
-        Args:
-            noise: see :class:`medha.sim.pipeline.Pipeline`.
-            on_segment: likewise.
-
-        Raises:
-            ConfigError: something does not fit.
-        """
+    def build(self, *, on_segment: Callable[[Segment], None] | None = None) -> tuple[Scheduler, Pipeline]:
+        """A fresh scheduler, and the stages that run what it decides; ConfigError if something does not fit."""
         stages, num_blocks = self.stages(), self.kv_blocks()
         slowest = slowest_of(stages)
         predictor = Predictor(slowest.coefficients, max_tokens=slowest.max_tokens)
-        config = complete_config(
-            self.scheduler,
-            predictor,
-            self.parallel,
-            longest=self.max_model_len,
-            num_blocks=num_blocks,
-            block_size=self.block_size,
-        )
+        pool = {"num_blocks": num_blocks, "block_size": self.block_size}
+        config = complete_config(self.scheduler, predictor, self.parallel, longest=self.max_model_len, **pool)
         scheduler = Scheduler(
-            config,
-            num_blocks=num_blocks,
-            block_size=self.block_size,
-            num_groups=self.parallel.kvp,
-            predictor=predictor,
-            max_prompt_tokens=self.max_model_len,
+            config, **pool, num_groups=self.parallel.kvp, predictor=predictor, max_prompt_tokens=self.max_model_len
         )
-        return scheduler, Pipeline(stages, self.parallel.kvp, noise, on_segment)
+        return scheduler, Pipeline(stages, self.parallel.kvp, on_segment)
+
+
+def spec_fields(spec: HardwareSpec) -> dict[str, str]:
+    """What a report says of a hardware spec."""
+    return {name: getattr(spec, name) for name in ("name", "machine", "provenance")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Memory of one rank
+# Memory of one rank; all raise ConfigError where there is no such stage, or the layout does not split the model
 
 
-def weights_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int, *, dtype_bytes: int = 2) -> int:
-    """Bytes of the parameters on one rank: norms whole, all else its share; KV heads at least one a rank.
-
-    Raises:
-        ConfigError: no such stage, or the layout does not split the model.
-    """
+def weights_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
+    """Bytes of the parameters on one rank: norms whole, all else its share; KV heads at least one a rank."""
     shard, D, H = Shard.of(model, parallel, stage), model.hidden_size, model.head_dim
     qkv = (shard.heads + 2 * shard.kv_heads) * H
     layer = D * qkv + shard.heads * H * D + 3 * D * shard.intermediate + 2 * D
@@ -152,34 +91,25 @@ def weights_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int, *, d
     tables = shard.is_first + shard.is_last
     if model.tie_word_embeddings and parallel.spp == 1:
         tables = 1
-    return dtype_bytes * (shard.layers * layer + tables * vocabulary + shard.is_last * D)
+    return DTYPE_BYTES * (shard.layers * layer + tables * vocabulary + shard.is_last * D)
 
 
-def kv_bytes_per_token(model: ModelConfig, parallel: ParallelConfig, stage: int, *, dtype_bytes: int = 2) -> int:
-    """Bytes of keys and values that a token leaves on one rank of its group.
-
-    Raises:
-        ConfigError: no such stage, or the layout does not split the model.
-    """
+def kv_bytes_per_token(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
+    """Bytes of keys and values that a token leaves on one rank of its group."""
     shard = Shard.of(model, parallel, stage)
-    return 2 * shard.layers * shard.kv_heads * model.head_dim * dtype_bytes
+    return 2 * shard.layers * shard.kv_heads * model.head_dim * DTYPE_BYTES
 
 
-def activation_bytes(
-    model: ModelConfig, parallel: ParallelConfig, stage: int, max_batch_tokens: int, *, dtype_bytes: int = 2
-) -> int:
+def activation_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int, max_batch_tokens: int) -> int:
     """Bytes of the largest set of tensors alive at once on one rank.
 
     Four of the model dimension (residual, normed, output, pipeline buffer), and the larger of attention's (queries,
     keys, values, output) and the MLP's (gate, up, product); on the last stage float32 logits of 256 tokens.
-
-    Raises:
-        ConfigError: no such stage, or the layout does not split the model.
     """
     shard = Shard.of(model, parallel, stage)
     attention = (2 * shard.heads + 2 * shard.kv_heads) * model.head_dim
     token = 4 * model.hidden_size + max(attention, 3 * shard.intermediate)
-    return int(max_batch_tokens * token * dtype_bytes + shard.is_last * MAX_SAMPLES * model.vocab_size * 4)
+    return int(max_batch_tokens * token * DTYPE_BYTES + shard.is_last * MAX_SAMPLES * model.vocab_size * 4)
 
 
 def kv_pool_tokens(
@@ -189,7 +119,6 @@ def kv_pool_tokens(
     *,
     utilization: float = 0.9,
     max_batch_tokens: int = 2048,
-    dtype_bytes: int = 2,
 ) -> int:
     """Tokens whose keys and values fit on each group beside weights and activations: those of its fullest stage.
 
@@ -198,18 +127,16 @@ def kv_pool_tokens(
         model, parallel: what is held.
         utilization: share of the memory that may be used, above 0, at most 1.
         max_batch_tokens: query tokens of a batch.
-        dtype_bytes: of an element.
 
     Raises:
-        ConfigError: they do not fit, with the numbers, or the layout does not split the model.
+        ConfigError: they do not fit, with the numbers.
     """
     check_number("utilization", utilization, most=1.0)
-    check_int("max_batch_tokens", max_batch_tokens)
     usable, tokens = int(spec.memory_bytes * utilization), []
     for stage in range(parallel.spp):
-        weights = weights_bytes(model, parallel, stage, dtype_bytes=dtype_bytes)
-        activations = activation_bytes(model, parallel, stage, max_batch_tokens, dtype_bytes=dtype_bytes)
-        token = kv_bytes_per_token(model, parallel, stage, dtype_bytes=dtype_bytes)
+        weights = weights_bytes(model, parallel, stage)
+        activations = activation_bytes(model, parallel, stage, max_batch_tokens)
+        token = kv_bytes_per_token(model, parallel, stage)
         if (left := usable - weights - activations) < token:
             raise ConfigError(
                 f"{shape_name(model)} at tp={parallel.tp} spp={parallel.spp} does not fit {spec.name}: stage {stage} "

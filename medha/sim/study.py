@@ -8,21 +8,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medha.config import CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
-from medha.cost.hardware import HardwareSpec, load_spec
+from medha.cost.hardware import load_spec
+from medha.cost.json_form import check_number
 from medha.errors import ConfigError
 from medha.sim.known_models import find_model
 from medha.sim.outcome import DRAIN, Outcome, System, alone_seconds, report
 from medha.sim.pipeline import Segment
-from medha.sim.replica import Replica
+from medha.sim.replica import Replica, spec_fields
 from medha.sim.simulator import Simulation
-from medha.workload.io import Reading, read_trace
-from medha.workload.synth import arrival_times, generators, synthesize
+from medha.workload.io import read_trace
+from medha.workload.metrics import Floats
+from medha.workload.synth import retimed, synthesize
 from medha.workload.trace import Trace
 
 NUM_REQUESTS = 200
@@ -33,12 +35,10 @@ LIVE_ONLY = ("scheduler", "policy", "admission", "decode_lag")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One system and one trace.
+    """One system and what it came to.
 
     Attributes:
-        system: what ran.
         report: figures, see :func:`medha.sim.outcome.report`.
-        outcome: of the requests.
         segments: batches on the stages, where they are kept.
         wall_s: seconds that the simulation took on this machine; no part of the report.
         interrupted: it was broken off.
@@ -52,129 +52,91 @@ class Run:
     interrupted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Study:
-    """Systems, each to be run on the trace of its rate.
+def run_all(
+    systems: Sequence[System], given: Mapping[str, Any], on_progress: Callable[[int], None] = lambda count: None
+) -> Iterator[Run]:
+    """Run one after the other; an interrupt ends the present one, and with it all.
 
-    Attributes:
-        systems: what runs.
-        traces: by rate; those of :attr:`System.qps`.
-        stop_s: virtual time at which a run stops; None is the end.
-        skips: whether stretches of steady decoding are stepped over.
-        keeps_segments: whether the batches on the stages are kept.
+    Of the parameters ``stop_s`` and ``no_skip`` count, and ``timeline``, for which batches on the stages are kept;
+    ``on_progress`` is told now and then how many more requests are closed.
     """
-
-    systems: Sequence[System]
-    traces: dict[float | None, Trace]
-    stop_s: float | None = None
-    skips: bool = True
-    keeps_segments: bool = False
-
-    @property
-    def num_requests(self) -> int:
-        """Over all runs."""
-        return sum(len(self.traces[system.qps]) for system in self.systems)
-
-    def check(self) -> None:
-        """Build every system once.
-
-        Raises:
-            ConfigError: something does not fit.
-        """
-        for system in self.systems:
-            try:
-                system.replica.build()
-            except ConfigError:
-                raise
-            except ValueError as error:  # what the pool does not hold
-                raise ConfigError(f"{system.name}: {error}") from error
-
-    def runs(self, on_progress: Callable[[int], None] = lambda count: None) -> Iterator[Run]:
-        """Run one after the other; an interrupt ends the present one, and with it all.
-
-        Args:
-            on_progress: told now and then how many more requests are closed.
-        """
-        alone = {qps: alone_seconds(self.systems[0].replica, trace.prompt_tokens) for qps, trace in self.traces.items()}
-        for system in self.systems:
-            trace = self.traces[system.qps]
-            segments: list[Segment] = []
-            scheduler, pipeline = system.replica.build(on_segment=segments.append if self.keeps_segments else None)
-            simulation = Simulation(
-                scheduler,
-                pipeline,
-                trace,
-                stop_s=self.stop_s,
-                skips=self.skips,
-                on_progress=on_progress,
-            )
-            start_s, interrupted = time.perf_counter(), False
-            try:
-                outcome = simulation.run()
-            except KeyboardInterrupt:
-                outcome, interrupted = simulation.outcome(), True
-            wall_s = time.perf_counter() - start_s
-            figures = report(system, outcome, alone[system.qps], interrupted=interrupted)
-            yield Run(system, figures, outcome, segments, wall_s, interrupted)
-            if interrupted:
-                return
+    alone: dict[float | None, Floats] = {}
+    for system in systems:
+        if system.qps not in alone:
+            alone[system.qps] = alone_seconds(system.replica, system.trace.prompt_tokens)
+        segments: list[Segment] = []
+        built = system.replica.build(on_segment=None if given["timeline"] is None else segments.append)
+        simulation = Simulation(
+            *built, system.trace, stop_s=given["stop_s"], skips=not given["no_skip"], on_progress=on_progress
+        )
+        start_s, interrupted = time.perf_counter(), False
+        try:
+            simulation.run()
+        except KeyboardInterrupt:
+            interrupted = True
+        wall_s = time.perf_counter() - start_s
+        figures = report(system, simulation.outcome, alone[system.qps], interrupted=interrupted)
+        yield Run(system, figures, simulation.outcome, segments, wall_s, interrupted)
+        if interrupted:
+            return
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From parameters
 
 
-def study_of(given: Mapping[str, Any]) -> Study:
-    """The runs that the parameters ask for: every system at every rate.
-
-    Raises:
-        ConfigError: a parameter is not accepted.
-    """
-    _check_above_0("stop_s", given["stop_s"])
-    spec, model = load_spec(given["hardware"]), find_model(given["model"])
-    parallel = ParallelConfig(tp=given["tp"], spp=given["spp"], kvp=given["kvp"])
-    configs = _schedulers(given)
-    traces = _traces(given)
+def systems_of(given: Mapping[str, Any]) -> list[System]:
+    """The runs that the parameters ask for: every system at every rate, each built once to see that it fits."""
+    for name in ("stop_s", "slo_ttft_s", "slo_tpot_s"):
+        if given[name] is not None:
+            check_number(name, given[name])
     replica = Replica(
-        spec,
-        model,
-        parallel,
-        max_model_len=_longest(traces, given["max_model_len"]),
+        load_spec(given["hardware"]),
+        find_model(given["model"]),
+        ParallelConfig(tp=given["tp"], spp=given["spp"], kvp=given["kvp"]),
         utilization=given["gpu_memory_utilization"],
         num_blocks=given["num_kv_blocks"],
     )
+    configs, traces = _schedulers(given), _traces(given)
+    longest, most = max(trace.longest for trace in traces.values()), given["max_model_len"]
+    if most is not None and longest > most:
+        raise ConfigError(f"a request has {longest:,} tokens and max_model_len={most}; accepted: at least as many")
+    replica = replace(replica, max_model_len=most or longest)
     systems = [
-        System(name, replace(replica, scheduler=config), rate) for name, config in configs.items() for rate in traces
+        System(name, replace(replica, scheduler=config), trace, rate)
+        for name, config in configs.items()
+        for rate, trace in traces.items()
     ]
-    return Study(
-        systems,
-        traces,
-        stop_s=given["stop_s"],
-        skips=not given["no_skip"],
-        keeps_segments=given["timeline"] is not None,
-    )
+    for system in systems:
+        try:
+            system.replica.build()
+        except ConfigError:
+            raise
+        except ValueError as error:  # what the pool does not hold
+            raise ConfigError(f"{system.name}: {error}") from error
+    return systems
 
 
-def about(study: Study, given: Mapping[str, Any]) -> list[str]:
+def about(systems: Sequence[System], given: Mapping[str, Any]) -> list[str]:
     """What is run, in two lines, and what a batch of each scheduler may hold, in one."""
-    replica = study.systems[0].replica
+    replica, trace = systems[0].replica, systems[0].trace
     spec, layout = replica.spec, replica.parallel
     tokens = replica.kv_blocks() * replica.block_size
-    trace = next(iter(study.traces.values()))
-    has_tpot = trace.tpot_slo_s is not None and any(value == value for value in trace.tpot_slo_s.tolist())
+    has_tpot = trace.tpot_slo_s is not None and not np.isnan(trace.tpot_slo_s).all()
     what = given["trace"] or f"{given['workload'] or 'medha-mix'} ({given['arrivals']}, seed {given['seed']})"
     return [
-        f"{given['model']} on {replica.num_gpus} x {spec.name} ({spec.provenance}): tp {layout.tp}, "
+        f"{given['model']} on {layout.world_size} x {spec.name} ({spec.provenance}): tp {layout.tp}, "
         f"spp {layout.spp}, kvp {layout.kvp}, {tokens:,} KV tokens a group",
         f"{what}: {len(trace):,} requests over {trace.duration_s:,.4g} s, {int(trace.prompt_tokens.sum()):,} prompt "
-        f"and {int(trace.output_tokens.sum()):,} output tokens" + " at the first rate" * (len(study.traces) > 1),
-        *dict.fromkeys(system.replica.scheduler.budget_text(has_tpot=has_tpot) for system in study.systems),
+        f"and {int(trace.output_tokens.sum()):,} output tokens"
+        + " at the first rate"
+        * (len({system.qps for system in systems}) > 1),
+        *dict.fromkeys(system.replica.scheduler.budget_text(has_tpot=has_tpot) for system in systems),
     ]
 
 
-def config_of(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
+def config_of(replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, as plain values, for a report."""
-    replica = study.systems[0].replica
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     for name in ("scheduler", "policy", "qps", "output_json", "plot", "timeline", "no_skip"):
         plain.pop(name)  # each run has its own, or it is not about the outcome
@@ -183,16 +145,11 @@ def config_of(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
         **plain,
         "workload": (given["workload"] or "medha-mix") if given["trace"] is None else None,
         "max_model_len": replica.max_model_len,
-        "num_gpus": replica.num_gpus,
+        "num_gpus": replica.parallel.world_size,
         "hardware_spec": spec_fields(replica.spec),
         "num_kv_blocks": replica.kv_blocks(),
         "block_size": replica.block_size,
     }
-
-
-def spec_fields(spec: HardwareSpec) -> dict[str, str]:
-    """What a report says of a hardware spec."""
-    return {"name": spec.name, "machine": spec.machine, "provenance": spec.provenance}
 
 
 def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
@@ -205,11 +162,9 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
     budgets["max_kv_per_group"] = whole_blocks(budgets["max_kv_per_group"], CacheConfig().block_size)
     configs = {}
     for scheduler in schedulers:
-        if scheduler == "medha":
-            for policy in policies or ["lars"]:
-                configs[policy] = SchedulerConfig(scheduler, policy, **budgets)
-        else:
-            configs[scheduler] = SchedulerConfig(scheduler, **budgets)
+        for policy in (policies or ["lars"]) if scheduler == "medha" else [None]:
+            own: dict[str, Any] = {} if policy is None else {"policy": policy}
+            configs[policy or scheduler] = SchedulerConfig(scheduler, **own, **budgets)
     return configs
 
 
@@ -221,95 +176,40 @@ def _listed(values: list[str] | None) -> list[str]:
 
 def _traces(given: Mapping[str, Any]) -> dict[float | None, Trace]:
     """The requests of each rate; None is that of a trace, or all at once."""
-    rates, path = _rates(given["qps"]), given["trace"]
+    path, number, duration_s = given["trace"], given["num_requests"], given["duration"]
     if path is not None and given["workload"] is not None:
         raise ConfigError(f"workload={given['workload']!r} and trace={str(path)!r}; accepted: one of the two")
     reading = None if path is None else read_trace(path)
-    return {
-        rate: _with_objectives(_synthetic(given, rate) if reading is None else _of_file(reading, given, rate), given)
-        for rate in rates
-    }
+    arrivals = {name: given[name] for name in ("burstiness", "seed")}
+    traces = {}
+    for rate in _rates(given["qps"]):
+        if reading is not None:
+            trace = retimed(reading, given["arrivals"], qps=rate, **arrivals)
+            trace = trace if duration_s is None else trace.window(duration_s)
+            trace = trace if number is None else trace.head(number)
+            if not len(trace):
+                raise ConfigError(f"no request of {path} arrives within duration={duration_s} s")
+        else:
+            few = NUM_REQUESTS if number is None and duration_s is None else number
+            drawn = {"qps": rate, "num_requests": few, "duration_s": duration_s, **arrivals}
+            trace = synthesize(given["workload"] or "medha-mix", given["arrivals"], **drawn)
+        for name in ("ttft_slo_s", "tpot_slo_s"):  # the objectives of the command are for requests that bring none
+            own, value = getattr(trace, name), given[f"slo_{name.replace('_slo', '')}"]
+            if value is not None:
+                own = np.full(len(trace), np.nan) if own is None else own
+                trace = replace(trace, **{name: np.where(np.isnan(own), value, own)})
+        traces[rate] = trace
+    return traces
 
 
 def _rates(text: str | None) -> list[float | None]:
-    if text is None:
-        return [None]
     try:
-        rates = [float(part) for part in text.split(",")]
+        rates = [] if text is None else [float(part) for part in text.split(",")]
     except ValueError:
         rates = [math.nan]
     if not all(0 < rate < math.inf for rate in rates):
         raise ConfigError(f"qps={text!r}; accepted: finite numbers above 0, comma separated")
-    return list(dict.fromkeys(rates))
-
-
-def _synthetic(given: Mapping[str, Any], rate: float | None) -> Trace:
-    number, duration_s = given["num_requests"], given["duration"]
-    _check_rate(given, rate)
-    return synthesize(
-        given["workload"] or "medha-mix",
-        given["arrivals"],
-        qps=rate,
-        burstiness=given["burstiness"],
-        num_requests=NUM_REQUESTS if number is None and duration_s is None else number,
-        duration_s=duration_s,
-        seed=given["seed"],
-    )
-
-
-def _of_file(reading: Reading, given: Mapping[str, Any], rate: float | None) -> Trace:
-    """The requests of a file at some rate, those that are asked for."""
-    trace = reading.trace
-    if reading.has_arrivals:
-        trace = trace if rate is None else trace.scaled(rate)
-    else:
-        _check_rate(given, rate)
-        process, rng, burstiness = given["arrivals"], generators(given["seed"])[0], given["burstiness"]
-        trace = trace.with_arrivals(
-            arrival_times(process, rng, qps=rate, burstiness=burstiness, num_requests=len(trace))
-        )
-    if given["duration"] is not None:
-        trace = trace.window(given["duration"])
-    if given["num_requests"] is not None:
-        trace = trace.head(given["num_requests"])
-    if not len(trace):
-        raise ConfigError(f"no request of {given['trace']} arrives within duration={given['duration']} s")
-    return trace
-
-
-def _check_rate(given: Mapping[str, Any], rate: float | None) -> None:
-    if rate is None and given["arrivals"] != "at-once":
-        raise ConfigError(
-            f"arrivals={given['arrivals']!r} without a rate; accepted: --request-rate, or --arrivals at-once"
-        )
-
-
-def _with_objectives(trace: Trace, given: Mapping[str, Any]) -> Trace:
-    """With the objectives of the command for the requests that bring none."""
-    for name in ("slo_ttft_s", "slo_tpot_s"):
-        _check_above_0(name, given[name])
-    ttft_s = _filled(trace.ttft_slo_s, given["slo_ttft_s"], len(trace))
-    return replace(trace, ttft_slo_s=ttft_s, tpot_slo_s=_filled(trace.tpot_slo_s, given["slo_tpot_s"], len(trace)))
-
-
-def _filled(column: NDArray[np.float64] | None, value: float | None, count: int) -> NDArray[np.float64] | None:
-    if value is None:
-        return column
-    own = np.full(count, np.nan) if column is None else column
-    return np.where(np.isnan(own), value, own)
-
-
-def _longest(traces: dict[float | None, Trace], most: int | None) -> int:
-    """Tokens of the longest request; the limit, where one is given."""
-    longest = max(trace.longest for trace in traces.values())
-    if most is not None and longest > most:
-        raise ConfigError(f"a request has {longest:,} tokens and max_model_len={most}; accepted: at least as many")
-    return longest if most is None else most
-
-
-def _check_above_0(name: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value!r}; accepted: a finite number above 0")
+    return list(dict.fromkeys(rates)) or [None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -320,31 +220,28 @@ NOTES = (
     "its predicted value for that prompt on the idle replica.",
     "In time: finished, TTFT by the deadline (given, or derived by the scheduler) and TPOT by its objective; a "
     "share of the requests that arrived. Goodput: those a second.",
-    "Bubble: share of the time in which a stage had no work and another stage had some; busy and bubble are means "
-    "over stages. Preempted: gave its memory up, with the seconds that are computed again.",
+    "Bubble: share of the time in which a stage had no work and another had some; a mean over stages, as busy.",
     "Over-saturated: the queue (arrived, no first token) grows through the second half of the arrivals by more than "
-    "the square root of their number, which is chance, and what is in it at the last arrival takes more than "
-    f"{DRAIN:.0%} of the time of arrivals to drain.",
+    f"chance, and takes more than {DRAIN:.0%} of the time of arrivals to drain after the last.",
 )
 _LATENCY = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "p50_slowdown", "p99_slowdown")
+_LOAD = {"goodput": "request_goodput", "output tokens/s": "output_throughput", "waiting": "waiting", "active": "active"}
 
 
 def shown(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of reports that are printed, as tables of a row a run or a bucket."""
+    """The fields of reports that are printed, as tables of a row a run or a bucket of prompt lengths."""
     latency, load, lengths = [], [], []
     for one in reports:
         who = {"system": one["label"]}
         rest = {"in time share": one["slo_attainment"], "over-saturated": one["saturation"]["is_over"]}
         latency.append({**who, **{name: one[name] for name in _LATENCY}, **rest})
-        busy, bubble = (float(np.mean([stage[name] for stage in one["stages"]])) for name in ("occupancy", "bubble"))
+        busy, bubble = (fmean(stage[name] for stage in one["stages"]) for name in ("occupancy", "bubble"))
+        kv_use = {f"{name} share": share for name, share in one["kv_cache_usage"].items()}
         load.append(
             {
                 **who,
-                "goodput": one["request_goodput"],
-                "output tokens/s": one["output_throughput"],
-                "waiting": one["waiting"],
-                "active": one["active"],
-                "KV use": {f"{name} share": share for name, share in one["kv_cache_usage"].items()},
+                **{short: one[name] for short, name in _LOAD.items()},
+                "KV use": kv_use,
                 "busy share": busy,
                 "bubble share": bubble,
             }

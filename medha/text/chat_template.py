@@ -35,11 +35,7 @@ class ChatTemplate:
         self.child = Child("medha.child.render")
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Render what :func:`template_variables` returned.
-
-        Raises:
-            ChatTemplateError: the template fails, or takes too much time or memory.
-        """
+        """Render what :func:`template_variables` returned."""
         try:
             return self.child.ask(render.message(self._source, {**self._special_tokens, **variables})).decode()
         except (ChildError, ValueError) as error:  # an integer of thousands of digits is no JSON
@@ -57,24 +53,14 @@ def template_variables(
         add_generation_prompt: whether to open the assistant's turn.
         tools: functions that the model may call, as JSON objects; None for none.
         chat_template_kwargs: further variables of the template, by name; they win over the other arguments.
-
-    Raises:
-        ValidationError: one of them is malformed; ``index`` is the message's position.
     """
     kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
-    are_tools = tools is None or (isinstance(tools, (list, tuple)) and all(isinstance(t, Mapping) for t in tools))
-    for name, value, is_right, accepted in (
-        ("tools", tools, are_tools, "a list of objects"),
-        ("add_generation_prompt", add_generation_prompt, isinstance(add_generation_prompt, bool), "true or false"),
-        (
-            "chat_template_kwargs",
-            kwargs,
-            isinstance(kwargs, Mapping) and "messages" not in kwargs,
-            "an object of the template's variables but messages",
-        ),
-    ):
-        if not is_right:
-            raise ValidationError(f"{name}={value!r:.80}; accepted: {accepted}", param=name, value=value)
+    if not (tools is None or (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools))):
+        raise _not_accepted("tools", tools, "a list of objects")
+    if not isinstance(add_generation_prompt, bool):
+        raise _not_accepted("add_generation_prompt", add_generation_prompt, "true or false")
+    if not isinstance(kwargs, Mapping) or "messages" in kwargs:
+        raise _not_accepted("chat_template_kwargs", kwargs, "an object of the template's variables but messages")
     return {
         "add_generation_prompt": add_generation_prompt,
         "tools": _plain_value(tools, "tools", _MAX_DEPTH),
@@ -123,12 +109,10 @@ def _content_text(content: Any, index: int) -> str:
         return content
     if not isinstance(content, list):
         raise _wrong(f"messages[{index}]", f"needs a content of str or text parts, got {type(content).__name__}")
-    texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise _wrong(f"messages[{index}]", 'has a content part that is not {"type": "text", "text": str}')
-        texts.append(part["text"])
-    return "".join(texts)
+    return "".join(part["text"] for part in content)
 
 
 def _plain_value(value: Any, where: str, depth: int) -> Any:
@@ -145,6 +129,10 @@ def _plain_value(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {_plain_value(key, where, depth): _plain_value(item, where, depth - 1) for key, item in value.items()}
     raise _wrong(where, f"holds a {type(value).__name__}, which is not JSON")
+
+
+def _not_accepted(name: str, value: Any, accepted: str) -> ValidationError:
+    return ValidationError(f"{name}={value!r:.80}; accepted: {accepted}", param=name, value=value)
 
 
 def _wrong(where: str, problem: str) -> ValidationError:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from tokenizers.decoders import DecodeStream
 
-from medha.errors import ValidationError
 from medha.text.tokenizer import Tokenizer, failures_named
 
 _BYTE_TOKEN = re.compile(r"<0x..>")
@@ -18,10 +17,6 @@ class Detokenizer:
 
     The library's stream holds a character back until its last byte is known. A run of byte-fallback tokens is held
     back here until it ends, as one bad byte turns the whole run into U+FFFD.
-
-    Args:
-        tokenizer: the tokenizer the ids belong to.
-        skip_special_tokens: whether special tokens are left out.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -59,21 +54,10 @@ class StopChecker:
     The match that starts earliest in the whole text wins; of two with the same start, the one listed first. So a
     complete match is not reported while an occurrence that would win over it may still be completed.
 
-    Args:
-        stops: stop strings, none empty.
-        include_stop_str_in_output: whether the stop string itself is emitted.
-
-    Attributes:
-        matched: the stop string found, or None.
-
-    Raises:
-        ValidationError: a stop string is empty or not a str.
+    ``matched`` is the stop string found, or None; none of ``stops`` is empty.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
-        for stop in stops:
-            if not isinstance(stop, str) or not stop:
-                raise ValidationError(f"stop strings must be non-empty str, got {stop!r}", param="stop", value=stop)
         self.matched: str | None = None
         self._stops = tuple(stops)
         self._include = include_stop_str_in_output
@@ -82,22 +66,16 @@ class StopChecker:
         self._held = ""  # from where the earliest occurrence began that is not complete
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """Add the next text of the stream.
-
-        Returns:
-            Text safe to emit, and the stop string found, or None. Once found, later text is dropped.
-        """
+        """Add the next text of the stream; returns text safe to emit, and the stop string found, or None. Once found,
+        later text is dropped."""
         if self.matched is not None:
             return "", self.matched
         safe, self._held = self._split(self._held + piece, is_end=False)
         return safe, self.matched
 
     def finish(self) -> str:
-        """End the stream; a complete match that was waiting for a better one now counts and sets ``matched``.
-
-        Returns:
-            The text still held back, or, for such a match, the part of it that is to be emitted.
-        """
+        """End the stream; returns the text still held back. A complete match that was waiting for a better one now
+        counts and sets ``matched``; of it what is to be emitted is returned."""
         safe, self._held = self._split(self._held, is_end=True)
         return safe
 

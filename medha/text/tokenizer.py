@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import tokenizers
 from medha.child import encode
 from medha.child.process import Child, ChildError
 from medha.errors import ChatTemplateError, TokenizerError, ValidationError
+from medha.models.json_fields import read_json_object
 from medha.text.chat_template import ChatTemplate, check_utf8, map_strings, template_variables
 
 logger = logging.getLogger("medha")
@@ -39,13 +39,8 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     """Load the tokenizer of a model folder.
 
     ``chat_template.jinja`` wins over the ``chat_template`` of ``tokenizer_config.json``; of a list of named templates
-    the one called ``default`` is used. A tokenizer need not have an end-of-sequence token.
-
-    Returns:
-        The tokenizer, or None where the folder has no ``tokenizer.json``.
-
-    Raises:
-        TokenizerError: a file is corrupt, not JSON, or too large; the message names it.
+    the one called ``default`` is used. A tokenizer need not have an end-of-sequence token. None where the folder has
+    no ``tokenizer.json``.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -109,16 +104,8 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special-token text in it becomes control tokens.
-
-        Args:
-            text: any text without lone surrogates.
-            add_special_tokens: whether to add what the tokenizer puts around a sequence, such as BOS.
-
-        Raises:
-            ValidationError: ``text`` cannot be written as UTF-8.
-            TokenizerError: the tokenizer has no ids for it, or fails.
-        """
+        """Token ids of a text, in which special-token text becomes control tokens, and perhaps of what the tokenizer
+        puts around a sequence, such as BOS."""
         ids: list[int] = self.encode_array(text, add_special_tokens=add_special_tokens).tolist()
         return ids
 
@@ -130,11 +117,7 @@ class Tokenizer:
         return self._encoder(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, none negative; bytes that are not UTF-8 are U+FFFD, ids that do not exist left out.
-
-        Raises:
-            TokenizerError: the tokenizer fails.
-        """
+        """The text of token ids, none negative; bytes that are not UTF-8 are U+FFFD, ids that do not exist left out."""
         with failures_named(self.name, "decode"):
             return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
@@ -142,11 +125,6 @@ class Tokenizer:
     def adds_bos(self) -> bool:
         """Whether a sequence encoded with special tokens begins with BOS."""
         return self.bos_token_id is not None and self.encode("x")[:1] == [self.bos_token_id]
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chat messages can be rendered."""
-        return self.chat_template is not None
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, npt.NDArray[np.int32]]:
         """The text that the model was trained on for messages, and its ids, with one BOS if the tokenizer uses one.
@@ -156,12 +134,6 @@ class Tokenizer:
         of its own, which nothing is matched across; it is left out of text and ids.
 
         Arguments are those of :func:`medha.text.chat_template.template_variables`.
-
-        Raises:
-            ValidationError: an argument is malformed; ``index`` is the message's position. Or one holds a special
-                token of a single character, which cannot be text.
-            ChatTemplateError: there is no template, or it fails or exceeds a limit.
-            TokenizerError: the tokenizer has no ids for the text, or fails.
         """
         variables = template_variables(messages, **options)
         if self.chat_template is None:
@@ -264,16 +236,7 @@ def _read(file: Path) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """A JSON object, empty where the file does not exist."""
-    if not file.is_file():
-        return {}
-    data = _read(file)
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{file} must hold a JSON object, got {type(value).__name__}")
-    return value
+    return read_json_object(file, max_bytes=MAX_FILE_BYTES, error=TokenizerError) if file.is_file() else {}
 
 
 def _named_specials(config: dict[str, Any]) -> dict[str, str]:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from medha.cli.report import environment
 from medha.config import ParallelConfig
-from medha.cost.machine import environment
 from medha.parallel.mesh import Job, wait_for_all
 
 PASS = "pass"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from medha.cli.command import complain, make_app, start_logging
 from medha.cli.options import OutputJson
-from medha.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,26 +20,36 @@ if TYPE_CHECKING:
 
 app = make_app(help="Request traces: convert, summarise, generate, check.")
 
-_FORMATS = "mooncake, azure, burstgpt, vidur, sharegpt or medha"
-_PROCESS = "poisson, gamma, uniform, at-once"
+FORMATS = "mooncake, azure, burstgpt, vidur, sharegpt or medha"
+PROCESSES = "poisson, gamma, uniform, at-once"
+LENGTHS = (
+    "sharegpt4-8k, medha-swe, medha-mix, medha-mix-2m, tetris-short, tetris-medium, tetris-long, fixed:P,D or "
+    "uniform:A-B,C-D"
+)
 
-From = Annotated[str | None, typer.Option("--from", help=f"{_FORMATS}; by default seen from the content.")]
-TimeUnit = Annotated[str | None, typer.Option(help="s, ms or us, instead of the format's own.", show_default=False)]
-SkipInvalid = Annotated[bool, typer.Option("--skip-invalid", help="Leave wrong requests out and count them.")]
-CharsPerToken = Annotated[float | None, typer.Option(help="Estimate for ShareGPT's texts.", show_default="4")]
-Qps = Annotated[
-    float | None,
-    typer.Option("--request-rate", "--qps", help="Requests a second, on average.", show_default=False),
-]
-Burstiness = Annotated[float, typer.Option(help="Of gamma arrivals: 1 is Poisson, less is burstier.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")]
-Number = Annotated[
-    int | None,
-    typer.Option(
-        "--num-prompts", "--num-requests", min=1, show_default=False, help="Keep or generate so many requests."
-    ),
-]
-Duration = Annotated[float | None, typer.Option(show_default=False, help="Seconds of arrivals to keep or generate.")]
+
+def option(*flags: str, help: str, shows: bool | str = False, **more: Any) -> Any:
+    """An option of the laboratory; ``shows`` is what stands for its default."""
+    return typer.Option(*flags, help=help, show_default=shows, **more)
+
+
+_load = partial(option, rich_help_panel="Workload")
+Rate = Annotated[float | None, _load("--request-rate", "--qps", help="Requests a second, on average.")]
+Rates = Annotated[str | None, _load("--request-rate", "--qps", help="Requests a second; several comma separated.")]
+Arrivals = Annotated[str, _load(help=f"Of requests without arrival times: {PROCESSES}.", shows=True)]
+Burstiness = Annotated[float, _load(help="Of gamma arrivals: 1 is Poisson, less is burstier.", shows=True)]
+Seed = Annotated[int, _load(min=0, help="Of arrivals and lengths.", shows=True)]
+_MANY = "Keep or generate so many requests."
+Number = Annotated[int | None, _load("--num-prompts", "--num-requests", help=_MANY, min=1)]
+Duration = Annotated[float | None, _load(help="Seconds of arrivals to keep or generate.")]
+Lengths = Annotated[str | None, _load("--workload", "--lengths", help=f"{LENGTHS}.", shows="medha-mix, 200 requests")]
+TraceFile = Annotated[Path | None, _load("--dataset-path", "--trace", help="Trace file in place of --workload.")]
+Objective = Annotated[float | None, _load(help="Objective of requests without their own.", shows="none, or derived")]
+_In = Annotated[Path, typer.Argument(metavar="IN", help="Plain or gzip.")]
+_Out = Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")]
+
+_From = Annotated[str | None, typer.Option("--from", help=f"{FORMATS}; by default seen from the content.")]
+_Skip = Annotated[bool, typer.Option("--skip-invalid", help="Leave wrong requests out and count them.")]
 
 
 @app.callback()
@@ -49,38 +59,27 @@ def trace() -> None:
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Plain or gzip.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")],
-    from_format: From = None,
-    qps: Qps = None,
-    arrivals: Annotated[str, typer.Option(help=f"Of a trace without arrivals: {_PROCESS}.")] = "poisson",
+    source: _In,
+    target: _Out,
+    qps: Rate = None,
+    arrivals: Arrivals = "poisson",
     burstiness: Burstiness = 1.0,
     num_requests: Number = None,
     duration: Duration = None,
     from_zero: Annotated[bool, typer.Option("--from-zero", help="Shift the first arrival to 0.")] = False,
     seed: Seed = 0,
-    time_unit: TimeUnit = None,
-    skip_invalid: SkipInvalid = False,
-    chars_per_token: CharsPerToken = None,
+    from_format: _From = None,
+    skip_invalid: _Skip = False,
 ) -> int:
     """Write a trace in medha's format. --request-rate scales its arrivals, or draws them where it has none."""
     from medha.workload.io import write_trace
-    from medha.workload.synth import arrival_times, generators
+    from medha.workload.synth import retimed
 
-    reading = _read(source, from_format, time_unit, skip_invalid, chars_per_token)
-    trace = reading.trace
-    if not reading.has_arrivals:
-        if qps is None and arrivals != "at-once":
-            raise ConfigError(f"{source} has no arrival times; accepted: --request-rate, or --arrivals at-once")
-        rng, _ = generators(seed)
-        times = arrival_times(arrivals, rng, qps=qps, burstiness=burstiness, num_requests=len(trace))
-        trace = trace.with_arrivals(times)
+    reading = _read(source, from_format, skip_invalid)
     if from_zero:
-        trace = trace.from_zero()
-    if reading.has_arrivals and qps is not None:
-        trace = trace.scaled(qps)
-    if duration is not None:
-        trace = trace.window(duration)
+        reading = replace(reading, trace=reading.trace.from_zero())
+    trace = retimed(reading, arrivals, qps=qps, burstiness=burstiness, seed=seed)
+    trace = trace if duration is None else trace.window(duration)
     trace = trace if num_requests is None else trace.head(num_requests)
     write_trace(target, trace)
     _say_written(target, trace)
@@ -88,42 +87,29 @@ def convert(
 
 
 @app.command()
-def stats(
-    file: Annotated[Path, typer.Argument(help="Plain or gzip.")],
-    from_format: From = None,
-    output_json: OutputJson = None,
-    time_unit: TimeUnit = None,
-    skip_invalid: SkipInvalid = False,
-    chars_per_token: CharsPerToken = None,
-) -> int:
+def stats(source: _In, output_json: OutputJson = None, from_format: _From = None, skip_invalid: _Skip = False) -> int:
     """Print rate, burstiness and lengths of a trace."""
     from medha.cli.report import deliver
     from medha.workload.trace import trace_stats
 
-    reading = _read(file, from_format, time_unit, skip_invalid, chars_per_token)
+    reading = _read(source, from_format, skip_invalid)
     report = {
         "format": reading.format,
         "num_dropped": reading.num_dropped,
         "num_skipped": reading.num_faults,
         "has_arrivals": reading.has_arrivals,
-        **asdict(trace_stats(reading.trace)),
+        **trace_stats(reading.trace),
     }
-    deliver(report, output_json, title=f"{file.name} ({reading.format})")
+    deliver(report, output_json, title=f"{source.name} ({reading.format})")
     return 0
 
 
 @app.command()
 def synth(
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")],
-    lengths: Annotated[
-        str,
-        typer.Option(
-            help="sharegpt4-8k, medha-swe, medha-mix, medha-mix-2m, tetris-short, tetris-medium, tetris-long, "
-            "fixed:P,D or uniform:A-B,C-D."
-        ),
-    ] = "medha-mix",
-    arrivals: Annotated[str, typer.Option(help=f"{_PROCESS}, or trace:FILE.")] = "poisson",
-    qps: Qps = None,
+    target: _Out,
+    lengths: Annotated[str, typer.Option(help=f"{LENGTHS}.")] = "medha-mix",
+    arrivals: Annotated[str, typer.Option(help=f"{PROCESSES}, or trace:FILE.")] = "poisson",
+    qps: Rate = None,
     burstiness: Burstiness = 1.0,
     num_requests: Number = None,
     duration: Duration = None,
@@ -136,7 +122,7 @@ def synth(
     kind, _, name = arrivals.partition(":")
     trace = synthesize(
         lengths,
-        _read(Path(name)).trace.arrival_s if kind == "trace" and name else arrivals,
+        _read(Path(name)).trace if kind == "trace" and name else arrivals,
         qps=qps,
         burstiness=burstiness,
         num_requests=num_requests,
@@ -150,29 +136,23 @@ def synth(
 
 @app.command()
 def validate(
-    file: Annotated[Path, typer.Argument(help="Plain or gzip.")],
-    from_format: From = None,
-    time_unit: TimeUnit = None,
+    file: _In,
     limit: Annotated[int, typer.Option(min=1, help="Print so many faults; all are counted.")] = 20,
+    from_format: _From = None,
 ) -> int:
     """Print every fault of a trace with its line; exit 0 where there is none, else 2."""
     from medha.workload.trace import TraceFormatError
 
-    num_faults = 0
-
-    def note(error: TraceFormatError) -> None:
-        nonlocal num_faults
-        num_faults += 1
-        if num_faults <= limit:
-            print(" ".join(str(error).split()))
-
+    faults: list[TraceFormatError] = []
     reading = None
     try:
-        reading = _read(file, from_format, time_unit, on_fault=note)
+        reading = _read(file, from_format, on_fault=faults.append)
     except TraceFormatError as error:  # the file as a whole; a file that is not there goes on to the caller
-        note(error)
-    if num_faults or reading is None:
-        return complain(f"{file}: {num_faults} faults", 2)
+        faults.append(error)
+    for fault in faults[:limit]:
+        print(" ".join(str(fault).split()))
+    if faults or reading is None:
+        return complain(f"{file}: {len(faults)} faults", 2)
     trace = reading.trace
     dropped = f", {reading.num_dropped} dropped" if reading.num_dropped else ""
     span = f"over {trace.duration_s:,.3f} s" if reading.has_arrivals else "without arrival times"
@@ -183,23 +163,13 @@ def validate(
 def _read(
     file: Path,
     from_format: str | None = None,
-    time_unit: str | None = None,
     skip_invalid: bool = False,
-    chars_per_token: float | None = None,
-    *,
     on_fault: Callable[[TraceFormatError], None] | None = None,
 ) -> Reading:
-    from medha.workload.formats import characters_over
     from medha.workload.io import read_trace
 
     start_logging("warning")
-    return read_trace(
-        file,
-        from_format,
-        time_unit=time_unit,
-        count_tokens=None if chars_per_token is None else characters_over(chars_per_token),
-        on_fault=(lambda error: None) if skip_invalid else on_fault,
-    )
+    return read_trace(file, from_format, on_fault=(lambda error: None) if skip_invalid else on_fault)
 
 
 def _say_written(target: Path, trace: Trace) -> None:

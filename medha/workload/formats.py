@@ -5,8 +5,8 @@
     The timestamp is in **milliseconds**. ``hash_ids`` name blocks of 512 prompt tokens (other publishers of the format
     use other sizes), and may be missing.
 ``azure``
-    CSV ``TIMESTAMP,ContextTokens,GeneratedTokens`` (Azure/AzurePublicDataset, 2023 and 2024). ISO date and time with 7
-    decimals, steps of 100 ns, or 6 and a time zone; without one UTC is taken. Times count from the earliest request.
+    CSV ``TIMESTAMP,ContextTokens,GeneratedTokens`` (Azure/AzurePublicDataset, 2023 and 2024). ISO date and time, read
+    to the microsecond; without a time zone UTC is taken. Times count from the earliest request.
 ``burstgpt``
     CSV ``Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`` (HPMLL/BurstGPT); later releases add
     ``Session ID`` and ``Elapsed time``. Seconds from midnight of the first day, not from the first request. A row with
@@ -16,8 +16,7 @@
     alone lack ``arrived_at``.
 ``sharegpt``
     JSON ``[{"conversations": [{"value"}, ...]}]``, text: prompt and output are the first two turns, as in vLLM. Shorter
-    conversations and empty turns are dropped and counted. Tokens are counted by a function, or estimated from
-    characters. No arrival times.
+    conversations and empty turns are dropped and counted. Tokens are estimated from characters. No arrival times.
 ``medha``
     JSON lines, as far as lengths go those of ``medha generate --requests``: ``id``, ``arrival_s`` (seconds; missing is
     0), ``num_prompt_tokens`` or ``prompt_token_ids``, ``num_output_tokens`` or ``max_tokens``, ``slo`` {``ttft_s``,
@@ -32,26 +31,23 @@ import re
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
-from medha.errors import ConfigError, ValidationError
+from medha.errors import ValidationError
 from medha.params import PRIORITIES, SLO, check_priority
 from medha.workload.trace import MAX_TOKENS, Row
-
-TIME_UNITS = {"s": 1, "ms": 1000, "us": 1_000_000}
-"""How many there are in a second."""
 
 MAX_SECONDS = 1e10
 """A later arrival is taken for a mistake of unit: seconds since 1970 are below it, milliseconds above."""
 
-_TICKS = 10**7  # a second in Azure's 100 ns
+CHARS_PER_TOKEN = 4.0
+"""An estimate for English text and vocabularies of 32K to 128K tokens."""
+
 _START = datetime(1970, 1, 1, tzinfo=UTC)
-_ISO = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
-_COUNT = re.compile(r"[0-9]{1,18}(?:\.0*)?")
+_COUNT = re.compile(r"([0-9]{1,18})(?:\.0*)?")
 
 Fields = Mapping[str, Any]
-Parser = Callable[[Fields], Row | None]
 
 
 class RowError(ValueError):
@@ -65,16 +61,13 @@ class Format:
     Attributes:
         name: as ``--from`` spells it.
         needs: columns of the header, or keys of the first object, by which a file is recognised.
-        parser: from the units of time in a second and a function that counts the tokens of a text, makes what turns
-            fields into a request, None for one to drop, or raises RowError.
-        unit: of time where the file's is not stated, None where times say it themselves.
+        parse: makes fields a request, None for one to drop, or raises RowError.
         is_csv: columns below a header; else JSON.
     """
 
     name: str
     needs: tuple[str, ...]
-    parser: Callable[[int, Callable[[str], int]], Parser]
-    unit: str | None
+    parse: Callable[[Fields], Row | None]
     is_csv: bool = False
 
 
@@ -92,29 +85,21 @@ def _get(fields: Fields, name: str) -> Any:
 def _count(fields: Fields, name: str, low: int = 1) -> int:
     """A number of tokens; a decimal point is allowed where nothing but zeros follow."""
     value = _get(fields, name)
-    if isinstance(value, str):
-        text = value.strip()
-        number = int(text.partition(".")[0]) if _COUNT.fullmatch(text) else -1
-    elif isinstance(value, float):
-        number = int(value) if value.is_integer() else -1
-    else:
-        number = value if isinstance(value, int) and not isinstance(value, bool) else -1
+    match = _COUNT.fullmatch(str(value).strip())
+    number = int(match[1]) if match else -1
     if not low <= number <= MAX_TOKENS:
         raise _bad(name, value, f"an integer from {low} to {MAX_TOKENS}")
     return number
 
 
-def _seconds(fields: Fields, name: str, per_s: int) -> float:
-    value = _get(fields, name)
+def _seconds(fields: Fields, name: str, unit: str = "s") -> float:
+    value, per_s = _get(fields, name), {"s": 1, "ms": 1000}[unit]
     try:
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)) or "_" in str(value):
-            raise ValueError
-        seconds = float(value) / per_s
-        if not 0 <= seconds <= MAX_SECONDS:
-            raise ValueError
-    except (ValueError, OverflowError):
-        unit = next(unit for unit, number in TIME_UNITS.items() if number == per_s)
-        raise _bad(name, value, f"a time in {unit}, not negative, at most {MAX_SECONDS * per_s:.0e}") from None
+        seconds = math.nan if "_" in str(value) else float(str(value)) / per_s
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise _bad(name, value, f"a time in {unit}, not negative, at most {MAX_SECONDS * per_s:.0e}")
     return seconds + 0.0  # -0 becomes 0
 
 
@@ -127,108 +112,71 @@ def _hashes(fields: Fields) -> array[int] | None:
     return array("q", value)
 
 
-def _mooncake(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
-    def parse(fields: Fields) -> Row:
-        tokens = _count(fields, "input_length"), _count(fields, "output_length")
-        return Row(_seconds(fields, "timestamp", per_s), *tokens, prefix_hashes=_hashes(fields))
-
-    return parse
+def _mooncake(fields: Fields) -> Row:
+    tokens = _count(fields, "input_length"), _count(fields, "output_length")
+    return Row(_seconds(fields, "timestamp", "ms"), *tokens, prefix_hashes=_hashes(fields))
 
 
-def _ticks(value: str) -> int:
-    """Steps of 100 ns since 1970."""
-    match = _ISO.fullmatch(value.strip())
+def _azure(fields: Fields) -> Row:
+    text = _get(fields, "TIMESTAMP").strip()
     try:
-        if match is None:
-            raise ValueError
-        date, clock, fraction, zone = match.groups()
-        moment = datetime.fromisoformat(f"{date} {clock}{zone or '+00:00'}")
-        whole = (moment - _START) // timedelta(seconds=1)
-    except (ValueError, OverflowError):
-        raise _bad("TIMESTAMP", value, "an ISO date and time as 2023-11-16 18:15:46.6805900") from None
-    return whole * _TICKS + round(int((fraction or "0").ljust(9, "0")) / 100)
+        moment = datetime.fromisoformat(text if "-" in text else "")
+    except ValueError:
+        raise _bad("TIMESTAMP", text, "an ISO date and time as 2023-11-16 18:15:46.6805900") from None
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return Row((moment - _START).total_seconds(), _count(fields, "ContextTokens"), _count(fields, "GeneratedTokens"))
 
 
-def _azure(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
-    first: int | None = None
-
-    def parse(fields: Fields) -> Row:
-        nonlocal first
-        ticks = _ticks(_get(fields, "TIMESTAMP"))
-        tokens = _count(fields, "ContextTokens"), _count(fields, "GeneratedTokens")
-        first = ticks if first is None else first
-        seconds = (ticks - first) / _TICKS
-        if abs(seconds) > MAX_SECONDS:
-            raise _bad("TIMESTAMP", fields["TIMESTAMP"], f"within {MAX_SECONDS:.0e} s of the first request")
-        return Row(seconds, *tokens)
-
-    return parse
+def _burstgpt(fields: Fields) -> Row | None:
+    arrival_s = _seconds(fields, "Timestamp")
+    output_tokens = _count(fields, "Response tokens", low=0)
+    prompt_tokens = _count(fields, "Request tokens", low=1 if output_tokens else 0)
+    return Row(arrival_s, prompt_tokens, output_tokens) if output_tokens else None
 
 
-def _burstgpt(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
-    def parse(fields: Fields) -> Row | None:
-        arrival_s = _seconds(fields, "Timestamp", per_s)
-        output_tokens = _count(fields, "Response tokens", low=0)
-        prompt_tokens = _count(fields, "Request tokens", low=1 if output_tokens else 0)
-        return Row(arrival_s, prompt_tokens, output_tokens) if output_tokens else None
-
-    return parse
+def _vidur(fields: Fields) -> Row:
+    arrival_s = _seconds(fields, "arrived_at") if "arrived_at" in fields else None
+    return Row(arrival_s, _count(fields, "num_prefill_tokens"), _count(fields, "num_decode_tokens"))
 
 
-def _vidur(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
-    def parse(fields: Fields) -> Row:
-        arrival_s = _seconds(fields, "arrived_at", per_s) if "arrived_at" in fields else None
-        return Row(arrival_s, _count(fields, "num_prefill_tokens"), _count(fields, "num_decode_tokens"))
-
-    return parse
-
-
-def _sharegpt(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
-    def parse(fields: Fields) -> Row | None:
-        name = "conversation" if "conversation" in fields else "conversations"
-        turns = _get(fields, name)
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns[:2]):
-            raise _bad(name, turns, "a list of objects with 'value'")
-        texts = [turn.get("value") for turn in turns[:2]]
-        if not all(isinstance(text, str) for text in texts):
-            raise _bad("value", texts, "a string in each of the first two turns")
-        counts = {f"tokens of turn {i}": int(count_tokens(str(text))) if text else 0 for i, text in enumerate(texts, 1)}
-        if len(counts) < 2 or 0 in counts.values():
-            return None
-        prompt_tokens, output_tokens = (_count(counts, name) for name in counts)
-        return Row(None, prompt_tokens, output_tokens)
-
-    return parse
+def _sharegpt(fields: Fields) -> Row | None:
+    name = "conversation" if "conversation" in fields else "conversations"
+    turns = _get(fields, name)
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns[:2]):
+        raise _bad(name, turns, "a list of objects with 'value'")
+    texts = [turn.get("value") for turn in turns[:2]]
+    if not all(isinstance(text, str) for text in texts):
+        raise _bad("value", texts, "a string in each of the first two turns")
+    if len(texts) < 2 or not all(texts):
+        return None
+    prompt_tokens, output_tokens = (math.ceil(len(text) / CHARS_PER_TOKEN) for text in texts)
+    return Row(None, prompt_tokens, output_tokens)
 
 
-def _medha(per_s: int, count_tokens: Callable[[str], int]) -> Parser:
-    def parse(fields: Fields) -> Row:
-        given = dict(fields)
-        ids = given.get("prompt_token_ids")
-        if isinstance(ids, list):
-            given.setdefault("num_prompt_tokens", len(ids))
-        if "num_output_tokens" not in given and "max_tokens" in given:
-            given["num_output_tokens"] = given["max_tokens"]
-        slo = given.get("slo")
-        if slo is not None and (not isinstance(slo, dict) or set(slo) - {"ttft_s", "tpot_s"}):
-            raise _bad("slo", slo, "an object with ttft_s and tpot_s")
-        try:
-            limits = SLO(**(slo or {}))
-            priority = None if given.get("priority") is None else PRIORITIES.index(check_priority(given["priority"]))
-        except ValidationError as error:
-            raise RowError(str(error)) from error
-        return Row(
-            None if given.get("arrival_s") is None else _seconds(given, "arrival_s", per_s),
-            _count(given, "num_prompt_tokens"),
-            _count(given, "num_output_tokens"),
-            _request_id(given.get("id", given.get("request_id"))),
-            _hashes(given),
-            None if limits.ttft_s is None else float(limits.ttft_s),
-            None if limits.tpot_s is None else float(limits.tpot_s),
-            priority,
-        )
-
-    return parse
+def _medha(fields: Fields) -> Row:
+    given = dict(fields)
+    if isinstance(ids := given.get("prompt_token_ids"), list):
+        given.setdefault("num_prompt_tokens", len(ids))
+    if "max_tokens" in given:
+        given.setdefault("num_output_tokens", given["max_tokens"])
+    slo = given.get("slo")
+    if slo is not None and (not isinstance(slo, dict) or set(slo) - {"ttft_s", "tpot_s"}):
+        raise _bad("slo", slo, "an object with ttft_s and tpot_s")
+    try:
+        limits = SLO(**(slo or {}))
+        priority = None if given.get("priority") is None else PRIORITIES.index(check_priority(given["priority"]))
+    except ValidationError as error:
+        raise RowError(str(error)) from error
+    return Row(
+        None if given.get("arrival_s") is None else _seconds(given, "arrival_s"),
+        _count(given, "num_prompt_tokens"),
+        _count(given, "num_output_tokens"),
+        _request_id(given.get("id", given.get("request_id"))),
+        _hashes(given),
+        limits.ttft_s,
+        limits.tpot_s,
+        priority,
+    )
 
 
 def _request_id(value: Any) -> str | None:
@@ -237,11 +185,10 @@ def _request_id(value: Any) -> str | None:
     try:
         if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
             raise ValueError
-        text = str(value)
-        text.encode()
+        str(value).encode()
     except ValueError:  # also a lone surrogate, and an integer of thousands of digits
         raise RowError(f"id={value!a:.80}; accepted: a string of Unicode characters or an integer") from None
-    return text
+    return str(value)
 
 
 def medha_line(row: Row) -> str:
@@ -262,33 +209,18 @@ def medha_line(row: Row) -> str:
     return json.dumps(fields)
 
 
-_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
-_VIDUR = ("num_prefill_tokens", "num_decode_tokens")
-
 FORMATS = {
     entry.name: entry
     for entry in (
-        Format("mooncake", ("timestamp", "input_length"), _mooncake, "ms"),
-        Format("azure", _AZURE, _azure, None, is_csv=True),
-        Format("burstgpt", _BURSTGPT, _burstgpt, "s", is_csv=True),
-        Format("vidur", _VIDUR, _vidur, "s", is_csv=True),
-        Format("sharegpt", ("conversations",), _sharegpt, None),
-        Format("medha", ("num_prompt_tokens",), _medha, "s"),
+        Format("mooncake", ("timestamp", "input_length"), _mooncake),
+        Format("azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, is_csv=True),
+        Format("burstgpt", ("Timestamp", "Request tokens", "Response tokens"), _burstgpt, is_csv=True),
+        Format("vidur", ("num_prefill_tokens", "num_decode_tokens"), _vidur, is_csv=True),
+        Format("sharegpt", ("conversations",), _sharegpt),
+        Format("medha", ("num_prompt_tokens",), _medha),
     )
 }
 """The formats by name."""
-
-
-def format_named(name: str) -> Format:
-    """The format of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in FORMATS:
-        raise ConfigError(f"format={name!r}; accepted: {', '.join(FORMATS)}")
-    return FORMATS[name]
 
 
 def recognised(head: str) -> Format | None:
@@ -302,14 +234,3 @@ def recognised(head: str) -> Format | None:
         return next((f for f in FORMATS.values() if all(f'"{key}"' in first for key in f.needs)), None)
     names = {name.strip().strip('"') for name in first.split(",")}
     return next((f for f in FORMATS.values() if f.is_csv and names.issuperset(f.needs)), None)
-
-
-def characters_over(chars_per_token: float) -> Callable[[str], int]:
-    """An estimate of the tokens of a text from its characters, rounded up; real tokenizers differ by text and language.
-
-    Raises:
-        ConfigError: not a finite number above 0.
-    """
-    if not 0 < chars_per_token < math.inf:
-        raise ConfigError(f"chars_per_token={chars_per_token!r}; accepted: a finite number above 0")
-    return lambda text: math.ceil(len(text) / chars_per_token)

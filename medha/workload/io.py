@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
 import logging
-import re
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medha.errors import ConfigError
-from medha.workload.formats import (
-    FORMATS,
-    TIME_UNITS,
-    Fields,
-    Format,
-    RowError,
-    characters_over,
-    format_named,
-    medha_line,
-    recognised,
-)
-from medha.workload.trace import NORMAL, Row, Trace, TraceFormatError, repeats
+from medha.workload.formats import CHARS_PER_TOKEN, FORMATS, Fields, Format, RowError, medha_line, recognised
+from medha.workload.trace import COLUMNS, NORMAL, Row, Trace, TraceFormatError
 
 logger = logging.getLogger("medha")
 
-CHARS_PER_TOKEN = 4.0
-"""An estimate for English text and vocabularies of 32K to 128K tokens."""
-
-_BLOCK = 65_536
+MAX_LINE_BYTES = 1 << 27
+"""A longer line is taken for a damaged file; a 10M-token prompt as ids is 70 MB."""
+_HEAD_BYTES = 1 << 16
 
 OnFault = Callable[[TraceFormatError], None]
 
@@ -53,7 +42,6 @@ class Reading:
         has_arrivals: whether the file has arrival times; without, all are 0.
         num_dropped: requests that the format tells to leave out (failed, or without both texts).
         num_faults: wrong requests that were handed to ``on_fault`` and left out.
-        was_sorted: whether arrivals were in order.
     """
 
     trace: Trace
@@ -61,26 +49,21 @@ class Reading:
     has_arrivals: bool
     num_dropped: int
     num_faults: int
-    was_sorted: bool
 
 
 def read_trace(
     path: Path | str,
     format: str | None = None,
     *,
-    time_unit: str | None = None,
-    count_tokens: Callable[[str], int] | None = None,
     on_fault: OnFault | None = None,
 ) -> Reading:
     """Read a trace file into columns; some 40 bytes of memory a request, more with ids and prefix hashes.
 
-    Arrivals out of order are sorted (stably) with a warning.
+    Arrivals out of order are sorted (stably) with a warning. A JSON array (ShareGPT) is read whole.
 
     Args:
         path: plain or gzip.
         format: a name of :data:`medha.workload.formats.FORMATS`; by default seen from the content.
-        time_unit: ``s``, ``ms`` or ``us`` instead of the format's own.
-        count_tokens: tokens of a text, for ShareGPT; by default characters / CHARS_PER_TOKEN, with a warning.
         on_fault: called for each wrong request, which is then left out; by default the first is raised.
 
     Raises:
@@ -88,318 +71,190 @@ def read_trace(
         TraceFormatError: a request is wrong, none is right, or the file as a whole is damaged.
     """
     path = Path(path)
-    kind = detect(path) if format is None else format_named(format)
-    columns = _Columns(path, kind)
-    for line, row in _numbered(path, kind, time_unit, count_tokens):
-        if isinstance(row, RowError):
-            columns.fault(line, row, on_fault)
-        elif row is None:
-            columns.num_dropped += 1
+    if format is not None and format not in FORMATS:
+        raise ConfigError(f"format={format!r}; accepted: {', '.join(FORMATS)}")
+    kind = detect(path) if format is None else FORMATS[format]
+    columns: list[Any] = [array("d"), array("q"), array("q"), [], [], array("d"), array("d"), array("b")]
+    missing = (np.nan, 0, 0, None, None, np.nan, np.nan, -1)
+    columns = columns if kind.name in ("medha", "mooncake") else columns[:3]  # the others have no more
+    places: dict[str, str] = {}
+    num_dropped = num_faults = 0
+    for place, row in _requests(path, kind):
+        if isinstance(row, Row) and kind.name == "medha":
+            row = row if row.request_id is not None else row._replace(request_id=place.replace(" ", "-"))
+            if (earlier := places.setdefault(str(row.request_id), place)) != place:
+                row = RowError(f"id={row.request_id!r:.80} is that of {earlier}; accepted: different ids")
+        if row is None:
+            num_dropped += 1
+        elif isinstance(row, RowError):
+            fault = TraceFormatError(path, str(row), place)
+            if on_fault is None:
+                raise fault from row
+            num_faults += 1
+            on_fault(fault)
         else:
-            columns.add(line, row)
-    return columns.reading(on_fault)
+            for column, value, instead in zip(columns, row, missing, strict=False):
+                column.append(instead if value is None else value)
+    if not columns[0]:
+        counts = f"{num_dropped} dropped, {num_faults} wrong"
+        raise TraceFormatError(path, f"has no requests ({counts}); accepted: at least 1")
+    trace, has_arrivals = _trace(path, kind, columns)
+    return Reading(trace, kind.name, has_arrivals, num_dropped, num_faults)
 
 
-def _numbered(
-    path: Path, kind: Format, time_unit: str | None, count_tokens: Callable[[str], int] | None
-) -> Iterator[tuple[int, Row | RowError | None]]:
+def _trace(path: Path, kind: Format, columns: list[Any]) -> tuple[Trace, bool]:
+    """The requests in order of arrival, and whether the file has arrival times."""
+    dtypes: tuple[Any, ...] = (float, np.int64, np.int64, np.dtypes.StringDType(), object, float, float, np.int8)
+    found = {
+        name: np.frombuffer(column, dtype) if isinstance(column, array) else np.fromiter(column, dtype, len(column))
+        for name, column, dtype in zip(COLUMNS, columns, dtypes, strict=False)
+        if not isinstance(column, list) or any(value is not None for value in column)
+    }
+    times, priority = found["arrival_s"], found.get("priority", np.array(-1))
+    has_arrivals = not np.isnan(times).all()
+    times[np.isnan(times)] = 0.0
+    if (priority < 0).all():
+        found.pop("priority", None)
+    priority[priority < 0] = NORMAL
+    late = times[1:] < times[:-1]
+    if late.any():
+        message = "%s: arrivals are not in order, first at request %d; the trace is sorted"
+        logger.warning(message, path, int(np.argmax(late)) + 2)
+        order = np.argsort(times, kind="stable")
+        found = {name: column[order] for name, column in found.items()}
+    if kind.name == "azure":  # since 1970 so far
+        found["arrival_s"] = np.round(found["arrival_s"] - found["arrival_s"][0], 6)
+    for column in found.values():
+        column.flags.writeable = False  # so that the trace takes it without a copy
+    return Trace(**found), has_arrivals
+
+
+def _requests(path: Path, kind: Format) -> Iterator[tuple[str, Row | RowError | None]]:
     """What each line or object of a file is: a request, something wrong, or None to be dropped."""
-    if time_unit is not None and (kind.unit is None or time_unit not in TIME_UNITS):
-        accepted = "none, the format has its own" if kind.unit is None else ", ".join(TIME_UNITS)
-        raise ConfigError(f"time_unit={time_unit!r} for a {kind.name} file; accepted: {accepted}")
-    if kind.name == "sharegpt" and count_tokens is None:
+    if kind.name == "sharegpt":
         logger.warning("%s: tokens are an estimate, characters / %g", path, CHARS_PER_TOKEN)
-    parse = kind.parser(TIME_UNITS[time_unit or kind.unit or "s"], count_tokens or characters_over(CHARS_PER_TOKEN))
-    if kind.is_csv:
-        found = csv_rows(path, kind.needs)
-    else:
-        found = json_objects(path) if kind.name == "sharegpt" else json_lines(path)
-    for line, fields in found:
-        if isinstance(fields, RowError):
-            yield line, fields
-            continue
+    for place, fields_of in _csv_rows(path, kind.needs) if kind.is_csv else _json_objects(path):
         try:
-            yield line, parse(fields)
+            yield place, kind.parse(fields_of())
         except RowError as fault:
-            yield line, fault
-
-
-class _Columns:
-    """Collects requests in arrays of 8 bytes a number."""
-
-    def __init__(self, path: Path, kind: Format) -> None:
-        self._path, self._kind = path, kind
-        self._times, self._ttft, self._tpot = array("d"), array("d"), array("d")
-        self._prompts, self._outputs, self._lines = array("q"), array("q"), array("q")
-        self._priorities = array("b")
-        self._ids: list[str] = []
-        self._id_blocks: list[NDArray[Any]] = []
-        self._hashes: list[array[int] | None] = []
-        self._has_hashes = self._has_slo = self._has_priority = self._has_arrivals = False
-        self.num_dropped = self.num_faults = 0
-
-    def fault(self, line: int, fault: RowError, on_fault: OnFault | None) -> None:
-        error = TraceFormatError(self._path, line, str(fault))
-        if on_fault is None:
-            raise error from fault
-        self.num_faults += 1
-        on_fault(error)
-
-    def add(self, line: int, row: Row) -> None:
-        self._has_arrivals |= row.arrival_s is not None
-        self._times.append(row.arrival_s or 0.0)
-        self._prompts.append(row.prompt_tokens)
-        self._outputs.append(row.output_tokens)
-        self._lines.append(line)
-        if self._kind.name in ("medha", "mooncake"):
-            self._hashes.append(row.prefix_hashes)
-            self._has_hashes |= row.prefix_hashes is not None
-        if self._kind.name == "medha":
-            self._add_own(line, row)
-
-    def _add_own(self, line: int, row: Row) -> None:
-        """What only our own format has."""
-        self._ids.append(f"line-{line}" if row.request_id is None else row.request_id)
-        if len(self._ids) == _BLOCK:
-            self._pack_ids()
-        self._has_slo |= row.ttft_slo_s is not None or row.tpot_slo_s is not None
-        self._ttft.append(np.nan if row.ttft_slo_s is None else row.ttft_slo_s)
-        self._tpot.append(np.nan if row.tpot_slo_s is None else row.tpot_slo_s)
-        self._has_priority |= row.priority is not None
-        self._priorities.append(NORMAL if row.priority is None else row.priority)
-
-    def _pack_ids(self) -> None:
-        self._id_blocks.append(np.array(self._ids, dtype=np.dtypes.StringDType()))
-        self._ids = []
-
-    def reading(self, on_fault: OnFault | None) -> Reading:
-        self._pack_ids()
-        columns: dict[str, Any] = {
-            "arrival_s": _frozen(self._times, np.float64),
-            "prompt_tokens": _frozen(self._prompts, np.int64),
-            "output_tokens": _frozen(self._outputs, np.int64),
-        }
-        if self._has_hashes:
-            columns["prefix_hashes"] = np.fromiter(self._hashes, dtype=np.object_)
-        if self._has_slo:
-            columns |= {"ttft_slo_s": _frozen(self._ttft, np.float64), "tpot_slo_s": _frozen(self._tpot, np.float64)}
-        if self._has_priority:
-            columns["priority"] = _frozen(self._priorities, np.int8)
-        if self._kind.name == "medha":
-            columns["request_ids"] = ids = np.concatenate(self._id_blocks)
-            if len(repeated := self._refuse_repeats(ids, on_fault)):
-                columns = _taken(columns, np.delete(np.arange(len(ids)), repeated))
-        return self._sorted(columns)
-
-    def _refuse_repeats(self, ids: NDArray[Any], on_fault: OnFault | None) -> NDArray[np.intp]:
-        later, earlier = repeats(ids)
-        for row, other in zip(later.tolist(), earlier.tolist(), strict=True):
-            reason = f"id={ids[row]!r:.80} is that of line {self._lines[other]}; accepted: different ids"
-            self.fault(self._lines[row], RowError(reason), on_fault)
-        return later
-
-    def _sorted(self, columns: dict[str, Any]) -> Reading:
-        times = columns["arrival_s"]
-        if not len(times):
-            counts = f"{self.num_dropped} dropped, {self.num_faults} wrong"
-            raise TraceFormatError(self._path, None, f"has no requests ({counts}); accepted: at least 1")
-        late = times[1:] < times[:-1]
-        if late.any():
-            message = "%s: arrivals are not in order, first at request %d; the trace is sorted"
-            logger.warning(message, self._path, int(np.argmax(late)) + 2)
-            columns = _taken(columns, np.argsort(times, kind="stable"))
-        if self._kind.name == "azure":  # its times are relative to the first line, which may not be the earliest
-            columns["arrival_s"] = columns["arrival_s"] - columns["arrival_s"][0]
-        trace = Trace(**columns)
-        return Reading(trace, self._kind.name, self._has_arrivals, self.num_dropped, self.num_faults, not late.any())
-
-
-def _frozen(numbers: array[Any], dtype: type[np.generic]) -> NDArray[Any]:
-    """The same memory, read-only, so that a trace takes it without a copy."""
-    column = np.frombuffer(numbers, dtype=dtype)
-    column.flags.writeable = False
-    return column
-
-
-def _taken(columns: dict[str, Any], rows: NDArray[np.intp]) -> dict[str, Any]:
-    return {name: column[rows] for name, column in columns.items()}
-
-
-MAX_LINE_BYTES = 1 << 27
-"""A longer line, or object of a JSON array, is taken for a damaged file; a 10M-token prompt as ids is 70 MB."""
-_HEAD_BYTES = 1 << 16
-_GAP = re.compile(r"[\s,\[\]]*")
+            yield place, fault
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """A file to read, decompressed.
-
-    Raises:
-        ConfigError: it cannot be opened or read.
-        TraceFormatError: its gzip data are damaged or end early.
-    """
+    """A file to read, decompressed; ConfigError if it cannot be read, TraceFormatError if its gzip data are damaged."""
     try:
         with path.open("rb") as file:
             packed = file.peek(2)[:2] == b"\x1f\x8b"
             yield cast(BinaryIO, gzip.GzipFile(fileobj=file) if packed else file)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceFormatError(path, None, f"the gzip data are damaged or end early: {error}") from error
+        raise TraceFormatError(path, f"the gzip data are damaged or end early: {error}") from error
     except OSError as error:
         raise ConfigError(f"trace file {path}: {error.strerror or error}") from error
 
 
-def detect(path: Path) -> Format:
-    """The format of a file, from its first line that is not blank.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        TraceFormatError: it is empty, or no format is recognised.
-    """
+def _head(path: Path) -> str:
+    """How a file begins."""
     with open_bytes(path) as file:
-        head = file.read(_HEAD_BYTES).decode("utf-8-sig", errors="replace").lstrip()
-    if not head:
-        raise TraceFormatError(path, None, "is empty; accepted: a trace with requests")
+        return file.read(_HEAD_BYTES).decode("utf-8-sig", errors="replace").lstrip()
+
+
+def detect(path: Path) -> Format:
+    """The format of a file, from its first line that is not blank; TraceFormatError if there is none."""
+    if not (head := _head(path)):
+        raise TraceFormatError(path, "is empty; accepted: a trace with requests")
     kind = recognised(head)
     if kind is None:
         known = "; ".join(f"{f.name}: {', '.join(f.needs)}" for f in FORMATS.values())
         first = head.split("\n", 1)[0]
         raise TraceFormatError(
-            path, 1, f"{first[:80]!r} is of no known format; accepted, with their columns or keys: {known}"
+            path, f"{first[:80]!r} is of no known format; accepted, with their columns or keys: {known}", "line 1"
         )
     return kind
 
 
-def lines(path: Path) -> Iterator[tuple[int, str | RowError]]:
-    """The lines that are not blank, numbered from 1, without their ends; a RowError for one that is not UTF-8.
-
-    Raises:
-        ConfigError, TraceFormatError: as of :func:`open_bytes`, and for a line that is too long.
-    """
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines that are not blank, with their places, without their ends."""
     with open_bytes(path) as file:
-        number = 0
-        while data := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
+        for number in count(1):
+            if not (data := file.readline(MAX_LINE_BYTES + 1)):
+                return
             if len(data) > MAX_LINE_BYTES:
-                raise TraceFormatError(path, number, f"more than {MAX_LINE_BYTES} bytes; accepted: shorter lines")
-            try:
-                text = data.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                yield number, RowError(f"{data[:40]!r} is not UTF-8 ({error.reason}); accepted: UTF-8")
-                continue
-            if text:
-                yield number, text
+                raise TraceFormatError(
+                    path, f"more than {MAX_LINE_BYTES} bytes; accepted: shorter lines", f"line {number}"
+                )
+            if data := data.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
+                yield f"line {number}", data
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, Fields | RowError]]:
-    """One JSON object a line, or a RowError where there is something else."""
-    for number, text in lines(path):
-        yield number, text if isinstance(text, RowError) else _object(text)
+def _start(data: bytes) -> str:
+    return repr(data[:40].decode(errors="replace"))
 
 
-def _object(text: str) -> Fields | RowError:
+def _json(data: bytes) -> Any:
     try:
-        value = json.loads(text)
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
-        return RowError(f"{text[:40]!r} is not JSON ({error}); accepted: a JSON object")
-    return value if isinstance(value, dict) else RowError(f"{text[:40]!r}; accepted: a JSON object")
+        raise RowError(f"{_start(data)} is not JSON ({error}); accepted: a JSON object") from None
 
 
-def csv_rows(path: Path, needs: tuple[str, ...]) -> Iterator[tuple[int, Fields | RowError]]:
-    """The rows below a CSV header by column, or a RowError for one that does not fit it; a row is one line.
+def _object(value: Any) -> Fields:
+    if not isinstance(value, dict):
+        raise RowError(f"{value!r:.40}; accepted: a JSON object")
+    return value
 
-    Raises:
-        TraceFormatError: the header lacks a column of ``needs`` or has one twice.
-    """
-    rows = lines(path)
-    number, first = next(rows, (1, RowError("there is no header line")))
-    header = _cells(first)
-    if isinstance(header, RowError):
-        raise TraceFormatError(path, number, f"{header}; accepted: a header with {', '.join(needs)}")
-    header = [name.strip() for name in header]
+
+def _json_objects(path: Path) -> Iterator[tuple[str, Callable[[], Fields]]]:
+    """What gives the object of each line, or of each entry of an array."""
+    if not _head(path).startswith("["):
+        yield from ((place, lambda data=data: _object(_json(data))) for place, data in _lines(path))
+        return
+    try:
+        with open_bytes(path) as file:
+            values = _json(file.read())
+    except RowError as error:
+        raise TraceFormatError(path, str(error)) from error
+    yield from ((f"entry {i}", lambda value=value: _object(value)) for i, value in enumerate(values, 1))
+
+
+def _csv_rows(path: Path, needs: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Fields]]]:
+    """What gives the cells of each line below a CSV header by column; the header has those of ``needs``, once each."""
+    rows = _lines(path)
+    place, first = next(rows, ("line 1", b""))
+    try:
+        header = [name.strip() for name in _cells(first)]
+    except RowError as error:
+        raise TraceFormatError(path, f"{error}; accepted: a header with {', '.join(needs)}", place) from error
     missing = [name for name in needs if name not in header]
     if missing or len(set(header)) < len(header):
-        wrong = f"lacks {', '.join(missing)}" if missing else "has a column twice"
-        raise TraceFormatError(path, number, f"header {header!r:.160} {wrong}; accepted: {', '.join(needs)}, once each")
-    for number, text in rows:
-        cells = _cells(text)
-        if not isinstance(cells, RowError) and len(cells) != len(header):
-            cells = RowError(f"{str(text)[:40]!r} has {len(cells)} fields; accepted: {len(header)}, as the header")
-        yield number, cells if isinstance(cells, RowError) else dict(zip(header, cells, strict=True))
+        problem = f"lacks {', '.join(missing)}" if missing else "has a column twice"
+        raise TraceFormatError(
+            path, f"header {header!r:.160} {problem}; accepted: {', '.join(needs)}, once each", place
+        )
+
+    def fields_of(data: bytes) -> Fields:
+        cells = _cells(data)
+        if len(cells) != len(header):
+            raise RowError(f"{_start(data)} has {len(cells)} fields; accepted: {len(header)}, as the header")
+        return dict(zip(header, cells, strict=True))
+
+    yield from ((place, lambda data=data: fields_of(data)) for place, data in rows)
 
 
-def _cells(text: str | RowError) -> list[str] | RowError:
-    if isinstance(text, RowError):
-        return text
-    if '"' not in text:
-        return text.split(",")
+def _cells(data: bytes) -> list[str]:
     try:
-        return next(csv.reader([text], strict=True))
-    except csv.Error as error:
-        return RowError(f"{text[:40]!r} is not CSV ({error}); accepted: fields split by commas, quotes closed")
-
-
-def json_objects(path: Path, chunk_chars: int = 1 << 20) -> Iterator[tuple[int, Fields]]:
-    """The objects of a JSON array, or of a row of objects, with the line that each begins on.
-
-    Memory is that of the largest object and a few chunks.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        TraceFormatError: something else than an object, after which it is not known where the next one begins.
-    """
-    with open_bytes(path) as file:
-        try:
-            yield from _objects(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n"), chunk_chars)
-        except UnicodeDecodeError as error:
-            raise TraceFormatError(path, None, f"is not UTF-8 ({error.reason}); accepted: UTF-8") from error
-
-
-def _objects(path: Path, file: TextIO, chunk_chars: int) -> Iterator[tuple[int, Fields]]:
-    decoder = json.JSONDecoder()
-    buffer, start, line, at_end = "", 0, 1, False
-    brackets = ""
-    while True:
-        gap = _GAP.match(buffer, start)
-        assert gap is not None, "an empty gap matches"
-        brackets = (brackets + re.sub(r"[\s,]", "", gap[0]))[:3]
-        line += gap[0].count("\n")
-        start = gap.end()
-        if start < len(buffer):
-            try:
-                if buffer[start] != "{":
-                    raise ValueError("no object begins here")
-                value, end = decoder.raw_decode(buffer, start)
-            except (ValueError, RecursionError) as error:
-                is_cut = isinstance(error, json.JSONDecodeError) and not at_end
-                if not is_cut or len(buffer) - start > MAX_LINE_BYTES:
-                    shown, reason = buffer[start : start + 40], getattr(error, "msg", str(error))
-                    message = f"{shown!r} is not JSON ({reason}); accepted: a JSON object"
-                    raise TraceFormatError(path, line, message) from error
-            else:
-                yield line, value
-                line += buffer.count("\n", start, end)
-                start = end
-                continue
-        elif at_end:
-            if brackets not in ("", "[]"):
-                message = f"the brackets outside of objects are {brackets!r}; accepted: none, or one array"
-                raise TraceFormatError(path, line, message)
-            return
-        more = file.read(max(chunk_chars, len(buffer) - start))  # as much again, so that a long object is tried seldom
-        at_end = not more
-        buffer, start = buffer[start:] + more, 0
+        text = data.decode()
+        return text.split(",") if '"' not in text else next(csv.reader([text], strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        accepted = "UTF-8, fields split by commas, quotes closed"
+        raise RowError(f"{_start(data)} is not CSV ({error}); accepted: {accepted}") from None
 
 
 def write_trace(path: Path | str, trace: Trace) -> None:
-    """Write a trace in medha's own format; the same trace gives the same bytes.
-
-    Args:
-        path: gzip if it ends in ``.gz``.
-        trace: with at least one request, as readers refuse an empty file.
+    """Write a trace in medha's own format, gzip if the name ends in ``.gz``; the same trace gives the same bytes.
 
     Raises:
-        ConfigError: the trace is empty, or the file cannot be written.
+        ConfigError: the trace is empty, which readers refuse, or the file cannot be written.
     """
     path = Path(path)
     if not len(trace):

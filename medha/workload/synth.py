@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import parse_size
 from medha.errors import ConfigError
+from medha.workload.io import Reading
 from medha.workload.trace import MAX_TOKENS, Trace
 
 ARRIVALS = ("poisson", "gamma", "uniform", "at-once")
@@ -27,11 +29,7 @@ _BLOCK = 65_536
 
 
 def generators(seed: int) -> tuple[np.random.Generator, np.random.Generator]:
-    """The streams of a seed for arrivals and for lengths.
-
-    Raises:
-        ConfigError: the seed is negative.
-    """
+    """The streams of a seed (0 or more) for arrivals and for lengths."""
     if seed < 0:
         raise ConfigError(f"seed={seed}; accepted: 0 or more")
     streams = np.random.SeedSequence(seed).spawn(2)
@@ -47,19 +45,10 @@ def arrival_times(
     num_requests: int | None = None,
     duration_s: float | None = None,
 ) -> NDArray[np.float64]:
-    """Draw arrival times in seconds, so many of them or those before ``duration_s``.
+    """Draw arrival times of a process of ARRIVALS in seconds, so many of them or those before ``duration_s``.
 
-    The first request of ``poisson`` and ``gamma`` comes after a gap, that of ``uniform`` at 0.
-
-    Args:
-        process: one of ARRIVALS.
-        rng: where draws come from.
-        qps: requests a second on average; not for ``at-once``.
-        burstiness: shape of the gaps of ``gamma``, 0.001 to 1e6.
-        num_requests, duration_s: give one of them; ``at-once`` takes the number alone.
-
-    Raises:
-        ConfigError: an argument is missing or not accepted, or more than MAX_REQUESTS would result.
+    The first request of ``poisson`` and ``gamma`` comes after a gap, that of ``uniform`` at 0. ``qps`` is requests a
+    second on average, not for ``at-once``; ``burstiness`` the shape of the gaps of ``gamma``.
     """
     if process not in ARRIVALS:
         raise ConfigError(f"arrivals={process!r}; accepted: {', '.join(ARRIVALS)}")
@@ -68,15 +57,19 @@ def arrival_times(
     if process == "at-once":
         if num_requests is None or qps is not None:
             raise ConfigError(f"arrivals at-once with qps={qps}, duration_s={duration_s}; accepted: num_requests alone")
-        return np.zeros(_checked_number(num_requests))
-    qps = _within("qps", qps, 0.0)
-    if duration_s is not None and qps * _within("duration_s", duration_s, 0.0) > MAX_REQUESTS:
-        raise ConfigError(f"qps={qps:g} for {duration_s:g} s; accepted: at most {MAX_REQUESTS} requests in all")
-    count = math.ceil(qps * duration_s) + 1 if duration_s is not None else _checked_number(num_requests or 0)
+        return np.zeros(num_requests)
+    if qps is None:
+        raise ConfigError(f"arrivals={process!r} without a rate; accepted: --request-rate, or --arrivals at-once")
+    for name, value in (("qps", qps), ("duration_s", duration_s), ("burstiness", burstiness)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value}; accepted: a finite number above 0")
+    count = (num_requests or 0) if duration_s is None else math.ceil(qps * duration_s) + 1
+    if not 1 <= count <= MAX_REQUESTS:
+        raise ConfigError(f"num_requests={count}; accepted: 1 to {MAX_REQUESTS}")
     if process == "uniform":
         times = np.arange(count) / qps
     else:
-        shape = 1.0 if process == "poisson" else _within("burstiness", burstiness, 1e-3, 1e6)
+        shape = 1.0 if process == "poisson" else burstiness
         times = _sums(lambda number: rng.standard_gamma(shape, number) / (qps * shape), count, duration_s)
     return times if duration_s is None else times[times < duration_s]
 
@@ -89,21 +82,18 @@ def _sums(gaps: Callable[[int], NDArray[np.float64]], count: int, duration_s: fl
     return np.cumsum(drawn)  # one sum from the first gap on, so that a shorter trace has the same bits
 
 
-def _within(name: str, value: float | None, low: float, high: float = math.inf) -> float:
-    if value is None or not (low < value < high):
-        raise ConfigError(f"{name}={value}; accepted: a finite number above {low:g}, below {high:g}")
-    return value
-
-
-def _checked_number(num_requests: int) -> int:
-    if not 1 <= num_requests <= MAX_REQUESTS:
-        raise ConfigError(f"num_requests={num_requests}; accepted: 1 to {MAX_REQUESTS}")
-    return num_requests
+def retimed(reading: Reading, process: str, *, qps: float | None, burstiness: float = 1.0, seed: int = 0) -> Trace:
+    """The requests of a file at a rate: its own gaps by one factor, or arrivals drawn where it has none."""
+    trace = reading.trace
+    if reading.has_arrivals:
+        return trace if qps is None else trace.scaled(qps)
+    rng, _ = generators(seed)
+    return trace.with_arrivals(arrival_times(process, rng, qps=qps, burstiness=burstiness, num_requests=len(trace)))
 
 
 def synthesize(
     lengths: str,
-    arrivals: str | NDArray[np.float64] = "poisson",
+    arrivals: str | Trace = "poisson",
     *,
     qps: float | None = None,
     burstiness: float = 1.0,
@@ -114,93 +104,43 @@ def synthesize(
     """Generate a trace.
 
     Args:
-        lengths: a name or a specification of :func:`medha.workload.synth.parse_lengths`.
-        arrivals: a process of ARRIVALS, or the times of a trace (seconds, non-decreasing): then ``qps`` scales them,
-            and ``num_requests`` or ``duration_s``, if any, keeps the first of them.
+        lengths: a name or a specification of :func:`parse_lengths`.
+        arrivals: a process of ARRIVALS, or a trace whose arrivals are taken: then ``qps`` scales them, and
+            ``num_requests`` or ``duration_s``, if any, keeps the first of them.
         qps, burstiness, num_requests, duration_s: as of :func:`arrival_times`.
         seed: 0 or more.
-
-    Raises:
-        ConfigError: an argument is missing or not accepted, or no request arrives within ``duration_s``.
     """
     distribution = parse_lengths(lengths)
     for_arrivals, for_lengths = generators(seed)
     if isinstance(arrivals, str):
-        times = arrival_times(
-            arrivals,
-            for_arrivals,
-            qps=qps,
-            burstiness=burstiness,
-            num_requests=num_requests,
-            duration_s=duration_s,
-        )
+        limits: dict[str, Any] = {"num_requests": num_requests, "duration_s": duration_s}
+        times = arrival_times(arrivals, for_arrivals, qps=qps, burstiness=burstiness, **limits)
     else:
-        times = _from_trace(arrivals, qps, num_requests, duration_s)
+        trace = arrivals if qps is None else arrivals.scaled(qps)
+        trace = trace if duration_s is None else trace.window(duration_s)
+        times = trace.arrival_s[:num_requests]
     if not len(times):
         raise ConfigError(f"duration_s={duration_s}: no request arrives; accepted: longer, or a higher qps")
-    prompts, outputs = distribution.sample(for_lengths, len(times))
-    return Trace(times, prompts, outputs)
-
-
-def _from_trace(
-    times: NDArray[np.float64], qps: float | None, num_requests: int | None, duration_s: float | None
-) -> NDArray[np.float64]:
-    trace = Trace(times, np.ones(len(times), np.int64), np.ones(len(times), np.int64))
-    if qps is not None:
-        trace = trace.scaled(qps)
-    if duration_s is not None:
-        trace = trace.window(_within("duration_s", duration_s, 0.0))
-    if num_requests is not None:
-        if not 1 <= num_requests <= len(trace):
-            raise ConfigError(f"num_requests={num_requests}; accepted: 1 to {len(trace)}, the arrivals of the trace")
-        trace = trace.head(num_requests)
-    return trace.arrival_s
+    return Trace(times, *distribution.sample(for_lengths, len(times)))
 
 
 Quantile = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """From levels in [0, 1) to lengths."""
 
-
 LONG_SHARE = 0.05
 
-
-_BLOCK = 65_536
-
-
-_LEVELS = (
-    0,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.15,
-    0.2,
-    0.25,
-    0.3,
-    0.4,
-    0.5,
-    0.6,
-    0.7,
-    0.75,
-    0.8,
-    0.85,
-    0.9,
-    0.95,
-    0.98,
-    0.99,
-    1,
-)
-
-
+# Quantiles of a file of conversations, by level
 # fmt: off
+_LEVELS = (
+    0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1,
+)
 _SHAREGPT_PROMPT = (
     1, 12, 16, 29, 74, 180, 382, 580, 777, 1203, 1730, 2401, 3235, 3734, 4278, 4918, 5696, 6563, 7164, 7434, 8141,
 )
-
-
 _SHAREGPT_OUTPUT = (
     2, 6, 19, 44, 84, 130, 181, 228, 271, 346, 415, 493, 581, 628, 683, 754, 834, 920, 975, 998, 1024,
 )
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +179,12 @@ class Lengths:
         return prompts, outputs
 
 
-def knots(levels: tuple[float, ...], values: tuple[float, ...]) -> Quantile:
+def knots(values: tuple[float, ...], levels: tuple[float, ...] = _LEVELS) -> Quantile:
     """Straight lines between given quantiles."""
     return lambda u: np.interp(u, levels, values)
 
 
-def geometric_knots(levels: tuple[float, ...], values: tuple[float, ...]) -> Quantile:
+def geometric_knots(values: tuple[float, ...], levels: tuple[float, ...]) -> Quantile:
     """Straight lines between the logarithms of given quantiles, for lengths that span orders of magnitude."""
     return lambda u: np.exp(np.interp(u, levels, np.log(values)))
 
@@ -271,39 +211,30 @@ def cut_exponential(low: float, high: float, mean: float) -> Quantile:
 @lru_cache(maxsize=1)
 def named_lengths() -> dict[str, Lengths]:
     """The distributions that have names."""
-    output = knots(_LEVELS, _SHAREGPT_OUTPUT)
-    short = Lengths(knots(_LEVELS, _SHAREGPT_PROMPT), output, max_total=8192)
-    swe_output = geometric_knots((0, 0.1, 0.5, 0.9, 0.99, 1), (64, 332, 518, 808, 1161, 2048))
-    swe = _swe(1, swe_output)
+    output = knots(_SHAREGPT_OUTPUT)
+    short = Lengths(knots(_SHAREGPT_PROMPT), output, max_total=8192)
+    swe_prompt = ((131_072.0, 393e3, 839e3, 1e6), (0, 0.5, 0.9, 1))
+    swe_output = geometric_knots((64, 332, 518, 808, 1161, 2048), (0, 0.1, 0.5, 0.9, 0.99, 1))
+    swe, swe_2m = (
+        Lengths(geometric_knots(tuple(scale * value for value in swe_prompt[0]), swe_prompt[1]), swe_output)
+        for scale in (1, 2)
+    )
     tetris = {"short": (4e3, 95e3, 23.6e3), "medium": (8e3, 142e3, 32.8e3), "long": (16e3, 190e3, 50.1e3)}
     return {
         "sharegpt4-8k": short,
         "medha-swe": swe,
-        "medha-mix": Lengths(short.prompt, output, 8192, long=swe, long_share=LONG_SHARE),
-        "medha-mix-2m": Lengths(short.prompt, output, 8192, long=_swe(2, swe_output), long_share=LONG_SHARE),
+        "medha-mix": replace(short, long=swe, long_share=LONG_SHARE),
+        "medha-mix-2m": replace(short, long=swe_2m, long_share=LONG_SHARE),
         **{f"tetris-{name}": Lengths(cut_exponential(*figures), output) for name, figures in tetris.items()},
     }
 
 
-def _swe(scale: int, output: Quantile) -> Lengths:
-    prompts = (131_072.0 * scale, 393e3 * scale, 839e3 * scale, 1e6 * scale)
-    return Lengths(geometric_knots((0, 0.5, 0.9, 1), prompts), output)
-
-
-def _length(text: str) -> int:
-    return parse_size(text) if text.strip("0") else 0
-
-
 def parse_lengths(spec: str) -> Lengths:
-    """The distribution of a name, of ``fixed:P,D``, or of ``uniform:A-B,C-D``.
-
-    Raises:
-        ConfigError: it is none of these, or a length is outside of 1 to MAX_TOKENS.
-    """
+    """The distribution of a name, of ``fixed:P,D``, or of ``uniform:A-B,C-D``; ConfigError if it is none of these."""
     if spec in named_lengths():
         return named_lengths()[spec]
     match = re.fullmatch(r"fixed:(N),(N)|uniform:(N)-(N),(N)-(N)".replace("N", r"\d{1,9}[kKmM]?"), spec, re.ASCII)
-    p, d, *ends = (_length(text) for text in match.groups("0")) if match else (0,) * 6
+    p, d, *ends = (parse_size(text) if text.strip("0") else 0 for text in match.groups("0")) if match else (0,) * 6
     a, b, c, e = ends if any(ends) else (p, p, d, d)
     if not (1 <= a <= b <= MAX_TOKENS and 1 <= c <= e <= MAX_TOKENS):
         raise ConfigError(

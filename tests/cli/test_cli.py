@@ -14,7 +14,7 @@ import torch
 import medha
 from medha.__main__ import app
 from medha.cli.command import make_app, run_app
-from medha.cost.machine import environment
+from medha.cli.report import environment
 from medha.errors import ConfigError, EngineDeadError, RequestError, ValidationError
 
 ROOT = Path(medha.__file__).parents[1]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from medha.config import ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
-from medha.cost.roofline import Floats, chunk_slope_s, first_chunk_s, gemm_s, linear_layer_s, stage_coefficients
+from medha.cost.roofline import Floats, Shard, chunk_slope_s, first_chunk_s, gemm_s, linear_layer_s, stage_coefficients
 from medha.errors import ConfigError
 from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
 from medha.worker.shard import ModelShard
-from tools.fit_spec import _fit, _rows, derived_specs, run
+from tools.fit_spec import _fit, _rows, run
 
 NAMES = ("a100-80g", "b200-180g", "h100-80g", "h200-141g")
 A100, H100 = load_spec("a100-80g"), load_spec("h100-80g")
@@ -70,13 +69,10 @@ def test_the_specs_that_come_along() -> None:
         assert spec.name == name
         assert spec.provenance == ("measured" if name == "a100-80g" else "derived")
         assert HardwareSpec.from_json(spec.to_json()) == spec
+        assert set(spec.sources) == {item.name for item in fields(spec)} - {"name", "machine", "provenance", "sources"}
         assert all("derived, not measured" in spec.sources[part] for part in ("gemm", "all_reduce", "node_send")) == (
             spec.provenance == "derived"
         )
-
-
-def test_derived_specs_follow_from_the_fitted_one() -> None:
-    assert {spec.name: spec for spec in derived_specs(A100)} == {name: load_spec(name) for name in NAMES[1:]}
 
 
 def test_every_rate_is_below_what_is_published() -> None:
@@ -92,8 +88,6 @@ def test_every_rate_is_below_what_is_published() -> None:
     ("text", "message"),
     [
         ("", "is not JSON"),
-        (changed("version", 2), "version 1"),
-        (changed("gemm", 1), "gemm is 1; accepted: an object"),
         (changed("gemm.launch_s", ...), "gemm lacks launch_s"),
         (changed("gemm.speed", 1), "gemm has unknown fields speed; known: bytes_per_s"),
         (changed("gemm.launch_s", 0), "gemm.launch_s=0; accepted: a finite number above 0"),
@@ -104,17 +98,12 @@ def test_every_rate_is_below_what_is_published() -> None:
             changed("attention.overlap_power", 0.5),
             "attention.overlap_power=0.5; accepted: a finite number of at least 1",
         ),
-        (changed("attention.splits_kv", 1), "attention.splits_kv=1; accepted: true or false"),
         (changed("attention.tile_rows", 1.5), "attention.tile_rows=1.5; accepted: a whole number of at least 1"),
-        (changed("all_reduce", []), "all_reduce: ranks .*; accepted: at least one, increasing"),
+        (changed("all_reduce", []), "spec.all_reduce: ranks .*; accepted: a list of links"),
         (changed("all_gather.0.ranks", 1), "link.ranks=1; accepted: a whole number of at least 2"),
-        (changed("all_reduce", {"alpha_s": 1.0, "bytes_per_s": 1.0, "ranks": 2}), "spec.all_reduce=.*a list of links"),
         (changed("memory_bytes", 8e10), "spec.memory_bytes=80000000000.0; accepted: a whole number"),
         (changed("provenance", "guessed"), "spec.provenance='guessed'; accepted: measured, derived, assumed"),
-        (changed("machine", 1), "spec.machine=1; accepted: a text"),
         (changed("host_s", -1), "spec.host_s=-1; accepted: a finite number of at least 0"),
-        (changed("sources.gemm", ...), "sources: none for gemm; accepted: a text for each of"),
-        (changed("sources.gem", "?"), "sources: unknown gem; accepted"),
     ],
 )
 def test_a_bad_spec_is_refused_by_field(text: str, message: str) -> None:
@@ -127,9 +116,6 @@ def test_a_spec_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(changed("name", "mine"))
     assert load_spec(path) == replace(A100, name="mine")
-
-
-def test_an_unknown_spec_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"spec 'a100' is not known; accepted: a100-80g, .*did you mean a100-80g\?"):
         load_spec("a100")
     with pytest.raises(ConfigError, match=r"accepted: .*, or the path of a JSON file$"):
@@ -173,24 +159,25 @@ def test_links_are_of_the_network_where_ranks_span_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("parallel", "stage", "message"),
     [
-        ((ParallelConfig(), 1), {}, "stage=1; accepted: 0 to 0"),
-        ((ParallelConfig(), -1), {}, "stage=-1"),
-        ((ParallelConfig(spp=33), 0), {}, "spp=33 stages; accepted: 1 to 32"),
-        ((ParallelConfig(tp=3), 0), {}, "tp=3; accepted: a divisor of 32 query heads"),
-        ((ParallelConfig(), 0), {"dtype_bytes": 8}, "dtype_bytes=8; accepted: 1, 2, 4"),
-        ((ParallelConfig(), 0), {"backend": "flash"}, "backend='flash'; accepted: split-kv, no-split-kv"),
+        (ParallelConfig(), 1, "stage=1; accepted: 0 to 0"),
+        (ParallelConfig(spp=33), 0, "spp=33 stages; accepted: 1 to 32"),
+        (ParallelConfig(tp=3), 0, "tp=3; accepted: a divisor of 32 query heads"),
     ],
 )
-def test_bad_arguments(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+def test_bad_arguments(parallel: ParallelConfig, stage: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        stage_coefficients(A100, LLAMA_8B, *arguments, **options)
+        stage_coefficients(A100, LLAMA_8B, parallel, stage)
+
+
+def with_backend(name: str) -> HardwareSpec:
+    return replace(A100, attention=replace(A100.attention, splits_kv=name == "split-kv"))
 
 
 @functools.cache
 def cached_predictor(model: str, parallel: ParallelConfig, backend: str) -> Predictor:
-    return predictor(A100, KNOWN_MODELS[model], parallel, backend=backend)
+    return predictor(with_backend(backend), KNOWN_MODELS[model], parallel)
 
 
 @settings(max_examples=400, deadline=None)
@@ -215,30 +202,6 @@ def test_never_cheaper_with_more_tokens_or_kv(
     assert costs.predict([Work(1, kv, True)] * few) <= costs.predict([Work(1, kv + more_kv, True)] * few)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_large_product_reaches_most_of_the_peak_and_a_thin_one_the_bandwidth(name: str) -> None:
-    spec, size = load_spec(name), 8192
-    mfu = 2 * size**3 / float(gemm_s(spec, size, size, size)) / spec.peak_flops_per_s
-    assert 0.6 < mfu < 0.8
-    mbu = 2 * size * size / float(gemm_s(spec, 1, size, size)) / spec.hbm_bytes_per_s
-    assert 0.4 < mbu < 0.9
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_utilisation_of_a_model(name: str) -> None:
-    """2 FLOPs a parameter and token, 2 c^2 width a layer of causal attention; a decode reads weights and its KV."""
-    spec = load_spec(name)
-    width = LLAMA_8B.num_heads * LLAMA_8B.head_dim
-    layers = 2 * (8.03e9 - 2 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size)
-    for tokens, kv, least, most in ((8192, 0, 0.5, 0.75), (8192, 1_000_000, 0.45, 0.65)):
-        flops = layers * tokens + LLAMA_8B.num_layers * width * (2 * tokens**2 + 4 * tokens * kv)
-        seconds = chunk_s(predictor(spec, LLAMA_8B, ParallelConfig()), tokens, kv)
-        assert least < flops / seconds / spec.peak_flops_per_s < most
-    read = 2 * (8.03e9 - LLAMA_8B.vocab_size * LLAMA_8B.hidden_size) + 131072 * 500_000
-    seconds = predictor(spec, LLAMA_8B, ParallelConfig()).predict([Work(1, 500_000, True)])
-    assert 0.6 < read / seconds / spec.hbm_bytes_per_s < 0.85
-
-
 def test_prefills_of_llama_3_8b_on_an_a100() -> None:
     """Measured by others: 0.98 s for 10,000, 24.9 s for 100,000 and 79.4 s for 200,000 tokens (MInference), 0.28 s for
     4,096 and 29.2 s for 131,072 tokens (Tetris)."""
@@ -246,21 +209,6 @@ def test_prefills_of_llama_3_8b_on_an_a100() -> None:
     for tokens, seconds in measured.items():
         costs = predictor(A100, LLAMA_8B, ParallelConfig(), max_tokens=tokens)
         assert 0.75 < costs.predict([Work(tokens, 0, False, samples=True)]) / seconds < 1.2
-
-
-def test_more_ranks_help_less_than_in_proportion() -> None:
-    for tokens, kv in ((4096, 0), (1, 100_000), (512, 1_000_000)):
-        times = [chunk_s(predictor(H100, LLAMA_70B, ParallelConfig(tp=tp)), tokens, kv) for tp in (1, 2, 4, 8)]
-        assert all(after < before < 2 * after for before, after in pairwise(times))
-
-
-def test_stages_add_up_to_the_whole() -> None:
-    whole = chunk_s(predictor(A100, LLAMA_8B, ParallelConfig()), 2048, 100_000)
-    parallel = ParallelConfig(spp=4)
-    stages = [predictor(A100, LLAMA_8B, parallel, stage) for stage in range(4)]
-    linked = sum(link.fixed_s + 2048 * link.token_s for s in stages if (link := s.coefficients.spp))
-    parts = sum(chunk_s(stage, 2048, 100_000) for stage in stages) - linked
-    assert parts == pytest.approx(whole, rel=1e-6)
 
 
 def test_ten_million_tokens_lie_on_the_line() -> None:
@@ -273,53 +221,21 @@ def test_ten_million_tokens_lie_on_the_line() -> None:
     assert long - short == pytest.approx(read_s, rel=1e-9)
 
 
-def test_a_kv_that_is_not_split_makes_small_chunks_and_decodes_dear() -> None:
-    split, whole = (predictor(A100, LLAMA_8B, ParallelConfig(), backend=b) for b in ("split-kv", "no-split-kv"))
-    kv = 16_384
-
-    def a_token(costs: Predictor, tokens: int) -> float:
-        return (chunk_s(costs, tokens, kv) - chunk_s(costs, tokens, 1)) / tokens
-
-    assert 1.15 < a_token(split, 64) / a_token(split, 768) < 1.4  # 1.23 with FlashInfer
-    assert 8 < a_token(whole, 32) / a_token(whole, 768) < 11  # as FlashAttention-2 without a KV split
-    assert a_token(whole, 8192) == pytest.approx(a_token(split, 8192), rel=0.05)
-    alone, beside = (costs.predict([Work(1, 1_000_000, True)]) for costs in (split, whole))
-    assert beside > 5 * alone
-    assert not whole.coefficients.splits_kv
-
-
 @pytest.mark.parametrize("backend", ["split-kv", "no-split-kv"])
 def test_tables_follow_the_forms_between_their_points(backend: str) -> None:
-    spec = replace(A100, attention=replace(A100.attention, splits_kv=backend == "split-kv"))
+    spec = with_backend(backend)
     costs = predictor(spec, LLAMA_8B, ParallelConfig())
-    shape = {"hidden": 4096, "heads_width": 4096, "kv_width": 1024, "intermediate": 14336}
     for tokens in (48, 200, 777, 3000, 11_111):
         first = float(first_chunk_s(spec, tokens, heads=32, head_dim=128))
         slope = float(chunk_slope_s(spec, tokens, heads=32, kv_heads=8, head_dim=128))
-        layer = float(linear_layer_s(spec, tokens, **shape))
+        layer = float(linear_layer_s(spec, tokens, Shard.of(LLAMA_8B, ParallelConfig(), 0)))
         assert chunk_s(costs, tokens) == pytest.approx(32 * (first + layer) + spec.host_s, rel=0.06)
         rise = chunk_s(costs, tokens, 3_000_000) - chunk_s(costs, tokens, 2_000_000)
         assert rise == pytest.approx(32e6 * slope, rel=0.02)
 
 
-def test_eight_bits_halve_what_is_read() -> None:
-    kv, one, two = 1_000_000, *(predictor(A100, LLAMA_8B, ParallelConfig(), dtype_bytes=n) for n in (1, 2))
-    both = [costs.predict([Work(1, kv, True)]) - A100.host_s for costs in (one, two)]
-    assert 1.9 < both[1] / both[0] < 2.0
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
-
-
-def test_memory_of_llama_3_70b_as_the_paper_has_it() -> None:
-    """arXiv 2409.17264: 320 GB of KV for 1M tokens (binary), 140 GB of weights."""
-    parallel = ParallelConfig()
-    assert kv_bytes_per_token(LLAMA_70B, parallel, 0) == 2 * 80 * 8 * 128 * 2 == 327_680
-    assert 2**20 * kv_bytes_per_token(LLAMA_70B, parallel, 0) == 320 * 2**30
-    assert weights_bytes(LLAMA_70B, parallel, 0) == pytest.approx(141.1e9, rel=1e-3)
-    assert weights_bytes(LLAMA_8B, parallel, 0) == 2 * 8_030_261_248
-    assert weights_bytes(QWEN, parallel, 0) == 2 * 14_770_033_664
 
 
 TIED = replace(LLAMA_8B, tie_word_embeddings=True, qk_norm=True, o_bias=True, qkv_bias=True)
@@ -358,8 +274,6 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     assert kv_pool_tokens(A100, LLAMA_70B, ParallelConfig(tp=4)) > 100_000
     with pytest.raises(ConfigError, match=r"utilization=1\.5; accepted"):
         kv_pool_tokens(A100, LLAMA_8B, ParallelConfig(), utilization=1.5)
-    with pytest.raises(ConfigError, match="max_batch_tokens=0; accepted"):
-        kv_pool_tokens(A100, LLAMA_8B, ParallelConfig(), max_batch_tokens=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,13 +24,12 @@ def prepared(prompt: Any, **params: Any) -> Any:
         slo=None,
         limits=ModelLimits(256, 1 << 20),
         tokenizer=None,
-        kv=KVMemory(num_blocks=1 << 12, block_size=256).limits,
+        kv=KVMemory(num_blocks=1 << 12, block_size=256),
     )
 
 
 @pytest.mark.parametrize(
-    "make",
-    [list, tuple, array.array, np.array, torch.tensor, partial(np.array, dtype=np.uint8), torch.IntTensor],
+    "make", [list, tuple, array.array, np.array, torch.tensor, partial(np.array, dtype=np.uint8), torch.IntTensor]
 )
 def test_ids_become_an_array_of_our_own(make: Any) -> None:
     ids = [5, 0, 255, 5]

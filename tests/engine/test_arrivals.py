@@ -16,7 +16,7 @@ import torch
 import medha.engine.arrivals
 from medha.batch import Batch
 from medha.config import EngineConfig
-from medha.engine.arrivals import LONG_PROMPT, Arrival, Joiner, drive
+from medha.engine.arrivals import LONG_PROMPT, Arrival, drive
 from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
@@ -26,7 +26,6 @@ from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer
 from medha.worker.step import PendingStep, StepResult
-from tests.text.samples import PANIC, panicking
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
 
@@ -108,17 +107,6 @@ def test_a_refused_request_does_not_stop_the_others(engine: Engine) -> None:
         assert output.metrics.e2e is not None
     served = final([output for output in outputs if output.error is None])
     assert served["good"].outputs[0].finish_reason == "length"
-
-
-def test_a_prompt_that_the_tokenizer_chokes_on_ends_that_request_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "tokenizer", Tokenizer(panicking()))
-    arrivals = [Arrival("before", "hello", DELTA), Arrival("bad", PANIC, DELTA), Arrival("after", "hello", DELTA)]
-    outputs = final(list(drive(engine, arrivals)))
-    assert ends_of(outputs) == {"before": "length", "bad": "error", "after": "length"}
-    assert isinstance(outputs["bad"].error, ValidationError)
-    assert "cannot encode this: PanicException" in str(outputs["bad"].error)
 
 
 class Gated:
@@ -291,35 +279,3 @@ def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch:
     assert engine.fail(ValueError("later")).outputs == engine.fail(ValueError("later")).outputs
     assert str(engine.fail(ValueError("later"))) == "rank 1 is stopped"
     engine.scheduler.memory.release(0)  # a dead engine keeps its blocks
-
-
-def test_requests_that_a_step_adds_are_served(engine: Engine) -> None:
-    added = []
-
-    def add_once() -> None:
-        if not added:
-            added.append("b")
-            engine.add_request("b", "hello", DELTA)
-
-    assert set(final(list(drive(engine, [Arrival("a", "hello", DELTA)], on_step=add_once)))) == {"a", "b"}
-    assert list(drive(engine, [])) == []
-
-
-@pytest.mark.parametrize("with_text", [True, False])
-def test_joined_deltas_are_the_cumulative_output(engine: Engine, with_text: bool) -> None:
-    params = {"temperature": 0.0, "max_tokens": 12, "logprobs": 2, "detokenize": with_text}
-    prompts = {"a": "The code of Ada is 31-plum.\nThe code of Ada is", "b": "hi"}
-    wholes: dict[str, list[RequestOutput]] = {}
-    for kind in ("delta", "final_only"):
-        arrivals = [
-            Arrival(i, p, SamplingParams.from_dict({**params, "output_kind": kind})) for i, p in prompts.items()
-        ]
-        joiner = Joiner()
-        for output in drive(engine, arrivals):
-            whole = joiner.add(output)
-            assert (whole is None) == (not output.finished)
-            if whole is not None:
-                wholes.setdefault(output.request_id, []).append(whole)
-    for joined, final_only in wholes.values():
-        assert joined.outputs == final_only.outputs
-        assert len(joined.outputs[0].token_ids) > 5

@@ -20,11 +20,10 @@ from medha.config import EngineConfig
 from medha.engine.build import _with_decode_lag, build_engine
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
-from medha.models.needle import write_needle
 from medha.parallel.launch import Launch
 from medha.worker.shard import choose_backend, own_device, pick_device, wants_graphs
 from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
-from tests.serving import ANSWER, GREEDY, question, write_byte_model
+from tests.serving import GREEDY, write_byte_model
 
 KV_BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # keys and values, layers, KV heads, head dimension, float32
 NO_EOS = "defines no end-of-sequence token"
@@ -181,7 +180,7 @@ def test_each_rank_of_a_node_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    ranks = [Launch(rank=8 + i, world_size=16, local_rank=i, local_world_size=8, address="host:1") for i in range(5)]
+    ranks = [Launch(rank=8 + i, world_size=16, local_rank=i, local_world_size=8, host="host", port=1) for i in range(5)]
     assert own_device(cpu, ranks[1]) == cpu and not current
     own = [own_device(cuda, None), *(own_device(cuda, launch) for launch in ranks[:4])]
     assert own == current == [torch.device("cuda", i) for i in (0, 0, 1, 2, 3)]
@@ -209,15 +208,6 @@ def test_graphs_are_for_cuda_and_flashinfer() -> None:
     assert not wants_graphs(config, TorchBackend(), cuda)
     assert not wants_graphs(config, flashinfer, cpu)
     assert not wants_graphs(EngineConfig.from_flat("m", cuda_graphs=False), flashinfer, cuda)
-
-
-def test_num_threads(good: Path) -> None:
-    before = torch.get_num_threads()
-    try:
-        build(good, num_threads=2, num_kv_blocks=4)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,18 +251,6 @@ def test_end_of_sequence(
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer}))
     assert build(folder, num_kv_blocks=4).limits.eos_token_ids == eos
     assert [NO_EOS in message for message in warnings(caplog)] == ([] if eos else [True])
-
-
-def test_sampling_defaults(folder: Path) -> None:
-    generation = {"temperature": 0.7, "top_k": 5, "do_sample": True, "max_new_tokens": 9}
-    (folder / "generation_config.json").write_text(json.dumps(generation))
-    assert build(folder, num_kv_blocks=4).limits.sampling_defaults == {"temperature": 0.7, "top_k": 5}
-
-
-def test_needle_model_is_built_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with LLM(write_needle(tmp_path), num_kv_blocks=2) as llm:
-        assert llm.generate(question())[0].outputs[0].text == ANSWER
-    assert warnings(caplog) == []
 
 
 def test_the_log_says_what_was_chosen(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.batch import Batch, Row
+from medha.batch import Batch
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Work
 from medha.engine.explain import Explainer
 from medha.outputs import Explanation
 from medha.params import SLO
@@ -23,143 +21,39 @@ from tests.sched.virtual import Drive, Job, Seconds, jobs, make_predictor
 PREDICTOR = make_predictor(kvp=3)
 
 
-@dataclass(frozen=True)
-class Tick:
-    """One batch: when it counted, how busy it was, and who was refused memory."""
-
-    start_s: float
-    end_s: float
-    busy_s: float
-    rows: dict[int, tuple[Row, float]]  # by request: its row, and what it would take alone
-    decodes_s: Sequence[float]
-    refused: frozenset[int]
-
-    def share(self, arrival_s: float, end_s: float) -> float:
-        """How much of it lies between an arrival and a first token, which comes with the end of a tick."""
-        if self.end_s <= arrival_s or self.end_s > end_s or self.end_s == self.start_s:
-            return 0.0
-        return (self.end_s - max(self.start_s, arrival_s)) / (self.end_s - self.start_s)
-
-    def scale(self, num_groups: int) -> float:
-        chunks_s = [sum(s for row, s in self.rows.values() if row.concerns(g)) for g in range(num_groups)]
-        slowest_s = max(a + b for a, b in zip(chunks_s, self.decodes_s, strict=True))
-        return min(self.busy_s, self.end_s - self.start_s) / slowest_s
-
-
 class Watched(Drive):
-    """A drive that feeds an explainer, and reckons by itself."""
+    """A drive that feeds an explainer."""
 
     def __init__(
         self, scheduler: Scheduler, load: Sequence[Job], seconds: Seconds | None, *, slack: float = 1.0
     ) -> None:
         self.explainer = Explainer(scheduler.memory.num_groups, scheduler.predictor)
         super().__init__(scheduler, load, seconds, busy=lambda real_s: real_s * slack, observers=[self.explainer])
-        self.ticks: list[Tick] = []
         self.explained: dict[int, Explanation] = {}
-        self.group: dict[int, int] = {}
-        self.refused: dict[int, frozenset[int]] = {}
-        self.scheduled_s: dict[int, float] = {}
-
-    def on_schedule(self, batch: Batch | None) -> None:
-        if batch is None:
-            return
-        chunks = {row.slot for row in batch.rows if not row.is_decode}
-        refused = set(self.decision.refused) - chunks
-        self.refused[batch.batch_id] = frozenset(self.live[slot].job for slot in refused)
-        self.scheduled_s[batch.batch_id] = self.now_s
+        self.beside: dict[int, set[str]] = {}  # by job: who had a chunk in a batch since it arrived
 
     def on_complete(self, batch: Batch, busy_s: float) -> None:
-        self.ticks.append(self.tick(batch, busy_s))
-        for row in batch.rows:
+        chunks = [row for row in batch.rows if not row.is_decode]
+        for live in self.live.values():
+            self.beside.setdefault(live.job, set()).update(f"job {self.live[row.slot].job}" for row in chunks)
+        for row in chunks:
             job = self.live[row.slot].job
-            if not row.is_decode:
-                self.group.setdefault(job, row.group)
-            if self.first_token_s.get(job) == self.now_s and not row.is_decode:
+            if self.first_token_s.get(job) == self.now_s:
                 self.explained[job] = self.explainer.of(row.slot)
-
-    def tick(self, batch: Batch, busy_s: float) -> Tick:
-        scheduled_s = self.scheduled_s[batch.batch_id]
-        start_s = max(self.ticks[-1].end_s, scheduled_s) if self.ticks else scheduled_s
-        rows = {self.live[row.slot].job: (row, self.alone_s(row)) for row in batch.rows if not row.is_decode}
-        decodes_s = []
-        for group in range(self.scheduler.memory.num_groups):
-            works = [self.work(row) for row in batch.rows if row.is_decode and row.concerns(group)]
-            predictor = self.scheduler.predictor
-            decodes_s.append(predictor.predict(works) if predictor else float(len(works)))
-        return Tick(start_s, self.now_s, busy_s, rows, decodes_s, self.refused[batch.batch_id])
-
-    def work(self, row: Row) -> Work:
-        kv = row.position // row.num_groups
-        return Work(row.q_len, kv, row.is_decode, row.run if row.is_shared else None, row.samples)
-
-    def alone_s(self, row: Row) -> float:
-        predictor = self.scheduler.predictor
-        if predictor is None:
-            return float(row.q_len)
-        work = self.work(row)
-        return predictor.tick().with_chunk(row.q_len, work.kv_before, run=work.run)
-
-    def reckon(self, job: int) -> dict[str, float]:
-        """The parts, batch after batch."""
-        arrival_s, end_s = self.jobs[job].arrival_s, self.first_token_s[job]
-        group, num_groups = self.group[job], self.scheduler.memory.num_groups
-        parts = dict.fromkeys(("own_s", "decodes_s", "others_s", "memory_s", "pipeline_s", "idle_s"), 0.0)
-        last_s = arrival_s
-        for tick in self.ticks:
-            if not (share := tick.share(arrival_s, end_s)):
-                continue
-            parts["idle_s"] += max(tick.start_s - last_s, 0.0)
-            last_s = tick.end_s
-            whole_s = share * (tick.end_s - tick.start_s)
-            if job in tick.refused:
-                parts["memory_s"] += whole_s
-                continue
-            scale = share * tick.scale(num_groups)
-            own_s = scale * sum(s for other, (_, s) in tick.rows.items() if other == job)
-            all_s = scale * sum(s for row, s in tick.rows.values() if row.concerns(group))
-            decodes_s = scale * tick.decodes_s[group]
-            parts["own_s"] += own_s
-            parts["others_s"] += all_s - own_s
-            parts["decodes_s"] += decodes_s
-            parts["pipeline_s"] += whole_s - all_s - decodes_s
-        return parts
-
-    def reckon_others(self, job: int) -> dict[str, float]:
-        """Seconds of each other request's chunks, by name."""
-        arrival_s, end_s = self.jobs[job].arrival_s, self.first_token_s[job]
-        sums: dict[str, float] = {}
-        for tick in self.ticks:
-            if job not in tick.refused and (share := tick.share(arrival_s, end_s)):
-                for other, (row, seconds) in tick.rows.items():
-                    if other != job and row.concerns(self.group[job]):
-                        seconds *= share * tick.scale(self.scheduler.memory.num_groups)
-                        sums[f"job {other}"] = sums.get(f"job {other}", 0.0) + seconds
-        return sums
 
 
 def check(drive: Watched) -> None:
-    """Each explanation sums to the TTFT within the shortest step, and says what the reckoning says."""
+    """The parts of each explanation sum to the TTFT, and it names others that ran meanwhile, largest first."""
     for job, explained in drive.explained.items():
         ttft_s = drive.first_token_s[job] - drive.jobs[job].arrival_s
-        parts = {name: getattr(explained, name) for name in drive.reckon(job)}
-        assert explained.has_first_token
+        assert explained.has_first_token and explained.request_id == f"job {job}"
         assert explained.total_s == pytest.approx(ttft_s)
-        assert sum(parts.values()) == pytest.approx(ttft_s, abs=1e-6)
-        assert min(parts.values()) > -1e-9
-        assert parts == pytest.approx(drive.reckon(job), abs=1e-6)
-        assert (explained.own_s > 0) == any(tick.busy_s > 0 for tick in drive.ticks)
-        assert sum(seconds for _, seconds in explained.others) <= explained.others_s + 1e-6
+        assert sum(explained.parts_s.values()) == pytest.approx(ttft_s, abs=1e-6)
+        assert min(explained.parts_s.values()) > -1e-9
+        seconds = [seconds for _, seconds in explained.others]
+        assert sum(seconds) <= explained.others_s + 1e-6 and seconds == sorted(seconds, reverse=True)
+        assert {name for name, _ in explained.others} <= drive.beside[job] - {f"job {job}"}
         assert explained.text()
-
-
-def check_others(drive: Watched) -> None:
-    """Each explanation names those whose chunks took most, though slots are used again."""
-    for job, explained in drive.explained.items():
-        assert explained.request_id == f"job {job}"
-        sums = drive.reckon_others(job)
-        largest = [seconds for seconds in sorted(sums.values(), reverse=True)[:3] if seconds > 0]
-        assert [seconds for _, seconds in explained.others] == pytest.approx(largest, abs=1e-6)
-        assert {name: sums[name] for name, _ in explained.others} == pytest.approx(dict(explained.others), abs=1e-6)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -194,7 +88,6 @@ def test_the_parts_sum_to_the_ttft_whatever_runs(data: st.DataObject) -> None:
     drive.run()
     assert set(drive.explained) == set(drive.first_token_s)
     check(drive)
-    check_others(drive)
 
 
 # -- scenarios --------------------------------------------------------------------------------------------
@@ -209,17 +102,6 @@ def play(
     drive.run()
     check(drive)
     return drive
-
-
-def test_alone_it_is_all_ones_own() -> None:
-    explained = play([Job(0.0, 20, 1)]).explained[0]
-    assert (explained.total_s, explained.own_s) == (3.0, 3.0)
-    assert explained.others == ()
-    assert explained.text() == (
-        "job 0: TTFT 3.000 s\n"
-        "  own compute 3.000, decodes 0.000, other prefills 0.000\n"
-        "  memory 0.000, pipeline 0.000, idle 0.000"
-    )
 
 
 def test_what_runs_beside_and_before_is_named() -> None:
@@ -284,14 +166,6 @@ def test_a_request_without_a_first_token_is_explained_so_far_and_a_cancelled_one
     assert explained.text().startswith("slot 1: no first token after 1.000 s\n")
     with pytest.raises(KeyError):
         explainer.of(2)
-
-
-def test_old_chunks_are_summed_though_no_longer_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medha.engine.explain._CHUNKS_KEPT", 4)
-    drive = play([Job(0.0, 80, 1), Job(0.0, 8, 1)], tokens=8)
-    explained = drive.explained[1]
-    assert explained.others_s == 10.0
-    assert explained.others == (("job 0", 3.0),)
 
 
 def test_time_before_it_was_known_is_idle_where_nothing_ran() -> None:

@@ -82,22 +82,12 @@ def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Pat
         ("null", ValidationError, "NoneType; accepted: a JSON object"),
         ({"prompt": "x", "id": ""}, ValidationError, "id=''; accepted: a string or an integer"),
         ({"prompt": "x", "id": True}, ValidationError, "id=True; accepted"),
-        ({"prompt": "x", "id": [1]}, ValidationError, "id="),
         ({"prompt": "x", "n": 2, "temperature": 0}, ValidationError, "n=2; accepted: 1 with temperature=0"),
-        (
-            {"prompt": "x", "response_format": {"type": "json_object"}},
-            UnsupportedFeatureError,
-            "response_format is not implemented",
-        ),
         ({"prompt": "x", "tool_choice": "auto"}, UnsupportedFeatureError, "tool_choice is not implemented"),
         ({"prompt": "x", "max_tokens": 0}, ValidationError, "max_tokens=0; accepted"),
-        ({"prompt": "x", "max_tokens": "9"}, ValidationError, "max_tokens='9'; accepted"),
         ('{"prompt": "x", "temperature": NaN}', ValidationError, "temperature=nan; accepted"),
-        ('{"prompt": "x", "top_p": Infinity}', ValidationError, "top_p=inf; accepted"),
-        ({"prompt": "x", "stop": ""}, ValidationError, "stop=''; accepted"),
         ({"prompt": "x", "arrival_s": -1}, ValidationError, "arrival_s=-1; accepted: seconds"),
         ({"prompt": "x", "arrival_s": True}, ValidationError, "arrival_s=True; accepted: seconds"),
-        ('{"prompt": "x", "arrival_s": NaN}', ValidationError, "arrival_s=nan; accepted: seconds"),
         ('{"prompt": "x", "arrival_s": 1e999}', ValidationError, "arrival_s=inf; accepted: seconds"),
         ('{"prompt": "x", "arrival_s": 1' + "0" * 400 + "}", ValidationError, "arrival_s=1000"),
         ({"prompt": "x", "slo": 3}, ValidationError, "slo=3; accepted: an object"),
@@ -173,9 +163,8 @@ def test_output_line() -> None:
     assert output_line(output)["met_slo"] is True
     output.metrics.is_relegated = True
     assert [output_line(output)[name] for name in ("met_slo", "is_relegated")] == [False, True]
-    output.metrics.explanation = Explanation(
-        "r", True, 1.0, 0.25, 0.125, 0.5, (("a", 0.375), ("b", 0.125)), 0.0, 0.0625, 0.0625, ((0.0, 1.0),)
-    )
+    others = (("a", 0.375), ("b", 0.125))
+    output.metrics.explanation = Explanation("r", True, 1.0, 0.25, 0.125, 0.5, others, 0.0, 0.0625, 0.0625, ())
     line = json.loads(json.dumps(output_line(output)))
     parts = {"own": 0.25, "decodes": 0.125, "others": 0.5, "memory": 0.0, "pipeline": 0.0625, "idle": 0.0625}
     assert line["ttft_parts_s"] == parts
@@ -236,21 +225,12 @@ def test_openai_batch_lines(tmp_path: Path) -> None:
     assert [by_id[i].custom_id for i in "abcdefg"] == [*"abcdef", None]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        {"arrival_s": 5},
-        {"prompt": 7, "arrival_s": 5},
-        {"prompt_token_ids": "abc", "arrival_s": 5},
-        {"messages": {}, "arrival_s": 5},
-        {"prompt": "a", "messages": [], "arrival_s": 5},
-    ],
-)
+@pytest.mark.parametrize("line", [{}, {"prompt": 7}, {"prompt_token_ids": "abc"}, {"messages": {}}])
 def test_what_is_wrong_with_a_line_is_known_before_it_arrives(
     tmp_path: Path, line: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "medha"):
-        wrong, _ = read(tmp_path, line, {"prompt": "x", "arrival_s": 1})
+        wrong, _ = read(tmp_path, line | {"arrival_s": 5}, {"prompt": "x", "arrival_s": 1})
     assert isinstance(wrong.error, ValidationError)
     assert wrong.arrival_s == 0.0
     assert f"1 of 2 requests in {tmp_path / 'r.jsonl'} cannot be run; the first is line 1: " in caplog.text

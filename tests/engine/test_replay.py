@@ -108,13 +108,6 @@ def test_a_journal_that_cannot_be_written_is_found_before_the_model_is_loaded(
     assert "which is read; accepted: another file" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_ends_the_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(folder, tmp_path, "--journal", Path("/dev/full")) == 4
-    message = "error: EngineDeadError: journal /dev/full: No space left on device; what was written before is kept\n"
-    assert capsys.readouterr().err == message
-
-
 def test_an_engine_that_dies_leaves_a_journal_to_its_end(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def block_not_freed(patch: Patch) -> None:
         pool, num_frees = self.pools[self._accounts[slot].first], len(self.frees)
         release(self, slot)
         if len(self.frees) > num_frees:
-            pool.allocate(-1, 1, claim=1)
+            pool.allocate(-1, 1, reserved=1)
 
     def keeping(*args: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:

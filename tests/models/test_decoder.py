@@ -31,8 +31,6 @@ RELATIVE = 1e-4  # of the largest logit, float32
 
 
 class Checkpoint(NamedTuple):
-    """A random checkpoint, read by both sides."""
-
     config: ModelConfig
     weights: dict[str, torch.Tensor]
     reference: transformers.PreTrainedModel
@@ -93,16 +91,10 @@ def test_logits_of_transformers(checkpoint: Checkpoint) -> None:
 def test_packed_logits_of_transformers(checkpoint: Checkpoint) -> None:
     decoder = build(checkpoint)
     decoder.pack_()
+    assert all("norm" in name or "embed_tokens" in name for name, _ in decoder.named_parameters())
     for length in (NUM_TOKENS, 1):
         ids = random_prompt(length, seed=2)
         assert_logits_close(logits([decoder], ids), reference_logits(checkpoint.reference, ids))
-
-
-def test_packing_drops_the_plain_weights(checkpoint: Checkpoint) -> None:
-    decoder = build(checkpoint)
-    decoder.pack_()
-    left = {name for name, _ in decoder.named_parameters()}
-    assert all("norm" in name or "embed_tokens" in name for name in left)
 
 
 def test_names_are_those_of_the_checkpoint(checkpoint: Checkpoint) -> None:
@@ -110,16 +102,6 @@ def test_names_are_those_of_the_checkpoint(checkpoint: Checkpoint) -> None:
     shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
     assert shapes == {name: tensor.shape for name, tensor in checkpoint.weights.items()}
     assert ("lm_head.weight" in shapes) == (not checkpoint.config.tie_word_embeddings)
-
-
-def test_the_check_notices_attention(checkpoint: Checkpoint) -> None:
-    """Weights large enough that a lost key or a wrong position shows in the logits."""
-    decoder, ids = build(checkpoint), random_prompt(NUM_TOKENS, seed=3)
-    want = reference_logits(checkpoint.reference, ids)
-    changed = logits([decoder], [(ids[0] + 1) % VOCAB, *ids[1:]])
-    assert float((changed[-1] - want[-1]).abs().max()) > 10 * RELATIVE * float(want.abs().max())
-    turned = logits([decoder], ids[::-1])
-    assert not torch.allclose(turned[-1], want[-1], atol=10 * RELATIVE * float(want.abs().max()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,7 +177,7 @@ def test_rms_norm_of_transformers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 16, 33])
+@pytest.mark.parametrize("rows", [1, 33])
 def test_packed_linear_equals_linears_side_by_side(rows: int, bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     linears = [nn.Linear(48, n, bias=bias, dtype=dtype) for n in (64, 16, 10)]
@@ -211,7 +193,7 @@ def test_packed_linear_equals_linears_side_by_side(rows: int, bias: bool, dtype:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 3, 4, 33])
+@pytest.mark.parametrize("rows", [1, 33])
 def test_packed_swiglu_equals_the_plain_one(rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate, up = (nn.Linear(48, 40, bias=False, dtype=dtype) for _ in range(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import transformers
 
 from medha.config import ModelConfig, RopeConfig
 from medha.errors import ConfigError, UnsupportedModelError
-from medha.models.hf_config import load_generation_config, load_model_config
+from medha.models.hf_config import _NEUTRAL_VALUES, load_generation_config, load_model_config
 from medha.models.json_fields import read_json_object
 from tests.models.hf_folders import LLAMA, REMOVE, YARN, family, load, refused
 
@@ -82,20 +81,16 @@ def test_llama(tmp_path: Path) -> None:
             family("mistral", sliding_window=None, num_key_value_heads=REMOVE, num_attention_heads=16),
             {"num_kv_heads": 8},
         ),
-        (family("mistral", sliding_window=None, max_position_embeddings=REMOVE), {"max_position_embeddings": 131072}),
         ({"max_position_embeddings": REMOVE}, {"max_position_embeddings": 2048}),
         (family("qwen2"), {"qkv_bias": True, "o_bias": False, "qk_norm": False, "head_dim": 16, "eos_token_ids": ()}),
         (family("qwen2", head_dim=32), {"head_dim": 32}),
         (family("qwen3"), {"qkv_bias": False, "qk_norm": True, "head_dim": 128, "bos_token_id": None}),
         (family("qwen3", attention_bias=True), {"qkv_bias": True, "o_bias": True}),
-        (family("qwen3", max_position_embeddings=REMOVE), {"max_position_embeddings": 32768}),
         ({"attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
         ({"architectures": REMOVE}, {"architecture": "LlamaForCausalLM"}),
         ({"architectures": [], "model_type": "qwen3"}, {"architecture": "Qwen3ForCausalLM"}),
-        ({"model_type": REMOVE}, {"architecture": "LlamaForCausalLM"}),
         ({"head_dim": 20, "hidden_size": 63}, {"head_dim": 20, "hidden_size": 63}),
         ({"rms_norm_eps": 1e-5, "tie_word_embeddings": True}, {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}),
-        ({"pretraining_tp": 2, "hidden_act": None, "quantization_config": None}, {"dtype": "float32"}),
         ({"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
         ({"dtype": "torch.float16"}, {"dtype": "float16"}),
         ({"dtype": "float16", "torch_dtype": "bfloat16"}, {"dtype": "float16"}),
@@ -113,52 +108,25 @@ def test_fields_and_defaults(tmp_path: Path, changes: dict[str, Any], expected: 
     ("changes", "parts"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["'GPT2LMHeadModel'", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
-        ({"architectures": ["CustomModel"], "auto_map": CUSTOM}, ["'CustomModel'", "supported"]),
         ({"architectures": REMOVE, "model_type": "gpt2"}, ["model_type='gpt2'", "llama, mistral, qwen2, qwen3"]),
         ({"architectures": REMOVE, "model_type": REMOVE}, ["model_type=None", "supported"]),
-        (
-            family("mistral", sliding_window=None, attention_bias=True),
-            ["attention_bias=True", "MistralForCausalLM", "accepted: False"],
-        ),
         (
             family("qwen3", layer_types=["full_attention", "linear_attention"]),
             ["layer_types", "'linear_attention'", "accepted"],
         ),
         ({"layer_types": TWO_KINDS, "sliding_window": None}, ["layer_types", "sliding_window=None"]),
-        *(
-            ({field: value}, [f"{field}={value!r}", "accepted:"])
-            for field, value in {
-                "hidden_act": "gelu",
-                "mlp_bias": True,
-                "quantization_config": {"quant_method": "gptq"},
-                "partial_rotary_factor": 0.5,
-                "attn_logit_softcapping": 50.0,
-                "final_logit_softcapping": 30.0,
-                "attention_multiplier": 0.0078125,
-                "residual_multiplier": 0.22,
-                "embedding_multiplier": 12.0,
-                "logits_scaling": 8.0,
-                "logit_scale": 0.0625,
-                "rope_interleaved": True,
-                "use_qk_norm": True,
-                "attention_chunk_size": 8192,
-                "no_rope_layers": [1, 0],
-                "num_local_experts": 8,
-            }.items()
-        ),
     ],
     ids=str,
 )
 def test_unsupported(tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
-    """Refused rather than computed differently, whatever length is asked for."""
     refused(tmp_path, UnsupportedModelError, changes, ["config.json", *parts], max_model_len=1)
 
 
-def test_auto_map_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="medha"):
-        load(tmp_path, {"auto_map": CUSTOM})
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "auto_map is ignored" in caplog.text
+def test_fields_that_would_change_the_output(tmp_path: Path) -> None:
+    for field, neutral in _NEUTRAL_VALUES.items():
+        refused(tmp_path, UnsupportedModelError, {field: 0.7}, [f"{field}=0.7 changes the model's output", "null"])
+        for value in (*neutral, None):
+            assert load(tmp_path, {field: value}) == load(tmp_path)
 
 
 SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
@@ -174,27 +142,20 @@ def test_wrong_dimension(tmp_path: Path, field: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        *(({field: REMOVE}, [f"{field} is missing", "accepted: an integer"]) for field in SIZES),
+        ({"hidden_size": REMOVE}, ["hidden_size is missing", "accepted: an integer"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
         ({"head_dim": 15}, ["head_dim=15 is odd"]),
         ({"hidden_size": 60}, ["head_dim=15 is odd"]),
         ({"hidden_size": 66}, ["hidden_size=66", "num_attention_heads=4"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps=0", "above 0"]),
-        ({"rms_norm_eps": "1e-6"}, ["rms_norm_eps='1e-6'"]),
         ({"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings='yes'", "true or false"]),
         ({"attention_bias": 1}, ["attention_bias=1"]),
         ({"dtype": "float64"}, ["dtype='float64'", "float32, bfloat16, float16"]),
-        ({"torch_dtype": 16}, ["torch_dtype=16"]),
-        ({"architectures": "LlamaForCausalLM"}, ["architectures='LlamaForCausalLM'", "a list of names"]),
-        ({"model_type": 3}, ["model_type=3"]),
         ({"model_type": "qwen2"}, ["architectures=['LlamaForCausalLM']", "model_type='qwen2'"]),
         ({"bos_token_id": 128}, ["bos_token_id=128", "from 0 to 127"]),
-        ({"bos_token_id": [1]}, ["bos_token_id=[1]"]),
         ({"eos_token_id": 128}, ["eos_token_id=128", "from 0 to 127"]),
         ({"eos_token_id": [1, -1]}, ["eos_token_id=[1, -1]"]),
-        ({"eos_token_id": True}, ["eos_token_id=True"]),
-        ({"eos_token_id": "2"}, ["eos_token_id='2'"]),
         ({"layer_types": ["full_attention"]}, ["layer_types=", "a list of 2 names"]),
     ],
 )
@@ -227,11 +188,6 @@ def test_what_transformers_saves_reads_back(tmp_path: Path, kind: str, explicit:
     assert ours.eos_token_ids == tuple([] if eos is None else eos if isinstance(eos, list) else [eos])
 
 
-def test_neutral_values_are_fine(tmp_path: Path) -> None:
-    changes = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0, "residual_multiplier": 1.0}
-    assert load(tmp_path, changes) == load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("changes", "window"),
     [
@@ -257,7 +213,6 @@ def test_window_in_effect(tmp_path: Path, changes: dict[str, Any], window: int) 
         family("mistral", sliding_window=None),
         family("mistral", sliding_window=8192),
         family("qwen2", use_sliding_window=False, sliding_window=512),
-        family("qwen2", sliding_window=512),
         family("qwen2", use_sliding_window=True, sliding_window=None),
         family("qwen2", use_sliding_window=True, sliding_window=512, max_window_layers=2),
         family("qwen3", use_sliding_window=True, sliding_window=512, layer_types=["full_attention"] * 2),
@@ -274,7 +229,6 @@ def test_window_without_effect(tmp_path: Path, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "overrides", "expected"),
     [
-        ({}, {"max_position_embeddings": 100}, {"max_position_embeddings": 100}),
         ({}, {"rms_norm_eps": 1e-3}, {"rms_norm_eps": 1e-3}),
         ({"quantization_config": {"bits": 4}}, {"quantization_config": None}, {}),
         ({}, {"rope_theta": 5e5}, {"rope": RopeConfig(theta=5e5)}),
@@ -299,22 +253,13 @@ def test_overrides(
         assert getattr(config if hasattr(config, name) else config.rope, name) == value
 
 
-def test_overrides_leave_the_mapping_alone(tmp_path: Path) -> None:
-    overrides = {"rope_parameters": {"type": "yarn", "factor": 2.0}}
-    load(tmp_path, hf_overrides=overrides, rope_scaling="yarn", max_model_len=10_000)
-    assert overrides == {"rope_parameters": {"type": "yarn", "factor": 2.0}}
-
-
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
         ({"max_position_embedings": 5}, ["'max_position_embedings'=5", "did you mean max_position_embeddings?"]),
         ({"zzz": 1}, ["'zzz'=1", "accepted: a field of config.json"]),
         ({"vocab_size": "128"}, ["config.json with hf_overrides: vocab_size='128'"]),
-        ({"rope_parameters": "yarn"}, ["hf_overrides: rope_parameters='yarn'"]),
         ({"rope_parameters": {"rope_type": "yarn"}}, ["hf_overrides: rope_parameters: factor is missing"]),
-        ({"rope_theta": "big"}, ["rope_theta='big'"]),
-        ({"eos_token_id": 1000}, ["eos_token_id=1000"]),
     ],
 )
 def test_wrong_overrides(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -> None:
@@ -344,7 +289,6 @@ def test_generation_defaults(tmp_path: Path) -> None:
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
         ({"do_sample": None, "temperature": 0.7}, {"temperature": 0.7}),
         ({"temperature": 0}, {"temperature": 0.0}),
-        ({"temperature": None}, {}),
     ],
 )
 def test_greedy_default(tmp_path: Path, raw: dict[str, Any], sampling: dict[str, float]) -> None:
@@ -356,12 +300,8 @@ def test_greedy_default(tmp_path: Path, raw: dict[str, Any], sampling: dict[str,
     [
         ("temperature", -1),
         ("temperature", float("nan")),
-        ("temperature", "1.0"),
-        ("temperature", 2.5),
         ("top_p", 0),
         ("top_p", 1.01),
-        ("top_k", -2),
-        ("min_p", -0.1),
         ("repetition_penalty", 0),
         ("do_sample", "yes"),
         ("eos_token_id", 128),
@@ -371,9 +311,3 @@ def test_wrong_generation_field(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         generation(tmp_path, {field: value})
     assert f"generation_config.json: {field}={value!r}; accepted: " in str(caught.value)
-
-
-def test_dangling_generation_file(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").symlink_to("gone")
-    with pytest.raises(ConfigError, match=r"generation_config\.json: cannot be read"):
-        load_generation_config(tmp_path, 128)

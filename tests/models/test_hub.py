@@ -15,8 +15,6 @@ from medha.models.hub import ALLOW_PATTERNS, IGNORE_PATTERNS, resolve_model
 
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every attempt to fetch ends the test."""
-
     def refuse(*args: object, **options: object) -> str:
         pytest.fail(f"the hub was asked for {args}")
 
@@ -39,14 +37,11 @@ def test_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ("{tmp}/absent", "no such folder"),
         ("{tmp}/file", "is a file"),
         ("{tmp}/dangling", "dangling symlink"),
         ("", "accepted: a folder"),
         ("./org/name", "no such folder"),
-        ("name", "not a hub id"),
         ("org/name/more", "not a hub id"),
-        ("https://example.com/x", "not a hub id"),
         ("org/\0name", "model 'org/"),
         ("a" * 5000, "model 'aaa"),
     ],
@@ -89,9 +84,7 @@ def test_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.M
         ("model-00001-of-00002.safetensors", True),
         ("tokenizer.json", True),
         ("additional_chat_templates/tool.jinja", True),
-        ("tokenizer.model", True),
         ("pytorch_model.bin", False),
-        ("consolidated.00.pth", False),
         ("modeling_custom.py", False),
         ("original/model.safetensors", False),
     ],
@@ -112,9 +105,3 @@ def test_hub_failure_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelLoadError, match=r"'org/name' at revision 'v2': .*KeyError.*accepted") as caught:
         resolve_model("org/name", revision="v2")
     assert caught.value.__cause__ is failure
-
-
-def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # what HF_HUB_OFFLINE=1 sets at import
-    with pytest.raises(ModelLoadError, match="'medha-tests/absent'"):
-        resolve_model("medha-tests/absent")

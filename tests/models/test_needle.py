@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from medha.models.needle import (
     HEAD_DIM,
@@ -20,13 +17,11 @@ from medha.models.needle import (
     NUM_BITS,
     NUM_HEADS,
     NUM_KV_HEADS,
-    main,
     make_haystack,
     needle_config,
     needle_weights,
     write_needle,
 )
-from tests.models.needle_truth import encode_bytes, expected_continuation
 
 transformers = pytest.importorskip("transformers")
 
@@ -96,21 +91,6 @@ def test_folder_has_the_files_of_a_model_and_writing_again_replaces_them(folder:
     assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in names)
 
 
-def test_command_prints_path_and_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["needle", str(tmp_path / "out")])
-    main()
-    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 5.9 MB\n"
-
-
-def test_transformers_finds_every_weight_and_no_other(folder: Path) -> None:
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert model.dtype == torch.float32
-    assert set(load_file(folder / "model.safetensors")) == set(needle_weights())
-
-
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +101,7 @@ def test_transformers_finds_every_weight_and_no_other(folder: Path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
 def test_tokenizer_ids_are_bytes_and_round_trip(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text).input_ids
-    assert ids == encode_bytes(text) == list(text.encode())
+    assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text
     assert len(tokenizer) == 256 and tokenizer.all_special_tokens == []
 
@@ -136,34 +116,6 @@ def test_transformers_finds_the_needle(model: Any, tokenizer: Any, num_tokens: i
     ids = tokenizer(hay.prompt).input_ids
     assert len(ids) == num_tokens
     assert tokenizer.decode(greedy(model, ids, 32)) == hay.answer == " 7429-amber.\n"
-    assert bytes(expected_continuation(ids, 32)).decode() == hay.answer
-
-
-def repeated_pieces(rng: random.Random) -> list[int]:
-    pieces = [bytes(rng.choices(range(256), k=rng.randint(1, 30))) for _ in range(rng.randint(1, 8))]
-    return list(b"".join(rng.choices(pieces, k=rng.randint(1, 20))))[: rng.randint(1, 300)]
-
-
-def near_the_start(rng: random.Random) -> list[int]:
-    """Layer 1 reads position 0 where it looks before the start."""
-    return rng.choices(range(256), k=rng.randint(1, 19))
-
-
-@pytest.mark.parametrize(("draw", "num_tokens"), [(repeated_pieces, 12), (near_the_start, 4)])
-def test_expected_continuation_agrees_with_transformers(
-    model: Any, draw: Callable[[random.Random], list[int]], num_tokens: int
-) -> None:
-    rng = random.Random(7)
-    num_compared = 0
-    for _ in range(40):
-        ids = draw(rng)
-        try:
-            expected = expected_continuation(ids, num_tokens)
-        except ValueError:  # two best matches that continue differently
-            continue
-        assert greedy(model, ids, num_tokens) == expected, ids
-        num_compared += 1
-    assert num_compared >= 20
 
 
 # --- haystacks -------------------------------------------------------------------------------------------------------
@@ -186,59 +138,12 @@ def test_haystack_is_exact_deterministic_and_varied(num_tokens: int, depth: floa
         assert len(set(lines)) > 0.9 * len(lines)
 
 
-def test_haystack_takes_another_fact() -> None:
-    hay = make_haystack(300, needle="Bert keeps the key under stone 12.\n", question="Bert keeps the key under")
-    assert hay.answer == " stone 12.\n"
-    assert bytes(expected_continuation(encode_bytes(hay.prompt), 20)).decode() == hay.answer
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_tokens": 50}, "num_tokens=50; accepted: 87 or more"),
-        ({"depth": 1.5}, "depth=1.5; accepted: 0 to 1"),
-        ({"needle": "no newline"}, "one line of ASCII"),
-        ({"needle": "two\nlines\n"}, "one line of ASCII"),
-        ({"question": "Who?"}, "last 8 characters"),
-        ({"question": "Where is the other key?"}, "last 8 characters"),
-        ({"question": "The vault code of Priya is. The vault code of Priya is"}, "occurs 3 times"),
-    ],
-)
-def test_haystack_errors_name_what_is_accepted(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_haystack(**{"num_tokens": 500, **arguments})
+def test_haystack_that_has_no_room_for_its_fact() -> None:
+    with pytest.raises(ValueError, match="num_tokens=50; accepted: 87 or more"):
+        make_haystack(50)
 
 
 # --- the numbers the construction rests on ---------------------------------------------------------------------------
-
-
-def test_rms_is_the_same_for_every_token_and_norms_change_nothing(model: Any) -> None:
-    ids = torch.randint(256, (1, 600), generator=torch.Generator().manual_seed(0))
-    norms = [model.model.layers[0].input_layernorm, model.model.layers[1].input_layernorm, model.model.norm]
-    inputs: list[torch.Tensor] = []
-    hooks = [norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0])) for norm in norms]
-    with torch.inference_mode():
-        model(ids)
-        outputs = [norm(x) for norm, x in zip(norms, inputs[:3], strict=True)]
-    for hook in hooks:
-        hook.remove()
-    # Ambiguous matches mix answers, so the answer group is +-1 only where one match is best.
-    for num_filled, x, y in zip([9, 73], inputs[:2], outputs[:2], strict=True):
-        square = x.double().square().sum(-1)
-        assert torch.allclose(square, torch.full_like(square, num_filled), rtol=1e-5, atol=0)
-        assert torch.allclose(y, x, rtol=1e-5, atol=1e-5)
-    assert inputs[2].square().sum(-1).max() <= 81 * (1 + 1e-5)
-
-
-def test_layer_1_copies_the_codes_of_the_last_eight_bytes(model: Any) -> None:
-    ids = torch.randint(256, (1, 3000), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        hidden = model(ids, output_hidden_states=True, logits_to_keep=1).hidden_states[1][0]
-    codes = needle_weights()["model.embed_tokens.weight"][:, :NUM_BITS][ids[0]]
-    for back in range(MATCH_LEN + 1):
-        group = hidden[:, NUM_BITS * back : NUM_BITS * (back + 1)]
-        sources = (torch.arange(3000) - back).clamp_min(0)
-        assert torch.allclose(group, codes[sources], rtol=0, atol=1e-5), back
 
 
 def test_layer_1_gap_at_every_distance_to_10m() -> None:
@@ -254,36 +159,6 @@ def test_layer_1_gap_at_every_distance_to_10m() -> None:
     for head in range(1, NUM_HEADS):
         shifted = layer1_scores(weights, 0, distances - head)
         assert np.allclose(layer1_scores(weights, head, distances), shifted, rtol=0, atol=1e-2), head
-
-
-def test_layer_1_reads_position_0_before_the_start() -> None:
-    weights = needle_weights()
-    for head in range(NUM_HEADS):
-        for position in range(head + 1):
-            scores = layer1_scores(weights, head, np.arange(position, -1, -1, dtype=np.float64))
-            assert scores[0] - max(scores[1:], default=-np.inf) >= ONE_HOT_GAP, (head, position)
-
-
-@pytest.mark.parametrize(
-    ("position", "smallest_gap"), [(5_000, 68), (99_999, 68), (999_999, 65), (NUM_KEYS - 1, ONE_HOT_GAP)]
-)
-def test_layer_1_gap_with_float32_angles(position: int, smallest_gap: float) -> None:
-    """As transformers computes RoPE: angles rounded to float32, off by up to half a radian at 10M."""
-    weights = needle_weights()
-    inv_freq = torch.from_numpy(inverse_frequencies()).float()
-    # The nearest keys compete most, and later ones only where all pairs come round.
-    rng = np.random.default_rng(0)
-    near = np.arange(min(position, 4096))
-    keys = position - torch.from_numpy(np.unique(np.concatenate([near, rng.integers(0, position, 100_000)])))
-    for head in range(NUM_HEADS):
-        q, k = (torch.from_numpy(x).to(torch.complex64) for x in qk_constant(weights, head))
-        q = q * torch.polar(torch.ones(len(inv_freq)), torch.tensor(position).float() * inv_freq)
-        k = k * torch.polar(torch.ones(len(keys), len(inv_freq)), keys.float()[:, None] * inv_freq)
-        q, k = torch.view_as_real(q).flatten(), torch.view_as_real(k).flatten(1)
-        scores = k @ q / HEAD_DIM**0.5
-        target = keys == position - (head + 1)
-        assert target.sum() == 1
-        assert scores[target] - scores[~target].max() >= smallest_gap, head
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -320,14 +195,14 @@ def test_layer_2_gap_of_any_bit_at_any_distance(dtype: torch.dtype) -> None:
 
 def test_every_head_of_layer_2_is_needed(model: Any) -> None:
     """A query head that reads the wrong values, or none, changes the answer."""
-    ids = encode_bytes(make_haystack(700).prompt)
-    expected = expected_continuation(ids, 13)
+    hay = make_haystack(700)
+    ids, expected = list(hay.prompt.encode()), list(hay.answer.encode())
     out = model.model.layers[1].self_attn.o_proj.weight
     kept = out.detach().clone()
     for head in range(NUM_HEADS):
         with torch.no_grad():
             out[:, head * HEAD_DIM : (head + 1) * HEAD_DIM] *= -1
-        assert greedy(model, ids, 13) != expected, head
+        assert greedy(model, ids, 32) != expected, head
         with torch.no_grad():
             out.copy_(kept)
-    assert greedy(model, ids, 13) == expected
+    assert greedy(model, ids, 32) == expected

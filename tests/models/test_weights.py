@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from medha.config import ModelConfig, RopeConfig
 from medha.errors import ConfigError, WeightsError
-from medha.models import weights
 from medha.models.decoder import build_decoder
 from medha.models.weights import INDEX_NAME, Checkpoint, check_tensors, expected_tensors, load_parameters
 
@@ -97,9 +96,8 @@ def test_slices_read_only_their_bytes_and_outlive_the_file_handle(tmp_path: Path
     assert scalar == 3.0
 
 
-@pytest.mark.parametrize("single", [FILE, "model-00001-of-00001.safetensors"])
-def test_consolidated_is_skipped(tmp_path: Path, single: str) -> None:
-    save_file({"w": torch.zeros(1)}, tmp_path / single)
+def test_consolidated_is_skipped(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(1)}, tmp_path / "model-00001-of-00001.safetensors")
     save_file({"tok_embeddings.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
     with Checkpoint(tmp_path) as checkpoint:
         assert list(checkpoint.tensors) == ["w"]
@@ -113,16 +111,6 @@ def test_hub_cache_links_out_of_the_folder(tmp_path: Path) -> None:
     write_index(tmp_path / "snapshot", {"w": "a.safetensors"})
     with Checkpoint(tmp_path / "snapshot") as checkpoint:
         assert torch.equal(checkpoint.read("w"), torch.ones(2))
-
-
-def test_nan_and_inf_load(tmp_path: Path) -> None:
-    """Case A15: values are not judged here."""
-    tensor = torch.tensor([float("nan"), float("inf"), 1.0])
-    save_file({"w": tensor}, tmp_path / FILE)
-    parameter = torch.zeros(3)
-    with Checkpoint(tmp_path) as checkpoint:
-        load_parameters({"w": parameter}, checkpoint)
-    assert torch.equal(parameter.isfinite(), torch.tensor([False, False, True]))
 
 
 @pytest.mark.parametrize("when", ["before the first read", "between two reads"])
@@ -158,18 +146,14 @@ TWICE = b'"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
 HEADERS: dict[str, tuple[bytes | dict[str, Any], bytes, int | None, str]] = {
     "length 2**63 - 1": (b"{}", b"", 2**63 - 1, "header too large"),
     "not JSON": (b"{nope", b"", None, "JSON"),
-    "not UTF-8": (b'{"\xff\xfe": 1}', b"", None, "UTF-8"),
     "too deep": (b'{"a":' * 200_000, b"", None, "recursion limit"),
-    "huge integer": (b'{"a":' + b"9" * 5000 + b"}", b"", None, "out of range"),
     "tensor given twice": (b"{" + TWICE + b"," + TWICE + b"}", DATA, None, "'a' is given twice"),
     "name that steers a terminal": ({"\x1b[2J\n": entry(0, 16)}, DATA, None, "'\\x1b[2J\\n': its name; accepted"),
     "name of a megabyte": ({"a" * 10**6: entry(0, 16)}, DATA, None, "aaa...: its name; accepted: at most 200"),
     "unknown dtype": ({"a": entry(0, 16, dtype="Q4")}, DATA, None, "unknown variant `Q4`"),
-    "shape overflows": ({"a": entry(0, 16, shape=[2**62, 2**62])}, DATA, None, "overflow"),
     "shape and offsets differ": ({"a": entry(0, 16, shape=[3])}, DATA, None, "invalid shape"),
     "offset past the end": ({"a": entry(0, 32)}, DATA, None, "not fully covered (the file has"),
     "hole": ({"a": entry(0, 4), "b": entry(8, 16)}, DATA, None, "invalid offset for tensor `b`"),
-    "metadata not strings": ({"__metadata__": {"a": 1}, "a": entry(0, 16)}, DATA, None, "JSON"),
 }
 
 
@@ -184,14 +168,6 @@ def test_malformed_header(tmp_path: Path, case: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_file_that_changes_while_its_header_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file({"w": torch.zeros(4)}, tmp_path / FILE)
-    times = iter(range(10))
-    monkeypatch.setattr(weights, "_stamp", lambda status: (next(times),))
-    with pytest.raises(WeightsError, match=f"{FILE}: changed while it was read"):
-        Checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize(
     "make", [Path.mkdir, lambda path: path.symlink_to("gone"), os.mkfifo, lambda path: path.write_bytes(bytes(7))]
 )
@@ -201,16 +177,7 @@ def test_not_a_file_of_tensors(tmp_path: Path, make: Any) -> None:
         Checkpoint(tmp_path)
 
 
-def test_zero_sized_tensors_and_padded_header(tmp_path: Path) -> None:
-    header = json.dumps({"a": entry(0, 0, shape=[0, 4]), "b": entry(0, 16)}).encode()
-    write_raw(tmp_path / FILE, header + b" " * (-len(header) % 8), DATA)
-    with Checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.read("b").shape == (4,)
-        assert checkpoint.read("a").shape == (0, 4)
-
-
 def exercise(folder: Path) -> None:
-    """Open and read everything; only a WeightsError may come out."""
     message = FILE
     try:
         with Checkpoint(folder) as checkpoint:
@@ -222,25 +189,6 @@ def exercise(folder: Path) -> None:
 
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["F32", "BF16", "", "a"]),
-    lambda item: st.lists(item, max_size=3) | st.dictionaries(st.text(max_size=3), item, max_size=3),
-    max_leaves=6,
-)
-ENTRY = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from(["F32", "BF16", "U8", "F4", "X"]) | JSON,
-        "shape": st.lists(st.integers(-1, 4), max_size=3) | JSON,
-        "data_offsets": st.tuples(st.integers(-1, 16), st.integers(-1, 16)) | JSON,
-    }
-)
-
-
-@FUZZ
-@given(header=JSON | st.dictionaries(st.text(max_size=3), ENTRY | JSON, max_size=3), size=st.integers(0, 16))
-def test_fuzz_json(tmp_path: Path, header: Any, size: int) -> None:
-    write_raw(tmp_path / FILE, json.dumps(header).encode(), bytes(size))
-    exercise(tmp_path)
 
 
 @FUZZ
@@ -258,19 +206,7 @@ def test_fuzz_one_byte_of_a_good_file(tmp_path: Path, position: int, value: int)
 
 
 @pytest.mark.parametrize(
-    "file",
-    [
-        "../model.safetensors",
-        "a/model.safetensors",
-        "mo\0del.safetensors",
-        "a\\model.safetensors",
-        "model.bin",
-        "",
-        "a" * 300 + ".safetensors",
-        7,
-        ["model.safetensors"],
-    ],
-    ids=repr,
+    "file", ["../a.safetensors", "a/b.safetensors", "a\0.safetensors", "a.bin", "a" * 300 + ".safetensors", 7], ids=repr
 )
 def test_hostile_name_in_the_index(tmp_path: Path, file: Any) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / FILE)
@@ -285,10 +221,8 @@ def test_hostile_name_in_the_index(tmp_path: Path, file: Any) -> None:
     ("text", "reason"),
     [
         ("", "empty"),
-        ("{", "not JSON"),
         ("[]", "accepted: a JSON object"),
         ("{}", "weight_map: None"),
-        ('{"weight_map": []}', "weight_map: []"),
         ('{"weight_map": {}}', "weight_map: {}"),
         ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "'a' is given twice"),
     ],
@@ -316,17 +250,7 @@ def test_index_lists_what_is_not_there(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("indexed", [False, True])
-def test_same_tensor_in_two_shards(tmp_path: Path, indexed: bool) -> None:
-    save_file({"w": torch.zeros(1), "v": torch.zeros(1)}, tmp_path / "a.safetensors")
-    save_file({"w": torch.zeros(1)}, tmp_path / "b.safetensors")
-    if indexed:
-        write_index(tmp_path, {"w": "b.safetensors", "v": "a.safetensors"})
-    with pytest.raises(WeightsError, match=r"b\.safetensors: tensor 'w' is also in a\.safetensors"):
-        Checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "model.pth", "model-q4.gguf"])
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model-q4.gguf"])
 def test_other_formats_are_refused_unopened(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(WeightsError) as caught:
@@ -353,18 +277,9 @@ def test_no_weights(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # What a model needs (A11)
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "tied": {"tie_word_embeddings": True},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True, "head_dim": 8},
-    "biases": {"qkv_bias": True, "o_bias": True},
-}
 
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_load_casts_in_place(tmp_path: Path, variant: str) -> None:
-    config = make_config(**VARIANTS[variant])
+def test_load_casts_in_place(tmp_path: Path) -> None:
+    config = make_config(qk_norm=True, head_dim=8)
     tensors = random_tensors(config, torch.bfloat16)
     save_file(tensors, tmp_path / FILE)
     decoder = build_decoder(config, dtype=torch.float32, device=torch.device("cpu"))

@@ -13,11 +13,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.parallel.workers import context, free_port, launch_environment
+from medha.parallel.launch import reserved_port
+from tests.parallel.workers import context, launch_environment
 
 POINTS = ("start", "prefill", "decode", "shared", "shutdown")
 LIMIT_S = 60.0
@@ -49,6 +51,7 @@ class Job:
 
     folder: Path
     processes: list[Any]
+    held: ExitStack  # the port at which they meet
     ended_s: dict[int, float] = field(default_factory=dict)
 
     def wait(self, limit_s: float = LIMIT_S, *, but: Sequence[int] = ()) -> list[int | None]:
@@ -64,7 +67,6 @@ class Job:
         return [process.exitcode for process in self.processes]
 
     def stderr(self, rank: int) -> str:
-        """What a rank has written there."""
         return (self.folder / f"stderr-{rank}").read_text()
 
     def fault_s(self) -> float:
@@ -77,14 +79,13 @@ class Job:
         return float(path.read_text())
 
     def seconds_to_end(self, rank: int) -> float:
-        """Seconds from the fault to the end of a rank."""
         return self.ended_s[rank] - self.fault_s()
 
     def kill(self) -> None:
-        """End what is left."""
         for process in self.processes:
             process.kill()
             process.join()
+        self.held.close()
 
 
 def start(
@@ -97,18 +98,18 @@ def start(
     ranks: Sequence[int] | None = None,
 ) -> Job:
     """Start ``target(rank, *args)`` on every rank, or on some of them only."""
-    port = free_port()
+    held = ExitStack()
+    port = held.enter_context(reserved_port())
     processes = []
     for rank in range(world_size) if ranks is None else ranks:
         env = launch_environment(rank, world_size, port) | dict(environment or {})
         process = context.Process(target=_rank, args=(rank, folder, env, fault, target, args))
         process.start()
         processes.append(process)
-    return Job(folder, processes)
+    return Job(folder, processes, held)
 
 
 def command(rank: int, arguments: list[str]) -> None:
-    """Run ``python -m medha.generate`` with these arguments."""
     from medha.generate import __main__ as generate
 
     sys.argv = ["medha.generate", *arguments]
@@ -138,7 +139,6 @@ def _rank(
 
 
 def _install(fault: Fault, folder: Path) -> None:
-    """Put the fault into medha."""
     from medha.batch import Batch
     from medha.engine import distributed
     from medha.worker import shard

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,20 +55,11 @@ class Work:
     done: bool = False
 
     def wait(self) -> bool:
-        """Block until the data has moved."""
         self.transport.block(lambda: self.done, self.what)
         return True
 
     def is_completed(self) -> bool:
-        """Whether the data has moved."""
         return self.done
-
-
-@dataclass(eq=False)
-class Gather(Work):
-    """One rank's part in an all-gather; ``tensor`` is what it brings."""
-
-    everyone: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @dataclass(eq=False)
@@ -79,15 +70,11 @@ class _Actor:
     what: str = "starts"
     done: bool = False
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    thread: threading.Thread | None = None
+    thread: threading.Thread = field(init=False)
 
 
 class Transport:
-    """Threads that take turns, and what they send each other.
-
-    Args:
-        seed: chooses the interleaving.
-    """
+    """Threads that take turns in an interleaving that ``seed`` chooses, and what they send each other."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -99,31 +86,24 @@ class Transport:
         self._error: BaseException | None = None
         self._sends: dict[_Channel, deque[Work]] = {}
         self._receives: dict[_Channel, deque[Work]] = {}
-        self._entered: dict[tuple[str, int], list[torch.Tensor]] = {}
-        self._gathers: dict[tuple[str, int], dict[int, Gather]] = {}
-        self._num_entered: dict[tuple[str, int], int] = {}
+        self._gathers: dict[tuple[str, int], dict[int, tuple[Work, torch.Tensor]]] = {}
+        self._num_entered: Counter[tuple[str, int]] = Counter()
         self.num_messages = 0
         self.operations: set[tuple[int, str, int]] = set()  # (rank, group, tag) of all sends, receives and collectives
 
     # -- threads -------------------------------------------------------------------------------------------------
 
     def spawn(self, name: str, function: Callable[[], None]) -> None:
-        """Add a thread; it runs once it is chosen."""
         actor = _Actor(name, self._random.random())
         actor.thread = threading.Thread(target=self._live, args=(actor, function), name=name, daemon=True)
         self._actors.append(actor)
         actor.thread.start()
 
     def run(self) -> None:
-        """Run every thread to its end.
-
-        Raises:
-            DeadlockError: they do not end; or what the first of them raised.
-        """
+        """Run every thread to its end; raises DeadlockError if they do not end, or what the first of them raised."""
         self._pass_on()
         assert self._finished.wait(60), "a thread of the model waits for something that is not of the model"
         for actor in self._actors:
-            assert actor.thread is not None
             actor.thread.join()
         if self._error is not None:
             raise self._error
@@ -132,11 +112,10 @@ class Transport:
         """Let others run until ``ready()``; called by every operation, also by one that need not wait."""
         me = self._current
         assert me is not None and threading.current_thread() is me.thread, "one thread runs at a time"
-        if self._stopped:
-            raise _Stopped
         me.ready, me.what = ready, what
-        self._pass_on()
-        me.baton.acquire()
+        if not self._stopped:
+            self._pass_on()
+            me.baton.acquire()
         if self._stopped:
             raise _Stopped
 
@@ -154,7 +133,6 @@ class Transport:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Choose who runs next."""
         ready = [actor for actor in self._actors if not actor.done and actor.ready()]
         if ready:
             self._current = chosen = self._chosen(ready)
@@ -162,7 +140,8 @@ class Transport:
         elif all(actor.done for actor in self._actors):
             self._finished.set()
         else:
-            self._stop(DeadlockError("deadlock:\n" + "\n".join(self._places())))
+            places = (f"  {actor.name}: {'has ended' if actor.done else actor.what}" for actor in self._actors)
+            self._stop(DeadlockError("\n".join(["deadlock:", *places])))
 
     def _chosen(self, ready: list[_Actor]) -> _Actor:
         if self._is_fair:
@@ -171,10 +150,6 @@ class Transport:
         if self._random.random() < 0.05:
             chosen.priority = self._random.random()
         return chosen
-
-    def _places(self) -> Iterator[str]:
-        for actor in self._actors:
-            yield f"  {actor.name}: " + ("has ended" if actor.done else actor.what)
 
     def _stop(self, error: BaseException) -> None:
         self._error = self._error or error
@@ -192,7 +167,6 @@ class Transport:
         return self._post(work, (group.name, group.rank, dst, tag), self._sends)
 
     def irecv(self, tensor: torch.Tensor, src: int, group: Group, tag: int = 0) -> Work:
-        """Post a receive."""
         work = Work(self, f"receives from rank {src} in {group.name}", tensor)
         return self._post(work, (group.name, src, group.rank, tag), self._receives)
 
@@ -213,38 +187,28 @@ class Transport:
 
     def all_reduce(self, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         """The sum over a group, once all its ranks are here."""
-        number = self._next_collective(group)
-        key = (group.name, number)
-        entered = self._entered.setdefault(key, [])
-        entered.append(tensor)
-        assert tensor.shape == entered[0].shape, f"collective {key}: {tensor.shape} beside {entered[0].shape}"
-        self.block(lambda: len(entered) == len(group.members), f"in collective {number} of {group.name}")
-        return torch.stack(entered).sum(0)
+        everyone = tensor.new_empty(len(group.members), *tensor.shape)
+        self.all_gather(everyone, tensor.contiguous(), group).wait()
+        return everyone.sum(0).to(tensor.dtype)
 
-    def all_gather(self, everyone: torch.Tensor, mine: torch.Tensor, group: Group) -> Gather:
+    def all_gather(self, everyone: torch.Tensor, mine: torch.Tensor, group: Group) -> Work:
         """Begin an all-gather; data moves, in the order of the members, once all of them have begun it."""
         assert mine.is_contiguous() and everyone.is_contiguous()
-        number = self._next_collective(group)
-        what = f"in collective {number} of {group.name}"
-        self.block(lambda: True, what)
-        entered = self._gathers.setdefault((group.name, number), {})
-        entered[group.rank] = gather = Gather(self, what, mine, everyone=everyone)
-        if len(entered) == len(group.members):
-            sizes = {other.tensor.numel() for other in entered.values()}
-            assert len(sizes) == 1, f"{what}: sizes {sizes}"
-            together = torch.cat([entered[rank].tensor for rank in group.members])
-            for other in entered.values():
-                other.everyone.copy_(together)
-                other.done = True
-            self.num_messages += 1
-        return gather
-
-    def _next_collective(self, group: Group) -> int:
-        """Its number among those that this rank has entered in the group."""
-        counter = (group.name, group.rank)
         self.operations.add((group.rank, group.name, 0))
-        self._num_entered[counter] = number = self._num_entered.get(counter, 0) + 1
-        return number
+        self._num_entered[group.name, group.rank] += 1
+        number = self._num_entered[group.name, group.rank]
+        work = Work(self, f"in collective {number} of {group.name}", mine)
+        self.block(lambda: True, work.what)
+        entered = self._gathers.setdefault((group.name, number), {})
+        entered[group.rank] = work, everyone
+        if len(entered) == len(group.members):
+            sizes = {other.tensor.numel() for other, _ in entered.values()}
+            assert len(sizes) == 1, f"{work.what}: sizes {sizes}"
+            together = torch.cat([entered[rank][0].tensor.view(-1) for rank in group.members])
+            for other, target in entered.values():
+                target.view(-1).copy_(together)
+                other.done = True
+        return work
 
     # -- what the library sees -----------------------------------------------------------------------------------
 
@@ -278,8 +242,6 @@ class Transport:
 
 
 class _Queue:
-    """queue.SimpleQueue on the model's threads."""
-
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._items: deque[Any] = deque()

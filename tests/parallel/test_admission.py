@@ -1,4 +1,4 @@
-"""A 10M-token request is admitted while a short one decodes: nothing that is said or done in a step grows with it.
+"""A 1M-token request is admitted while a short one decodes: nothing that is said or done in a step grows with it.
 
 What is asserted is what bounds the time: the size of each batch and message, and that the tokens are copied once.
 """
@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medha.engine.distributed import encode_sampling
 from medha.params import SamplingParams
 from tests.checkpoints import make_checkpoint
-from tests.engines import load_decoder, make_engine
 from tests.parallel.workers import WorkerPool
 
-NUM_TOKENS = 10_000_000
+NUM_TOKENS = 1_000_000
 SHORT = 10_000
 CHUNK = 256
 OPTIONS = {
@@ -88,8 +86,8 @@ def _admit_one(engine: Any, length: int) -> tuple[list[int], list[int]]:
     return messages, batches
 
 
-def test_ten_million_tokens_beside_a_decode(workers: WorkerPool, tmp_path: Path) -> None:
-    """Two layers, as the needle model has, with so small keys that 10M tokens of them are 1.3 GB a layer (not used)."""
+def test_a_million_tokens_beside_a_decode(workers: WorkerPool, tmp_path: Path) -> None:
+    """Two layers, as the needle model has, with so small keys that 1M tokens of them are 130 MB a layer (not used)."""
     shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     make_checkpoint(tmp_path, "llama", vocab_size=256, max_position_embeddings=1 << 24, **shape)
     (_, short_batches), (messages, batches) = workers.run(admit, 2, str(tmp_path))[0]
@@ -97,15 +95,3 @@ def test_ten_million_tokens_beside_a_decode(workers: WorkerPool, tmp_path: Path)
     assert max(batches) <= ROW_INTS
     assert max(messages) <= CHUNK + ROW_INTS + OPEN_INTS
     assert max(messages[8:]) <= CHUNK + ROW_INTS
-
-
-def test_the_runner_keeps_the_array_it_is_given(tmp_path: Path) -> None:
-    """And a repetition penalty keeps, and sends to other ranks, only the prompt's distinct tokens."""
-    make_checkpoint(tmp_path, "llama")
-    engine = make_engine(load_decoder(tmp_path))
-    runner: Any = engine.runner
-    prompt = np.tile(np.array([7, 3, 200], np.int32), 1000)
-    params = SamplingParams(max_tokens=1, repetition_penalty=1.3).resolve({})
-    runner.open(0, prompt, params, seed=0, end_ids=())
-    assert runner._prompts[0].data_ptr() == prompt.ctypes.data
-    assert encode_sampling(0, runner.sampling(0))[1].tolist() == [3, 7, 200]

@@ -68,7 +68,7 @@ def cancel_at_every_step(folder: str, options: dict[str, Any], prompts: list[lis
 SHARES = {1: 288, 2: 160}
 
 
-@pytest.mark.parametrize("layout", [(1, 3, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param((1, 3, 1), marks=pytest.mark.slow), (2, 2, 1)], ids=str)
 def test_cancel_at_every_step(workers: WorkerPool, tmp_path: Path, layout: tuple[int, int, int]) -> None:
     kvp, spp, tp = layout
     make_checkpoint(tmp_path, "llama")

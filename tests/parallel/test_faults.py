@@ -1,7 +1,4 @@
-"""A rank that dies, throws or is stopped ends every rank in time, and the user reads why; nothing hangs.
-
-Times to the named error are printed (``pytest -s``, or in the summary of a failure).
-"""
+"""A rank that dies, throws or is stopped ends every rank in time, and the user reads why; nothing hangs."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import time
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -41,24 +39,18 @@ def arguments(folder: Path, model: Path, *extra: str) -> list[str]:
 
 
 def written(folder: Path) -> dict[str, Any]:
-    """What the output file holds, by request."""
     rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     return {row["id"]: row for row in rows}
 
 
-def check_ends(job: Job, fault: Fault, capsys: pytest.CaptureFixture[str], *, limit_s: float = LIMIT_S) -> str:
+def check_ends(job: Job, fault: Fault) -> str:
     """Every rank but the one that failed ends in time with an error; returns what the first of them tells the user."""
     survivors = [rank for rank in range(len(job.processes)) if rank != fault.rank]
     codes = job.wait(but=[fault.rank] if fault.action == "stop" else [])
     took_s = max(job.seconds_to_end(rank) for rank in survivors if rank in job.ended_s)
     said = job.stderr(0 if 0 in survivors or fault.action == "throw" else survivors[0])
-    error = next((line for line in reversed(said.splitlines()) if line.startswith(("error:", "medha:"))), said)
-    with capsys.disabled():
-        print(
-            f"\n  rank {fault.rank} {fault.action} in {fault.point}: others ended after {took_s:.1f} s: {error[:160]}"
-        )
     assert all(codes[rank] not in (None, 0) for rank in survivors), (codes, said)
-    assert took_s <= limit_s, said
+    assert took_s <= LIMIT_S, said
     return said
 
 
@@ -101,21 +93,12 @@ def name_of(value: Fault | tuple[str, ...]) -> str:
     ids=name_of,
 )
 def test_failed_rank_ends_all(
-    model: Path,
-    tmp_path: Path,
-    jobs: list[Job],
-    capsys: pytest.CaptureFixture[str],
-    fault: Fault,
-    layout: tuple[str, ...],
+    model: Path, tmp_path: Path, jobs: list[Job], fault: Fault, layout: tuple[str, ...]
 ) -> None:
     """D4, D6: killed or throwing, at any point of the work."""
     world_size = prod(map(int, layout[1::2]))
     jobs.append(job := start(tmp_path, world_size, command, arguments(tmp_path, model, *layout), fault=fault))
-    check_failure(job, fault, tmp_path, capsys)
-
-
-def check_failure(job: Job, fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = check_ends(job, fault, capsys)
+    said = check_ends(job, fault)
     assert f"rank {fault.rank} (stage " in said
     if fault.action == "throw":
         assert "ValueError: boom" in said
@@ -124,26 +107,22 @@ def check_failure(job: Job, fault: Fault, folder: Path, capsys: pytest.CaptureFi
             assert "Traceback" in job.stderr(fault.rank)
     if fault.point in ("prefill", "decode"):
         assert "batch " in said
-        assert written(folder)["short"]["finish_reason"] == "length"  # what had finished was written before
+        assert written(tmp_path)["short"]["finish_reason"] == "length"  # what had finished was written before
         if fault.rank != 0:
-            assert written(folder)["long"]["finish_reason"] == "error"
+            assert written(tmp_path)["long"]["finish_reason"] == "error"
     elif fault.point == "shutdown":
-        assert written(folder)["long"]["finish_reason"] == "length"
+        assert written(tmp_path)["long"]["finish_reason"] == "length"
 
 
-def test_stopped_rank_0_is_noticed(
-    model: Path, tmp_path: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stopped_rank_0_is_noticed(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
     """D5: a rank that is stopped sends no word, and the store that rank 0 holds is silent too."""
     fault = Fault(0, "decode", "stop", after=8)
     jobs.append(job := start(tmp_path, 2, command, arguments(tmp_path, model), fault=fault))
-    assert "rank 0 (stage 0) is stopped" in check_ends(job, fault, capsys)
+    assert "rank 0 (stage 0) is stopped" in check_ends(job, fault)
     assert written(tmp_path)["short"]["finish_reason"] == "length"
 
 
-def test_every_request_has_a_line_when_a_rank_is_stopped(
-    model: Path, tmp_path: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_request_has_a_line_when_a_rank_is_stopped(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
     """Rank 0's main thread waits for the stopped rank for ever, so another thread writes what is unfinished."""
     options = arguments(tmp_path, model, "--json")
     requests = [
@@ -155,7 +134,7 @@ def test_every_request_has_a_line_when_a_rank_is_stopped(
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in requests))
     fault = Fault(1, "decode", "stop", after=8)
     jobs.append(job := start(tmp_path, 2, command, options, fault=fault))
-    said = check_ends(job, fault, capsys)
+    said = check_ends(job, fault)
     assert job.processes[0].exitcode == 4, said
     assert "could not be saved" not in said
     text = (tmp_path / "out.jsonl").read_text()
@@ -221,7 +200,6 @@ def test_ranks_that_disagree_on_a_batch(model: Path, tmp_path: Path, jobs: list[
 
 
 def calls(rank: int, model: str, names: list[list[str]]) -> None:
-    """Each rank makes its own calls of the front door."""
     from medha import LLM, SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=4)
@@ -241,11 +219,6 @@ def calls(rank: int, model: str, names: list[list[str]]) -> None:
     [
         pytest.param([["generate"], ["chat"]], "called chat where rank 0 called generate", marks=pytest.mark.slow),
         ([["generate"], []], "called close where rank 0 called generate"),
-        pytest.param(
-            [["generate"], ["generate", "generate"]],
-            "called generate where rank 0 called close",
-            marks=pytest.mark.slow,
-        ),
         pytest.param(
             [["generate", "raise"], ["generate"]], "rank 0 (stage 0): KeyError: 'mine'", marks=pytest.mark.slow
         ),
@@ -307,14 +280,14 @@ def test_refusal_is_the_same_everywhere(model: Path, tmp_path: Path, jobs: list[
     ids=lambda value: f"{value.rank}-{value.action}-{value.after}" if isinstance(value, Fault) else f"spp{value}",
 )
 def test_group_that_a_request_has_grown_onto_dies(
-    model: Path, tmp_path: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str], fault: Fault, spp: int
+    model: Path, tmp_path: Path, jobs: list[Job], fault: Fault, spp: int
 ) -> None:
     """D11: no wrong token is written, what had finished is kept, and the rest ends with the rank's name."""
     requests = [{"temperature": 0.0, **request} for request in (*REQUESTS, *BESIDE_LONG)]
     options = arguments(tmp_path, model, "--kvp", "2", "--spp", str(spp), "--max-kv-per-group", "1024", *SARATHI)
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in requests))
     jobs.append(job := start(tmp_path, 2 * spp, command, options, fault=fault))
-    said = check_ends(job, fault, capsys)
+    said = check_ends(job, fault)
     place = f"rank {fault.rank} (group 1, stage {fault.rank % spp})"
     assert place in said
     assert job.processes[0].exitcode == 4, said
@@ -338,7 +311,6 @@ BESIDE_LONG = [
 
 
 def right_tokens(model: Path, requests: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """What one rank says to each request."""
     from medha import LLM, SamplingParams
 
     fields = ("temperature", "max_tokens", "ignore_eos")
@@ -351,15 +323,22 @@ def right_tokens(model: Path, requests: list[dict[str, Any]]) -> dict[str, list[
 # -- signals ---------------------------------------------------------------------------------------------------------
 
 
+def under_an_agent(rank: int, arguments: list[str]) -> None:
+    """As ``command``, where torchrun passes on the signals that the terminal has sent already."""
+    with mock.patch("medha.cli.command.has_agent", return_value=True):
+        command(rank, arguments)
+
+
 def test_signals(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
     """Ranks other than 0 ignore both signals; rank 0 finishes what is in flight, writes everything and ends."""
     fault = Fault(0, "decode", "sleep", after=8, sleep_s=2.0)  # so that there is time to send the signals
-    jobs.append(job := start(tmp_path, 2, command, arguments(tmp_path, model), fault=fault))
+    jobs.append(job := start(tmp_path, 2, under_an_agent, arguments(tmp_path, model), fault=fault))
     job.fault_s()
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(job.processes[1].pid, number)
     os.kill(job.processes[0].pid, signal.SIGTERM)
-    os.kill(job.processes[0].pid, signal.SIGTERM)  # as from torchrun after the terminal's own
+    time.sleep(0.1)
+    os.kill(job.processes[0].pid, signal.SIGTERM)  # the echo
     codes = job.wait(20.0)
     assert codes[0] in (130, 143), job.stderr(0)
     assert codes[1] == 0, job.stderr(1)
@@ -421,7 +400,6 @@ def limited(rank: int, arguments: list[str]) -> None:
 
 
 def test_few_descriptors_and_no_home_change_nothing(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    """D20."""
     jobs.append(job := start(tmp_path, 2, limited, arguments(tmp_path, model)))
     assert job.wait(30.0) == [0, 0], job.stderr(0) + job.stderr(1)
     assert written(tmp_path)["long"]["finish_reason"] == "length"

@@ -22,13 +22,11 @@ from torch._C._distributed_c10d import TCPStore
 from medha.parallel import health
 from medha.parallel.health import Monitor
 from medha.parallel.launch import Launch, Process
-from tests.parallel.workers import free_port
 
 
 def place(rank: int, world_size: int, local_ranks: range = range(0), **options: Any) -> Launch:
-    """A rank among those of its node."""
     local_ranks = local_ranks or range(rank, rank + 1)
-    return Launch(rank, world_size, rank - local_ranks.start, len(local_ranks), "127.0.0.1:1", **options)
+    return Launch(rank, world_size, rank - local_ranks.start, len(local_ranks), "127.0.0.1", 1, **options)
 
 
 class Ranks:
@@ -36,7 +34,7 @@ class Ranks:
 
     def __init__(self) -> None:
         timeout = timedelta(seconds=20)
-        self.server = TCPStore("127.0.0.1", free_port(), None, True, timeout, wait_for_workers=False)
+        self.server = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
         self.ended: dict[int, tuple[str, bool]] = {}
         self._monitors: list[Monitor] = []
 
@@ -78,7 +76,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that stands for another rank."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()
@@ -214,7 +211,6 @@ def test_a_rank_that_says_nothing_and_runs_has_not_failed(ranks: Ranks, sleeper:
 
 
 def test_a_launcher_that_has_died(ranks: Ranks) -> None:
-    """It is noticed without a store: the ranks may not have met."""
     ended: list[str] = []
     launch = place(1, 2, agent_pid=os.getppid() + 1)
     monitor = Monitor(launch, name=lambda rank: f"rank {rank}", end=lambda message, speak: ended.append(message))
@@ -223,18 +219,24 @@ def test_a_launcher_that_has_died(ranks: Ranks) -> None:
     assert ended == [f"rank 1: the process that started it, {os.getppid() + 1}, has died, in start"]
 
 
-def test_a_store_that_does_not_answer(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its holder is stopped on another node, where nobody sees it."""
-    monitor = ranks.monitor(1, 2)
+def test_a_store_that_does_not_answer(
+    ranks: Ranks, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder is on another node, where nobody sees it; one that is seen to run is slow until it is stopped."""
+    monitors = {rank: ranks.monitor(rank, 3) for rank in (1, 2)}
+    monitors[2]._processes[0] = Process.of(sleeper.pid)
     holds = threading.Event()
-    monkeypatch.setattr(monitor, "_round", lambda *args: holds.wait(20.0))
-    until(lambda: monitor.has_failure)
+    for monitor in monitors.values():
+        monkeypatch.setattr(monitor, "_round", lambda *args: holds.wait(20.0))
+    until(lambda: monitors[1].has_failure)
+    assert not monitors[2].has_failure
+    sleeper.send_signal(signal.SIGSTOP)
+    until(lambda: monitors[2].has_failure)
     holds.set()
-    error = monitor.first_error()
-    assert error is not None
-    assert error.startswith(
-        "rank 0 is stopped or cannot be reached: the store that it holds has not answered rank 1 for"
-    )
+    for rank, what in ((1, "is stopped or cannot be reached"), (2, "is stopped")):
+        assert f"rank 0 {what}: the store that it holds has not answered rank {rank} for" in str(
+            monitors[rank].first_error()
+        )
 
 
 # -- ranks that are behind -------------------------------------------------------------------------------------------

@@ -33,11 +33,9 @@ LAYOUTS = (
 )
 PAIRS = [
     ("llama-llama3", False, (2, 1, "local")),
-    ("qwen3", False, (2, 1, "dtensor")),
     ("qwen2", False, (4, 1, "local")),
     ("llama-bias", False, (4, 1, "dtensor")),
     ("mistral", False, (1, 2, "local")),
-    ("qwen2", True, (1, 3, "local")),
     ("llama-yarn", False, (1, 4, "local")),
     ("qwen3", True, (2, 2, "local")),
     ("llama-bias", True, (2, 2, "dtensor")),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,21 +104,3 @@ def test_without_depth_nothing_overlaps(workers: WorkerPool, folder: Path) -> No
     layout = {"spp": 2, "depth": 1}
     for stages in workers.run(read_prompts, 2, str(folder), str(folder / "serial.json"), layout)[0]:
         assert not any(overlaps(stages))
-
-
-def test_trace_has_a_lane_a_stage_and_arrows_between(taken: list[list[RankRecords]], folder: Path) -> None:
-    num_batches = 2 * (NUM_CHUNKS + 1)
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 0}
-    assert lanes == {0: "stage 0", 1: "stage 1"}
-    slices = [[e for e in events if e["ph"] == "X" and e["pid"] == 0 and e["tid"] == lane] for lane in lanes]
-    assert [len(lane) for lane in slices] == [num_batches] * 2
-    for lane in slices:
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in pairwise(lane))
-    leaves, arrives = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
-    assert set(leaves) == set(arrives) and len(leaves) == num_batches
-    assert all(leaves[i]["ts"] <= arrives[i]["ts"] and (leaves[i]["tid"], arrives[i]["tid"]) == (0, 1) for i in leaves)
-    requests = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
-    assert len(requests) == num_batches
-    starts = {e["args"]["batch"]: e["ts"] for e in slices[0]}
-    assert all(e["ts"] <= starts[e["args"]["batch"]] <= e["ts"] + e["dur"] for e in requests)  # one clock

@@ -17,16 +17,13 @@ import pytest
 
 from medha.cli.command import run_app
 from medha.config import EngineConfig
-from medha.errors import ParallelConfigError
 from medha.generate.__main__ import app
 from medha.models.needle import write_needle
-from medha.parallel.launch import Launch
-from medha.verify.demo import layout_for
+from medha.parallel.launch import Launch, reserved_port
 from medha.worker.sizing import choose_layout
 from tests.parallel.faults import Job, command
 from tests.parallel.faults import start as forked
 from tests.parallel.test_faults import arguments, written
-from tests.parallel.workers import free_port
 from tests.serving import write_byte_model
 
 pytestmark = pytest.mark.ranks
@@ -68,17 +65,18 @@ def test_the_demo_chooses_a_layout(tmp_path: Path, jobs: list[Job]) -> None:
 
 
 def test_two_nodes(tmp_path: Path) -> None:
-    """Two launches on one machine, as on two nodes."""
     model = write_needle(tmp_path / "needle")
     requests = tmp_path / "requests.jsonl"
     prompts = [f"The code of {name} is {code}.\nThe code of {name} is" for name, code in (("Ada", 31), ("Bo", 12))]
     requests.write_text(
         "".join(json.dumps({"id": str(i), "prompt": prompt}) + "\n" for i, prompt in enumerate(prompts))
     )
-    where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     what = ["-m", "medha.generate", "--model", str(model), "--spp", "2", "--max-model-len", "512"]
-    nodes = [start(*where, "--node-rank", str(node), *what, "--requests", str(requests), "--json") for node in range(2)]
-    (code, out, err), (other_code, other_out, other_err) = [finish(node) for node in nodes]
+    what += ["--requests", str(requests), "--json"]
+    with reserved_port() as port:
+        where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        nodes = [start(*where, "--node-rank", str(node), *what) for node in range(2)]
+        (code, out, err), (other_code, other_out, other_err) = [finish(node) for node in nodes]
     assert (code, other_code) == (0, 0), err + other_err
     # lines come as requests end, and these two are as long
     assert {line["id"]: line["text"] for line in map(json.loads, out.splitlines())} == {"0": " 31.", "1": " 12."}
@@ -93,7 +91,7 @@ def test_a_layout_is_chosen_for_a_model(tmp_path: Path, jobs: list[Job]) -> None
     assert (tmp_path / "stdout-0").read_text() == " 31.\n"
     assert "medha: layout of 2 ranks: spp=2, as none was asked for with --tp, --spp or --kvp\n" in job.stderr(0)
     config = EngineConfig.from_flat(str(model))
-    layouts = [choose_layout(config, Launch(0, size, 0, local, "h:1")) for size, local in ((3, 3), (8, 8), (8, 2))]
+    layouts = [choose_layout(config, Launch(0, size, 0, local, "h", 1)) for size, local in ((3, 3), (8, 8), (8, 2))]
     assert layouts == [{"tp": 1, "spp": 1, "kvp": 3}, {"tp": 4, "spp": 2, "kvp": 1}, {"tp": 1, "spp": 1, "kvp": 8}]
 
 
@@ -126,7 +124,7 @@ def test_a_job_that_ends_early(model: Path, tmp_path: Path, who: str) -> None:
     rows = [{"id": "short", "prompt": "a", "max_tokens": 1}]
     rows.append({"id": "long", "prompt": "b" * 200, "max_tokens": 3500, "ignore_eos": True})
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    process = start("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "medha.generate", *options)
+    process = start("--standalone", "--nproc-per-node", "2", "-m", "medha.generate", *options)
     output = tmp_path / "out.jsonl"
     wait_for(lambda: output.exists() and '"short"' in output.read_text())
     (rank_1,) = (pid for pid, environment in running(str(tmp_path)).items() if b"\0RANK=1\0" in environment)
@@ -149,7 +147,6 @@ def test_a_job_that_ends_early(model: Path, tmp_path: Path, who: str) -> None:
 
 
 def own_ranks(*arguments: str | Path) -> subprocess.Popen[str]:
-    """The command without a launcher."""
     command = [sys.executable, "-m", "medha.generate", "--max-model-len", "4096", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
@@ -165,7 +162,6 @@ def running(*texts: str) -> dict[int, bytes]:
 
 
 def ranks_of(model: Path) -> list[int]:
-    """What a command has started for a model, and still runs."""
     return [*running("medha.engine.follow", str(model))]
 
 
@@ -226,11 +222,3 @@ def test_a_batch_that_was_killed_goes_on(tmp_path: Path, jobs: list[Job]) -> Non
     assert len(lines) == len(rows)
     expected = {row["id"]: row["token_ids"] for row in map(json.loads, whole.read_text().splitlines())}
     assert {row["id"]: row["token_ids"] for row in lines} == expected
-
-
-def test_layouts_of_the_demo() -> None:
-    assert layout_for(1) == {"tp": 1, "spp": 1}
-    assert layout_for(4) == {"tp": 2, "spp": 2}
-    assert layout_for(8) == {"tp": 4, "spp": 2}
-    with pytest.raises(ParallelConfigError, match=r"^the demo's model cannot .* 3 ranks; accepted: 1, 2, 4, 8, 16$"):
-        layout_for(3)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
+
+from medha.parallel.launch import reserved_port
 
 TIMEOUT_S = 120.0
 _AFTER_FAILURE_S = 10.0
@@ -41,16 +42,16 @@ class WorkerPool:
             process = context.Process(target=_live, args=(theirs,), daemon=True)
             process.start()
             self._workers.append((process, ours))
-        port = free_port()
         name = f"{function.__module__}:{function.__qualname__}"
-        for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-            pipe.send((name, args, launch_environment(rank, world_size, port)))
         answers: list[tuple[bool, Any]] = []
         end_s = time.monotonic() + (limit_s or TIMEOUT_S)
-        for rank in range(world_size):
-            if not all(ok for ok, _ in answers):  # who waits for a rank that has failed waits for ever
-                end_s = min(end_s, time.monotonic() + _AFTER_FAILURE_S)
-            answers.append(self._answer(rank, max(0.0, end_s - time.monotonic())))
+        with reserved_port() as port:
+            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+                pipe.send((name, args, launch_environment(rank, world_size, port)))
+            for rank in range(world_size):
+                if not all(ok for ok, _ in answers):  # who waits for a rank that has failed waits for ever
+                    end_s = min(end_s, time.monotonic() + _AFTER_FAILURE_S)
+                answers.append(self._answer(rank, max(0.0, end_s - time.monotonic())))
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.close()
@@ -58,7 +59,6 @@ class WorkerPool:
         return [value for _, value in answers]
 
     def close(self) -> None:
-        """End every process."""
         for process, _ in self._workers:
             process.kill()
             process.join()
@@ -73,7 +73,6 @@ class WorkerPool:
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would set on one node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -84,13 +83,6 @@ def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _live(pipe: Connection) -> None:
     """A worker's life, which ends without a word when its owner has gone, or is about to."""
     with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
@@ -98,7 +90,6 @@ def _live(pipe: Connection) -> None:
 
 
 def _work(pipe: Connection) -> None:
-    """Take a job, run it, answer."""
     import torch
 
     from medha.parallel.mesh import _destroy_all

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +13,7 @@ import pytest
 
 from examples.reproduce.claims import BASES, KINDS, Claim, load_claims
 from examples.reproduce.registry import FIGURES, SMALL, find_figures
-from examples.reproduce.report import _counts, run_figure
+from examples.reproduce.report import _counts, run_figure, save
 from examples.reproduce.result import VERDICTS, Options, ratio, verdict
 from medha.errors import ConfigError
 from tests.reproduce import PLAYED
@@ -24,17 +28,20 @@ def test_each_claim_has_a_known_figure_or_a_reason() -> None:
     assert len(claims) > 80
     for one in claims:
         assert one.figure in FIGURES or (not one.figure and len(one.reason) > 20), one.id
-    assert set(FIGURES) - {one.figure for one in claims} == {"baselines"}
+    assert set(FIGURES) == {one.figure for one in claims if one.figure}
 
 
 @pytest.mark.parametrize("name", sorted(set(FIGURES) - PLAYED))
-def test_each_figure_gives_a_verdict_on_its_claims(name: str) -> None:
+def test_each_figure_answers_its_claims_and_is_drawn(name: str, tmp_path: Path) -> None:
     claims, figure = load_claims(), FIGURES[name]
-    _, rows = run_figure(figure, claims, Options(quick=True))
+    result, rows = run_figure(figure, claims, Options(quick=True))
     assert [row.claim.id for row in rows] == [one.id for one in claims if one.figure == figure.name]
     for row in rows:
         assert row.verdict in VERDICTS
         assert row.sentence.strip().endswith("."), row.claim.id
+    panels = [asdict(panel) for panel in result.panels]
+    assert panels and json.loads(json.dumps(panels, allow_nan=False))
+    assert save(result.panels, tmp_path / "figure.png") == (importlib.util.find_spec("matplotlib") is not None)
 
 
 def test_what_was_not_simulated_is_not_counted() -> None:
@@ -45,50 +52,35 @@ def test_what_was_not_simulated_is_not_counted() -> None:
     assert _counts(rows) == "0 reproduced, 0 partly, 0 not; not counted: 3 arithmetic"
 
 
-def test_where_names_the_versions() -> None:
-    for one in load_claims():
-        assert {version for version in ("v4", "v5") if version in one.where} == set(one.versions), one.id
-
-
 def test_fields_of_claims() -> None:
     claims = load_claims()
     assert len({one.id for one in claims}) == len(claims)
     for one in claims:
+        assert {version for version in ("v4", "v5") if version in one.where} == set(one.versions), one.id
         assert one.kind in KINDS and one.basis in BASES, one.id
         assert one.versions and all(text.strip() for text in (one.id, one.where, one.says, one.unit)), one.id
         assert one.value == 1 if one.kind == "statement" else np.isfinite(one.value).all(), one.id
-        assert one.kind != "range" or one.pair[0] < one.pair[1], one.id
+        assert one.kind != "range" or one.value[0] < one.value[1], one.id
 
 
 @pytest.mark.parametrize(
     ("one", "ours", "expected"),
     [
-        (claim(), 2.0, "reproduced"),
         (claim(), 2.3, "reproduced"),
-        (claim(), 1.7, "reproduced"),
         (claim(), 2.31, "partly"),
-        (claim(), 1.69, "partly"),
-        (claim(), 1.0, "partly"),
         (claim(), 4.0, "partly"),
         (claim(), 4.01, "not"),
-        (claim(), 0.99, "not"),
         (claim(), -2.0, "not"),
         (claim(neutral=1.0), 2.15, "reproduced"),
-        (claim(neutral=1.0), 1.5, "partly"),
         (claim(neutral=1.0), 1.01, "not"),
         (claim(value=1.05, neutral=1.0), 0.98, "not"),
         (claim(value=0, neutral=1.0), 0.1, "reproduced"),
         (claim(value=0), 0.0, "reproduced"),
-        (claim(value=0), 0.1, "not"),
-        (claim("at-least"), 2.0, "reproduced"),
         (claim("at-least"), 9.0, "reproduced"),
         (claim("at-least"), 1.0, "partly"),
-        (claim("at-least"), 0.99, "not"),
         (claim("at-least"), -1.0, "not"),
-        (claim("at-most"), 2.0, "reproduced"),
         (claim("at-most"), 4.0, "partly"),
         (claim("at-most"), 4.1, "not"),
-        (claim("statement", 1), 1.0, "reproduced"),
         (claim("statement", 1), 0.9, "partly"),
         (claim("statement", 1), 0.4, "not"),
         (claim("range", (50.0, 60.0)), (48.0, 66.0), "reproduced"),

@@ -14,12 +14,27 @@ from examples.reproduce.baselines.context_parallel import (
     hidden_tokens,
     prefill_s,
 )
-from examples.reproduce.figures.baselines import TETRIS_S, TETRIS_TOKENS, ring_s
-from examples.reproduce.timing import MODELS, h100
+from examples.reproduce.timing import MODELS, a100, h100
 from medha.cost.hardware import LinkRates
 
-LENGTHS, TABLE, ours = TETRIS_TOKENS, TETRIS_S, ring_s
 SMALL = MODELS["Llama-3 8B"]
+LENGTHS = tuple(1024 * k for k in (4, 8, 16, 32, 64, 128, 256))
+TABLE: dict[int, tuple[float | None, ...]] = {
+    1: (0.28, 0.57, 1.29, 3.22, 9.05, 29.20, None),
+    2: (0.16, 0.31, 0.69, 1.67, 4.61, 14.30, 50.07),
+    4: (0.13, 0.20, 0.39, 0.92, 2.43, 7.32, 24.77),
+    8: (0.21, 0.24, 0.31, 0.58, 1.37, 3.96, 12.81),
+    16: (0.39, 0.43, 0.46, 0.53, 0.96, 2.31, 7.02),
+}
+"""Tetris (chunkwise dynamic sequence parallelism), Table 1: prefill seconds of Llama-3 8B on A100 80GB, TP 1, by ranks
+of the ring and prompt; 256K tokens do not fit on one. K is 1024. Nodes of eight, 200 Gbit/s of InfiniBand a GPU."""
+# The testbed's links at the share of the published rate that the H100 spec has (36 of 50 GB/s), not fitted.
+BETWEEN_NODES = LinkRates(alpha_s=29e-6, bytes_per_s=0.72 * 25e9)
+
+
+def ours(ranks: int, tokens: int) -> float:
+    """Our prefill seconds for a cell of the table."""
+    return prefill_s(ContextParallel(a100(), SMALL, cp=ranks, link=BETWEEN_NODES if ranks > 8 else None), tokens)
 
 
 def ratios() -> dict[tuple[int, int], float]:
@@ -37,29 +52,6 @@ def test_tetris_table_1() -> None:
     assert np.median(off) < 0.12
     assert (off <= 0.15).sum() >= 31
     assert off.max() < 0.27
-
-
-def test_tetris_table_1_speed_ups() -> None:
-    """Over one rank, where the spec's own error of 6 to 15 % cancels."""
-    off = [
-        abs(ours(1, tokens) / ours(ranks, tokens) / (TABLE[1][i] / row[i]) - 1)  # type: ignore[operator]
-        for ranks, row in TABLE.items()
-        if ranks > 1
-        for i, tokens in enumerate(LENGTHS[:-1])
-    ]
-    assert np.median(off) < 0.06 and max(off) < 0.23
-
-
-def test_more_ranks_help_long_prompts_and_hurt_short_ones() -> None:
-    """The shape of the table: the best ring of 4K tokens has 4 ranks, that of 256K tokens 16."""
-    assert min(TABLE, key=lambda ranks: ours(ranks, LENGTHS[0])) == 4
-    assert min(TABLE, key=lambda ranks: ours(ranks, LENGTHS[-1])) == 16
-
-
-def test_one_rank_has_no_ring() -> None:
-    ring, striped = (ContextParallel(h100(), SMALL, cp=1, tp=8, kind=kind) for kind in ("ring", "striped"))
-    assert prefill_s(ring, 1 << 18) == prefill_s(striped, 1 << 18)
-    assert attention_parts_s(ring, 1 << 18)[1] == 0.0
 
 
 def test_ring_waits_for_whole_blocks() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from examples.reproduce.baselines.disaggregation import largest_decode, largest_prefill, stage_memories
-from examples.reproduce.figures.disaggregation import FIGURES, LAYOUTS, OUTPUT_TOKENS, spare_factor
+from examples.reproduce.baselines.disaggregation import largest_prefill, stage_memories
+from examples.reproduce.figures.disaggregation import LAYOUTS, run, spare_factor
 from examples.reproduce.result import Options
 from examples.reproduce.timing import MODELS, M, a100
 from medha.config import ParallelConfig
@@ -29,33 +29,11 @@ def test_the_largest_prompt_is_that_of_the_pool_with_its_own_activations(layout:
     assert pools == [True, False]
 
 
-def test_memory_by_hand() -> None:
-    """8B on one A100: 2 bytes of 2 x 8 heads of 128 in 32 layers a token, weights twice 8.03 billion."""
-    (memory,) = stage_memories(a100(), SMALL, ParallelConfig())
-    assert memory.kv_token == 2 * 2 * 8 * 128 * 32 and memory.fixed == pytest.approx(16.1e9, rel=0.02)
-    assert memory.activation_token == pytest.approx(2 * (3 * 4096 + 3 * 14336), rel=0.1)
-    assert largest_decode([memory]) == (memory.usable - memory.fixed - 256 * memory.activation_token) // memory.kv_token
-
-
-def test_the_figure_counts_what_is_refused() -> None:
-    result = FIGURES[0].run(Options(quick=True))
-    numbers, answer = result.numbers, result.answers["disaggregated-oom"]
-    assert numbers["splits"] == len(LAYOUTS) ** 2 == 100
-    assert answer.ours == numbers["splits_out_of_memory_on_some_prompt"] / numbers["splits"]
-    assert f"{numbers['splits_out_of_memory_on_some_prompt']} run out" in answer.sentence
-    shares = list(numbers["share_out_of_memory"].values())
-    assert shares == sorted(shares) and numbers["cases_out_of_memory"] == round(sum(shares) * 100)
-    pairs = [(one, two - OUTPUT_TOKENS + 1) for one in numbers["largest_prefill_tokens"].values()
-             for two in numbers["largest_decode_tokens"].values()]  # fmt: skip
-    longest = numbers["prompts"][-1]
-    assert shares[-1] == sum(longest > min(pair) for pair in pairs) / 100
-
-
-def test_the_figure_says_by_how_much_1m_fits_and_is_drawn() -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
-    numbers = FIGURES[0].run(Options()).numbers
+def test_the_figure_counts_what_is_refused_and_says_by_how_much_1m_fits() -> None:
+    answer = run(Options()).answers["disaggregated-oom"]
+    assert f"{100 * answer.ours:.0f} run out" in answer.sentence and len(LAYOUTS) ** 2 == 100
     (memory,) = stage_memories(a100(), SMALL, ParallelConfig(tp=8))
-    activations = int(memory.activation_token * numbers["activations_that_fit_1m_tp8"])
+    spare = spare_factor([memory], M)
+    assert f"at {spare:.2f} times the activations" in answer.sentence
+    activations = int(memory.activation_token * spare)
     assert spare_factor([replace(memory, activation_token=activations)], M) == pytest.approx(1, rel=1e-4)
-    FIGURES[0].draw(numbers, figure)
-    assert len(figure.axes) == 2 and len(figure.axes[1].patches) == len(numbers["prompts"])

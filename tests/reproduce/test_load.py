@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from examples.reproduce.figures.capacity import Capacity, capacity, sustains
-from examples.reproduce.figures.pools import num_long_finished
-from examples.reproduce.figures.schedulers import prompt_tokens_done
-from examples.reproduce.load import (
-    EDF,
-    FCFS,
-    LARS,
-    LOONGSERVE,
-    LRS,
-    MEDHA,
-    MIX,
-    SARATHI_512,
-    SARATHI_2048,
-    SHORT,
-    WHOLE,
-    Bounded,
-    Engine,
-    Load,
-    Run,
-    System,
-    finished_share,
-    is_early,
-    is_long,
-    num_active,
-    ratio_says,
-    serve,
-    stretches_s,
-    told,
-    ttft_quantile,
-    waited_s,
-)
+from examples.reproduce.figures.capacity import Capacity, capacity, stretches_s, sustains
+from examples.reproduce.load import MIX, SHORT, Load, System, ratio_says, serve
 from examples.reproduce.result import Options
-from examples.reproduce.served import Served
-from examples.reproduce.timing import MODELS
-from medha.cost.hardware import load_spec
-from medha.sched.decision import SchedulerRequest
+from examples.reproduce.served import LONG_TOKENS, Bounded, Served, curve
+from examples.reproduce.systems import EDF, FCFS, LARS, LOONGSERVE, LRS, MEDHA, SARATHI_2048, WHOLE
 from medha.sim.outcome import Gaps
-from medha.sim.replica import Replica
 from medha.workload.trace import Trace
 
 NEVER = math.nan
@@ -75,22 +42,19 @@ class Fake:
     label: str
     wait_s_per_qps: float
 
-    def play(self, trace: Trace, stop_s: float) -> Run:
-        """See :class:`examples.reproduce.load.System`."""
+    def play(self, trace: Trace, *, stop_s: float) -> Served:
         wait_s = self.wait_s_per_qps * len(trace) / stop_s
-        ttft_s = np.where(trace.arrival_s + wait_s <= stop_s, wait_s, np.nan)
-        first_s = trace.arrival_s + ttft_s
-        return Run(Served(trace, first_s, first_s, stop_s, Gaps()))
+        first_s = trace.arrival_s + np.where(trace.arrival_s + wait_s <= stop_s, wait_s, np.nan)
+        return Served(trace, first_s, first_s, stop_s, Gaps())
 
 
 def test_load_draws_the_same_requests_at_any_share() -> None:
     five, one = Load(MIX, 2.0, 600.0).trace(), Load(MIX, 2.0, 600.0, long_share=0.01).trace()
     assert np.array_equal(five.arrival_s, one.arrival_s) and five.arrival_s[-1] < 600
-    assert 0 < is_long(one).sum() < is_long(five).sum()
-    assert not (is_long(one) & ~is_long(five)).any()
-    same = ~is_long(five)
-    assert np.array_equal(five.prompt_tokens[same], one.prompt_tokens[same])
-    assert not is_long(Load(SHORT, 2.0, 600.0).trace()).any()
+    long, fewer = (trace.prompt_tokens > LONG_TOKENS for trace in (five, one))
+    assert 0 < fewer.sum() < long.sum() and not (fewer & ~long).any()
+    assert np.array_equal(five.prompt_tokens[~long], one.prompt_tokens[~long])
+    assert Load(SHORT, 2.0, 600.0).trace().prompt_tokens.max() <= LONG_TOKENS
     assert not np.array_equal(five.arrival_s, Load(MIX, 2.0, 600.0, seed=1).trace().arrival_s)
 
 
@@ -103,23 +67,14 @@ def test_a_load_is_played_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_quantiles_that_are_censored() -> None:
     play = served([0, 10, 20, 90], [1, NEVER, 3, NEVER])
-    assert waited_s(play).tolist() == [1, 90, 3, 10]
-    assert ttft_quantile(play, 0.25) == Bounded(2.5)
-    assert ttft_quantile(play, 0.5) == Bounded(6.5, is_least=True)  # of 1, 3, and two that are at least 10 and 90
-    assert str(ttft_quantile(play, 0.5)) == "at least 6.5 s" and str(Bounded(1234.5)) == "1,234 s"
-    assert ttft_quantile(play, 0.5, among=np.array([True, False, True, False])) == Bounded(2)
+    assert play.ttft_quantile(0.25) == Bounded(2.5)
+    assert play.ttft_quantile(0.5) == Bounded(6.5, is_least=True)  # of 1, 3, and two that are at least 10 and 90
+    assert str(play.ttft_quantile(0.5)) == "at least 6.5 s" and str(Bounded(1234.5)) == "1,234 s"
+    assert play.ttft_quantile(0.5, np.array([True, False, True, False])) == Bounded(2)
+    assert curve(play.ttft_s)[0] == 1.0 and curve(play.ttft_s)[-1] is None
     known, least = Bounded(1), Bounded(1, is_least=True)
-    assert [ratio_says(a, b) for a in (known, least) for b in (known, least)] == [
-        "",
-        "at most ",
-        "at least ",
-        "of two lower bounds ",
-    ]
-
-
-def test_active_requests_count_the_queue() -> None:
-    play = served([0, 1, 2], [1, NEVER, 1])
-    assert num_active(play, np.array([0.0, 1.5, 2.0, 2.5, 3.0, 50.0])) == [1, 2, 2, 2, 2, 1]
+    says = [ratio_says(a, b) for a in (known, least) for b in (known, least)]
+    assert says == ["", "at most ", "at least ", "of two lower bounds "]
 
 
 def test_stretches() -> None:
@@ -130,16 +85,6 @@ def test_stretches() -> None:
     assert stretches_s(arrival_s[:0], slow[:0]) == []
 
 
-def test_what_is_told_is_json_without_infinity() -> None:
-    tree = told(Run(served([0, 10], [1, NEVER], prompt_tokens=[1000, 100_000])))
-    assert json.loads(json.dumps(tree, allow_nan=False)) == tree
-    assert tree["requests"] == {"all": 2, "short": 1, "long": 1}
-    assert tree["finished"] == {"all": 1, "short": 1, "long": 0}
-    assert tree["ttft_s"] == {"all": [None] * 3, "short": [1.0] * 3, "long": [None] * 3}
-    assert tree["ttft_at_least_s"] == pytest.approx([45.5, 81.1, 89.11])  # of 1 and at least 90
-    assert tree["tpot_s"] == pytest.approx([0.1] * 3)
-
-
 def test_effective_capacity() -> None:
     fine = served([0.0, 10.0, 60.0], [9.0, 10.0, 1.0])
     assert sustains(fine, 100.0)
@@ -147,65 +92,24 @@ def test_effective_capacity() -> None:
     assert sustains(served([0.0, 95.0], [1.0, NEVER]), 100.0)  # the second had no time
     assert sustains(served([0.0, 1.0], [1.0, 50.0], prompt_tokens=[1000, 100_000]), 100.0)  # long ones may wait
     assert not sustains(served([0.0, 1.0], [1.0, NEVER], prompt_tokens=[1000, 100_000]), 100.0)  # but have to end
-    assert finished_share(fine, among=is_early(fine.trace, 100.0)) == 1.0
+    assert fine.finished_share(50.0) == 1.0
     found = capacity(Fake("grows", 15.0), (0.25, 0.5, 1.0, 2.0), Options(quick=True))
     assert found == Capacity(0.5, 1.0) and found.says == "0.5 QPS and fails at 1"
     assert capacity(Fake("slow", 1000.0), (0.25, 0.5), Options(quick=True)) == Capacity(0.0, 0.25)
     assert capacity(Fake("fast", 0.1), (0.25, 0.5), Options(quick=True)) == Capacity(0.5, None)
 
 
-def test_counts_of_the_other_figures() -> None:
-    play = served([0, 1, 2], [1, 2, NEVER], prompt_tokens=[1000, 9000, 10_000])
-    assert num_long_finished(play) == 1
-    assert prompt_tokens_done(play) == 10_000
-
-
-@pytest.mark.parametrize("system", [FCFS, EDF, LRS, LARS], ids=lambda system: system.label)
-def test_variants_differ_from_medha_in_policy_and_number_of_prefills(system: Engine) -> None:
-    policy = system.label.removeprefix("Medha-").lower()
-    assert replace(system.scheduler, policy="lars", long_threshold=8192) == MEDHA.scheduler
-    assert system.scheduler.policy == policy
-    assert max(prefills_per_batch(system)) == 1
-
-
-def test_medha_takes_several_prefills() -> None:
-    assert max(prefills_per_batch(MEDHA)) > 1
-
-
-def prefills_per_batch(system: Engine) -> list[int]:
-    """Of the first batches with a backlog of one long and several short prompts."""
-    replica = Replica(load_spec(system.spec), MODELS[system.model], system.parallel, system.scheduler)
-    scheduler, _ = replica.build()
-    for slot, prompt in enumerate([500_000, 100, 200, 300]):
-        scheduler.add(head(slot, prompt))
-    counts = []
-    for step in range(20):
-        batch = scheduler.schedule(0.02 * step).batch
-        if batch is None:
-            oldest = scheduler.in_flight[0]
-            results = [(row.slot, 1, False) for row in oldest.rows if row.samples]
-            scheduler.complete(oldest, 0.02 * step, results, 0.02)
-        else:
-            counts.append(len(batch.rows) - batch.num_decodes)
-    return counts
-
-
-def head(slot: int, prompt_tokens: int) -> SchedulerRequest:
-    """A request at time 0."""
-    return SchedulerRequest(slot, prompt_tokens, 100, 0.0)
-
-
-def test_classical_systems_are_pipelined_micro_batches() -> None:
-    for system in (SARATHI_512, SARATHI_2048, WHOLE):
-        assert not system.scheduler.stream and system.scheduler.depth == system.parallel.spp
+def test_variants_differ_from_medha_in_policy_and_number_of_prefills() -> None:
+    for system in (FCFS, EDF, LRS, LARS):
+        assert replace(system.scheduler, policy="lars", long_threshold=8192) == MEDHA.scheduler
+        assert system.scheduler.policy == system.label.removeprefix("Medha-").lower()
+        assert system.scheduler.long_threshold == 1  # every prompt is long, and a batch takes one long prefill
 
 
 @pytest.mark.parametrize("system", [MEDHA, SARATHI_2048, WHOLE, LOONGSERVE], ids=lambda system: system.label)
 def test_a_short_play(system: System) -> None:
     load = Load(MIX, 0.5, 60.0, seed=3)
-    one, again = (system.play(load.trace(), load.window_s) for _ in range(2))
-    assert told(one) == told(again)
-    play = one.served
+    play, again = (system.play(load.trace(), stop_s=load.window_s) for _ in range(2))
+    assert np.array_equal(play.finish_s, again.finish_s, equal_nan=True) and play.gaps == again.gaps
     assert 0 < play.is_finished.sum() <= len(play.trace) and play.end_s <= load.window_s + 1
     assert (play.ttft_s > 0).all()
-    assert one.peak_kv_share is None or 0 < one.peak_kv_share < 1

@@ -11,10 +11,9 @@ import pytest
 from examples.reproduce.__main__ import app
 from examples.reproduce.claims import load_claims
 from examples.reproduce.registry import FIGURES
-from examples.reproduce.report import draw, report, run_figure, write_all
+from examples.reproduce.report import report, run_figure, write_all
 from examples.reproduce.result import FigureResult, FigureSpec, Options
 from medha.cli.command import run_app
-from tests.reproduce import PLAYED
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 NAMES = ("intensity", "kvp-decode")
@@ -35,7 +34,7 @@ def test_two_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "Some figures, quick, seed 0" in texts[0] and "Still to come" not in texts[0]
     for name in NAMES:
         tree = json.loads((tmp_path / "a" / f"{name}.json").read_text())
-        assert tree["figure"] == name and tree["numbers"]
+        assert tree["figure"] == name and tree["panels"]
         assert {row["id"] for row in tree["claims"]} == {claim.id for claim in claims if claim.figure == name}
         assert (tmp_path / "a" / f"{name}.png").exists() == HAS_MATPLOTLIB
     assert ("matplotlib is not installed" in texts[0]) != HAS_MATPLOTLIB
@@ -43,7 +42,7 @@ def test_two_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_seed_changes_what_is_drawn_and_nothing_else() -> None:
     claims, figure = load_claims(), FIGURES["lengths"]
-    one, same, other = (run_figure(figure, claims, Options(quick=True, seed=seed))[0].numbers for seed in (1, 1, 2))
+    one, same, other = (run_figure(figure, claims, Options(quick=True, seed=seed))[0].panels for seed in (1, 1, 2))
     assert one == same != other
 
 
@@ -76,15 +75,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_figure_must_answer_its_claims(tmp_path: Path) -> None:
-    silent = FigureSpec("intensity", "silent", lambda options: FigureResult({}), lambda numbers, figure: None)
+    silent = FigureSpec("intensity", "silent", lambda options: FigureResult([]))
     with pytest.raises(RuntimeError, match=r"intensity and claims.toml differ in gqa-ratio, linear-memory-bound"):
         write_all([silent], load_claims(), Options(), tmp_path)
-
-
-@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
-@pytest.mark.parametrize("name", sorted(set(FIGURES) - PLAYED))
-def test_each_figure_is_drawn(name: str, tmp_path: Path) -> None:
-    figure = FIGURES[name]
-    numbers = json.loads(json.dumps(figure.run(Options(quick=True)).numbers))  # what the JSON file holds suffices
-    assert draw(figure, numbers, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

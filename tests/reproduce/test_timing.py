@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from examples.reproduce.figures.adaptive import adaptive
-from examples.reproduce.figures.chunks import attention_s
 from examples.reproduce.figures.example import POLICIES, play
 from examples.reproduce.figures.requirements import gpus_needed, most_tokens_by_compute
 from examples.reproduce.flops import (
@@ -75,17 +74,6 @@ def test_a_chunk_is_predicted_as_one_work() -> None:
     seconds = chunk_seconds(stages, 1 << 16, 512, decodes=decodes)
     for at in (0, 1, 77):
         assert seconds[0, at] == pytest.approx(stages[0].predict([*decodes, Work(512, 512 * at, False)]), rel=1e-9)
-    with pytest.raises(ValueError, match="accepted: a multiple of the chunk of 512"):
-        chunk_seconds(stages, 1000, 512)
-
-
-def test_attention_alone_is_within_the_whole() -> None:
-    predictor = stage_predictors(h100(), LARGE, ParallelConfig(tp=8))[0]
-    whole_s = chunk_seconds([predictor], 1 << 18, 512).sum()
-    table = predictor.coefficients.chunks
-    first_s = table.first_s[table.tokens.index(512)]
-    other_s = (1 << 9) * (predictor.predict([Work(512, 0, False)]) - first_s)
-    assert attention_s(predictor, 1 << 18, 512) == pytest.approx(whole_s - other_s, rel=0.002)
 
 
 def test_what_fits() -> None:

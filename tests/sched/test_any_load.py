@@ -1,15 +1,16 @@
-"""Any scheduler under any load: it ends, leaves nothing, keeps its bounds and decides the same again."""
+"""Any scheduler under any load: it ends, leaves nothing, keeps its bounds, and its journal replays."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import io
+import math
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from medha.batch import Batch
-from medha.config import SCHEDULERS
+from medha.engine.journal import Journal, replay
 from tests.sched.test_preempt import Watched
 from tests.sched.virtual import make_scheduler, worlds
 
@@ -30,19 +31,19 @@ class Bounded(Watched):
         assert all(row.q_len <= (config.chunk_size or config.max_batch_tokens) for row in batch.rows)
 
 
-def play(world: dict[str, Any]) -> list[str]:
-    return Bounded(make_scheduler(world), world["load"], lambda batch: 1e-3 + 1e-4 * batch.num_tokens).run()
-
-
 @settings(max_examples=250, deadline=None, derandomize=True)
-@given(worlds(any_scheduler=True))
-def test_any_load_ends_and_leaves_nothing(world: dict[str, Any]) -> None:
-    play(world)
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(world=worlds(any_scheduler=True))
-def test_the_same_load_is_decided_the_same(name: str, world: dict[str, Any]) -> None:
-    world["config"] = replace(world["config"], scheduler=name)
-    assert play(world) == play(world)
+@given(worlds(any_scheduler=True), st.sampled_from([0.1, 1.0, 10.0, math.nan, math.inf]))
+def test_any_load_ends_leaves_nothing_and_replays(world: dict[str, Any], factor: float) -> None:
+    """Swaps included; with predictions that are off by a factor, or hear nonsense."""
+    scheduler, file = make_scheduler(world), io.StringIO()
+    observers = [Journal(scheduler, file)]
+    drive = Bounded(
+        scheduler,
+        world["load"],
+        lambda batch: 1e-3 + 1e-4 * batch.num_tokens,
+        busy=lambda real_s: real_s * factor,
+        observers=observers,
+    )
+    drive.run()
+    replayed = replay(file.getvalue().splitlines())
+    assert (replayed.mismatch, replayed.num_batches) == (None, drive.num_batches)

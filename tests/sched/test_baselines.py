@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from medha.batch import Batch
+from medha.batch import Batch, Row
 from medha.config import SCHEDULERS, SchedulerConfig
 from medha.cost.predictor import Work
 from medha.params import SLO
@@ -37,10 +37,23 @@ class Classical(Play):
         )
         self.sched = Scheduler(config, num_blocks=num_blocks, block_size=4, num_groups=num_groups)
 
-    def steps(self) -> str:
-        """Play to the end; the rows alone."""
-        lines = [line for line in self.run().splitlines() if "blocks" not in line and "freed" not in line]
-        return "\n".join(lines) + "\n"
+    def steps(self) -> list[str]:
+        """Play to the end; the rows of each batch."""
+        steps = []
+        while True:
+            while (batch := self.sched.schedule(0.0).batch) is not None:
+                steps.append(" ".join(map(shown, batch.rows)))
+            if not self.sched.in_flight:
+                return steps
+            self.complete()
+
+
+def shown(row: Row) -> str:
+    """``slot@position`` of a decode, ``slot[from:to]`` of a chunk, with a point if it ends its prompt; the groups."""
+    span = f"/{row.group}-{row.writer}" if row.is_shared else ""
+    if row.is_decode:
+        return f"{row.slot}@{row.position}{span}"
+    return f"{row.slot}[{row.position}:{row.kv_len}]{'.' * row.samples}{span}"
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "medha"])
@@ -62,28 +75,7 @@ def test_static_starts_together_with_whole_prompts_and_lets_nobody_join() -> Non
     play = Classical("static", rows=2)
     play.add((0, 20, 3), (1, 2, 1), (2, 5, 2), (3, 1, 1))
     # 22 tokens in the first batch, though a batch has 16 elsewhere. Slot 1 ends at once, and its place stays empty.
-    assert (
-        play.steps()
-        == """\
-batch 0: 2 rows, 22 tokens
-  slot 0 prefill [0:20] last
-  slot 1 prefill [0:2] last
-batch 0 complete, slot 1 closed
-batch 1: 1 rows, 1 tokens
-  slot 0 decode [20]
-batch 1 complete
-batch 2: 1 rows, 1 tokens
-  slot 0 decode [21]
-batch 2 complete, slot 0 closed
-batch 3: 2 rows, 6 tokens
-  slot 2 prefill [0:5] last
-  slot 3 prefill [0:1] last
-batch 3 complete, slot 3 closed
-batch 4: 1 rows, 1 tokens
-  slot 2 decode [5]
-batch 4 complete, slot 2 closed
-"""
-    )
+    assert play.steps() == ["0[0:20]. 1[0:2].", "0@20", "0@21", "2[0:5]. 3[0:1].", "2@5"]
 
 
 # -- orca -------------------------------------------------------------------------------------------------
@@ -97,45 +89,14 @@ def test_orca_lets_requests_join_and_never_cuts_a_prompt() -> None:
     play.add((1, 40, 2), (2, 9, 1), (3, 6, 1), (4, 1, 1))
     # Slot 1 is longer than any batch: it is the only prompt of one, and slot 0's decode takes as long. Slots 2 and 3
     # fill the 16 tokens of the next beside one decode less than would be needed for both.
-    assert (
-        play.steps()
-        == """\
-batch 1: 2 rows, 41 tokens
-  slot 0 decode [4]
-  slot 1 prefill [0:40] last
-batch 1 complete
-batch 2: 3 rows, 11 tokens
-  slot 0 decode [5]
-  slot 1 decode [40]
-  slot 2 prefill [0:9] last
-batch 2 complete, slot 1 closed, slot 2 closed
-batch 3: 3 rows, 8 tokens
-  slot 0 decode [6]
-  slot 3 prefill [0:6] last
-  slot 4 prefill [0:1] last
-batch 3 complete, slot 0 closed, slot 3 closed, slot 4 closed
-"""
-    )
+    assert play.steps() == ["0@4 1[0:40].", "0@5 1@40 2[0:9].", "0@6 3[0:6]. 4[0:1]."]
 
 
 @pytest.mark.parametrize("name", ["static", "orca"])
 def test_a_whole_prompt_is_cut_at_the_end_of_a_shard_only(name: str) -> None:
     play = Classical(name, num_groups=2, share=24)
     play.add((0, 40, 2))
-    assert (
-        play.steps()
-        == """\
-batch 0: 1 rows, 24 tokens
-  slot 0 prefill [0:24]
-batch 0 complete
-batch 1: 1 rows, 16 tokens
-  slot 0 prefill [24:40] last on groups 0-1
-batch 1 complete
-batch 2: 1 rows, 1 tokens
-  slot 0 decode [40] on groups 0-1
-batch 2 complete, slot 0 closed
-"""
-    )
+    assert play.steps() == ["0[0:24]", "0[24:40]./0-1", "0@40/0-1"]
 
 
 # -- vllm -------------------------------------------------------------------------------------------------
@@ -146,28 +107,7 @@ def test_vllm_serves_who_started_first_first() -> None:
     play.add((0, 30, 1), (1, 1, 4), (2, 5, 1))
     # The prompt that started first takes nine of ten tokens; the decode that started after it has the tenth, and what
     # waits has none until it is through. (Sarathi counts the decode first: the same here.)
-    assert (
-        play.steps()
-        == """\
-batch 0: 2 rows, 10 tokens
-  slot 0 prefill [0:9]
-  slot 1 prefill [0:1] last
-batch 0 complete
-batch 1: 2 rows, 10 tokens
-  slot 1 decode [1]
-  slot 0 prefill [9:18]
-batch 1 complete
-batch 2: 2 rows, 10 tokens
-  slot 1 decode [2]
-  slot 0 prefill [18:27]
-batch 2 complete
-batch 3: 3 rows, 9 tokens
-  slot 1 decode [3]
-  slot 0 prefill [27:30] last
-  slot 2 prefill [0:5] last
-batch 3 complete, slot 1 closed, slot 0 closed, slot 2 closed
-"""
-    )
+    assert play.steps() == ["0[0:9] 1[0:1].", "1@1 0[9:18]", "1@2 0[18:27]", "1@3 0[27:30]. 2[0:5]."]
 
 
 # -- token-budget -----------------------------------------------------------------------------------------
@@ -177,25 +117,7 @@ def test_token_budget_aligns_chunks_to_64_and_finishes_the_tail() -> None:
     """A published reference rounds the last 52 tokens of slot 1 down to 0 and never finishes it."""
     play = Classical("token-budget", tokens=2048, chunk=256, num_blocks=400)
     play.add((0, 600, 2), (1, 180, 1))
-    assert (
-        play.steps()
-        == """\
-batch 0: 1 rows, 256 tokens
-  slot 0 prefill [0:256]
-batch 0 complete
-batch 1: 1 rows, 256 tokens
-  slot 0 prefill [256:512]
-batch 1 complete
-batch 2: 2 rows, 216 tokens
-  slot 0 prefill [512:600] last
-  slot 1 prefill [0:128]
-batch 2 complete
-batch 3: 2 rows, 53 tokens
-  slot 0 decode [600]
-  slot 1 prefill [128:180] last
-batch 3 complete, slot 0 closed, slot 1 closed
-"""
-    )
+    assert play.steps() == ["0[0:256]", "0[256:512]", "0[512:600]. 1[0:128]", "0@600 1[128:180]."]
 
 
 def run_steps(packer: TokenBudgetPacker, busy_s: float, *, num_tokens: int, count: int) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from medha.batch import Extent, append_extent
+from medha.batch import Extent
 from medha.sched.blocks import BlockPool
 
 
@@ -20,7 +20,7 @@ def num_extents(blocks: list[int]) -> int:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any sequence of allocations, claims that lie included, and releases."""
+    """Any sequence of allocations, reservations that lie included, and releases."""
 
     @initialize(num_blocks=st.integers(1, 40))
     def start(self, num_blocks: int) -> None:
@@ -37,7 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
         # Whatever has been promised to others, every block that nobody holds can be had.
         count = data.draw(st.integers(1, self.num_free) | st.integers(1, min(3, self.num_free)))
         taken = {block for table in self.tables.values() for block in table}
-        new = self.pool.allocate(slot, count, claim=count + more)
+        new = self.pool.allocate(slot, count, reserved=count + more)
         assert all(extent.slot == slot and extent.count >= 1 for extent in new)
         blocks = blocks_of(new)
         assert len(blocks) == len(set(blocks)) == count
@@ -49,7 +49,7 @@ class PoolMachine(RuleBasedStateMachine):
     def allocate_too_much(self, slot: int, excess: int) -> None:
         count = self.num_free + excess
         with pytest.raises(RuntimeError) as caught:
-            self.pool.allocate(slot, count, claim=count)
+            self.pool.allocate(slot, count, reserved=count)
         assert str(caught.value) == f"slot {slot} asks for {count} KV blocks, {self.num_free} are free"
 
     @rule(slot=st.integers(0, 5))
@@ -69,7 +69,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(slot)
         assert self.pool.num_used == 0
         total = self.pool.num_blocks
-        assert self.pool.allocate(9, total, claim=total) == [Extent(9, 0, total)]
+        assert self.pool.allocate(9, total, reserved=total) == [Extent(9, 0, total)]
 
 
 PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None, derandomize=True)
@@ -78,65 +78,53 @@ TestPoolMachine = PoolMachine.TestCase
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
-    claims=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    reserved=st.lists(st.integers(1, 20), min_size=1, max_size=5),
     spare=st.integers(0, 10),
     growth=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 8)), max_size=40),
 )
-def test_requests_whose_claims_fit_get_one_extent_each(
-    claims: list[int], spare: int, growth: list[tuple[int, int]]
+def test_requests_whose_reservations_fit_get_one_extent_each(
+    reserved: list[int], spare: int, growth: list[tuple[int, int]]
 ) -> None:
-    pool = BlockPool(sum(claims) + spare)
-    tables: dict[int, list[int]] = {slot: [] for slot in range(len(claims))}
+    pool = BlockPool(sum(reserved) + spare)
+    tables: dict[int, list[int]] = {slot: [] for slot in range(len(reserved))}
     for slot, count in [*growth, *((slot, 20) for slot in tables)]:
-        left = claims[slot] - len(tables[slot]) if slot in tables else 0
+        left = reserved[slot] - len(tables[slot]) if slot in tables else 0
         if left > 0:
-            tables[slot] += blocks_of(pool.allocate(slot, min(count, left), claim=left))
-    assert [len(table) for table in tables.values()] == claims
-    assert [num_extents(table) for table in tables.values()] == [1] * len(claims)
-    assert pool.num_used == sum(claims)
+            tables[slot] += blocks_of(pool.allocate(slot, min(count, left), reserved=left))
+    assert [len(table) for table in tables.values()] == reserved
+    assert [num_extents(table) for table in tables.values()] == [1] * len(reserved)
+    assert pool.num_used == sum(reserved)
 
 
-def test_first_block_goes_into_the_smallest_run_that_holds_the_claim() -> None:
+def test_first_block_goes_into_the_smallest_run_that_holds_what_is_reserved() -> None:
     pool = BlockPool(20)
     for slot, count in enumerate((6, 1, 3, 1, 4, 5)):
-        pool.allocate(slot, count, claim=count)
+        pool.allocate(slot, count, reserved=count)
     for slot in (0, 2, 4):
         pool.release(slot)  # free: [0, 6), [7, 10), [11, 15)
-    assert pool.allocate(10, 1, claim=4) == [Extent(10, 11, 1)]
-    assert pool.allocate(11, 1, claim=3) == [Extent(11, 7, 1)]
-    assert pool.allocate(12, 1, claim=6) == [Extent(12, 0, 1)]
+    assert pool.allocate(10, 1, reserved=4) == [Extent(10, 11, 1)]
+    assert pool.allocate(11, 1, reserved=3) == [Extent(11, 7, 1)]
+    assert pool.allocate(12, 1, reserved=6) == [Extent(12, 0, 1)]
 
 
 def test_a_promise_never_causes_a_refusal() -> None:
     pool = BlockPool(10)
-    assert pool.allocate(0, 1, claim=10) == [Extent(0, 0, 1)]
+    assert pool.allocate(0, 1, reserved=10) == [Extent(0, 0, 1)]
     assert pool.num_free == 9
     # Nothing is left but the promise [1, 10): its second half goes first, then half of what remains, and so on.
-    assert pool.allocate(1, 9, claim=9) == [
-        Extent(1, 5, 5),
-        Extent(1, 3, 2),
-        Extent(1, 2, 1),
-        Extent(1, 1, 1),
-    ]
+    assert pool.allocate(1, 9, reserved=9) == [Extent(1, 5, 5), Extent(1, 3, 2), Extent(1, 2, 1), Extent(1, 1, 1)]
     with pytest.raises(RuntimeError, match=r"^slot 0 asks for 1 KV blocks, 0 are free$"):
-        pool.allocate(0, 1, claim=9)
+        pool.allocate(0, 1, reserved=9)
     pool.release(1)
-    assert pool.allocate(0, 9, claim=9) == [Extent(0, 1, 9)]
+    assert pool.allocate(0, 9, reserved=9) == [Extent(0, 1, 9)]
 
 
 def test_growth_goes_on_where_the_table_ends_when_those_blocks_are_free_by_then() -> None:
     pool = BlockPool(10)
     for slot, count in enumerate((2, 1, 3, 4)):
-        pool.allocate(slot, count, claim=count)
+        pool.allocate(slot, count, reserved=count)
     pool.release(0)
     pool.release(2)  # free: [0, 2), [3, 6)
-    assert pool.allocate(9, 3, claim=5) == [Extent(9, 3, 3)]
+    assert pool.allocate(9, 3, reserved=5) == [Extent(9, 3, 3)]
     pool.release(3)  # free: [0, 2), [6, 10)
-    assert pool.allocate(9, 2, claim=2) == [Extent(9, 6, 2)]
-
-
-def test_append_extent_merges_what_touches() -> None:
-    extents: list[tuple[int, int]] = []
-    for run in ((4, 2), (6, 1), (8, 1), (3, 1), (4, 1)):
-        append_extent(extents, *run)
-    assert extents == [(4, 3), (8, 1), (3, 2)]
+    assert pool.allocate(9, 2, reserved=2) == [Extent(9, 6, 2)]

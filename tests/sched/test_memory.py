@@ -1,11 +1,13 @@
-"""Claims on the KV pools of several groups: where shards lie, who may take blocks, and that nobody waits for ever."""
+"""Reservations of the KV pools of several groups: where shards lie, who may take blocks, and no endless wait."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -13,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from medha.batch import Extent, Row
 from medha.sched.memory import KVMemory
-from tests.sched.banker import Claimant, blocks_by_group, is_safe
-from tests.sched.simulation import Load, Simulation, loads
+from tests.sched.virtual import Drive, make_scheduler, worlds
 
 # -- where shards lie ------------------------------------------------------------------------------------
 
@@ -29,7 +30,7 @@ def chunk(slot: int, position: int, q_len: int, memory: KVMemory, *, samples: bo
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "claim", "num_firsts"),
+    ("num_tokens", "blocks", "num_firsts"),
     [
         (1, [1], 3),
         (24, [6], 3),
@@ -40,9 +41,9 @@ def chunk(slot: int, position: int, q_len: int, memory: KVMemory, *, samples: bo
         (72, [6] * 3, 1),
     ],
 )
-def test_claims(num_tokens: int, claim: list[int], num_firsts: int) -> None:
+def test_reservations(num_tokens: int, blocks: list[int], num_firsts: int) -> None:
     memory = three_groups()
-    assert memory.claim(num_tokens) == claim
+    assert memory.reservation(num_tokens) == blocks
     assert memory.first_groups(num_tokens) == range(num_firsts)
 
 
@@ -61,10 +62,10 @@ def test_a_share_of_no_whole_blocks_or_beyond_the_pool_is_refused(tokens: int) -
         KVMemory(num_blocks=8, block_size=4, num_groups=2, max_kv_per_group=tokens)
 
 
-def test_a_request_grows_along_its_run() -> None:
+def test_a_request_grows_along_its_span() -> None:
     memory = three_groups()
     memory.start(5, 1, 40)
-    assert (memory.run(5), memory.place(5, 0), memory.room(5, 0)) == ((1, 2), (1, 1), 24)
+    assert (memory.span(5), memory.place(5, 0), memory.room(5, 0)) == ((1, 2), (1, 1), 24)
     assert memory.take(chunk(5, 0, 18, memory)) == [Extent(5, 0, 5, 1)]
     assert (memory.place(5, 18), memory.room(5, 18)) == ((1, 1), 6)
     assert memory.take(chunk(5, 18, 2, memory)) == []  # fits the fifth block
@@ -81,7 +82,7 @@ def test_a_request_grows_along_its_run() -> None:
     assert memory.frees == [5]
 
 
-def test_a_request_that_has_filled_its_run_grows_no_further() -> None:
+def test_a_request_that_has_filled_its_span_grows_no_further() -> None:
     """Its last token has been scheduled and not come back: it is asked for its place, and there is no group behind."""
     memory = three_groups()
     memory.start(0, 2, 24)
@@ -133,10 +134,7 @@ class MemoryMachine(RuleBasedStateMachine):
     """Any sequence of first chunks, chunks, decodes and releases on small pools, beside brute force."""
 
     @initialize(
-        num_groups=st.integers(1, 3),
-        num_blocks=st.integers(1, 6),
-        block_size=st.integers(1, 3),
-        data=st.data(),
+        num_groups=st.integers(1, 3), num_blocks=st.integers(1, 6), block_size=st.integers(1, 3), data=st.data()
     )
     def start(self, num_groups: int, num_blocks: int, block_size: int, data: st.DataObject) -> None:
         self.share = block_size * data.draw(st.integers(1, num_blocks))
@@ -147,21 +145,32 @@ class MemoryMachine(RuleBasedStateMachine):
         self.requests: dict[int, Request] = {}
 
     def blocks(self, first: int, num_tokens: int) -> list[int]:
-        return blocks_by_group(
-            num_tokens,
-            first=first,
-            num_groups=self.memory.num_groups,
-            max_kv_per_group=self.share,
-            block_size=self.block_size,
-        )
-
-    def claimant(self, request: Request, num_done: int) -> Claimant:
-        claim, held = self.blocks(request.first, request.num_tokens), self.blocks(request.first, num_done)
-        return Claimant(claim, held, num_done >= request.num_prompt)
+        """Blocks of each group that the first tokens of a request take."""
+        blocks = [0] * self.memory.num_groups
+        for group, start in enumerate(range(0, num_tokens, self.share), first):
+            blocks[group] = -(-min(self.share, num_tokens - start) // self.block_size)
+        return blocks
 
     def is_safe_with(self, slot: int, request: Request, num_done: int) -> bool:
-        claimants = [self.claimant(r, r.num_done) for s, r in self.requests.items() if s != slot]
-        return is_safe(self.num_blocks, [*claimants, self.claimant(request, num_done)])
+        """By brute force: whether all come to their ends, decodes at any time and the prefills in some order."""
+        done = {s: (r, r.num_done) for s, r in self.requests.items()} | {slot: (request, num_done)}
+        held = {s: self.blocks(r.first, n) for s, (r, n) in done.items()}
+        rest = {s: np.subtract(self.blocks(r.first, r.num_tokens), held[s]) for s, (r, _) in done.items()}
+        decodes = [s for s, (r, n) in done.items() if n >= r.num_prompt]
+        free = self.num_blocks - sum(map(np.array, held.values()))
+        if (sum((rest[s] for s in decodes), np.zeros(len(free))) > free).any() or free.min() < 0:
+            return False
+        back = sum((held[s] for s in decodes), free) if decodes else free
+
+        def ends(order: tuple[int, ...]) -> bool:
+            available = np.array(back)
+            for s in order:
+                if (rest[s] > available).any():
+                    return False
+                available = available + held[s]
+            return True
+
+        return any(map(ends, permutations(done.keys() - set(decodes))))
 
     @precondition(lambda self: len(self.requests) < 5)
     @rule(data=st.data())
@@ -219,10 +228,10 @@ class MemoryMachine(RuleBasedStateMachine):
         row, request = self.row(slot, q_len), self.requests[slot]
         before, after = (self.blocks(request.first, n) for n in (request.num_done, row.kv_len))
         extents = self.memory.take(row)
-        assert all((e.slot, e.group) == (slot, row.holder) for e in extents)
-        assert sum(e.count for e in extents) == after[row.holder] - before[row.holder]
+        assert all((e.slot, e.group) == (slot, row.writer) for e in extents)
+        assert sum(e.count for e in extents) == after[row.writer] - before[row.writer]
         request.num_done = row.kv_len
-        for group in range(row.group, row.holder + 1):
+        for group in row.groups:
             held = min(self.share, request.num_done - (group - row.group) * self.share)
             assert self.memory.kv_before(slot, row.kv_len, group) == held
 
@@ -230,9 +239,10 @@ class MemoryMachine(RuleBasedStateMachine):
     def everybody_can_end(self) -> None:
         if not hasattr(self, "memory"):
             return
-        claimants = [self.claimant(request, request.num_done) for request in self.requests.values()]
-        assert is_safe(self.num_blocks, claimants)
-        held = [sum(c.held[group] for c in claimants) for group in range(self.memory.num_groups)]
+        held = [0] * self.memory.num_groups
+        for slot, request in self.requests.items():
+            assert self.is_safe_with(slot, request, request.num_done)
+            held = [a + b for a, b in zip(held, self.blocks(request.first, request.num_done), strict=True)]
         assert [pool.num_used for pool in self.memory.pools] == held
         assert self.memory.num_used == sum(held)
 
@@ -249,39 +259,13 @@ MemoryMachine.TestCase.settings = settings(max_examples=200, stateful_step_count
 TestMemoryMachine = MemoryMachine.TestCase
 
 
-# -- through the scheduler ------------------------------------------------------------------------------------
-
-
-def check_groups(simulation: Simulation) -> int:
-    """A request touches the groups of its shards and no other; returns how many requests lie on one group."""
-    load = simulation.load
-    for index, groups in simulation.groups.items():
-        request = load.requests[index]
-        most = -(-request.num_kv_tokens // load.max_kv_per_group)
-        assert groups == set(range(min(groups), min(groups) + len(groups)))
-        assert 1 <= len(groups) <= most
-        if index in simulation.finished:
-            num_written = request.num_prompt + request.num_new - 1  # the last sampled token is never written
-            assert len(groups) == -(-num_written // load.max_kv_per_group)
-    return sum(len(groups) == 1 for groups in simulation.groups.values())
-
-
-@settings(max_examples=250, deadline=None, derandomize=True)
-@given(loads(min_groups=2, max_groups=4))
-def test_any_load_on_groups_ends_and_leaves_nothing(load: Load) -> None:
-    """No deadlock (whenever something is unfinished and nothing is in flight there is a batch) and no leak, whatever
-    arrives, ends early or is cancelled; a request that fits one group touches exactly one."""
-    simulation = Simulation(load)
-    simulation.run()
-    check_groups(simulation)
+# -- mutations --------------------------------------------------------------------------------------------
 
 
 def grants_everything(patch: pytest.MonkeyPatch) -> None:
     """Mutation: whoever finds blocks free gets them."""
     patch.setattr(
-        KVMemory,
-        "_is_safe",
-        lambda self, taker, group, num_blocks, **_: num_blocks <= self.pools[group].num_free,
+        KVMemory, "_is_safe", lambda self, taker, group, num_blocks, **_: num_blocks <= self.pools[group].num_free
     )
 
 
@@ -299,15 +283,16 @@ def ignores_decodes(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mutate", [grants_everything, ignores_decodes])
-def test_the_property_notices_a_banker_who_gives_too_much(
+def test_a_drive_notices_a_banker_who_gives_too_much(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
 
     @settings(max_examples=300, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-    @given(loads(min_groups=2, max_groups=3))
-    def ends(load: Load) -> None:
-        Simulation(load).run()
+    @given(worlds(any_scheduler=True))
+    def ends(world: dict[str, Any]) -> None:
+        world["config"] = replace(world["config"], overcommit=False)
+        Drive(make_scheduler(world), world["load"], lambda batch: 0.1).run()
 
-    with pytest.raises((AssertionError, RuntimeError)):
+    with pytest.raises((AssertionError, RuntimeError, ExceptionGroup)):
         ends()

@@ -11,7 +11,7 @@ from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory
-from medha.sched.preempt import Preemption, fewest
+from medha.sched.preempt import Preemption
 from medha.sched.queue import Queue, State
 from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import BLOCK, Drive, Job, make_predictor
@@ -62,18 +62,18 @@ def play(scheduler: Scheduler, load: Sequence[Job], seconds: float = 0.1) -> Wat
 
 
 def test_decodes_that_fill_the_pool_give_way_and_come_to_their_end() -> None:
-    """D8: three decodes grow until nothing is free; claims would have let one run at a time."""
+    """D8: three decodes grow until nothing is free; reservations would have let one run at a time."""
     load = [Job(0.0, 16, 64, priority=2), Job(0.01, 16, 64), Job(0.02, 16, 64)]
-    with_claims = play(make(8), load)
-    assert with_claims.gave_way == []
+    with_reservations = play(make(8), load)
+    assert with_reservations.gave_way == []
     overcommitted = play(make(8, overcommit=True), load)
     assert overcommitted.gave_way and 0 not in overcommitted.gave_way
     assert overcommitted.num_decodes == len(overcommitted.gave_way)
-    assert overcommitted.first_token_s[2] < with_claims.first_token_s[2]
+    assert overcommitted.first_token_s[2] < with_reservations.first_token_s[2]
 
 
 def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> None:
-    queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
+    queue = Queue(SchedulerConfig(), None)
     memory = KVMemory(num_blocks=100, block_size=BLOCK)
     scheduled = {0: 90, 1: 10, 2: 70, 3: 30, 4: 50, 5: 20}
     for slot, num_tokens in scheduled.items():
@@ -92,31 +92,6 @@ def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> Non
     assert slots(preemption.by_loss(four)) == [2, 1], "nor one of a higher class"
     assert slots(preemption.of_lower_class(queue.running[0])) == [2, 1, 4]
     assert slots(preemption.of_lower_class(four)) == [2]
-
-
-def test_as_few_as_will_do_give_way() -> None:
-    queue = Queue(None, deadline_floor_s=1.0, deadline_factor=5.0)
-    states = [queue.add(SchedulerRequest(slot, 10, 1, 0.0), 1.0) for slot in range(4)]
-    assert fewest(states, lambda gone: 2 in gone) == [states[2]]
-    assert fewest(states, lambda gone: len(gone) >= 2) == states[:2]
-    assert fewest(states, lambda gone: False) is None
-    assert fewest([], lambda gone: True) == []
-
-
-def test_what_is_lost_is_predicted_from_what_was_computed() -> None:
-    scheduler = make(8, overcommit=True)
-    predictor = scheduler.predictor
-    assert predictor is not None
-    lost: list[float] = []
-
-    class Lost(Watched):
-        def on_schedule(self, batch: Batch | None) -> None:
-            lost.extend(p.lost_s / predictor.factor("prefill") for p in self.decision.preempted)
-
-    Lost(scheduler, [Job(0.0, 16, 100), Job(0.01, 16, 100)], lambda batch: 0.1).run()
-    times = scheduler._queue._times
-    assert times is not None and lost
-    assert lost[0] == pytest.approx(times.total_s(64), rel=0.2)  # both had filled half of the pool
 
 
 def test_a_class_makes_the_lower_ones_give_way_decodes_too() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from medha.batch import Batch
 from medha.config import SCHEDULERS, ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Work
-from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from medha.sim.known_models import find_model
 from medha.sim.outcome import Outcome
@@ -85,22 +83,6 @@ def test_two_prompts_take_turns_and_fill_both_stages(scheduler: str) -> None:
     assert outcome.duration_s == pytest.approx(streaming.duration_s, rel=0.05)
 
 
-def test_a_chunk_is_held_until_the_one_before_is_complete() -> None:
-    config = SchedulerConfig("sarathi", chunk_size=4, max_batch_tokens=8, depth=3, stream=False)
-    scheduler = Scheduler(config, num_blocks=16, block_size=4)
-    scheduler.add(SchedulerRequest(0, 10, 1, 0.0))
-    first = scheduler.schedule(0.0).batch
-    assert first is not None and [row[:3] for row in first.rows] == [(0, 0, 4)]
-    assert scheduler.schedule(0.0).batch is None
-    scheduler.add(SchedulerRequest(1, 6, 1, 0.0))
-    second = scheduler.schedule(0.0).batch
-    assert second is not None and [row[:3] for row in second.rows] == [(1, 0, 4)]
-    scheduler.complete(first, 1.0, [], 1.0)
-    third = scheduler.schedule(1.0).batch
-    assert third is not None and [row[:3] for row in third.rows] == [(0, 4, 4)]
-    assert scheduler.schedule(1.0).batch is None
-
-
 def test_with_one_batch_in_flight_nothing_changes() -> None:
     load = [Job(0.1 * i, 300 + 170 * i, 4) for i in range(8)]
     logs = defaultdict(list)
@@ -112,19 +94,3 @@ def test_with_one_batch_in_flight_nothing_changes() -> None:
             )
             logs[scheduler].append(plays.run())
     assert all(one == other for one, other in logs.values())
-
-
-def test_who_came_first_is_not_starved_by_those_that_fill_in() -> None:
-    """A long prompt beside a steady flow of short ones gets a chunk each time its last one is through."""
-    config = SchedulerConfig("sarathi", chunk_size=64, max_batch_tokens=64, depth=3, stream=False)
-    load = [Job(0.0, 640), *(Job(0.01 * i, 64) for i in range(60))]
-    chunks: Counter[int] = Counter()
-
-    class Counted(Drive):
-        def on_schedule(self, batch: Batch | None) -> None:
-            chunks.update(row.slot for row in (batch.rows if batch else ()) if self.live[row.slot].job == 0)
-
-    drive = Counted(Scheduler(config, num_blocks=64, block_size=64), load, lambda batch: 0.01)
-    drive.run()
-    assert chunks.total() == 10
-    assert drive.finish_s[0] <= 10 * 3 * 0.01 + 1e-9  # a turn of the pipeline each

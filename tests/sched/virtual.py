@@ -202,6 +202,7 @@ class Drive:
         self._in_flight: deque[tuple[Batch, float, float]] = deque()  # batch, its end, its seconds
         self._owner: dict[tuple[int, int], int] = {}  # slot that holds each (group, block)
         self._to_free: list[int] = []
+        self._shards: dict[int, dict[int, int]] = {}  # by slot and group: where its shard begins
         self._host: dict[tuple[int, int], int] = {}  # slot that holds each (group, host block)
         self._swaps: dict[int, list[Extent]] = {}  # host blocks of those swapped out
         self._to_swap: set[int] = set()  # slots whose blocks go with the next batch
@@ -353,10 +354,26 @@ class Drive:
             for block in range(extent.first, extent.first + extent.count):
                 assert (extent.group, block) not in self._owner
                 self._owner[extent.group, block] = extent.slot
+        for row in batch.rows:
+            self._check_shards(row)
         held = [0] * self.scheduler.memory.num_groups
         for group, _ in self._owner:
             held[group] += 1
         assert [pool.num_used for pool in self.scheduler.memory.pools] == held
+
+    def _check_shards(self, row: Row) -> None:
+        """A row lies on neighbouring groups, each with the blocks for its shard and not one more."""
+        shards = self._shards.setdefault(row.slot, {})
+        if row.position == 0 or row.group not in shards:
+            shards.clear()
+            shards[row.group] = 0
+        shards.setdefault(row.writer, row.position)
+        assert list(shards) == list(row.groups)
+        ends = [*list(shards.values())[1:], row.kv_len]
+        for (group, start), end in zip(shards.items(), ends, strict=True):
+            assert 0 < end - start <= self.scheduler.memory.max_kv_per_group
+            num_blocks = sum(place[0] == group and slot == row.slot for place, slot in self._owner.items())
+            assert num_blocks == -(-(end - start) // self.scheduler.memory.block_size)
 
     def _check_swaps(self, batch: Batch) -> None:
         """What goes out goes to host blocks of nobody; what comes in is what went out, to as many first blocks."""

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from medha.errors import ConfigError
-from medha.sim.known_models import ALIASES, KNOWN_MODELS, find_model
+from medha.sim.known_models import KNOWN_MODELS, find_model
 
 
 def test_names_and_aliases() -> None:
     assert set(KNOWN_MODELS) == {"llama-3-8b", "llama-3-70b", "llama-3.1-8b", "qwen2.5-14b-1m"}
-    assert set(ALIASES.values()) == set(KNOWN_MODELS)
     for name, model in KNOWN_MODELS.items():
         assert find_model(name) is find_model(name.upper()) is model
-    assert find_model("meta-llama/Meta-Llama-3-70B") is KNOWN_MODELS["llama-3-70b"]
+    assert find_model("meta-llama/Meta-Llama-3-70B-Instruct") is find_model("llama3-70b") is KNOWN_MODELS["llama-3-70b"]
     assert find_model("Qwen/Qwen2.5-14B-Instruct-1M") is KNOWN_MODELS["qwen2.5-14b-1m"]
 
 
@@ -34,8 +33,6 @@ def test_shapes(name: str, shape: tuple[float, ...]) -> None:
     m = find_model(name)
     found = (m.vocab_size, m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim)
     assert (*found, m.rope.theta) == shape
-    assert m.num_heads * m.head_dim == m.hidden_size
-    assert m.dtype == "bfloat16" and not m.tie_word_embeddings
     assert m.qkv_bias == (m.architecture == "Qwen2ForCausalLM")
 
 

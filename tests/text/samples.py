@@ -82,7 +82,5 @@ def word_level() -> tokenizers.Tokenizer:
 
 def chat_tokenizer(template: str | None, *, adds_bos: bool = False) -> Tokenizer:
     return Tokenizer(
-        byte_level(adds_bos),
-        special_tokens={"bos_token": "<|bos|>", "eos_token": "<|eot_id|>"},
-        chat_template=template,
+        byte_level(adds_bos), special_tokens={"bos_token": "<|bos|>", "eos_token": "<|eot_id|>"}, chat_template=template
     )

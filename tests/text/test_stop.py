@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.errors import ValidationError
 from medha.text import StopChecker
 
 
@@ -37,35 +35,6 @@ def test_stop_checker_equals_search_of_whole_text(pieces: list[str], stops: list
     else:
         emitted += checker.finish()
     assert (emitted, checker.matched) == (expected, stop)
-
-
-def test_stop_checker_streams_and_stops() -> None:
-    checker = StopChecker(["</end>", "🙂🙂"])
-    assert checker.push("hello </e") == ("hello ", None)
-    assert checker.push("nd") == ("", None)
-    assert checker.push("? 🙂") == ("</end? ", None)
-    assert checker.push("🙂 more") == ("", "🙂🙂")
-    assert checker.push("later") == ("", "🙂🙂")
-    assert checker.finish() == ""
-
-
-def test_stop_checker_overlaps() -> None:
-    assert StopChecker(["ab", "abc"]).push("xabc") == ("x", "ab")
-    assert StopChecker(["abc", "ab"]).push("xabc") == ("x", "abc")
-    waiting = StopChecker(["bc", "abcd"])
-    assert waiting.push("xabc") == ("x", None)
-    assert waiting.push("d") == ("", "abcd")
-    waiting = StopChecker(["bc", "abcd"])
-    assert waiting.push("xabc") == ("x", None)
-    assert waiting.finish() == "a"
-    assert waiting.matched == "bc"
-    assert StopChecker(["aab"], include_stop_str_in_output=True).push("aaabz") == ("aaab", "aab")
-
-
-def test_a_bad_stop_string() -> None:
-    with pytest.raises(ValidationError) as caught:
-        StopChecker(["ok", ""])
-    assert caught.value.param == "stop"
 
 
 def test_stop_checker_holds_little() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -112,8 +112,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "tensor_parallel_size": 1, "max_model_len": None}
     meta = {"model": "meta-llama/Llama-3.1-8B", "engine_kwargs": settings}
     (path / "vllm_run" / "meta.json").write_text(json.dumps(meta))
-    summary = "Metric   vLLM   Sim   Diff%\n-----\nTTFT Mean   700.0   650.0   -7.1%\nLatency P90   2,0   1   -1%\n"
-    (path / "vllm_run" / "llmservingsim_summary.txt").write_text(summary)
     return path
 
 
@@ -141,17 +139,12 @@ def test_a_run_is_read_in_order_of_arrival(folder: Path) -> None:
     assert (run.tp, run.block_size, run.num_blocks, run.model.num_layers) == (1, 16, None, LAYERS)
     config = run.config
     assert (config.scheduler, config.max_num_seqs, config.max_batch_tokens, config.chunk_size) == ("vllm", 8, 512, 512)
-    assert run.others == {("TTFT", "mean"): 0.65}
 
 
 def test_the_simulation_comes_near_what_was_measured(folder: Path) -> None:
     report = fidelity(folder)
     assert report["of each request"]["latency_error"] < 0.04 and abs(report["TTFT"]["mean"]["error"]) < 0.05
     assert [one["verdict"] for one in report["aims"].values()] == ["met"] * 4
-    assert {"decode", "mixed"} <= set(report["steps"])
-    trace = read_run(folder / "vllm_run").trace
-    num_tokens = int(trace.prompt_tokens.sum() + trace.output_tokens.sum()) - len(trace)
-    assert sum(steps["tokens"] for steps in report["steps"].values()) == num_tokens
     assert fidelity(folder, host_s=20e-3)["makespan"]["error"] > 0.1
 
 
@@ -172,35 +165,44 @@ def with_settings(path: Path, **settings: object) -> Path:
     return path
 
 
-def test_tensor_parallel_runs_need_their_all_reduces(folder: Path, tmp_path: Path) -> None:
+def test_tensor_parallel_runs_take_all_reduces(folder: Path, tmp_path: Path) -> None:
     path = with_settings(changed(folder, tmp_path), tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"^the run is of 2 tensor-parallel ranks.*accepted: all_reduce_alpha_s and"):
-        fidelity(path)
     found, alone = fidelity(path, all_reduce_alpha_s=1e-4, all_reduce_bytes_per_s=1e11), fidelity(folder)
     assert found["makespan"]["simulated_s"] > alone["makespan"]["simulated_s"]
 
 
-def cut_column(path: Path, name: str) -> None:
-    lines = [line.split(",") for line in path.read_text().splitlines()]
-    column = lines[0].index(name)
-    path.write_text("\n".join(",".join(line[:column] + line[column + 1 :]) for line in lines) + "\n")
+def without_file(path: Path, name: str) -> None:
+    (path / name).unlink()
+
+
+def without_column(path: Path, name: str) -> None:
+    file, column = name.split(":")
+    lines = [line.split(",") for line in (path / file).read_text().splitlines()]
+    at = lines[0].index(column)
+    (path / file).write_text("\n".join(",".join(line[:at] + line[at + 1 :]) for line in lines) + "\n")
+
+
+def with_word(path: Path, name: str) -> None:
+    (path / name).write_text((path / name).read_text().replace("mlp,16,", "mlp,16,x"))
 
 
 @pytest.mark.parametrize(
-    "file", ["profile/attention.csv.gz", "profile/dense.csv", "profile/per_sequence.csv", "vllm_run/meta.json"]
+    ("change", "name", "message"),
+    [
+        (without_file, "profile/attention.csv.gz", r"profile has no attention\.csv; accepted: a folder"),
+        (without_file, "profile/per_sequence.csv", r"profile has no per_sequence\.csv"),
+        (without_file, "vllm_run/meta.json", r"vllm_run has no meta\.json"),
+        (without_column, "profile/dense.csv:time_us", r"dense\.csv lacks time_us; accepted: columns"),
+        (without_column, "vllm_run/requests.csv:queued_s", r"requests\.csv lacks queued_s"),
+        (with_word, "profile/dense.csv", r"dense\.csv has a value that is no number"),
+    ],
 )
-def test_a_missing_file_is_named(folder: Path, tmp_path: Path, file: str) -> None:
+def test_what_is_wrong_in_a_folder_is_named(
+    folder: Path, tmp_path: Path, change: Callable[[Path, str], None], name: str, message: str
+) -> None:
     path = changed(folder, tmp_path)
-    (path / file).unlink()
-    with pytest.raises(ConfigError, match=rf"{file.removesuffix('.gz').replace('/', ' has no ')}; accepted: a folder"):
-        fidelity(path)
-
-
-@pytest.mark.parametrize(("file", "column"), [("profile/dense.csv", "time_us"), ("vllm_run/requests.csv", "queued_s")])
-def test_a_missing_column_is_named(folder: Path, tmp_path: Path, file: str, column: str) -> None:
-    path = changed(folder, tmp_path)
-    cut_column(path / file, column)
-    with pytest.raises(ConfigError, match=rf"{file.split('/')[1]} lacks {column}; accepted: columns"):
+    change(path, name)
+    with pytest.raises(ConfigError, match=message):
         fidelity(path)
 
 
@@ -210,6 +212,7 @@ def test_a_missing_column_is_named(folder: Path, tmp_path: Path, file: str, colu
         ({"max_num_seqs": None}, r"meta\.json: max_num_seqs=None; accepted: a whole number$"),
         ({"max_num_batched_tokens": 4096}, r"max_num_batched_tokens=4096 .*accepted: at most 512"),
         ({"data_parallel_size": 2}, r"data_parallel_size=2; accepted: 1$"),
+        ({"tensor_parallel_size": 2}, r"^the run is of 2 tensor-parallel ranks.*accepted: all_reduce_alpha_s and"),
     ],
 )
 def test_settings_that_cannot_be_simulated(
@@ -219,16 +222,6 @@ def test_settings_that_cannot_be_simulated(
         fidelity(with_settings(changed(folder, tmp_path), **settings))
 
 
-def test_values_that_are_no_numbers(folder: Path, tmp_path: Path) -> None:
-    path = changed(folder, tmp_path)
-    table = path / "profile" / "dense.csv"
-    table.write_text(table.read_text().replace("mlp,16,", "mlp,16,x"))
-    with pytest.raises(ConfigError, match=r"dense\.csv has a value that is no number"):
-        fidelity(path)
-    with pytest.raises(ConfigError, match="model 'nothing' is not known"):
-        fidelity(folder, model="nothing")
-
-
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
     assert run_app(app, "fidelity", ["--run", str(folder), "--output-json", str(path)]) == 0
@@ -236,7 +229,6 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "meta-llama/Llama-3.1-8B, tp 1: simulated against measured" in out and "makespan: " in out and "met" in out
     written = json.loads(path.read_text())
     assert written["benchmark"] == "fidelity" and written["run"]["num_requests"] == 40
-    assert written["TTFT"]["mean"]["LLMServingSim_s"] == 0.65
     assert run_app(app, "fidelity", []) == 2
     assert "--run" in capsys.readouterr().err
 
@@ -252,18 +244,6 @@ TOY = LiveOptions(
     output_lens=(3, 6),
     shape={**TINY, "max_position_embeddings": 2048},
 )
-
-
-def test_the_mix_arrives_in_the_time_that_is_asked_for() -> None:
-    mix, is_long = make_mix(TOY)
-    assert (
-        is_long.sum() == 1 and (mix.prompt_tokens[is_long] >= 300).all() and (mix.prompt_tokens[~is_long] <= 40).all()
-    )
-    trace = spread(mix, 10.0, seed=0)
-    assert trace.arrival_s[0] > 0 and trace.arrival_s[-1] < 10
-    assert np.array_equal(trace.arrival_s, spread(mix, 10.0, seed=0).arrival_s)
-    with pytest.raises(ConfigError, match=r"^load=0; accepted: a finite number above 0$"):
-        LiveOptions(load=0)
 
 
 def test_a_simulation_of_known_costs_and_its_comparison() -> None:
@@ -285,10 +265,8 @@ def test_a_simulation_of_known_costs_and_its_comparison() -> None:
 
 
 def test_a_toy_run_on_the_engine() -> None:
-    stages: list[str] = []
-    report = live_fidelity(TOY, on_stage=stages.append)
-    assert stages == ["profiling", "warming up", "rehearsing", "serving"]
-    assert report["overhead_s"] > 0 and report["busy_ratio"] > 0
+    report = live_fidelity(TOY)
+    assert report["overhead_s"] > 0
     assert set(report["factors"]) <= {"prefill", "decode", "mixed"} and min(report["factors"].values()) > 0
     assert len(report["aims"]) == 4 and report["TTFT, short"]["P99"]["measured_s"] > 0
     print_report(json.loads(json.dumps(report, default=str)))

@@ -30,8 +30,8 @@ import numpy as np
 from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_manager import Manager
 from examples.reproduce.served import Served
+from examples.reproduce.timing import MODELS, a100
 from medha.config import ModelConfig
-from medha.cost.hardware import HardwareSpec
 from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
 
@@ -41,52 +41,42 @@ class LoongServe:
     """A system of elastic instances.
 
     Attributes:
-        spec: the accelerators.
+        label: its name in figures.
         model: what runs on them.
         num_instances: in all.
         tp: accelerators of each.
         reserved: instances for prompts below ``reserved_below`` tokens; the others serve the rest. 0 for no such pool.
         reserved_below: tokens.
         utilization: share of the memory that may be used.
-        is_elastic: False for static sequence parallelism: one group of all instances, prefills first.
     """
 
-    spec: HardwareSpec
-    model: ModelConfig
+    label: str = "LoongServe"
+    model: ModelConfig = MODELS["Llama-3 8B"]
     num_instances: int = 8
     tp: int = 2
     reserved: int = 0
     reserved_below: int = 8192
     utilization: float = 0.9
-    is_elastic: bool = True
 
+    def play(self, trace: Trace, *, stop_s: float = math.inf) -> Served:
+        """Play a trace, to the end or until a time; the same trace gives the same result.
 
-def play(system: LoongServe, trace: Trace, *, stop_s: float | None = None) -> Served:
-    """Play a trace on it; the same trace gives the same result.
-
-    Args:
-        system: who serves.
-        trace: what is asked.
-        stop_s: time of the clock at which to stop; None is the end.
-
-    Raises:
-        ConfigError: the model does not fit an instance.
-    """
-    first_token_s, finish_s = np.full((2, len(trace)), np.nan)
-    gaps, is_stopped = Gaps(), False
-    count, tp = system.num_instances, system.tp
-    costs = EspCosts(system.spec, system.model, num_instances=count, tp=tp, utilization=system.utilization)
-    is_short = trace.prompt_tokens < system.reserved_below
-    pools = [(range(count), np.ones(len(trace), np.bool_))]
-    if system.reserved:
-        pools = [(range(system.reserved), is_short), (range(system.reserved, count), ~is_short)]
-    for instances, mask in pools:
-        manager = Manager(costs, trace, instances, is_elastic=system.is_elastic, gaps=gaps)
-        is_stopped |= manager.play(np.flatnonzero(mask).tolist(), math.inf if stop_s is None else stop_s)
-        first_token_s[mask], finish_s[mask] = manager.first_token_s[mask], manager.finish_s[mask]
-    if is_stopped and stop_s is not None:
+        Raises:
+            ConfigError: the model does not fit an instance.
+        """
+        first_token_s, finish_s = np.full((2, len(trace)), np.nan)
+        gaps, is_stopped, count = Gaps(), False, self.num_instances
+        costs = EspCosts(a100(), self.model, num_instances=count, tp=self.tp, utilization=self.utilization)
+        pools = [(range(count), np.ones(len(trace), np.bool_))]
+        if self.reserved:
+            is_short = trace.prompt_tokens < self.reserved_below
+            pools = [(range(self.reserved), is_short), (range(self.reserved, count), ~is_short)]
+        for instances, mask in pools:
+            manager = Manager(costs, trace, instances, gaps=gaps)
+            is_stopped |= manager.play(np.flatnonzero(mask).tolist(), stop_s)
+            first_token_s[mask], finish_s[mask] = manager.first_token_s[mask], manager.finish_s[mask]
+        if not is_stopped:
+            return Served(trace, first_token_s, finish_s, float(np.nanmax(finish_s, initial=0.0)), gaps)
         for times in (first_token_s, finish_s):
             times[times > stop_s] = np.nan  # the last step of a run that the manager interrupted
-    last_s = float(np.nanmax(finish_s, initial=0.0))
-    end_s = stop_s if is_stopped and stop_s is not None else last_s
-    return Served(trace, first_token_s, finish_s, end_s, gaps)
+        return Served(trace, first_token_s, finish_s, stop_s, gaps)

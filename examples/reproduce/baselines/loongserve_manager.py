@@ -15,15 +15,7 @@ import numpy as np
 
 from examples.reproduce.baselines.loongserve_cost import EspCosts
 from examples.reproduce.baselines.loongserve_plan import Pending, Situation, fill, plan_batches, select
-from examples.reproduce.baselines.loongserve_pool import (
-    MASTER_REQUESTS,
-    Group,
-    KvPool,
-    Prefill,
-    Request,
-    Run,
-    assign,
-)
+from examples.reproduce.baselines.loongserve_pool import MASTER_REQUESTS, Group, KvPool, Prefill, Request, Run, assign
 from medha.sim.outcome import Gaps
 from medha.workload.trace import Trace
 
@@ -51,17 +43,16 @@ class Manager:
         costs: of its instances.
         trace: what is asked.
         instances: their numbers.
-        is_elastic: groups are not always of all instances.
         gaps: where waits between tokens are counted.
 
     Attributes:
         first_token_s, finish_s: by row of the trace; NaN for what did not happen.
     """
 
-    def __init__(self, costs: EspCosts, trace: Trace, instances: range, *, is_elastic: bool, gaps: Gaps) -> None:
+    def __init__(self, costs: EspCosts, trace: Trace, instances: range, *, gaps: Gaps) -> None:
         self.first_token_s, self.finish_s = np.full((2, len(trace)), np.nan)
         self._gaps = gaps
-        self._costs, self._is_elastic = costs, is_elastic
+        self._costs = costs
         self._prompts, self._outputs = trace.prompt_tokens.tolist(), trace.output_tokens.tolist()
         self._arrivals: list[float] = trace.arrival_s.tolist()
         self._instances = list(instances)
@@ -130,10 +121,7 @@ class Manager:
         if self._pool.groups and (self._must_decode or now_s < self._next_dispatch_s):
             return
         places = select(
-            self._costs,
-            self._queue[:_MAX_SCANNED],
-            self._situation(),
-            may_pass=self._num_passes < _MAX_PASSES,
+            self._costs, self._queue[:_MAX_SCANNED], self._situation(), may_pass=self._num_passes < _MAX_PASSES
         )
         if not places:
             return
@@ -165,7 +153,7 @@ class Manager:
 
     def _situation(self) -> Situation:
         used = list(self._pool.used.values())
-        busy = -(-sum(used) // self._pool.tokens) if self._is_elastic else 0
+        busy = -(-sum(used) // self._pool.tokens)
         requests = [request for group in self._pool.running() for request in group.requests]
         expected = self._ended_tokens / self._num_ended
         left = max((max(expected - one.done, 0.1 * one.done) for one in requests), default=0.0)
@@ -173,7 +161,7 @@ class Manager:
         return Situation(
             num_instances=len(used),
             most_idle=len(idle),
-            idle_prompt_tokens=self._costs.most_tokens(idle if self._is_elastic else used),
+            idle_prompt_tokens=self._costs.most_tokens(idle),
             prompt_tokens=self._costs.most_tokens(used),
             claim_tokens=self._unclaimed(),
             decode_left_s=max(left, _LEAST_STEPS) * self._typical_s,
@@ -185,8 +173,7 @@ class Manager:
 
     def _start_prefills(self, chosen: list[Pending], now_s: float) -> list[Pending]:
         """Give the prefills instances and start them, without the last ones where there is no room; those started."""
-        if self._is_elastic:
-            self._move_together(chosen)
+        self._move_together(chosen)
         while chosen:
             instances, stopped = self._allocate(chosen)
             by_length = sorted(chosen, key=lambda pending: -pending.prompt_tokens)
@@ -224,8 +211,6 @@ class Manager:
         tokens, squares, rate = _sums(chosen)
         instances, stopped = self._pool.idle(), []
         groups = sorted(self._pool.running(), key=self._pool.room)
-        if not self._is_elastic:
-            return self._instances, groups
         while groups and tokens > self._costs.most_tokens([self._pool.used[instance] for instance in instances]):
             stopped.append(groups.pop())
             instances = instances + stopped[-1].instances
@@ -262,11 +247,6 @@ class Manager:
         """Start prefills of these requests on these instances; False, and nothing done, where there is no room."""
         instances = sorted(instances, key=lambda instance: (self._pool.used[instance], instance))
         lengths, used = [one.prompt_tokens for one in by_length], [self._pool.used[instance] for instance in instances]
-        if not self._is_elastic:
-            if sum(lengths) > self._costs.most_tokens(used):
-                return False
-            self._start_prefill(by_length, instances, now_s, is_filling=is_filling)
-            return True
         plan = plan_batches(self._costs, lengths, used)
         for batch in plan or ():
             requests = by_length[batch.first_request : batch.end_request]
@@ -283,7 +263,7 @@ class Manager:
         requests = [Request(pending, self._outputs[pending.row] - 1) for pending in pendings]
         prefill = Prefill(list(instances), requests, start_s, end_s, sum(lengths) / len(instances), is_filling)
         room = {at: self._costs.room_tokens(self._pool.used[at], prefill.activations) for at in instances}
-        self._pool.keep(prefill, room, spreads=not self._is_elastic)
+        self._pool.keep(prefill, room)
         for instance in instances:
             self._pool.owner[instance] = prefill
         self._prefills.append(prefill)
@@ -302,7 +282,7 @@ class Manager:
                 self._finish(request, end_s)
         group = Group([], [request for request in prefill.requests if request.left])
         kept = {instance for request in group.requests for instance in request.kv}
-        group.instances = sorted(kept if self._is_elastic else prefill.instances)
+        group.instances = sorted(kept)
         for waiting in [one for one in self._pool.groups if one.is_stopped]:
             if not set(waiting.instances).isdisjoint(prefill.instances):
                 group.requests = waiting.requests + group.requests
@@ -310,7 +290,7 @@ class Manager:
                 self._pool.groups.remove(waiting)
         if group.requests:
             self._pool.groups.append(group)
-            self._pool.resume(group, is_elastic=self._is_elastic)
+            self._pool.resume(group)
         if not self._prefills:
             self._must_decode = True
 
@@ -345,7 +325,7 @@ class Manager:
             else:
                 return
         count = len(group.requests)
-        if self._is_elastic and count // len(group.instances) > MASTER_REQUESTS and (idle := self._pool.idle()):
+        if count // len(group.instances) > MASTER_REQUESTS and (idle := self._pool.idle()):
             self._pool.join(group, idle[0])
             masters = self._pool.masters(group) or masters
         most_steps = min((self._pool.tokens - self._pool.used[instance]) // rows for instance, rows in masters)
@@ -403,7 +383,7 @@ class Manager:
             self._finish(request, end_s)
         group.requests = [request for request in group.requests if request.left]
         for instance in list(group.instances):
-            if self._pool.used[instance] == 0 and (self._is_elastic or not group.requests):
+            if self._pool.used[instance] == 0:
                 self._pool.drop(group, instance)
         if not group.requests:
             self._pool.groups.remove(group)

@@ -122,35 +122,33 @@ class KvPool:
         """Stop a group if a prefill has one of its instances; let it go on otherwise."""
         group.is_stopped = any(isinstance(self.owner[instance], Prefill) for instance in group.instances)
 
-    def resume(self, group: Group, *, is_elastic: bool) -> None:
-        """Let a group go on if no prefill has an instance of it; an elastic one leaves those where it has nothing."""
+    def resume(self, group: Group) -> None:
+        """Let a group go on if no prefill has an instance of it; it leaves those where it has nothing."""
         self.stop(group)
         for instance in list(group.instances):
             if isinstance(self.owner[instance], Prefill):
                 continue
-            if is_elastic and self.used[instance] == 0:
+            if self.used[instance] == 0:
                 self.drop(group, instance)
             else:
                 self.owner[instance] = group
 
-    def keep(self, prefill: Prefill, room: dict[int, int], *, spreads: bool) -> None:
-        """Say where keys and values of prompts stay: on the fewest instances, the fullest first, or spread evenly.
+    def keep(self, prefill: Prefill, room: dict[int, int]) -> None:
+        """Say where keys and values of prompts stay: on the fewest instances, the fullest first.
 
         Args:
             prefill: whose requests.
             room: tokens that each instance of it has room for.
-            spreads: evenly.
         """
         order = sorted(prefill.instances, key=lambda instance: (-self.used[instance], instance))
         for request in prefill.requests:
             left = request.pending.prompt_tokens
-            for most in (-(-left // len(order)), left) if spreads else (left,):
-                for instance in order:
-                    if amount := min(left, most, room[instance]):
-                        request.kv[instance] = request.kv.get(instance, 0) + amount
-                        self.used[instance] += amount
-                        room[instance] -= amount
-                        left -= amount
+            for instance in order:
+                if amount := min(left, room[instance]):
+                    request.kv[instance] = amount
+                    self.used[instance] += amount
+                    room[instance] -= amount
+                    left -= amount
             assert not left, "a prefill was planned with room for its keys and values"
 
     def free(self, request: Request) -> None:

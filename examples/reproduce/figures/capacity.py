@@ -1,4 +1,4 @@
-"""Capacity under load: TTFT by rate with and without long requests, over time, and who is in the system.
+"""Capacity under load: TTFT by rate with and without long requests, and over time.
 
 v5 sections 1, 2.5, 6.2 and 6.4, figures 1 and 9; v4 section 5.2, figures 1, 15 and 21. Setup:
 :mod:`examples.reproduce.load`.
@@ -10,39 +10,19 @@ that arrived in the first half of the window finish within it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from examples.reproduce.load import (
-    LOONGSERVE,
-    MEDHA,
-    MIX,
-    RATES_QPS,
-    SARATHI_512,
-    SARATHI_2048,
-    SHORT,
-    WHOLE,
-    Bounded,
-    System,
-    finished_share,
-    is_early,
-    is_long,
-    num_active,
-    ratio_says,
-    run_of,
-    runs_of,
-    stretches_s,
-    told_of,
-    ttft_quantile,
-    window_s,
-)
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, lines, plain_ticks
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
-from examples.reproduce.served import Served
+from examples.reproduce.load import MIX, RATES_QPS, SHORT, System, ratio_says, run_of, runs_of, window_s
+from examples.reproduce.plotting import COLORS, MARKERS, Line, Panel
+from examples.reproduce.result import Answer, FigureResult, Options, figure
+from examples.reproduce.served import Bounded, Floats, Served
+from examples.reproduce.systems import LOONGSERVE, MEDHA, SARATHI_512, SARATHI_2048, WHOLE
 
 BASELINES: tuple[System, ...] = (LOONGSERVE, SARATHI_512, SARATHI_2048, WHOLE)
 SYSTEMS: tuple[System, ...] = (MEDHA, *BASELINES)
@@ -84,29 +64,26 @@ class Capacity:
 
 def sustains(served: Served, stop_s: float) -> bool:
     """Whether a play was within the effective capacity (see the module)."""
-    trace = served.trace
-    short = ~is_long(trace) & (trace.arrival_s <= stop_s - SLO_S)  # the others had not the time to be late
+    arrival_s = served.trace.arrival_s
+    short = ~served.is_long & (arrival_s <= stop_s - SLO_S)  # the others had not the time to be late
     within = float(np.mean(served.ttft_s[short] <= SLO_S)) if short.any() else 1.0
-    return within >= ENOUGH and not finished_share(served, among=is_early(trace, stop_s)) < ENOUGH
+    return within >= ENOUGH and not served.finished_share(stop_s / 2) < ENOUGH
 
 
 def capacity(system: System, rates_qps: Sequence[float], options: Options) -> Capacity:
     """The effective capacity with 5 % long requests, of rising rates, up to the first that is too high."""
     held = 0.0
     for qps in rates_qps:
-        if not sustains(_served(system, MIX, qps, options), window_s(options)):
+        if not sustains(run_of(system, MIX, qps, options), window_s(options)):
             return Capacity(held, qps)
         held = qps
     return Capacity(held, None)
 
 
+@figure("capacity", "TTFT under load, with and without long requests, 8B on 16 A100s")
 def run(options: Options) -> FigureResult:
     """All systems at the papers' rates; ``quick`` plays 5 minutes instead of 60, and fewer low rates."""
     low_qps = LOW_QPS[1::2] if options.quick else LOW_QPS
-    rows = {
-        name: told_of(runs_of(SYSTEMS, lengths, RATES_QPS, options))
-        for name, lengths in (("none", SHORT), ("5 %", MIX))
-    }
     capacities = {
         system.label: capacity(system, RATES_QPS if system is MEDHA else (*low_qps, *RATES_QPS), options)
         for system in SYSTEMS
@@ -118,19 +95,14 @@ def run(options: Options) -> FigureResult:
         "short-alike": _short_alike(options),
         "truncated-60min": _truncated(options),
     }
-    numbers = {
-        "window_s": window_s(options),
-        "definition": _DEFINITION,
-        "qps": list(RATES_QPS),
-        "long": rows,
-        "capacity_qps": {name: [found.qps, found.fails_at_qps] for name, found in capacities.items()},
-        "over_time": _over_time(options),
-    }
-    return FigureResult(numbers, answers)
-
-
-def _served(system: System, lengths: str, qps: float, options: Options, long_share: float | None = None) -> Served:
-    return run_of(system, lengths, qps, options, long_share).served
+    panels = [
+        *(
+            _rates_panel(share, runs_of(SYSTEMS, lengths, RATES_QPS, options))
+            for share, lengths in (("none", SHORT), ("5 %", MIX))
+        ),
+        _arrivals_panel([(system.label, run_of(system, MIX, _RATE, options)) for system in (MEDHA, LOONGSERVE)]),
+    ]
+    return FigureResult(panels, answers)
 
 
 def _capacity_answer(capacities: Mapping[str, Capacity]) -> Answer:
@@ -147,11 +119,11 @@ def _capacity_answer(capacities: Mapping[str, Capacity]) -> Answer:
 
 
 def _ttft(options: Options) -> dict[str, Answer]:
-    ours, theirs = (_served(system, MIX, _RATE, options) for system in (MEDHA, LOONGSERVE))
-    quantiles = {share: (ttft_quantile(theirs, share), ttft_quantile(ours, share)) for share in (0.5, 0.9, 0.99)}
+    ours, theirs = (run_of(system, MIX, _RATE, options) for system in (MEDHA, LOONGSERVE))
+    quantiles = {share: (theirs.ttft_quantile(share), ours.ttft_quantile(share)) for share in (0.5, 0.9, 0.99)}
     (median, ours_median), (p90, ours_p90), (p99, ours_p99) = quantiles.values()
     slow = stretches_s(theirs.trace.arrival_s, theirs.ttft_s > SLO_S)
-    ours_slow = stretches_s(ours.trace.arrival_s, ~is_long(ours.trace) & (ours.ttft_s > SLO_S))
+    ours_slow = stretches_s(ours.trace.arrival_s, ~ours.is_long & (ours.ttft_s > SLO_S))
     median_s = f"LoongServe {median}, Medha {ours_median}"
     overload = _overload(theirs, window_s(options))
     return {
@@ -186,7 +158,7 @@ def _sign(over: Bounded, under: Bounded) -> str:
 
 def _overload(theirs: Served, stop_s: float) -> str:
     """What the first half of the arrivals came to, which tells whether the queue grows without end."""
-    share = finished_share(theirs, among=is_early(theirs.trace, stop_s))
+    share = theirs.finished_share(stop_s / 2)
     grows = (
         "its queue does not grow without end, which would give any ratio"
         if share >= ENOUGH
@@ -197,14 +169,14 @@ def _overload(theirs: Served, stop_s: float) -> str:
 
 def _sensitivity(options: Options) -> dict[str, Answer]:
     none, one, five = (
-        _served(LOONGSERVE, *load)
+        run_of(LOONGSERVE, *load)
         for load in ((SHORT, _RATE, options), (MIX, _RATE, options, ONE_PERCENT), (MIX, _RATE, options))
     )
     parts = []
     for share in (0.5, 0.9):
-        base, with_one, with_five = (ttft_quantile(served, share) for served in (none, one, five))
+        base, with_one, with_five = (served.ttft_quantile(share) for served in (none, one, five))
         parts.append(f"P{100 * share:.0f}: {base} without, {with_one} with 1 %, {with_five} with 5 %")
-    base, with_one = (ttft_quantile(served, 0.9) for served in (none, one))
+    base, with_one = (served.ttft_quantile(0.9) for served in (none, one))
     return {
         "long-1-percent": Answer(
             with_one.seconds / base.seconds,
@@ -215,9 +187,9 @@ def _sensitivity(options: Options) -> dict[str, Answer]:
 
 def _short_alike(options: Options) -> Answer:
     low, top = RATES_QPS[0], RATES_QPS[-1]
-    medians = {system.label: ttft_quantile(_served(system, SHORT, low, options), 0.5).seconds for system in SYSTEMS}
-    p90 = {system.label: ttft_quantile(_served(system, SHORT, top, options), 0.9).seconds for system in SYSTEMS}
-    ours, calm_s = medians[MEDHA.label], ttft_quantile(_served(LOONGSERVE, SHORT, low, options), 0.9).seconds
+    medians = {system.label: run_of(system, SHORT, low, options).ttft_quantile(0.5).seconds for system in SYSTEMS}
+    p90 = {system.label: run_of(system, SHORT, top, options).ttft_quantile(0.9).seconds for system in SYSTEMS}
+    ours, calm_s = medians[MEDHA.label], run_of(LOONGSERVE, SHORT, low, options).ttft_quantile(0.9).seconds
     cases = [1 / ALIKE <= medians[system.label] / ours <= ALIKE for system in BASELINES]
     cases.append(p90[LOONGSERVE.label] >= BEHIND * p90[MEDHA.label])
     listed = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in medians.items())
@@ -233,8 +205,7 @@ def _truncated(options: Options) -> Answer:
     stop_s = window_s(options)
     cases, listed = [], []
     for qps in RATES_QPS[1:]:
-        plays = {system.label: _served(system, MIX, qps, options) for system in BASELINES}
-        shares = {name: finished_share(one, among=is_early(one.trace, stop_s)) for name, one in plays.items()}
+        shares = {system.label: run_of(system, MIX, qps, options).finished_share(stop_s / 2) for system in BASELINES}
         cases.append(min(shares.values()) < 1)
         listed.append(f"{qps:g} QPS " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     return Answer(
@@ -244,68 +215,37 @@ def _truncated(options: Options) -> Answer:
     )
 
 
-def _over_time(options: Options) -> dict[str, Any]:
-    """TTFT by arrival and active requests at 0.75 QPS (v5 figure 1b, v4 figure 21)."""
-    times_s = np.linspace(0, window_s(options), 121)
-    tree: dict[str, Any] = {"qps": _RATE, "times_s": times_s.tolist(), "systems": {}}
-    for system in (MEDHA, LOONGSERVE):
-        served = _served(system, MIX, _RATE, options)
-        waits = [value if math.isfinite(value) else None for value in served.ttft_s.tolist()]
-        tree["systems"][system.label] = {
-            "arrival_s": served.trace.arrival_s.tolist(),
-            "is_long": is_long(served.trace).tolist(),
-            "ttft_s": waits,
-            "active": num_active(served, times_s),
-        }
-    return tree
+def stretches_s(arrival_s: Floats, is_slow: NDArray[np.bool_]) -> list[float]:
+    """Seconds of arrivals without a break that were all slow: from the first to the last of each run of them."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_slow, [False]]).astype(np.int8)))
+    return [float(arrival_s[last - 1] - arrival_s[first]) for first, last in zip(edges[::2], edges[1::2], strict=True)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Drawing
-
-
-def draw(numbers: Mapping[str, Any], figure: Any) -> None:
-    """TTFT by rate without and with long requests; TTFT and active requests over time."""
-    (left, middle), (waits, active) = figure.subplots(2, 2)
-    for axes, (share, rows) in zip((left, middle), numbers["long"].items(), strict=True):
-        _by_rate(axes, numbers["qps"], rows)
-        finish(axes, title=f"long requests: {share}", ylabel="TTFT, s: P50 solid, P90 dotted", legend=axes is left)
-    _waits(waits, numbers["over_time"])
-    minutes = [second / 60 for second in numbers["over_time"]["times_s"]]
-    lines(active, minutes, {name: one["active"] for name, one in numbers["over_time"]["systems"].items()}, marker="")
-    active.set_xlabel("time, min")
-    finish(active, title="Active requests, queued ones included", ylabel="requests")
-
-
-def _by_rate(axes: Any, qps: Sequence[float], rows: Mapping[str, Any]) -> None:
+def _rates_panel(share: str, runs: Mapping[str, Sequence[Served]]) -> Panel:
     """Lines by system; hollow where only a lower bound is known."""
-    for index, (name, points) in enumerate(rows.items()):
-        color, marker = COLORS[index], MARKERS[index]
-        for at, style in ((0, "-"), (1, ":")):
-            least_s = [point["ttft_at_least_s"][at] for point in points]
-            axes.plot(qps, least_s, style, color=color, label=name if at == 0 else None)
-            for x, y, point in zip(qps, least_s, points, strict=True):
-                hollow = point["ttft_s"]["all"][at] is None
-                axes.plot([x], [y], marker, color=color, markerfacecolor="white" if hollow else color, markersize=5)
-    axes.axhline(SLO_S, color=PAPER, linewidth=0.8, linestyle="--")
-    axes.set_yscale("log")
-    plain_ticks(axes.xaxis, qps)
-    axes.set_xlabel("load, QPS (hollow: a lower bound)")
+    rows = []
+    for (index, (name, row)), (quantile, style) in itertools.product(enumerate(runs.items()), ((0.5, "-"), (0.9, ":"))):
+        points = [served.ttft_quantile(quantile) for served in row]
+        label, looks = name if quantile == 0.5 else None, {"color": COLORS[index], "marker": MARKERS[index]}
+        rows.append(Line(label, RATES_QPS, [point.seconds for point in points], looks | {"linestyle": style}))
+        bounds = [point.seconds if point.is_least else None for point in points]
+        rows.append(Line(None, RATES_QPS, bounds, looks | {"linestyle": "", "markerfacecolor": "white"}))
+    return Panel(
+        f"long requests: {share}",
+        "load, QPS (hollow: a lower bound)",
+        "TTFT, s: P50 solid, P90 dotted",
+        rows,
+        levels={f"{SLO_S:g} s": SLO_S},
+        log="xy",
+    )
 
 
-def _waits(axes: Any, tree: Mapping[str, Any]) -> None:
-    for index, (name, one) in enumerate(tree["systems"].items()):
-        points = list(zip(one["arrival_s"], one["ttft_s"], one["is_long"], strict=True))
-        for long, size in ((False, 3), (True, 14)):
-            some = [(at_s / 60, ttft_s) for at_s, ttft_s, is_long in points if ttft_s is not None and is_long == long]
-            label, marker = f"{name}, {'long' if long else 'short'}", MARKERS[2] if long else MARKERS[0]
-            x, y = [x for x, _ in some], [y for _, y in some]
-            axes.scatter(x, y, s=size, color=COLORS[index], label=label, marker=marker)
-    axes.set_yscale("log")
-    axes.set_xlabel("arrival, min")
-    axes.set_ylim(bottom=1e-3)
-    finish(axes, title=f"5 % long, {tree['qps']:g} QPS", ylabel="TTFT, s", legend=False)
-    axes.legend(fontsize=8, frameon=False, loc="lower center", ncols=2)
-
-
-FIGURES = (FigureSpec("capacity", "TTFT under load, with and without long requests, 8B on 16 A100s", run, draw),)
+def _arrivals_panel(runs: Sequence[tuple[str, Served]]) -> Panel:
+    """TTFT by arrival at 0.75 QPS (v5 figure 1b, v4 figure 21)."""
+    rows = []
+    for (index, (name, served)), kind in itertools.product(enumerate(runs), ("short", "long")):
+        chosen = np.isfinite(served.ttft_s) & (served.is_long == (kind == "long"))
+        style = {"color": COLORS[index], "marker": "." if kind == "short" else "^", "linestyle": ""}
+        minutes = served.trace.arrival_s[chosen] / 60
+        rows.append(Line(f"{name}, {kind}", minutes.tolist(), served.ttft_s[chosen].tolist(), style))
+    return Panel(f"5 % long, {_RATE:g} QPS", "arrival, min", "TTFT, s", rows, log="y")

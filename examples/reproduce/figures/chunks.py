@@ -5,16 +5,14 @@ v5 sections 2.6 and 3.1, figure 3; v4 sections 3.1 and 3.2, figure 5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from examples.reproduce.baselines.context_parallel import ContextParallel, prefill_s
 from examples.reproduce.flops import chunk_intensity
-from examples.reproduce.plotting import PAPER, finish, lines, token_axis, token_label
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, M, a100, chunk_seconds, h100, pipeline_ends, stage_predictors
 from medha.config import ModelConfig, ParallelConfig
 from medha.cost.predictor import Predictor, Work
@@ -33,20 +31,25 @@ _DERIVED = "The H100 spec is derived, not measured."
 # Intensity
 
 
+@figure("intensity", "Arithmetic intensity of a chunk (v5 eq. 1)")
 def run_intensity(options: Options) -> FigureResult:
     """Eq. 1 against the FLOPs a byte that an H100 can feed; ``quick`` changes nothing."""
     spec = h100()
     ridge = spec.peak_flops_per_s / spec.hbm_bytes_per_s
     saturated = {name: ridge / chunk_intensity(model, 1) for name, model in MODELS.items()}
     reached = spec.attention.flops_per_s / spec.attention.bytes_per_s / chunk_intensity(_70B, 1)
-    numbers = {
-        "chunks": list(SIZES),
-        "intensity": {name: [chunk_intensity(model, c) for c in SIZES] for name, model in MODELS.items()},
-        "intensity_linear": list(SIZES),
-        "ridge_flops_per_byte": ridge,
-        "saturating_chunk": saturated,
-        "saturating_chunk_at_spec_rates_70b": reached,
-    }
+    rows = {f"attention, {name}": [chunk_intensity(model, c) for c in SIZES] for name, model in MODELS.items()}
+    panel = Panel(
+        "Arithmetic intensity of a chunk (v5 eq. 1)",
+        "chunk, tokens",
+        "FLOPs per byte",
+        [
+            *lines(SIZES, rows | {"linear layers": SIZES}),
+            Line("40 tokens (v5 section 3.1)", [40, 40], [SIZES[0], 8 * SIZES[-1]], {"color": PAPER, "linestyle": ":"}),
+        ],
+        levels={"H100, peak over bandwidth": ridge},
+        log="xy",
+    )
     answers = {
         "saturating-chunk": Answer(
             saturated["Llama-3 70B"],
@@ -59,19 +62,7 @@ def run_intensity(options: Options) -> FigureResult:
             f"Linear layers do one FLOP a byte for each token, and need {ridge:.0f} tokens.",
         ),
     }
-    return FigureResult(numbers, answers)
-
-
-def draw_intensity(numbers: Mapping[str, Any], figure: Any) -> None:
-    """FLOPs a byte over the chunk (v5 eq. 1)."""
-    axes = figure.subplots()
-    rows = {f"attention, {name}": values for name, values in numbers["intensity"].items()}
-    lines(axes, numbers["chunks"], rows | {"linear layers": numbers["intensity_linear"]})
-    axes.axhline(numbers["ridge_flops_per_byte"], color="black", linestyle="--", label="H100, peak over bandwidth")
-    axes.axvline(40, color=PAPER, linestyle=":", label="40 tokens (v5 section 3.1)")
-    axes.set_yscale("log")
-    token_axis(axes, numbers["chunks"], label="chunk, tokens")
-    finish(axes, title="Arithmetic intensity of a chunk (v5 eq. 1)", ylabel="FLOPs per byte")
+    return FigureResult([panel], answers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,23 +90,36 @@ def roofline_overhead(model: ModelConfig, chunk: int) -> float:
     return max(1.0, ridge / chunk_intensity(model, chunk)) - 1
 
 
+@figure("chunk-overhead", "What small chunks cost (v5 fig. 3b, v4 fig. 5b)")
 def run_overhead(options: Options) -> FigureResult:
     """Attention and whole prefills over the chunk; ``quick`` takes fewer lengths."""
     lengths = [1 << 14, 1 << 17, M] if options.quick else [1 << 14, 1 << 16, 1 << 18, M]
     large = stage_predictors(h100(), _70B, _TP8)[0]
     small = stage_predictors(h100(), _8B, _TP8)
-    attention = {str(n): [overhead(large, n, c) for c in SIZES] for n in lengths}
+    attention = {n: [overhead(large, n, c) for c in SIZES] for n in lengths}
     ttft_s = [float(pipeline_ends(chunk_seconds(small, M, c))[-1]) for c in SIZES]
     whole = [seconds / ttft_s[-1] - 1 for seconds in ttft_s]
-    numbers = {
-        "chunks": list(SIZES),
-        "attention_overhead_70b_tp8": attention,
-        "roofline_overhead_70b": [roofline_overhead(_70B, c) for c in SIZES],
-        "prefill_1m_8b_tp8_s": ttft_s,
-        "prefill_overhead_1m_8b_tp8": whole,
-    }
-    at_32, at_64 = attention[str(M)][0], attention[str(M)][1]
-    falls = [attention[str(a)][i] >= attention[str(b)][i] for a, b in pairwise(lengths) for i in (0, 1)]
+    attention_lines = lines(SIZES, {f"spec, {token_label(n)} context": attention[n] for n in lengths}, scale=100)
+    hidden = {"reading hidden in full": [roofline_overhead(_70B, c) for c in SIZES]}
+    panels = [
+        Panel(
+            "Attention, Llama-3 70B, TP 8, H100",
+            "chunk, tokens",
+            "longer than with 2K chunks, %",
+            [*attention_lines, *lines(SIZES, hidden, scale=100, color="black", marker="", linestyle="--")],
+            paper={"v5 section 3.1: 11 %": (32, 11)},
+            log="x",
+        ),
+        Panel(
+            "Whole prefill of 1M, Llama-3 8B, TP 8, H100",
+            "chunk, tokens",
+            "TTFT, s",
+            lines(SIZES, {"": ttft_s}),
+            log="x",
+        ),
+    ]
+    at_32, at_64 = attention[M][:2]
+    falls = [attention[a][i] >= attention[b][i] for a, b in pairwise(lengths) for i in (0, 1)]
     spec_slope = float(chunk_slope_s(a100(), 64, heads=32, kv_heads=8, head_dim=128)) / 64
     unhidden = (
         "The spec lets reading hide behind arithmetic in part only: hidden in full, 32 tokens cost "
@@ -135,33 +139,14 @@ def run_overhead(options: Options) -> FigureResult:
             "time of 32,768 batches are not hidden, and 1.75 times is the likelier reading.",
         ),
     }
-    return FigureResult(numbers, answers)
-
-
-def draw_overhead(numbers: Mapping[str, Any], figure: Any) -> None:
-    """Left: attention; right: whole prefills (v5 figure 3b)."""
-    left, right = figure.subplots(1, 2)
-    rows = {
-        f"spec, {token_label(int(length))} context": values
-        for length, values in numbers["attention_overhead_70b_tp8"].items()
-    }
-    lines(left, numbers["chunks"], rows, scale=100)
-    hidden = {"reading hidden in full": numbers["roofline_overhead_70b"]}
-    lines(left, numbers["chunks"], hidden, scale=100, color="black", marker="", linestyle="--")
-    left.scatter([32], [11], marker="x", s=60, color=PAPER, zorder=3, label="v5 section 3.1: 11 %")
-    left.set_yscale("symlog", linthresh=10)
-    token_axis(left, numbers["chunks"], label="chunk, tokens")
-    finish(left, title="Attention, Llama-3 70B, TP 8, H100", ylabel="longer than with 2K chunks, %")
-    lines(right, numbers["chunks"], {"": numbers["prefill_1m_8b_tp8_s"]})
-    right.set_ylim(bottom=0)
-    token_axis(right, numbers["chunks"], label="chunk, tokens")
-    finish(right, title="Whole prefill of 1M, Llama-3 8B, TP 8, H100", ylabel="TTFT, s", legend=False)
+    return FigureResult(panels, answers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A decode beside a chunk
 
 
+@figure("mixed-batch", "A decode beside a chunk of a long prompt (v5 section 2.6)")
 def run_mixed(options: Options) -> FigureResult:
     """A batch of one decode and one chunk over the context; ``quick`` changes nothing."""
     lengths, chunks = [1 << 17, 1 << 18, 1 << 19, M, 2 * M, 4 * M], (32, 128, 512, 2048)
@@ -170,48 +155,53 @@ def run_mixed(options: Options) -> FigureResult:
     def batch_s(name: str, chunk: int, kv: int) -> float:
         return predictors[name].predict([_SHORT_DECODE, Work(chunk, kv, False)])
 
-    numbers: dict[str, Any] = {
-        "lengths": lengths,
-        "batch_s": {name: {str(c): [batch_s(name, c, kv) for kv in lengths] for c in chunks} for name in MODELS},
-    }
+    panels = [
+        Panel(
+            f"{name}, TP 8, H100",
+            "context of the chunk, tokens",
+            "decode latency in a mixed batch, ms",
+            lines(
+                lengths,
+                {f"chunk of {chunk}": [batch_s(name, chunk, kv) for kv in lengths] for chunk in chunks},
+                scale=1e3,
+            ),
+            paper={"v5 section 2.6: chunk of 512": (M, 250)} if model is _8B else {},
+            levels={"30 ms, a usual objective": 30},
+            log="xy",
+        )
+        for name, model in MODELS.items()
+    ]
     ours, large = batch_s("Llama-3 8B", 512, M), batch_s("Llama-3 70B", 512, M)
     floor_s = 4 * 512 * M * _8B.num_heads * _8B.head_dim * _8B.num_layers / (8 * h100().peak_flops_per_s)
-    numbers["least_s_512_1m_8b"] = floor_s
     sentence = (
         f"The arithmetic alone takes {1e3 * floor_s:.0f} ms at the peak of 8 H100s, so 250 ms means "
         f"{100 * floor_s / 0.25:.0f} % of it; we get {1e3 * large:.0f} ms for the 70B model. {_DERIVED}"
     )
-    return FigureResult(numbers, {"mixed-512-1m": Answer(1e3 * ours, sentence)})
-
-
-def draw_mixed(numbers: Mapping[str, Any], figure: Any) -> None:
-    """Decode latency over the context of the chunk that goes along."""
-    for index, (axes, (name, rows)) in enumerate(
-        zip(figure.subplots(1, 2, sharey=True), numbers["batch_s"].items(), strict=True)
-    ):
-        lines(axes, numbers["lengths"], {f"chunk of {chunk}": s for chunk, s in rows.items()}, scale=1e3)
-        if not index:
-            axes.scatter([M], [250], marker="x", s=60, color=PAPER, zorder=3, label="v5 section 2.6: chunk of 512")
-        axes.axhline(30, color=PAPER, linestyle=":", label="30 ms, a usual objective")
-        axes.set_yscale("log")
-        token_axis(axes, numbers["lengths"], label="context of the chunk, tokens")
-        finish(axes, title=f"{name}, TP 8, H100", ylabel="" if index else "decode latency in a mixed batch, ms")
+    return FigureResult(panels, {"mixed-512-1m": Answer(1e3 * ours, sentence)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # How long a prefill cannot be stopped
 
 
+@figure("preemption", "How long a prefill cannot be stopped (v4 fig. 5a)")
 def run_preemption(options: Options) -> FigureResult:
     """The longest piece of a prompt that runs in one go, by chunk, against a whole prompt in a ring."""
     lengths = [1 << 14, 1 << 16, 1 << 18, M]
-    chunks = (64, 512, 4096)
     predictor = stage_predictors(a100(), _8B, _TP8)[0]
-    held = {str(c): [predictor.predict([Work(c, n - c, False)]) for n in lengths] for c in chunks}
+    held = {
+        f"chunk of {c}, 8 A100s": [predictor.predict([Work(c, n - c, False)]) for n in lengths] for c in (64, 512, 4096)
+    }
     ring = ContextParallel(a100(), _8B, cp=8, tp=2)
     whole = [prefill_s(ring, n) for n in lengths]
     on_h100 = stage_predictors(h100(), _8B, _TP8)[0].predict([Work(512, 4 * M, False)])
-    numbers = {"lengths": lengths, "chunk_s_a100_8b_tp8": held, "whole_s_a100_8b_tp2_cp8": whole}
+    panel = Panel(
+        "Longest time without preemption, Llama-3 8B",
+        "prompt, tokens",
+        "time, s",
+        lines(lengths, held | {"whole prompt, context parallel, 16 A100s": whole}),
+        log="xy",
+    )
     answers = {
         "chunk-tens-of-ms": Answer(
             1e3 * on_h100, "512 tokens at 4M, Llama-3 8B on 8 H100s (derived spec); tens of ms taken as below 100."
@@ -220,24 +210,4 @@ def run_preemption(options: Options) -> FigureResult:
             whole[-1], "Striped, the ring alone, 16 A100s as TP 2 times CP 8; at least a minute asked for."
         ),
     }
-    return FigureResult(numbers, answers)
-
-
-def draw_preemption(numbers: Mapping[str, Any], figure: Any) -> None:
-    """Seconds until something else can run (v4 figure 5a)."""
-    axes = figure.subplots()
-    held = {f"chunk of {chunk}, 8 A100s": seconds for chunk, seconds in numbers["chunk_s_a100_8b_tp8"].items()}
-    lines(axes, numbers["lengths"], held)
-    whole = {"whole prompt, context parallel, 16 A100s": numbers["whole_s_a100_8b_tp2_cp8"]}
-    lines(axes, numbers["lengths"], whole, marker="D", color="black")
-    axes.set_yscale("log")
-    token_axis(axes, numbers["lengths"], label="prompt, tokens")
-    finish(axes, title="Longest time without preemption, Llama-3 8B", ylabel="time, s")
-
-
-FIGURES = (
-    FigureSpec("intensity", "Arithmetic intensity of a chunk (v5 eq. 1)", run_intensity, draw_intensity),
-    FigureSpec("chunk-overhead", "What small chunks cost (v5 fig. 3b, v4 fig. 5b)", run_overhead, draw_overhead),
-    FigureSpec("mixed-batch", "A decode beside a chunk of a long prompt (v5 section 2.6)", run_mixed, draw_mixed),
-    FigureSpec("preemption", "How long a prefill cannot be stopped (v4 fig. 5a)", run_preemption, draw_preemption),
-)
+    return FigureResult([panel], answers)

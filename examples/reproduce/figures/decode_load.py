@@ -6,57 +6,53 @@ that finished in the window; the time between two tokens (TBT), over all tokens,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
 
 import numpy as np
 
-from examples.reproduce.load import (
-    LOONGSERVE,
-    MEDHA,
-    MIX,
-    RATES_QPS,
-    SARATHI_512,
-    SARATHI_2048,
-    SHORT,
-    System,
-    curve,
-    fixed_batch_s,
-    ratio_says,
-    run_of,
-    told,
-    ttft_quantile,
-)
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, plain_ticks, shares_below
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
-from examples.reproduce.served import Served, quantile_s
+from examples.reproduce.load import MIX, RATES_QPS, SHORT, System, ratio_says, run_of
+from examples.reproduce.plotting import COLORS, MARKERS, Line, Panel, shares_below
+from examples.reproduce.result import Answer, FigureResult, Options, figure
+from examples.reproduce.served import curve, quantile_s
+from examples.reproduce.systems import LOONGSERVE, MEDHA, SARATHI_512, SARATHI_2048, fixed_batch_s
 
 SYSTEMS: tuple[System, ...] = (MEDHA, LOONGSERVE, SARATHI_512, SARATHI_2048)
 SARATHI = (SARATHI_512, SARATHI_2048)
 TOP = RATES_QPS[-1]
 COMPARABLE = 1.15
 """A TPOT at most so many times another is comparable."""
-_TICKS_MS = (5, 10, 20, 50, 100, 200, 500, 1000)
 _CASES = (("no long requests", SHORT, TOP), ("5 % long", MIX, 0.75))
 
 
+@figure("decode-under-load", "Decode latency under load, 8B on 16 A100s")
 def run(options: Options) -> FigureResult:
     """TPOT of all systems, as :mod:`examples.reproduce.figures.capacity` plays them."""
-    numbers: dict[str, Any] = {"qps": {case: qps for case, _, qps in _CASES}, "told": {}, "tpot_curve_s": {}}
+    panels = []
     for case, lengths, qps in _CASES:
         runs = {system.label: run_of(system, lengths, qps, options) for system in SYSTEMS}
-        numbers["told"][case] = {name: told(run) for name, run in runs.items()}
-        numbers["tpot_curve_s"][case] = {name: curve(run.served.tpot_s) for name, run in runs.items()}
+        curves = shares_below({name: curve(served.tpot_s) for name, served in runs.items()}, scale=1e3)
+        panels.append(
+            Panel(f"{case}, {qps:g} QPS", "TPOT of a finished request, ms", "% of finished requests", curves, log="x")
+        )
+    medians = {name: (quantile_s(served.tpot_s, 0.5), served.ttft_quantile(0.5)) for name, served in runs.items()}
+    points = [
+        Line(
+            name,
+            [1e3 * tpot_s],
+            [ttft.seconds],
+            {"color": COLORS[index], "marker": MARKERS[index], "markerfacecolor": "white" if ttft.is_least else None},
+        )
+        for index, (name, (tpot_s, ttft)) in enumerate(medians.items())
+        if not math.isnan(tpot_s)
+    ]
+    title = f"{case}, {qps:g} QPS (hollow: a lower bound)"
+    panels.append(Panel(title, "median TPOT, ms", "median TTFT, s", points, log="xy"))
     answers = {"tpot-5": _without_long(options), "sarathi-1s": _sarathi(options), **_with_long(options)}
-    return FigureResult(numbers, answers)
-
-
-def _served(system: System, lengths: str, qps: float, options: Options) -> Served:
-    return run_of(system, lengths, qps, options).served
+    return FigureResult(panels, answers)
 
 
 def _without_long(options: Options) -> Answer:
-    ours, theirs = (_served(system, SHORT, TOP, options) for system in (MEDHA, LOONGSERVE))
+    ours, theirs = (run_of(system, SHORT, TOP, options) for system in (MEDHA, LOONGSERVE))
     median_s, ours_s = quantile_s(theirs.tpot_s, 0.5), quantile_s(ours.tpot_s, 0.5)
     others = [
         f"{name} {1e3 * a:.3g} and {1e3 * b:.3g} ms"
@@ -77,8 +73,8 @@ def _without_long(options: Options) -> Answer:
 def _with_long(options: Options) -> dict[str, Answer]:
     times, tpots, parts = [], [], []
     for qps in RATES_QPS:
-        ours, theirs = (_served(system, MIX, qps, options) for system in (MEDHA, LOONGSERVE))
-        over, under = ttft_quantile(theirs, 0.5), ttft_quantile(ours, 0.5)
+        ours, theirs = (run_of(system, MIX, qps, options) for system in (MEDHA, LOONGSERVE))
+        over, under = theirs.ttft_quantile(0.5), ours.ttft_quantile(0.5)
         times.append(over.seconds / under.seconds)
         tpots.append(quantile_s(theirs.tpot_s, 0.5) / quantile_s(ours.tpot_s, 0.5))
         parts.append(f"{qps:g} QPS: TTFT {ratio_says(over, under)}{times[-1]:.3g} times, TPOT {tpots[-1]:.2g} times")
@@ -99,7 +95,7 @@ def _sarathi(options: Options) -> Answer:
     most_s, where, tbt_s = 0.0, "", 0.0
     for system in SARATHI:
         for qps in RATES_QPS:
-            served = _served(system, MIX, qps, options)
+            served = run_of(system, MIX, qps, options)
             tbt_s = max(tbt_s, served.gaps.quantile_s(0.99))
             if (slowest_s := quantile_s(served.tpot_s, 1.0)) > most_s:
                 most_s, where = slowest_s, f"{system.label} at {qps:g} QPS"
@@ -109,35 +105,3 @@ def _sarathi(options: Options) -> Answer:
         "decode waits for the chunks of two batches in flight, and one of 2,048 tokens takes the longer the more of "
         "its prompt lies before it.",
     )
-
-
-def draw(numbers: Mapping[str, Any], figure: Any) -> None:
-    """TPOT distributions without and with long requests, and TTFT against TPOT."""
-    *curves, both = figure.subplots(1, 3)
-    for axes, (case, rows) in zip(curves, numbers["tpot_curve_s"].items(), strict=True):
-        shares_below(axes, rows, scale=1e3)
-        values_ms = [1e3 * value for values in rows.values() for value in values if value is not None]
-        plain_ticks(axes.xaxis, [tick for tick in _TICKS_MS if min(values_ms) / 2 < tick < 2 * max(values_ms)])
-        axes.set_xlabel("TPOT of a finished request, ms")
-        finish(axes, title=f"{case}, {numbers['qps'][case]:g} QPS", ylabel="% of finished requests")
-    case = _CASES[1][0]
-    for index, (name, one) in enumerate(numbers["told"][case].items()):
-        if (tpot_s := one["tpot_s"][0]) is None:
-            continue
-        face = "white" if one["ttft_s"]["all"][0] is None else COLORS[index]
-        style = {"color": COLORS[index], "markerfacecolor": face, "markersize": 9, "linestyle": "", "label": name}
-        both.plot([1e3 * tpot_s], [one["ttft_at_least_s"][0]], marker=MARKERS[index], **style)
-    both.set(xscale="log", yscale="log", xlabel="median TPOT, ms")
-    plain_ticks(both.xaxis, _TICKS_MS)
-    both.margins(0.25)
-    both.annotate("better", (0.03, 0.03), xycoords="axes fraction", color=PAPER, fontsize=9)
-    finish(
-        both,
-        title=f"{case}, {numbers['qps'][case]:g} QPS (hollow: a lower bound)",
-        ylabel="median TTFT, s",
-        legend=False,
-    )
-    both.legend(fontsize=8, frameon=False, loc="lower right")
-
-
-FIGURES = (FigureSpec("decode-under-load", "Decode latency under load, 8B on 16 A100s", run, draw),)

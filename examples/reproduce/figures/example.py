@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from examples.reproduce.plotting import COLORS, finish
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.plotting import COLORS, Line, Panel
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from medha.sched.policy import Columns, Policy, edf, fcfs, lars, lrs
 
 QUANTUM_S = 0.01
@@ -69,6 +67,7 @@ def play(policy: Policy) -> tuple[dict[str, float], list[tuple[str, float, float
     return ends, stretches
 
 
+@figure("example", "The worked example of v5 section 4.1")
 def run(options: Options) -> FigureResult:
     """Four policies of the library on the example; ``quick`` changes nothing."""
     played = {name: play(policy) for name, policy in POLICIES.items()}
@@ -79,13 +78,24 @@ def run(options: Options) -> FigureResult:
         for name, (_, stretches) in played.items()
     }
     slacks = {job.name: float(lars(columns_of([job], [job.work_s]), job.arrival_s)[0]) for job in JOBS}
-    numbers = {
-        "ends_s": {name: ends for name, (ends, _) in played.items()},
-        "met": met,
-        "first_short_start_s": start_s,
-        "stretches": {name: stretches for name, (_, stretches) in played.items()},
-        "relative_slack_at_arrival": slacks,
-    }
+    stretches = {name: stretches for name, (_, stretches) in played.items()}
+    panel = Panel(
+        "v5 section 4.1: one long request, two short ones at 5 s (due at 6 s, the long one at 16 s)",
+        "time, s",
+        "policy",
+        [
+            Line(
+                job.name if name == "fcfs" and not done else None,
+                [start, end],
+                [row, row],
+                {"color": COLORS[index], "linewidth": 14, "solid_capstyle": "butt"},
+            )
+            for index, job in enumerate(JOBS)
+            for row, name in enumerate(stretches)
+            for done, (_, start, end) in enumerate(one for one in stretches[name] if one[0] == job.name)
+        ],
+        yticks={name: row for row, name in enumerate(stretches)},
+    )
     lars_ends, lars_long = played["lars"][0], played["lars"][0]["long"]
     answers = {
         "example-fcfs": Answer(start_s["fcfs"], "Both shorts miss their deadline at 6 s, as the paper says."),
@@ -105,26 +115,4 @@ def run(options: Options) -> FigureResult:
             1e3 * (1 - min(0.4, 0.2)) * 0.020, "(1 - min(rho_max, slack)) times the budget, rho_max 0.4 (algorithm 2)."
         ),
     }
-    return FigureResult(numbers, answers)
-
-
-def draw(numbers: Mapping[str, Any], figure: Any) -> None:
-    """Who is on the server when, by policy."""
-    axes = figure.subplots()
-    colors = {job.name: COLORS[i] for i, job in enumerate(JOBS)}
-    names = list(numbers["stretches"])
-    for row, name in enumerate(names):
-        for job, start, end in numbers["stretches"][name]:
-            axes.barh(row, end - start, left=start, height=0.55, color=colors[job])
-    for job, color in colors.items():
-        axes.barh([0], [0], color=color, label=job)
-    axes.axvline(6, color=COLORS[1], linestyle=":", label="shorts due")
-    axes.axvline(16, color=COLORS[0], linestyle=":", label="long due")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("time, s")
-    finish(axes, title="v5 section 4.1: one long request, two short ones at 5 s", ylabel="policy", legend=False)
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-FIGURES = (FigureSpec("example", "The worked example of v5 section 4.1", run, draw),)
+    return FigureResult([panel], answers)

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, lines, token_label
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.plotting import COLORS, MARKERS, Line, Panel, lines, token_label
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import (
     MODELS,
     M,
@@ -25,7 +23,7 @@ from examples.reproduce.timing import (
     stage_predictors,
 )
 from medha.config import ParallelConfig
-from medha.cost.predictor import Work
+from medha.cost.predictor import Predictor, Work
 from medha.sim.pipeline import Segment
 
 GROUPS = (1, 2, 4)
@@ -37,19 +35,27 @@ _DERIVED = "The H100 spec is derived, not measured."
 # Decodes
 
 
+@figure("kvp-decode", "Decodes over KVP groups (v5 figs. 7a and 19)")
 def run_decode(options: Options) -> FigureResult:
     """TPOT of one request by length and groups, TP 8; ``quick`` changes nothing."""
     lengths = [M, 2 * M, 4 * M, 10 * M]
-    tpot_s: dict[str, dict[str, list[float]]] = {}
+    tpot_s: dict[str, dict[int, list[float]]] = {}
     for name, spp in _STAGES.items():
         stages = {p: stage_predictors(h100(), MODELS[name], ParallelConfig(tp=8, spp=spp, kvp=p)) for p in GROUPS}
-        tpot_s[name] = {str(n): [decode_s(stages[p], n, kvp=p) for p in GROUPS] for n in lengths}
-    at_4m, at_10m = (tpot_s["Llama-3 8B"][str(n)] for n in (4 * M, 10 * M))
-    numbers = {"lengths": lengths, "groups": list(GROUPS), "stages": _STAGES, "tpot_s": tpot_s}
+        tpot_s[name] = {n: [decode_s(stages[p], n, kvp=p) for p in GROUPS] for n in lengths}
+    at_4m, at_10m = (tpot_s["Llama-3 8B"][n] for n in (4 * M, 10 * M))
+    panels = [
+        Panel(
+            f"{name}, TP 8, SPP {_STAGES[name]}",
+            "context, tokens",
+            "TPOT, ms",
+            bars={f"KVP {p}": {token_label(n): 1e3 * rows[n][i] for n in lengths} for i, p in enumerate(GROUPS)},
+            levels={"30 tokens a second": 1e3 / 30},
+        )
+        for name, rows in tpot_s.items()
+    ]
     longer = [
-        rows[str(4 * M)][0] / rows[str(4 * M)][i] < rows[str(10 * M)][0] / rows[str(10 * M)][i]
-        for rows in tpot_s.values()
-        for i in (1, 2)
+        rows[4 * M][0] / rows[4 * M][i] < rows[10 * M][0] / rows[10 * M][i] for rows in tpot_s.values() for i in (1, 2)
     ]
     part = "More of a decode than in the paper is reading keys, which is what is divided."
     answers = {
@@ -67,29 +73,14 @@ def run_decode(options: Options) -> FigureResult:
         "kvp-30-tokens": Answer(1 / at_10m[1], f"{1e3 * at_10m[1]:.1f} ms a token with 2 groups. {_DERIVED}"),
         "kvp-longer-gains-more": Answer(float(np.mean(longer)), "Both models, 2 and 4 groups, 10M against 4M."),
     }
-    return FigureResult(numbers, answers)
-
-
-def draw_decode(numbers: Mapping[str, Any], figure: Any) -> None:
-    """TPOT by groups (v5 figure 19)."""
-    for index, (axes, (name, rows)) in enumerate(zip(figure.subplots(1, 2), numbers["tpot_s"].items(), strict=True)):
-        width = 0.8 / len(numbers["groups"])
-        for row, degree in enumerate(numbers["groups"]):
-            at = [i + (row - 1) * width for i in range(len(rows))]
-            bars = axes.bar(
-                at, [1e3 * seconds[row] for seconds in rows.values()], width, color=COLORS[row], label=f"KVP {degree}"
-            )
-            axes.bar_label(bars, fmt="%.0f", fontsize=7)
-        axes.set_xticks(range(len(rows)), [token_label(int(n)) for n in rows])
-        axes.set_xlabel("context, tokens")
-        axes.axhline(1e3 / 30, color=PAPER, linestyle=":", label="30 tokens a second")
-        finish(axes, title=f"{name}, TP 8, SPP {numbers['stages'][name]}", ylabel="" if index else "TPOT, ms")
+    return FigureResult(panels, answers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Growth
 
 
+@figure("kvp-growth", "Groups and iteration time as a 2M prompt grows (v5 fig. 6)")
 def run_growth(options: Options) -> FigureResult:
     """A 2M prompt that gains groups as it grows, through scheduler and pipeline; ``quick`` takes larger chunks."""
     chunk = 2048 if options.quick else 512
@@ -107,15 +98,21 @@ def run_growth(options: Options) -> FigureResult:
     thin = max(1, len(widths) // 256)
     before_growth = max(s for s, w in zip(seconds, widths, strict=True) if w == 1)
     level = max(seconds) / before_growth
-    numbers = {
-        "chunk": chunk,
-        "tokens_done": [(i + 1) * chunk for i in range(len(plain))][::thin],
-        "servers": [w * spp for w in widths][::thin],
-        "iteration_s": seconds[::thin],
-        "iteration_s_one_group": plain.tolist()[::thin],
-        "longest_over_longest_on_one_group": level,
-        "one_group_over_first_quarter": float(plain[-1] / before_growth),
-    }
+    done = [(i + 1) * chunk / M for i in range(len(plain))][::thin]
+    panels = [
+        Panel(
+            "2M prompt, Llama-3 8B, TP 8, SPP 4, KVP up to 4",
+            "tokens done, M (2^20)",
+            "servers of 8 H100s",
+            lines(done, {"": [w * spp for w in widths][::thin]}, marker=""),
+        ),
+        Panel(
+            f"chunks of {chunk}",
+            "tokens done, M (2^20)",
+            "time of a stage for a chunk, ms",
+            lines(done, {"growing groups": seconds[::thin], "one group": plain.tolist()[::thin]}, scale=1e3, marker=""),
+        ),
+    ]
     answers = {
         "kvp-growth": Answer((float(min(widths) * spp), float(max(widths) * spp)), "A server is 8 H100s, a stage."),
         "kvp-level": Answer(
@@ -124,50 +121,35 @@ def run_growth(options: Options) -> FigureResult:
             f"{plain[-1] / before_growth:.1f} times. Level taken as within 15 %.",
         ),
     }
-    return FigureResult(numbers, answers)
-
-
-def draw_growth(numbers: Mapping[str, Any], figure: Any) -> None:
-    """Servers and iteration time over the context (v5 figure 6)."""
-    left, right = figure.subplots(1, 2)
-    done = [tokens / M for tokens in numbers["tokens_done"]]
-    left.step(done, numbers["servers"], where="post", color=COLORS[0])
-    left.set(ylim=(0, 18), yticks=(4, 8, 12, 16), xlabel="tokens done, M (2^20)")
-    finish(left, title="2M prompt, Llama-3 8B, TP 8, SPP 4, KVP up to 4", ylabel="servers of 8 H100s", legend=False)
-    seconds = {"growing groups": numbers["iteration_s"], "one group": numbers["iteration_s_one_group"]}
-    lines(right, done, seconds, scale=1e3, marker="")
-    right.set(xlabel="tokens done, M (2^20)")
-    right.set_ylim(bottom=0)
-    finish(right, title=f"chunks of {numbers['chunk']}", ylabel="time of a stage for a chunk, ms")
+    return FigureResult(panels, answers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # TTFT against TBT
 
 
+@figure("kvp-trade-off", "TTFT against TBT by chunk and groups (v5 fig. 20)")
 def run_trade_off(options: Options) -> FigureResult:
     """TTFT and P95 TBT of decodes beside it, 8B, TP 4, SPP 4, by chunk, groups and length; ``quick`` leaves 2M out."""
     lengths = [M, 4 * M] if options.quick else [M, 2 * M, 4 * M]
     chunks = (32, 64, 128, 256)
-    rows = []
+    found: dict[tuple[int, int, int], tuple[float, float]] = {}
     for kvp in GROUPS:
         stages = stage_predictors(h100(), _8B, ParallelConfig(tp=4, spp=4, kvp=kvp))
-        for tokens in lengths:
-            rows += [_point(stages, tokens, chunk, kvp) for chunk in chunks]
-    found = {(row["tokens"], row["chunk"], row["kvp"]): row for row in rows}
-    p95 = found[4 * M, 128, 1]["tbt_p95_s"]
+        found |= {(n, c, kvp): _point(stages, n, c, kvp) for n in lengths for c in chunks}
+    p95 = found[4 * M, 128, 1][1]
 
-    def better(which: str, n: int, c: int, p: int, than: tuple[int, int]) -> bool:
-        return bool(found[n, c, p][which] < found[(n, *than)][which])
+    def better(which: int, n: int, c: int, p: int, than: tuple[int, int]) -> bool:
+        return found[n, c, p][which] < found[(n, *than)][which]
 
     def lowers_both(n: int, c: int, p: int) -> bool:
         """Doubling the groups to p."""
-        return better("ttft_s", n, c, p, (c, p // 2)) and better("tbt_p95_s", n, c, p, (c, p // 2))
+        return all(better(which, n, c, p, (c, p // 2)) for which in (0, 1))
 
     both = [lowers_both(n, c, p) for n in lengths for c in chunks for p in GROUPS[1:]]
     small = [not lowers_both(lengths[0], c, p) for c in chunks[:2] for p in GROUPS[1:]]
     larger = [
-        better("ttft_s", n, 2 * c, p, (c, p)) and better("tbt_p95_s", n, c, p, (2 * c, p))
+        better(0, n, 2 * c, p, (c, p)) and better(1, n, c, p, (2 * c, p))
         for n, c, p in itertools.product(lengths, chunks[:-1], GROUPS)
     ]
     answers = {
@@ -188,37 +170,28 @@ def run_trade_off(options: Options) -> FigureResult:
         ),
         "chunk-trade-off": Answer(float(np.mean(larger)), f"Doubling the chunk, {len(larger)} cases."),
     }
-    return FigureResult({"rows": rows}, answers)
+    panels = [
+        Panel(
+            f"{token_label(n)}, Llama-3 8B, TP 4, SPP 4",
+            "TTFT, s",
+            "P95 TBT, ms",
+            [
+                Line(
+                    f"KVP {p}",
+                    [found[n, c, p][0] for c in chunks],
+                    [1e3 * found[n, c, p][1] for c in chunks],
+                    {"color": COLORS[i], "marker": MARKERS[i]},
+                )
+                for i, p in enumerate(GROUPS)
+            ],
+            notes=[(found[n, c, 1][0], 1e3 * found[n, c, 1][1], str(c)) for c in chunks],
+        )
+        for n in lengths
+    ]
+    return FigureResult(panels, answers)
 
 
-def _point(stages: list[Any], tokens: int, chunk: int, kvp: int) -> dict[str, Any]:
+def _point(stages: list[Predictor], tokens: int, chunk: int, kvp: int) -> tuple[float, float]:
+    """Seconds to the first token, and P95 of the time between tokens of a decode beside it."""
     seconds = chunk_seconds(stages, tokens, chunk, kvp=kvp, decodes=(Work(1, 1024, True),))
-    return {
-        "tokens": tokens,
-        "chunk": chunk,
-        "kvp": kvp,
-        "ttft_s": float(pipeline_ends(seconds)[-1]),
-        "tbt_p95_s": float(np.percentile(seconds.sum(axis=0), 95)),
-    }
-
-
-def draw_trade_off(numbers: Mapping[str, Any], figure: Any) -> None:
-    """One panel a length; a line is a KVP degree, its points are chunks of 32 to 256 (v5 figure 20)."""
-    lengths = sorted({row["tokens"] for row in numbers["rows"]})
-    for index, (axes, tokens) in enumerate(zip(np.atleast_1d(figure.subplots(1, len(lengths))), lengths, strict=True)):
-        for line, kvp in enumerate(GROUPS):
-            some = [row for row in numbers["rows"] if row["tokens"] == tokens and row["kvp"] == kvp]
-            x, y = [row["ttft_s"] for row in some], [1e3 * row["tbt_p95_s"] for row in some]
-            lines(axes, x, {f"KVP {kvp}": y}, marker=MARKERS[line], color=COLORS[line])
-            for row, at in zip(some if kvp == 1 else (), zip(x, y, strict=True), strict=False):
-                axes.annotate(str(row["chunk"]), at, textcoords="offset points", xytext=(5, 4), fontsize=8)
-        axes.set(xlabel="TTFT, s")
-        axes.set_ylim(bottom=0)
-        finish(axes, title=f"{token_label(tokens)}, Llama-3 8B, TP 4, SPP 4", ylabel="" if index else "P95 TBT, ms")
-
-
-FIGURES = (
-    FigureSpec("kvp-decode", "Decodes over KVP groups (v5 figs. 7a and 19)", run_decode, draw_decode),
-    FigureSpec("kvp-growth", "Groups and iteration time as a 2M prompt grows (v5 fig. 6)", run_growth, draw_growth),
-    FigureSpec("kvp-trade-off", "TTFT against TBT by chunk and groups (v5 fig. 20)", run_trade_off, draw_trade_off),
-)
+    return float(pipeline_ends(seconds)[-1]), float(np.percentile(seconds.sum(axis=0), 95))

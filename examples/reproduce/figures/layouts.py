@@ -6,15 +6,13 @@ simulation of several groups is slow. Long requests are those of MEDHA-SWE with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
-from examples.reproduce.load import MEDHA, MIX_2M, RATES_QPS, Bounded, Engine, Load, serve, told_of, ttft_quantile
-from examples.reproduce.plotting import finish, lines, plain_ticks
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
-from examples.reproduce.served import Served, quantile_s
+from examples.reproduce.load import MIX_2M, RATES_QPS, Load, serve
+from examples.reproduce.plotting import Panel, lines
+from examples.reproduce.result import Answer, FigureResult, Options, figure
+from examples.reproduce.served import Bounded, Served, quantile_s
+from examples.reproduce.systems import MEDHA, Engine
 from medha.config import ParallelConfig
 
 
@@ -29,23 +27,38 @@ ALIKE = 1.5
 """TTFTs within such a factor are similar."""
 
 
+@figure("2d-3d", "SPP 8 against SPP 4 with KVP 2 under load, 70B on 64 H100s")
 def run(options: Options) -> FigureResult:
     """Both layouts at the papers' rates; ``quick`` plays 90 seconds and leaves out 1.25 QPS."""
     stop_s = 90.0 if options.quick else 900.0
     rates = [qps for qps in RATES_QPS if not (options.quick and qps == 1.25)]
     loads = [Load(MIX_2M, qps, stop_s, options.seed) for qps in rates]
     runs = {system.label: [serve(system, load) for load in loads] for system in SYSTEMS}
-    numbers = {
-        "window_s": stop_s,
-        "qps": rates,
-        "told": told_of(runs),
-    }
-    at_top = [runs[system.label][-1].served for system in SYSTEMS]
-    pairs = [
-        (qps, two.served, three.served)
-        for qps, two, three in zip(rates, runs[TWO_D.label], runs[THREE_D.label], strict=True)
+    two, three = runs.values()
+    styles = ((0.5, "P50", "-"), (0.9, "P90", ":"))
+    ttft_s, tpot_s = (
+        [
+            line
+            for share, which, style in styles
+            for line in lines(
+                rates,
+                {f"{name}, {which}": [time(one, share) for one in row] for name, row in runs.items()},
+                linestyle=style,
+            )
+        ]
+        for time in (_short_ttft_s, lambda one, share: 1e3 * quantile_s(one.tpot_s, share))
+    )
+    panels = [
+        Panel("Short requests, beside 5 % of up to 2M tokens", "load, QPS", "TTFT, s", ttft_s),
+        Panel("All finished requests", "load, QPS", "TPOT, ms", tpot_s),
     ]
-    return FigureResult(numbers, {"3d-tpot-2": _tpot(at_top[0], at_top[1]), "3d-ttft-alike": _ttft(pairs)})
+    pairs = list(zip(rates, two, three, strict=True))
+    return FigureResult(panels, {"3d-tpot-2": _tpot(two[-1], three[-1]), "3d-ttft-alike": _ttft(pairs)})
+
+
+def _short_ttft_s(served: Served, share: float) -> float | None:
+    found = served.ttft_quantile(share, ~served.is_long)
+    return None if found.is_least else found.seconds
 
 
 def _tpot(two: Served, three: Served) -> Answer:
@@ -66,7 +79,7 @@ def _ttft(pairs: list[tuple[float, Served, Served]]) -> Answer:
     cases, parts = [], []
     for qps, two, three in pairs:
         for share in (0.5, 0.9) if qps <= 0.75 else (0.5,):
-            one, other = ttft_quantile(two, share), ttft_quantile(three, share)
+            one, other = two.ttft_quantile(share), three.ttft_quantile(share)
             cases.append(_alike(one, other))
             parts.append(f"{qps:g} QPS P{100 * share:.0f} {one} and {other}")
     return Answer(
@@ -80,23 +93,3 @@ def _alike(one: Bounded, other: Bounded) -> bool:
     if one.is_least or other.is_least:
         return one.is_least == other.is_least
     return 1 / ALIKE <= one.seconds / other.seconds <= ALIKE
-
-
-def draw(numbers: Mapping[str, Any], figure: Any) -> None:
-    """TTFT and TPOT by rate: P50 solid, P90 dotted."""
-    left, right = figure.subplots(1, 2)
-    for at, (percentile, style) in enumerate((("P50", "-"), ("P90", ":"))):
-        told = {f"{name}, {percentile}": row for name, row in numbers["told"].items()}
-        ttft_s = {name: [one["ttft_s"]["short"][at] for one in row] for name, row in told.items()}
-        lines(left, numbers["qps"], ttft_s, linestyle=style)
-        tpot_s = {name: [one["tpot_s"][at] for one in row] for name, row in told.items()}
-        lines(right, numbers["qps"], tpot_s, scale=1e3, linestyle=style)
-    for axes in (left, right):
-        axes.set_ylim(bottom=0)
-        plain_ticks(axes.xaxis, numbers["qps"])
-        axes.set_xlabel("load, QPS")
-    finish(left, title="Short requests, beside 5 % of up to 2M tokens", ylabel="TTFT, s")
-    finish(right, title="All finished requests", ylabel="TPOT, ms", legend=False)
-
-
-FIGURES = (FigureSpec("2d-3d", "SPP 8 against SPP 4 with KVP 2 under load, 70B on 64 H100s", run, draw),)

@@ -6,57 +6,54 @@ Setup: :mod:`examples.reproduce.load`; two of eight instances of LoongServe are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from examples.reproduce.load import (
-    LOONGSERVE,
-    LOONGSERVE_RESERVED,
-    MEDHA,
-    MIX,
-    RATES_QPS,
-    Bounded,
-    Run,
-    System,
-    is_long,
-    runs_of,
-    told_of,
-    ttft_quantile,
-)
-from examples.reproduce.plotting import finish, lines, plain_ticks
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
-from examples.reproduce.served import Served, quantile_s
+from examples.reproduce.load import MIX, RATES_QPS, System, runs_of
+from examples.reproduce.plotting import Panel, lines
+from examples.reproduce.result import Answer, FigureResult, Options, figure
+from examples.reproduce.served import Bounded, Served, quantile_s
+from examples.reproduce.systems import LOONGSERVE, LOONGSERVE_RESERVED, MEDHA
 
 SYSTEMS: tuple[System, ...] = (MEDHA, LOONGSERVE, LOONGSERVE_RESERVED)
 
 
 def num_long_finished(served: Served) -> int:
     """Long requests that got their last token."""
-    return int(served.is_finished[is_long(served.trace)].sum())
+    return int(served.is_finished[served.is_long].sum())
 
 
+@figure("pools", "A reserved pool for short requests against Medha, 8B on 16 A100s")
 def run(options: Options) -> FigureResult:
     """Three systems at the papers' rates, 5 % long requests."""
     runs = runs_of(SYSTEMS, MIX, RATES_QPS, options)
-    ends = {name: [num_long_finished(one.served) for one in row] for name, row in runs.items()}
-    asked = [int(is_long(one.served.trace).sum()) for one in runs[MEDHA.label]]
-    numbers = {
-        "qps": list(RATES_QPS),
-        "long_requests": asked,
-        "long_finished": ends,
-        "told": told_of(runs),
-    }
+    ends = {name: [num_long_finished(one) for one in row] for name, row in runs.items()}
+    asked = [int(one.is_long.sum()) for one in runs[MEDHA.label]]
+    shares = {name: [done / max(n, 1) for done, n in zip(row, asked, strict=True)] for name, row in ends.items()}
+    waits = {name: [_short_p90(one) for one in row] for name, row in runs.items()}
+    known = {name: [None if wait.is_least else wait.seconds for wait in row] for name, row in waits.items()}
+    panels = [
+        Panel(
+            "Long requests, 5 % of all", "load, QPS", "% finished in the window", lines(RATES_QPS, shares, scale=100)
+        ),
+        Panel(
+            "Short requests (none drawn: not in the window)",
+            "load, QPS",
+            "P90 TTFT, s",
+            lines(RATES_QPS, known),
+            log="y",
+        ),
+    ]
     answers = {
         "pool-20": _fewer(ends, MEDHA.label, asked, runs),
         "pool-10": _fewer(ends, LOONGSERVE.label, asked, runs),
         "pools-medha-first": _first(ends, runs),
         **_tpot(runs),
     }
-    return FigureResult(numbers, answers)
+    return FigureResult(panels, answers)
 
 
-def _first(ends: Mapping[str, list[int]], runs: Mapping[str, Sequence[Run]]) -> Answer:
+def _first(ends: Mapping[str, list[int]], runs: Mapping[str, Sequence[Served]]) -> Answer:
     """Whether Medha finishes the most long requests, and short ones wait least."""
     most = [ours >= max(theirs) for ours, *theirs in zip(*ends.values(), strict=True)]
     waits_s = [[_short_p90(run).seconds for run in row] for row in zip(*runs.values(), strict=True)]
@@ -72,8 +69,8 @@ def _first(ends: Mapping[str, list[int]], runs: Mapping[str, Sequence[Run]]) -> 
     )
 
 
-def _tpot(runs: Mapping[str, Sequence[Run]]) -> dict[str, Answer]:
-    medians_s = {name: [quantile_s(run.served.tpot_s, 0.5) for run in row] for name, row in runs.items()}
+def _tpot(runs: Mapping[str, Sequence[Served]]) -> dict[str, Answer]:
+    medians_s = {name: [quantile_s(run.tpot_s, 0.5) for run in row] for name, row in runs.items()}
     listed = "; ".join(f"{name} {', '.join(f'{1e3 * s:.3g}' for s in row)} ms" for name, row in medians_s.items())
     ours, shared, reserved = medians_s.values()
     least = [own <= min(theirs) for own, *theirs in zip(ours, shared, reserved, strict=True)]
@@ -86,7 +83,7 @@ def _tpot(runs: Mapping[str, Sequence[Run]]) -> dict[str, Answer]:
     }
 
 
-def _fewer(ends: Mapping[str, list[int]], than: str, asked: list[int], runs: Mapping[str, Sequence[Run]]) -> Answer:
+def _fewer(ends: Mapping[str, list[int]], than: str, asked: list[int], runs: Mapping[str, Sequence[Served]]) -> Answer:
     fewer = [
         100 * (1 - ours / max(base, 1)) for ours, base in zip(ends[LOONGSERVE_RESERVED.label], ends[than], strict=True)
     ]
@@ -106,26 +103,5 @@ def _fewer(ends: Mapping[str, list[int]], than: str, asked: list[int], runs: Map
     )
 
 
-def _short_p90(run: Run) -> Bounded:
-    return ttft_quantile(run.served, 0.9, among=~is_long(run.served.trace))
-
-
-def draw(numbers: Mapping[str, Any], figure: Any) -> None:
-    """Long requests completed, and TTFT of the short ones, by rate."""
-    left, right = figure.subplots(1, 2)
-    qps, ends = numbers["qps"], numbers["long_finished"]
-    asked = [max(number, 1) for number in numbers["long_requests"]]
-    shares = {name: [done / number for done, number in zip(row, asked, strict=True)] for name, row in ends.items()}
-    lines(left, qps, shares, scale=100)
-    lines(right, qps, {name: [one["ttft_s"]["short"][1] for one in row] for name, row in numbers["told"].items()})
-    left.set_ylim(0, 105)
-    right.set_yscale("log")
-    for axes in (left, right):
-        plain_ticks(axes.xaxis, qps)
-        axes.set_xlim(0, 2)
-        axes.set_xlabel("load, QPS")
-    finish(left, title="Long requests, 5 % of all", ylabel="% finished in the window")
-    finish(right, title="Short requests (none drawn: not in the window)", ylabel="P90 TTFT, s", legend=False)
-
-
-FIGURES = (FigureSpec("pools", "A reserved pool for short requests against Medha, 8B on 16 A100s", run, draw),)
+def _short_p90(run: Served) -> Bounded:
+    return run.ttft_quantile(0.9, ~run.is_long)

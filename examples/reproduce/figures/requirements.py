@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from examples.reproduce.flops import attention_flops, kv_bytes, linear_parameters, prefill_flops, weight_bytes
-from examples.reproduce.plotting import COLORS, PAPER, finish, lines, log_axis
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.plotting import Panel, lines
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, h100
+from medha.config import ModelConfig
 
 MILLION = 1e6
 TTFT_S, TPOT_S = 30.0, 0.020
@@ -34,39 +34,47 @@ def gpus_needed(tokens: float) -> dict[str, float]:
     }
 
 
+@figure("requirements", "What 1M tokens ask of hardware, in closed form")
 def run(options: Options) -> FigureResult:
     """Closed forms; ``quick`` changes nothing."""
-    spec, n = h100(), MILLION
-    spare_bytes = _GPUS * spec.memory_bytes - weight_bytes(_8B)
+    spec = h100()
     token_bytes = kv_bytes(_8B, 1)
     limits = {
         "compute": most_tokens_by_compute(_GPUS * spec.peak_flops_per_s * TTFT_S),
         "bandwidth": (_GPUS * spec.hbm_bytes_per_s * TPOT_S - weight_bytes(_8B)) / token_bytes,
-        "memory": spare_bytes / token_bytes,
+        "memory": (_GPUS * spec.memory_bytes - weight_bytes(_8B)) / token_bytes,
     }
     lengths = [0.25, 0.5, 1, 2, 4, 8, 10]
     needed = [gpus_needed(length * MILLION) for length in lengths]
-    causal, full = (prefill_flops(_70B, n, causal=causal) for causal in (True, False))
-    numbers = {
-        "max_tokens_dgx_h100": limits,
-        "lengths_million": lengths,
-        "gpus_needed": {name: [row[name] for row in needed] for name in limits},
-        "exaflops_1m_70b": {"causal": causal / 1e18, "not causal": full / 1e18},
-        "kv_gb_1m_70b": kv_bytes(_70B, n) / 1e9,
-        "cost_100k_over_1k": {name: _cost(model, 1e5, 1e3) for name, model in MODELS.items()},
-        "attention_cost_100k_over_1k": attention_flops(_8B, 1e5) / attention_flops(_8B, 1e3),
-        "cost_1m_over_128k": {name: _cost(model, 1e6, 128e3) for name, model in MODELS.items()},
-    }
-    return FigureResult(numbers, _answers(numbers, causal, full))
+    panels = [
+        Panel(
+            "Llama-3 8B on one DGX-H100, TTFT 30 s, TPOT 20 ms",
+            "what ends first",
+            "tokens that fit, million",
+            bars={"": {name: tokens / MILLION for name, tokens in limits.items()}},
+        ),
+        Panel(
+            "What asks for GPUs (H100 at published peaks)",
+            "tokens, million",
+            "H100s needed",
+            lines(lengths, {name: [row[name] for row in needed] for name in limits}, marker="o"),
+            paper={"v4 section 2.1: 1M": (1, 10), "v4 section 2.1: 2M": (2, 40)},
+            log="xy",
+        ),
+    ]
+    return FigureResult(panels, _answers(limits))
 
 
-def _cost(model: Any, long: float, short: float) -> float:
+def _cost(model: ModelConfig, long: float, short: float) -> float:
     return prefill_flops(model, long) / prefill_flops(model, short)
 
 
-def _answers(numbers: Mapping[str, Any], causal: float, full: float) -> dict[str, Answer]:
-    limits, peak = numbers["max_tokens_dgx_h100"], h100().peak_flops_per_s
-    ratios, at_128k = numbers["cost_100k_over_1k"], numbers["cost_1m_over_128k"]
+def _answers(limits: Mapping[str, float]) -> dict[str, Answer]:
+    peak = h100().peak_flops_per_s
+    causal, full = (prefill_flops(_70B, MILLION, causal=causal) for causal in (True, False))
+    at_1k, at_128k = (
+        {name: _cost(model, *pair) for name, model in MODELS.items()} for pair in ((1e5, 1e3), (1e6, 128e3))
+    )
     exaflops = (
         f"With the causal mask, as v4 eq. 1 has it; without it the count is {full / 1e18:.2f} exaFLOPs, "
         "which must be what was counted."
@@ -74,8 +82,8 @@ def _answers(numbers: Mapping[str, Any], causal: float, full: float) -> dict[str
     one, two = (gpus_needed(tokens * MILLION)["compute"] for tokens in (1, 2))
     return {
         "cost-100k-1k": Answer(
-            ratios["Llama-3 8B"],
-            f"FLOPs of the whole 8B model ({ratios['Llama-3 70B']:.0f} for 70B), as linear layers grow linearly and "
+            at_1k["Llama-3 8B"],
+            f"FLOPs of the whole 8B model ({at_1k['Llama-3 70B']:.0f} for 70B), as linear layers grow linearly and "
             "dominate at 1K; attention alone is 10,000 times.",
         ),
         "cost-1m-128k": Answer(
@@ -83,7 +91,7 @@ def _answers(numbers: Mapping[str, Any], causal: float, full: float) -> dict[str
             f"FLOPs of the 8B model ({at_128k['Llama-3 70B']:.0f} for 70B); attention alone grows "
             f"{(1e6 / 128e3) ** 2:.0f} times, so 100 is more than quadratic.",
         ),
-        "kv-320gb": Answer(numbers["kv_gb_1m_70b"], "Keys and values in 2 bytes, 80 layers of 8 heads of 128."),
+        "kv-320gb": Answer(kv_bytes(_70B, MILLION) / 1e9, "Keys and values in 2 bytes, 80 layers of 8 heads of 128."),
         "exaflops-v4": Answer(causal / 1e18, exaflops),
         "exaflops-v5": Answer(causal / 1e18, exaflops),
         "h100-minutes": Answer(
@@ -99,24 +107,3 @@ def _answers(numbers: Mapping[str, Any], causal: float, full: float) -> dict[str
         "gpus-1m": Answer(math.ceil(one), f"{one:.1f} H100s at their peak, rounded up; compute asks for the most."),
         "gpus-2m": Answer(math.ceil(two), f"{two:.1f} H100s at their peak, rounded up."),
     }
-
-
-def draw(numbers: Mapping[str, Any], figure: Any) -> None:
-    """Left: tokens within the SLOs on one node; right: GPUs over tokens (v4 figure 2)."""
-    left, right = figure.subplots(1, 2)
-    limits = numbers["max_tokens_dgx_h100"]
-    names = list(limits)
-    bars = left.bar(names, [limits[name] / MILLION for name in names], color=COLORS[: len(names)], width=0.6)
-    left.bar_label(bars, fmt="%.2fM", fontsize=9)
-    left.margins(y=0.12)
-    finish(
-        left, title="Llama-3 8B on one DGX-H100, TTFT 30 s, TPOT 20 ms", ylabel="tokens that fit, million", legend=False
-    )
-    lines(right, numbers["lengths_million"], numbers["gpus_needed"], marker="o")
-    right.scatter([1, 2], [10, 40], marker="x", s=60, color=PAPER, zorder=3, label="v4 section 2.1")
-    right.set_yscale("log")
-    log_axis(right, numbers["lengths_million"], label="tokens, million")
-    finish(right, title="What asks for GPUs (H100 at published peaks)", ylabel="H100s needed")
-
-
-FIGURES = (FigureSpec("requirements", "What 1M tokens ask of hardware, in closed form", run, draw),)

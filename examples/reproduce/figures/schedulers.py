@@ -8,29 +8,14 @@ are what differs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from examples.reproduce.load import (
-    EDF,
-    FCFS,
-    LARS,
-    LRS,
-    MEDHA,
-    MIX,
-    RATES_QPS,
-    Bounded,
-    curve,
-    fixed_batch_s,
-    run_of,
-    told,
-    ttft_quantile,
-    window_s,
-)
-from examples.reproduce.plotting import finish, shares_below
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
-from examples.reproduce.served import Served
+from examples.reproduce.load import MIX, RATES_QPS, run_of, window_s
+from examples.reproduce.plotting import Panel, shares_below
+from examples.reproduce.result import Answer, FigureResult, Options, figure
+from examples.reproduce.served import Bounded, Served, curve
+from examples.reproduce.systems import EDF, FCFS, LARS, LRS, MEDHA, fixed_batch_s
 
 SYSTEMS = (FCFS, EDF, LRS, LARS, MEDHA)
 LOW, TOP = RATES_QPS[0], RATES_QPS[-1]
@@ -38,23 +23,27 @@ ALIKE = 2.0
 _CLOSE = 1.15
 
 
+@figure("schedulers", "TTFT by scheduling policy, 8B on 16 A100s")
 def run(options: Options) -> FigureResult:
     """Five ways at the lowest and the highest rate, 5 % long requests."""
-    plays = {qps: {system.label: run_of(system, MIX, qps, options) for system in SYSTEMS} for qps in (LOW, TOP)}
-    served = {qps: {name: one.served for name, one in runs.items()} for qps, runs in plays.items()}
-    medians = {qps: {name: ttft_quantile(one, 0.5) for name, one in runs.items()} for qps, runs in served.items()}
-    numbers = {
-        "told": {f"{qps:g}": {name: told(one) for name, one in runs.items()} for qps, runs in plays.items()},
-        "ttft_curve_s": {
-            f"{qps:g}": {name: curve(one.ttft_s) for name, one in runs.items()} for qps, runs in served.items()
-        },
-    }
+    served = {qps: {system.label: run_of(system, MIX, qps, options) for system in SYSTEMS} for qps in (LOW, TOP)}
+    medians = {qps: {name: one.ttft_quantile(0.5) for name, one in runs.items()} for qps, runs in served.items()}
+    panels = [
+        Panel(
+            f"5 % long, {qps:g} QPS (Medha: several prefills a batch, the others one)",
+            "TTFT, s (ends where none came within the window)",
+            "% of requests",
+            shares_below({name: curve(one.ttft_s) for name, one in runs.items()}),
+            log="x",
+        )
+        for qps, runs in served.items()
+    ]
     answers = {
         "multi-prefill-throughput": _throughput(served[TOP], options),
         "multi-prefill-median": _median(medians),
         "policies-low-load": _policies(medians, served),
     }
-    return FigureResult(numbers, answers)
+    return FigureResult(panels, answers)
 
 
 def prompt_tokens_done(served: Served) -> int:
@@ -106,17 +95,3 @@ def _policies(medians: Mapping[float, Mapping[str, Bounded]], served: Mapping[fl
         f"{begun[FCFS.label]:.0%} have a first token within the window (no better: neither median has one, or EDF's is "
         "not below FCFS's).",
     )
-
-
-def draw(numbers: Mapping[str, Any], figure: Any) -> None:
-    """TTFT distributions at both rates (v5 figure 13)."""
-    for axes, (qps, rows) in zip(figure.subplots(1, 2), numbers["ttft_curve_s"].items(), strict=True):
-        names = {name: f"{name.removeprefix('Medha-')}, one prefill" for name in rows}
-        names[MEDHA.label] = "Medha (several prefills)"
-        shares_below(axes, {names[name]: values for name, values in rows.items()})
-        axes.set_ylim(0, 100)
-        axes.set_xlabel("TTFT, s (ends where none came within the window)")
-        finish(axes, title=f"5 % long, {qps} QPS", ylabel="% of requests")
-
-
-FIGURES = (FigureSpec("schedulers", "TTFT by scheduling policy, 8B on 16 A100s", run, draw),)

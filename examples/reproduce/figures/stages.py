@@ -5,18 +5,21 @@ v5 section 3.3, figures 5, 17 and 18; v4 section 3.3, figures 8 to 10, eqs. 4 to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from examples.reproduce.plotting import COLORS, MARKERS, PAPER, finish, lines, log_axis, token_label
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.plotting import PAPER, Line, Panel, lines, token_label
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import CHUNK, MODELS, M, decode_s, fits, h100, simulate, stage_predictors
 from medha.config import ParallelConfig
 from medha.cost.predictor import Work
 
 STAGES = (1, 2, 4, 8, 16)
+_LINEAR = {"color": PAPER, "linestyle": ":"}
+_MISFIT = {"color": "red", "marker": "x", "linestyle": "", "markersize": 10, "zorder": 3}
+_LENGTHS = (M, 4 * M, 10 * M)
 _DERIVED = "The H100 spec is derived, not measured."
 
 
@@ -29,33 +32,52 @@ def layout(spp: int, *, tp: int = 8, kvp: int = 1) -> ParallelConfig:
 # Prefill over stages
 
 
+@figure("spp-scaling", "Prefill over pipeline stages to 10M tokens (v5 fig. 17)")
 def run_scaling(options: Options) -> FigureResult:
     """TTFT by model, length and stages; ``quick`` takes 1M and 10M alone."""
     lengths = [M, 10 * M] if options.quick else [M, 2 * M, 4 * M, 10 * M]
     spec = h100()
-    ttft_s: dict[str, dict[str, list[float]]] = {}
-    fit: dict[str, dict[str, list[bool]]] = {}
-    for name, model in MODELS.items():
-        ttft_s[name] = {str(n): [simulate(spec, model, layout(s), n).ttft_s for s in STAGES] for n in lengths}
-        fit[name] = {str(n): [fits(spec, model, layout(s), n) for s in STAGES] for n in lengths}
+    ttft_s = {
+        name: {n: [simulate(spec, model, layout(s), n).ttft_s for s in STAGES] for n in lengths}
+        for name, model in MODELS.items()
+    }
     crossing = simulate(spec, MODELS["Llama-3 8B"], layout(1, tp=16), M).ttft_s
-    numbers: dict[str, Any] = {"stages": list(STAGES), "ttft_s": ttft_s, "fits": fit, "ttft_s_1m_8b_tp16": crossing}
-    numbers["efficiency"] = {
+    return FigureResult(
+        [_scaling_panel(name, rows) for name, rows in ttft_s.items()], _scaling_answers(ttft_s, crossing)
+    )
+
+
+def _scaling_panel(name: str, rows: Mapping[int, list[float]]) -> Panel:
+    """TTFT over stages (v5 figure 17)."""
+    points = {f"{token_label(n)} tokens": row for n, row in rows.items()}
+    too_long = [
+        [None if fits(h100(), MODELS[name], layout(s), n) else row[i] for i, s in enumerate(STAGES)]
+        for n, row in rows.items()
+    ]
+    return Panel(
+        f"{name} (dotted: linear; red: no memory for it)",
+        "stages of 8 H100s (TP 8)",
+        "TTFT, s",
+        [
+            *lines(STAGES, points),
+            *(Line(None, STAGES, [row[0] / s for s in STAGES], _LINEAR) for row in rows.values()),
+            *(Line(None, STAGES, row, _MISFIT) for row in too_long),
+        ],
+        log="xy",
+    )
+
+
+def _scaling_answers(ttft_s: Mapping[str, Mapping[int, list[float]]], crossing: float) -> dict[str, Answer]:
+    efficiency = {
         name: {n: [row[0] / (row[i] * s) for i, s in enumerate(STAGES)] for n, row in rows.items()}
         for name, rows in ttft_s.items()
     }
-    return FigureResult(numbers, _scaling_answers(numbers, crossing))
-
-
-def _scaling_answers(numbers: Mapping[str, Any], crossing: float) -> dict[str, Answer]:
-    efficiency, ttft_s = numbers["efficiency"], numbers["ttft_s"]
     small, large = efficiency["Llama-3 8B"], efficiency["Llama-3 70B"]
     at_16 = [row[-1] for rows in efficiency.values() for row in rows.values()]
-    at_10m = {name: rows[str(10 * M)][-1] for name, rows in ttft_s.items()}
-    tp16_gain = ttft_s["Llama-3 8B"][str(M)][0] / crossing
-    spp2_gain = ttft_s["Llama-3 8B"][str(M)][0] / ttft_s["Llama-3 8B"][str(M)][1]
-    fit_10m = [numbers["fits"][name][str(10 * M)][-1] for name in MODELS]
-    largest = {name: numbers["fits"][name][str(10 * M)] for name in MODELS}
+    at_10m = {name: rows[10 * M][-1] for name, rows in ttft_s.items()}
+    small_s = ttft_s["Llama-3 8B"][M]
+    tp16_gain, spp2_gain = small_s[0] / crossing, small_s[0] / small_s[1]
+    fit_10m = {(name, s): fits(h100(), model, layout(s), 10 * M) for name, model in MODELS.items() for s in STAGES}
     return {
         "spp-efficiency": Answer(
             100 * min(at_16),
@@ -67,18 +89,18 @@ def _scaling_answers(numbers: Mapping[str, Any], crossing: float) -> dict[str, A
             "16 stages against one, 4K chunks; the filling of the pipeline is what is lost.",
         ),
         "spp-70b-efficiency": Answer(
-            100 * large[str(M)][STAGES.index(8)],
+            100 * large[M][STAGES.index(8)],
             f"1M tokens, 8 stages against one; we lose only the filling of the pipeline. {_DERIVED}",
         ),
         "spp-10m": Answer(
-            float(np.mean(fit_10m)),
+            float(np.mean([fit_10m[name, 16] for name in MODELS])),
             f"10M tokens fit on 16 stages; TTFT {at_10m['Llama-3 8B'] / 60:.0f} minutes for 8B and "
             f"{at_10m['Llama-3 70B'] / 60:.0f} for 70B.",
         ),
         "spp-70b-memory": Answer(
-            float(np.mean([not largest["Llama-3 70B"][STAGES.index(4)], largest["Llama-3 70B"][STAGES.index(16)]])),
+            float(np.mean([not fit_10m["Llama-3 70B", 4], fit_10m["Llama-3 70B", 16]])),
             "10M tokens of 70B: too much for 4 stages of 8 H100s, and not for 16; on 8 they "
-            f"{'fit' if largest['Llama-3 70B'][STAGES.index(8)] else 'do not fit without a second KVP group'}.",
+            f"{'fit' if fit_10m['Llama-3 70B', 8] else 'do not fit without a second KVP group'}.",
         ),
         "tp-one-node": Answer(
             float(tp16_gain < spp2_gain),
@@ -88,31 +110,11 @@ def _scaling_answers(numbers: Mapping[str, Any], crossing: float) -> dict[str, A
     }
 
 
-def draw_scaling(numbers: Mapping[str, Any], figure: Any) -> None:
-    """TTFT over stages; a hollow point does not fit into memory (v5 figure 17)."""
-    for index, (axes, name) in enumerate(zip(figure.subplots(1, 2), MODELS, strict=True)):
-        for row, (n, seconds) in enumerate(numbers["ttft_s"][name].items()):
-            fit = numbers["fits"][name][n]
-            label = f"{token_label(int(n))} tokens"
-            axes.plot(numbers["stages"], seconds, color=COLORS[row], marker=MARKERS[row], label=label)
-            misfits = [(s, t) for s, t, ok in zip(numbers["stages"], seconds, fit, strict=True) if not ok]
-            if misfits:
-                axes.scatter(*zip(*misfits, strict=True), marker="x", s=70, color="red", zorder=3)
-            ideal = [seconds[0] / s for s in numbers["stages"]]
-            axes.plot(numbers["stages"], ideal, color=PAPER, linestyle=":", linewidth=1)
-        axes.plot([], [], color=PAPER, linestyle=":", label="linear")
-        axes.scatter([], [], marker="x", color="red", label="does not fit into memory")
-        axes.set_yscale("log")
-        log_axis(axes, numbers["stages"], label="stages of 8 H100s (TP 8)")
-        finish(axes, title=f"{name}, 4K chunks", ylabel="" if index else "TTFT, s", legend=False)
-        axes.set_ylim(bottom=min(min(row) for row in numbers["ttft_s"][name].values()) / 20)
-        axes.legend(fontsize=8, frameon=False, loc="lower left", ncols=2)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Decodes
 
 
+@figure("spp-decode", "What pipeline stages cost a decode (v5 fig. 18)")
 def run_decode(options: Options) -> FigureResult:
     """TPOT of one 2M request over stages, through scheduler and pipeline; ``quick`` decodes fewer tokens."""
     tokens = 9 if options.quick else 65
@@ -121,7 +123,19 @@ def run_decode(options: Options) -> FigureResult:
         for name, model in MODELS.items()
     }
     rises = {name: [100 * (t / row[0] - 1) for t in row] for name, row in tpot_s.items()}
-    numbers = {"stages": list(STAGES), "tpot_s": tpot_s, "rise_percent": rises}
+    panel = Panel(
+        "Decode of one 2M request alone",
+        "stages of 8 H100s (TP 8)",
+        "TPOT, ms",
+        lines(STAGES, tpot_s, scale=1e3),
+        notes=[
+            (s, 1e3 * row[i], f"{rises[name][i]:+.0f} %")
+            for name, row in tpot_s.items()
+            for i, s in enumerate(STAGES)
+            if i
+        ],
+        log="x",
+    )
     eight = {name: row[STAGES.index(8)] for name, row in rises.items()}
     host_s = h100().host_s
     why = f"The host's {1e3 * host_s:.1f} ms a step are charged to the first stage; the others prepare meanwhile."
@@ -136,35 +150,23 @@ def run_decode(options: Options) -> FigureResult:
             f"At 16 stages {large[-1]:.0f} % for 70B against {small[-1]:.0f} % for 8B.",
         ),
     }
-    return FigureResult(numbers, answers)
-
-
-def draw_decode(numbers: Mapping[str, Any], figure: Any) -> None:
-    """TPOT over stages (v5 figure 18)."""
-    axes = figure.subplots()
-    lines(axes, numbers["stages"], numbers["tpot_s"], scale=1e3)
-    for name, seconds in numbers["tpot_s"].items():
-        for s, t, rise in list(zip(numbers["stages"], seconds, numbers["rise_percent"][name], strict=True))[1:]:
-            at = {"textcoords": "offset points", "xytext": (0, 7), "ha": "center", "fontsize": 8}
-            axes.annotate(f"{rise:+.0f} %", (s, 1e3 * t), **at)
-    log_axis(axes, numbers["stages"], label="stages of 8 H100s (TP 8)")
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.12)
-    finish(axes, title="Decode of one 2M request alone", ylabel="TPOT, ms")
+    return FigureResult([panel], answers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The formulas of v4
 
 
+@figure("equations", "v4 equations 4 to 6 against the simulation")
 def run_equations(options: Options) -> FigureResult:
     """v4 eqs. 4 to 6 against the simulated times; ``quick`` takes the 8B model alone."""
     models = {"Llama-3 8B": MODELS["Llama-3 8B"]} if options.quick else MODELS
     rows = {
-        "eq4": [_eq4(name, s, n) for name in models for s in STAGES[1:] for n in (M, 4 * M, 10 * M)],
-        "eq5": [_eq5(name, kvp, n) for name in models for kvp in (2, 4) for n in (M, 4 * M, 10 * M)],
-        "eq6": [_eq6(name, kvp, n) for name in models for kvp in (2, 4) for n in (M, 4 * M, 10 * M)],
+        "eq4": [_eq4(name, s, n) for name in models for s in STAGES[1:] for n in _LENGTHS],
+        "eq5": [_eq5(name, kvp, n) for name in models for kvp in (2, 4) for n in _LENGTHS],
+        "eq6": [_eq6(name, kvp, n) for name in models for kvp in (2, 4) for n in _LENGTHS],
     }
+    titles = {"eq4": "eq. 4: SPP prefill", "eq5": "eq. 5: KVP decode", "eq6": "eq. 6: KVP chunk"}
     sentences = {
         "eq4": "The formula leaves out the filling of the pipeline, which shows at 1M and 16 stages.",
         "eq5": "Only the part of attention that grows with the keys is divided in the simulation.",
@@ -172,29 +174,33 @@ def run_equations(options: Options) -> FigureResult:
     }
     answers = {}
     for name, sentence in sentences.items():
-        off = [abs(row["simulated_s"] / row["formula_s"] - 1) for row in rows[name]]
+        off = [abs(row.simulated_s / row.formula_s - 1) for row in rows[name]]
         answers[name] = Answer(
             float(np.mean([error <= 0.15 for error in off])),
             f"Share of {len(off)} layouts and lengths within 15 %; worst {100 * max(off):.0f} %. {sentence}",
         )
-    return FigureResult(rows, answers)
+    return FigureResult([_equation_panel(titles[name], found) for name, found in rows.items()], answers)
 
 
-def _eq4(name: str, spp: int, tokens: int) -> dict[str, Any]:
+class _Compared(NamedTuple):
+    model: str
+    degree: int
+    tokens: int
+    simulated_s: float
+    formula_s: float
+
+
+def _eq4(name: str, spp: int, tokens: int) -> _Compared:
     """(T_p + T_comm n / c) / p_spp."""
     one, many = (simulate(h100(), MODELS[name], layout(s), tokens).ttft_s for s in (1, spp))
     link = stage_predictors(h100(), MODELS[name], layout(spp))[0].coefficients.spp
     assert link is not None, "the first of several stages sends"
     send_s = link.fixed_s + link.token_s * CHUNK
     formula = (one + send_s * tokens / CHUNK) / spp
-    return _row(name, spp, tokens, many, formula)
+    return _Compared(name, spp, tokens, many, formula)
 
 
-def _row(name: str, degree: int, tokens: int, simulated_s: float, formula_s: float) -> dict[str, Any]:
-    return {"model": name, "degree": degree, "tokens": tokens, "simulated_s": simulated_s, "formula_s": formula_s}
-
-
-def _eq5(name: str, kvp: int, tokens: int) -> dict[str, Any]:
+def _eq5(name: str, kvp: int, tokens: int) -> _Compared:
     """T_attn / p_kvp + (T_d - T_attn) + T_comm, one stage."""
     one, many = (stage_predictors(h100(), MODELS[name], layout(1, kvp=p)) for p in (1, kvp))
     table, link = one[0].coefficients.decodes, many[0].coefficients.kvp
@@ -202,10 +208,10 @@ def _eq5(name: str, kvp: int, tokens: int) -> dict[str, Any]:
     attention_s = table.a_s[0] + table.b_s[0] * tokens
     merge_s = link.fixed_s + (kvp - 1) * link.token_s
     formula = attention_s / kvp + decode_s(one, tokens) - attention_s + merge_s
-    return _row(name, kvp, tokens, decode_s(many, tokens, kvp=kvp), formula)
+    return _Compared(name, kvp, tokens, decode_s(many, tokens, kvp=kvp), formula)
 
 
-def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> dict[str, Any]:
+def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> _Compared:
     """The same for a chunk behind so many tokens."""
     one, many = (stage_predictors(h100(), MODELS[name], layout(1, kvp=p))[0] for p in (1, kvp))
     table, link = one.coefficients.chunks, many.coefficients.kvp
@@ -215,29 +221,17 @@ def _eq6(name: str, kvp: int, tokens: int, chunk: int = 512) -> dict[str, Any]:
     merge_s = link.fixed_s + (kvp - 1) * link.token_s * chunk
     formula = attention_s / kvp + one.predict([Work(chunk, tokens, False)]) - attention_s + merge_s
     simulated = many.predict([Work(chunk, tokens // kvp, False, (0, kvp - 1))])
-    return _row(name, kvp, tokens, simulated, formula)
+    return _Compared(name, kvp, tokens, simulated, formula)
 
 
-def draw_equations(numbers: Mapping[str, Any], figure: Any) -> None:
+def _equation_panel(title: str, rows: Sequence[_Compared]) -> Panel:
     """Simulated over formula."""
-    titles = {"eq4": "eq. 4: SPP prefill", "eq5": "eq. 5: KVP decode", "eq6": "eq. 6: KVP chunk"}
-    for index, (axes, (key, title)) in enumerate(zip(figure.subplots(1, 3, sharey=True), titles.items(), strict=True)):
-        rows = numbers[key]
-        for column, tokens in enumerate(sorted({row["tokens"] for row in rows})):
-            for name in sorted({row["model"] for row in rows}, reverse=True):
-                some = [row for row in rows if row["tokens"] == tokens and row["model"] == name]
-                marker, style = ("o", "-") if name.endswith("8B") else ("s", "--")
-                ratios = {f"{name[8:]}, {token_label(tokens)}": [row["simulated_s"] / row["formula_s"] for row in some]}
-                at = [row["degree"] for row in some]
-                lines(axes, at, ratios, marker=marker, linestyle=style, color=COLORS[column])
-        degrees = sorted({row["degree"] for row in rows})
-        axes.axhspan(0.85, 1.15, color="#EEEEEE", zorder=0)
-        log_axis(axes, degrees, label="stages" if key == "eq4" else "KVP groups")
-        finish(axes, title=f"v4 {title}", ylabel="" if index else "simulated / formula", legend=not index)
-
-
-FIGURES = (
-    FigureSpec("spp-scaling", "Prefill over pipeline stages to 10M tokens (v5 fig. 17)", run_scaling, draw_scaling),
-    FigureSpec("spp-decode", "What pipeline stages cost a decode (v5 fig. 18)", run_decode, draw_decode),
-    FigureSpec("equations", "v4 equations 4 to 6 against the simulation", run_equations, draw_equations),
-)
+    degrees = sorted({row.degree for row in rows})
+    found = {(row.model, row.tokens, row.degree): row.simulated_s / row.formula_s for row in rows}
+    ratios = {
+        f"{name[8:]}, {token_label(n)}": [found[name, n, degree] for degree in degrees]
+        for name in dict.fromkeys(row.model for row in rows)
+        for n in _LENGTHS
+    }
+    label = "stages" if "SPP" in title else "KVP groups"
+    return Panel(f"v4 {title}", label, "simulated / formula", lines(degrees, ratios), band=(0.85, 1.15), log="x")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from examples.reproduce.baselines.context_parallel import KINDS, ContextParallel, hidden_tokens, prefill_s
 from examples.reproduce.figures.stages import STAGES, layout
 from examples.reproduce.flops import prefill_flops
-from examples.reproduce.plotting import PAPER, finish, lines, log_axis, plain_ticks
-from examples.reproduce.result import Answer, FigureResult, FigureSpec, Options
+from examples.reproduce.plotting import Panel, lines
+from examples.reproduce.result import Answer, FigureResult, Options, figure
 from examples.reproduce.timing import MODELS, M, h100, simulate
 
 _8B = MODELS["Llama-3 8B"]
@@ -17,29 +14,30 @@ _TP = 8
 _A100_FLOPS_PER_S = 312e12
 _INFINIBAND_BYTES_PER_S = 12.5e9
 """100 Gbit/s a GPU: what Ring Attention's table takes for InfiniBand."""
-_KINDS = {"ring": "ring attention", "striped": "striped attention"}
 
 
+@figure("spp-vs-cp", "Stream pipeline against context parallelism at 1M (v5 fig. 5b)")
 def run(options: Options) -> FigureResult:
     """TTFT of 1M tokens on 8 to 128 H100s, three ways; ``quick`` changes nothing."""
     spec = h100()
     gpus = [_TP * s for s in STAGES]
     ttft_s = {"SPP": [simulate(spec, _8B, layout(s), M).ttft_s for s in STAGES]}
     for kind in KINDS:
-        ttft_s[_KINDS[kind]] = [prefill_s(ContextParallel(spec, _8B, cp=s, tp=_TP, kind=kind), M) for s in STAGES]
-    spp, ring, striped = (ttft_s[name][-1] for name in ("SPP", "ring attention", "striped attention"))
+        rings = [ContextParallel(spec, _8B, cp=s, tp=_TP, kind=kind) for s in STAGES]
+        ttft_s[f"{kind} attention"] = [prefill_s(ring, M) for ring in rings]
+    spp, ring, striped = (row[-1] for row in ttft_s.values())
     hidden = hidden_tokens(_A100_FLOPS_PER_S, _INFINIBAND_BYTES_PER_S)
     hidden_8b = hidden_tokens(
         _A100_FLOPS_PER_S, _INFINIBAND_BYTES_PER_S, query_heads_per_kv_head=_8B.num_heads / _8B.num_kv_heads
     )
-    numbers = {
-        "gpus": gpus,
-        "ttft_s": ttft_s,
-        "hidden_tokens": hidden,
-        "hidden_tokens_8b": hidden_8b,
-        "striped_over_spp": striped / spp,
-        "ring_over_spp": ring / spp,
-    }
+    panel = Panel(
+        "1M tokens, Llama-3 8B",
+        "H100s (TP 8)",
+        "TTFT, s",
+        lines(gpus, ttft_s),
+        levels={"15 s (v4 section 3.3)": 15},
+        log="xy",
+    )
     best = (
         f"Striped attention, the paper's baseline, takes {striped:.1f} s against {spp:.1f} s: at 64K tokens a rank our "
         "model hides every transfer and has both run kernels of the same rate, while SPP has to fill its pipeline; "
@@ -55,39 +53,16 @@ def run(options: Options) -> FigureResult:
             ring / spp, f"Plain ring attention, all ranks waiting for the slowest; striped: {striped / spp:.2f} times."
         ),
         "spp-15s": Answer(
-            spp,
-            f"4K chunks, derived H100 spec: {_mfu(spp):.0f} % of the peak of 128 GPUs; 15 s is {_mfu(15):.0f} %.",
+            spp, f"4K chunks, derived H100 spec: {_mfu(spp):.0f} % of the peak of 128 GPUs; 15 s is {_mfu(15):.0f} %."
         ),
         "ring-24k": Answer(
             hidden / 1024,
             f"Peak over bandwidth, one KV head a query head; {hidden_8b / 1024:.1f}K with the 4 of Llama-3 8B.",
         ),
     }
-    return FigureResult(numbers, answers)
+    return FigureResult([panel], answers)
 
 
 def _mfu(seconds: float) -> float:
     """Percent of the peak of 128 H100s that a 1M prefill in so many seconds means, causal FLOPs."""
     return 100 * prefill_flops(_8B, M) / (seconds * _TP * STAGES[-1] * h100().peak_flops_per_s)
-
-
-def draw(numbers: Mapping[str, Any], figure: Any) -> None:
-    """TTFT over GPUs, and relative to SPP."""
-    left, right = figure.subplots(1, 2)
-    spp = numbers["ttft_s"]["SPP"]
-    lines(left, numbers["gpus"], numbers["ttft_s"])
-    relative = {n: [t / s for t, s in zip(row, spp, strict=True)] for n, row in numbers["ttft_s"].items()}
-    lines(right, numbers["gpus"], relative)
-    right.scatter([128], [1.64], marker="x", s=60, color=PAPER, zorder=3, label="v5 section 3.3: 1.64")
-    left.axhline(15, color=PAPER, linestyle=":", label="15 s (v4 section 3.3)")
-    left.set_yscale("log")
-    plain_ticks(left.yaxis, (5, 10, 20, 50, 100))
-    left.set_ylim(4, 100)
-    for axes in (left, right):
-        log_axis(axes, numbers["gpus"], label="H100s (TP 8)")
-    right.set_ylim(bottom=0)
-    finish(left, title="1M tokens, Llama-3 8B", ylabel="TTFT, s")
-    finish(right, title="relative to SPP", ylabel="TTFT / TTFT of SPP")
-
-
-FIGURES = (FigureSpec("spp-vs-cp", "Stream pipeline against context parallelism at 1M (v5 fig. 5b)", run, draw),)

@@ -1,0 +1,87 @@
+"""The systems that are compared under load: Medha, its variants, Sarathi-Serve, vLLM and LoongServe.
+
+What the papers leave open, and what is taken here:
+
+- Medha: LARS, a batch time of 20 ms and ``rho_max`` 0.4 (v5 appendix A), for all else the defaults of the scheduler,
+  its guard for the late included. A decode returns with every batch in flight, three of them with two stages.
+- The variants change one thing, the policy, and let at most one prefill into a batch (v5 section 6.1): a prompt of any
+  length counts as long, and a batch takes one long prefill.
+- Sarathi-Serve: chunks of 512 or 2,048 tokens, a budget of as many tokens a batch, pipelined micro-batches, as many as
+  there are stages (with one more it completes 30 % more requests at 0.75 QPS with long ones, and decodes 30 % slower).
+  vLLM without chunking: whole prompts, first come first served. Neither pays for the activations of long prompts nor
+  preempts anybody for want of memory, which favours them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from examples.reproduce.baselines.loongserve import LoongServe
+from examples.reproduce.served import Served
+from examples.reproduce.timing import MODELS, stage_predictors
+from medha.config import ParallelConfig, SchedulerConfig
+from medha.cost.hardware import load_spec
+from medha.cost.predictor import Work
+from medha.sim.replica import Replica
+from medha.sim.simulator import Simulation
+from medha.workload.trace import Trace
+
+_TWO_NODES = ParallelConfig(tp=8, spp=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A replica under medha's scheduler or a classical one.
+
+    Attributes:
+        label: its name in figures.
+        scheduler: who decides.
+        model: of :data:`examples.reproduce.timing.MODELS`.
+        spec: name of its accelerators' spec.
+        parallel: layout.
+        max_model_len: tokens of the longest request.
+    """
+
+    label: str
+    scheduler: SchedulerConfig
+    model: str = "Llama-3 8B"
+    spec: str = "a100-80g"
+    parallel: ParallelConfig = _TWO_NODES
+    max_model_len: int = 1 << 20
+
+    def play(self, trace: Trace, *, stop_s: float) -> Served:
+        """Serve a trace until a time, from fresh."""
+        spec, model = load_spec(self.spec), MODELS[self.model]
+        replica = Replica(spec, model, self.parallel, self.scheduler, max_model_len=self.max_model_len)
+        return Served.of(Simulation(*replica.build(), trace, stop_s=stop_s).run())
+
+
+_ONE_PREFILL = 1
+"""``long_threshold`` with which a batch takes one prefill: every prompt is long."""
+
+
+def _medha(**changed: Any) -> SchedulerConfig:
+    return SchedulerConfig(t_target_s=0.02, rho_max=0.4, **changed)
+
+
+def _sarathi(chunk: int) -> SchedulerConfig:
+    return SchedulerConfig(scheduler="sarathi", chunk_size=chunk, max_batch_tokens=chunk, stream=False, depth=2)
+
+
+MEDHA = Engine("Medha", _medha())
+FCFS = Engine("Medha-FCFS", _medha(policy="fcfs", long_threshold=_ONE_PREFILL))
+EDF = Engine("Medha-EDF", _medha(policy="edf", long_threshold=_ONE_PREFILL))
+LRS = Engine("Medha-LRS", _medha(policy="lrs", long_threshold=_ONE_PREFILL))
+LARS = Engine("Medha-LARS", _medha(policy="lars", long_threshold=_ONE_PREFILL))
+SARATHI_512 = Engine("Sarathi 512", _sarathi(512))
+SARATHI_2048 = Engine("Sarathi 2048", _sarathi(2048))
+WHOLE = Engine("vLLM, no chunks", SchedulerConfig(scheduler="orca", stream=False, depth=2))
+LOONGSERVE = LoongServe()
+LOONGSERVE_RESERVED = LoongServe("LoongServe, reserved", reserved=2)
+
+
+def fixed_batch_s() -> float:
+    """Seconds that a batch takes on a stage of Medha however few tokens it has."""
+    stages = stage_predictors(load_spec(MEDHA.spec), MODELS[MEDHA.model], MEDHA.parallel)
+    return max(stage.predict([Work(1, 0, False)]) for stage in stages)

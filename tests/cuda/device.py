@@ -1,0 +1,571 @@
+"""A CUDA device emulated on the CPU, for tests of what a device changes: order, lifetime, waits and captures.
+
+Tensors on it say ``cuda:0`` and hold memory of the host. Whatever is launched waits on its stream until the host waits
+for it, and streams then run in any order that their events allow. Memory is garbage until a kernel has written it and
+again once it is freed. What is wrong on a device for any timing is a :class:`DeviceError`, raised where it is noticed:
+
+- race: two streams, or a stream and the host, use the same bytes and nothing orders them (vector clocks, as in
+  ``torch.cuda._sanitizer``, over ranges of bytes; the host is seen reading pinned memory by its torch operations,
+  ``tolist`` and ``numpy``);
+- pinned: a copy finds other values in its pinned source than there were when it was launched;
+- capture: a wait, a copy from pageable memory or another thing that cannot be captured, or a stream left unjoined;
+- freed: a graph is replayed that is gone, or whose kernels use memory that is;
+- plan: FlashInfer's, see :mod:`tests.cuda.kernels`.
+
+What tensors do is in :mod:`tests.cuda.tensors`. Host waits are counted by place: ``syncs`` for all of a stream,
+``stalls`` for an event with no work launched behind it. Collectives over gloo are work of a stream of their own, as
+NCCL's. Numerics, memory limits and speed are the CPU's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+CUDA = torch.device("cuda", 0)
+Clock = dict[Any, int]
+"""By stream, how many of its operations are known to have ended."""
+
+_IDLE_S = 5e-3  # of the host, after which the device runs on by itself where other ranks may wait for it
+
+
+class DeviceError(AssertionError):
+    """Something that no device would promise to do right."""
+
+
+@dataclass(slots=True)
+class Access:
+    """An operation's use of the bytes [start, end) of some memory; ``tick`` is its number on its stream."""
+
+    name: str
+    start: int
+    end: int
+    writes: bool
+    stream: Any = None
+    tick: int = 0
+
+
+class Memory:
+    """An allocation of the device, or pinned: who used it, and on which other streams it may be used until it goes."""
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self.raw = raw
+        self.graph: Graph | None = None
+        self.accesses: list[Access] = []
+        self.recorded: list[Stream] = []
+        self.num_plans = [0]
+
+
+@dataclass(slots=True)
+class Op:
+    """What a stream runs: a kernel, or with ``marker`` the end of all before; or it waits for ``until``."""
+
+    name: str
+    kernel: Callable[[], Any] | None = None
+    uses: list[tuple[Memory, Access]] = field(default_factory=list)
+    marker: Marker | None = None
+    until: Marker | None = None
+    elsewhere: bool = False
+    running: Future[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return (self.until is None or self.until.is_done) and (self.running is None or self.running.done())
+
+
+@dataclass(eq=False, slots=True)
+class Marker:
+    """A point in a stream."""
+
+    clock: Clock
+    stream: Stream
+    kernels: int = 0
+    is_done: bool = False
+
+
+def garble_(raw: torch.Tensor) -> None:
+    """Fill memory with what nobody may use."""
+    if raw.dtype.is_floating_point:
+        raw.fill_(float("nan"))
+    elif raw.dtype in (torch.bool, torch.uint8):
+        raw.fill_(0xAB)
+    else:
+        raw.fill_(int.from_bytes(b"\xab" * raw.element_size(), "little", signed=True))
+
+
+def extent(raw: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor spans."""
+    if not raw.numel():
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(raw.shape, raw.stride(), strict=True))
+    first = raw.storage_offset()
+    return first * raw.element_size(), (first + last + 1) * raw.element_size()
+
+
+class Device:
+    """The emulated device, one at a time.
+
+    Args:
+        seed: of the order in which streams run.
+
+    Attributes:
+        faults: what was wrong, by kind and in words.
+        syncs, stalls, launches: how often, by place or by name.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.lock = threading.RLock()
+        self.streams: list[Stream] = []
+        self.host: Clock = {}
+        self.pinned: dict[int, Memory] = {}
+        self.faults: list[str] = []
+        self.syncs: Counter[str] = Counter()
+        self.stalls: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.works: list[Any] = []  # torch's own handle does not keep them alive
+        self.host_s = time.monotonic()  # when the host last launched something or waited
+        self.capturing: Graph | None = None
+        self.comm: dict[str, Stream] = {}
+        self.default = self.current = Stream(self)
+        self.capture_stream = Stream(self)
+
+    def fault(self, kind: str, text: str) -> None:
+        """Note and raise a fault."""
+        self.faults.append(f"{kind}: {text}, at {_place()}")
+        raise DeviceError(self.faults[-1])
+
+    def launch(
+        self, name: str, kernel: Callable[[], Any], reads: Iterable[Any] = (), writes: Iterable[Any] = (), **how: Any
+    ) -> None:
+        """Let the current stream run a kernel, which uses these tensors (of the device, or pinned)."""
+        uses = [
+            (memory, Access(name, *extent(raw), is_write))
+            for tensors, is_write in ((reads, False), (writes, True))
+            for memory, raw in map(self._memory_of, tensors)
+            if memory is not None
+        ]
+        self.push(Op(name, kernel, uses, **how))
+
+    def push(self, op: Op) -> None:
+        """Put an operation behind those of the current stream, or into the graph that it is captured in."""
+        self.host_s = time.monotonic()
+        with self.lock:
+            graph, stream = self.capturing, self.current
+            if graph is not None and stream in graph.streams:
+                graph.take(op, stream)
+                return
+            if op.kernel is not None:
+                self.launches[op.name] += 1
+                stream.kernels += 1
+            stream.launched += 1
+            _merge(stream.clock, self.host)
+            stream.clock[stream] = stream.launched
+            if op.marker is not None:
+                op.marker.clock, op.marker.kernels = dict(stream.clock), stream.kernels
+            stream.queue.append(op)
+            for memory, use in op.uses:
+                self._note(memory.accesses, replace(use, stream=stream, tick=stream.launched), stream.clock)
+            op.uses = []  # which would keep the memory
+
+    def _note(self, accesses: list[Access], new: Access, clock: Clock) -> None:
+        """Note a use of some memory, which every conflicting one must come before."""
+        kept = []
+        for old in accesses:
+            meets = old.start < new.end and new.start < old.end
+            if meets and (old.writes or new.writes) and clock.get(old.stream, 0) < old.tick:
+                who = new.name if new.stream is None else f"{new.name} on {new.stream}"
+                self.fault("race", f"{who} does not wait for {old.name} on {old.stream}")
+            covered = new.start <= old.start and old.end <= new.end
+            if not (covered and (new.writes or (old.stream is new.stream and not old.writes))):
+                kept.append(old)
+        if new.stream is not None:  # the host is done at once
+            accesses[:] = [*kept, new]
+
+    def on_host(self, tensor: torch.Tensor, *, writes: bool) -> None:
+        """Check that the host may use pinned memory now."""
+        memory = self.pinned.get(tensor.untyped_storage().data_ptr()) if self.pinned else None
+        if memory is not None and memory.accesses:
+            self._note(memory.accesses, Access("the host", *extent(tensor), writes), self.host)
+
+    def _memory_of(self, tensor: torch.Tensor) -> tuple[Memory | None, torch.Tensor]:
+        if tensor.is_cuda:
+            return tensor.memory, tensor.raw  # type: ignore[attr-defined]
+        return self.pinned.get(tensor.untyped_storage().data_ptr()), tensor
+
+    def is_used(self, tensor: torch.Tensor, *, by_writes: bool) -> bool:
+        """Whether operations that the host has not waited for write pinned memory, or read it."""
+        memory, _ = self._memory_of(tensor)
+        first, last = extent(tensor)
+        return memory is not None and any(
+            use.start < last and first < use.end and use.writes == by_writes
+            for use in memory.accesses
+            if self.host.get(use.stream, 0) < use.tick
+        )
+
+    def _ready(self) -> list[Stream]:
+        return [stream for stream in self.streams if stream.queue and stream.queue[0].is_ready]
+
+    def step(self) -> bool:
+        """Run the next operation of some stream; returns whether there was one."""
+        with self.lock:
+            ready = self._ready()
+            if not ready:
+                return False
+            stream = self.random.choice(ready)
+            op = stream.queue[0]
+            if op.elsewhere and op.running is None:
+                assert op.kernel is not None
+                stream.pool = stream.pool or ThreadPoolExecutor(1)
+                op.running = stream.pool.submit(op.kernel)
+                return True
+            stream.queue.popleft()
+            if op.running is not None:
+                op.running.result()
+            elif op.kernel is not None:
+                with torch._C._DisableTorchDispatch(), torch.inference_mode():
+                    op.kernel()
+            if op.marker is not None:
+                op.marker.is_done = True
+            return True
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Run what has been launched until something is so."""
+        while not is_done():
+            self.host_s = time.monotonic()
+            if not self.step():
+                with self.lock:
+                    waits = any(s.queue and s.queue[0].running is not None for s in self.streams)
+                if not waits and not is_done() and not self._ready():
+                    self.fault("race", "every stream waits for another")
+                time.sleep(1e-4)
+
+    def wait(self, marker: Marker) -> None:
+        """Let the host wait for a point in a stream."""
+        self.run_until(lambda: marker.is_done)
+        _merge(self.host, marker.clock)
+
+    def sync(self, what: str, *streams: Stream) -> None:
+        """Let the host wait for all that streams have been given, by default the current one."""
+        if self.capturing is not None:
+            self.fault("capture", f"{what} makes the host wait")
+        self.syncs[f"{what} at {_place()}"] += 1
+        for stream in streams or (self.current,):
+            self.wait(stream.mark())
+
+    def own(self, raw: torch.Tensor) -> Memory:
+        """New memory of the current stream, or of the graph that is captured; freed with the returned object."""
+        memory = Memory(raw)
+        if self.capturing is not None:
+            memory.graph = self.capturing
+            self.capturing.owned.append(weakref.ref(memory))
+        weakref.finalize(memory, self._freed, raw, self.current, memory.accesses, memory.recorded, self.capturing)
+        return memory
+
+    def _freed(self, raw: Any, stream: Stream, accesses: list[Access], recorded: list[Stream], graph: Any) -> None:
+        """Memory nobody refers to is used again in the order of the stream that it was allocated on."""
+        if sys.is_finalizing():
+            return
+        op = Op("free", lambda: garble_(raw))
+        if graph is not None:
+            if self.capturing is graph:
+                graph.ops.append(op)
+            return
+        with self.lock:
+            stream.launched += 1
+            clock = dict(stream.clock)
+            for other in (self.host, *(s.clock for s in recorded)):
+                _merge(clock, other)
+            stream.queue.append(op)
+            with contextlib.suppress(DeviceError):  # raised, it would be lost
+                clock[stream] = stream.launched
+                self._note(accesses, Access("freeing its memory", 0, sys.maxsize, True), clock)
+
+    def pin(self, raw: torch.Tensor) -> torch.Tensor:
+        """Take memory of the host as pinned; it is kept, so that none lies at its address later."""
+        if self.capturing is not None:
+            self.fault("capture", "pinned memory is allocated")
+        self.pinned[raw.untyped_storage().data_ptr()] = Memory(raw)
+        return raw
+
+    def progress(self) -> None:
+        """Run what is launched even while the host does not wait: other ranks may wait for it."""
+
+        def run() -> None:
+            while now() is self:
+                time.sleep(_IDLE_S)
+                with contextlib.suppress(DeviceError):
+                    while time.monotonic() - self.host_s > _IDLE_S and self.step():
+                        pass
+
+        threading.Thread(target=run, daemon=True).start()
+
+
+class Stream:
+    """``torch.cuda.Stream``."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.owner = device if isinstance(device, Device) else now()
+        self.device = CUDA
+        self.queue: deque[Op] = deque()
+        self.clock: Clock = {}
+        self.launched = self.kernels = 0
+        self.pool: ThreadPoolExecutor | None = None
+        self.cuda_stream = len(self.owner.streams)
+        self.owner.streams.append(self)
+
+    def __repr__(self) -> str:
+        return f"stream {self.cuda_stream}"
+
+    def mark(self) -> Marker:
+        """A point behind all that has been launched here."""
+        marker = Marker({}, self)
+        with stream_of(self):
+            self.owner.push(Op("mark", marker=marker))
+        return marker
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        graph, marker = self.owner.capturing, event.marker
+        if graph is not None and (self in graph.streams or event.graph is graph):
+            graph.join(self, event)
+        elif marker is not None:
+            with stream_of(self):
+                _merge(self.clock, marker.clock)
+                self.owner.push(Op("wait", until=marker))
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.owner.sync("Stream.synchronize", self)
+
+    def query(self) -> bool:
+        self.owner.step()
+        return not self.queue
+
+
+class Event:
+    """``torch.cuda.Event``."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.marker: Marker | None = None
+        self.graph: Graph | None = None
+        self.stream: Stream | None = None
+        self.is_timed = enable_timing
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or now().current
+        graph = now().capturing
+        self.stream, self.graph, self.marker = stream, None, None
+        if graph is not None and stream in graph.streams:
+            self.graph = graph
+        else:
+            self.marker = stream.mark()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or now().current).wait_event(self)
+
+    def synchronize(self) -> None:
+        device = now()
+        if self.graph is not None or device.capturing is not None:
+            device.fault("capture", "Event.synchronize makes the host wait")
+        if self.marker is not None:
+            if not self.marker.is_done and self.marker.kernels == self.marker.stream.kernels:
+                device.stalls[f"Event.synchronize at {_place()}"] += 1
+            device.wait(self.marker)
+
+    def query(self) -> bool:
+        if self.marker is None:
+            return True
+        now().step()
+        if self.marker.is_done:
+            _merge(now().host, self.marker.clock)
+        return self.marker.is_done
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.is_timed and end.is_timed and self.marker is not None and end.marker is not None
+        if not (self.marker.is_done and end.marker.is_done):
+            now().fault("race", "elapsed_time asks for an event that has not passed")
+        return 1.0
+
+
+class Graph:
+    """``torch.cuda.CUDAGraph``: operations with the addresses that they were captured with.
+
+    Graphs of one pool keep their results where those captured before them keep what they free: a replay of one garbles
+    the results of those captured after it.
+    """
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.device = now()
+        self.ops: list[Op] = []
+        self.uses: dict[tuple[weakref.ref[Memory], int, int, bool], Access] = {}
+        self.owned: list[weakref.ref[Memory]] = []
+        self.streams: set[Stream] = set()
+        self.unjoined: set[Stream] = set()
+        self.members: list[weakref.ref[Graph]] = []
+        self.is_reset = False
+        self.before_replay: dict[int, Callable[[], None]] = {}
+
+    def pool(self) -> Any:
+        return self.members
+
+    def take(self, op: Op, stream: Stream) -> None:
+        """Capture an operation."""
+        if op.marker is not None or op.until is not None:
+            return
+        self.unjoined |= {stream} & (self.streams - {self.device.capture_stream})
+        for memory, use in op.uses:
+            if memory.graph is not self:
+                self.uses[weakref.ref(memory), use.start, use.end, use.writes] = use
+        self.ops.append(Op(op.name, op.kernel, elsewhere=op.elsewhere))
+
+    def join(self, stream: Stream, event: Event) -> None:
+        """Let a captured stream wait for another, which the capture then includes."""
+        if event.graph is not self:
+            if event.marker is not None and not event.marker.is_done:
+                self.device.fault("capture", "a captured stream waits for work outside of the graph")
+            return
+        self.streams.add(stream)
+        self.unjoined.discard(event.stream)  # type: ignore[arg-type]
+
+    def replay(self) -> None:
+        device = self.device
+        if self.is_reset:
+            device.fault("freed", "a graph is replayed that has been reset")
+        for check in self.before_replay.values():
+            check()
+        uses = []
+        for (ref, *_), use in self.uses.items():
+            memory = ref()
+            if memory is None:
+                device.fault("freed", f"{use.name} of a graph uses memory that has been freed")
+            uses.append((memory, use))
+        members = [ref() for ref in self.members]
+        later = (graph for graph in members[members.index(self) + 1 :] if graph is not None)
+        for graph in (self, *later):
+            for result in filter(None, (ref() for ref in graph.owned)):
+                uses.append((result, Access("a graph's replay", 0, result.raw.nbytes, True)))
+                if graph is not self:
+                    device.push(Op("overwrite", lambda raw=result.raw: garble_(raw)))
+        device.push(Op("replay", lambda: None, uses))
+        for op in self.ops:
+            device.push(Op(op.name, op.kernel, elsewhere=op.elsewhere))
+
+    def reset(self) -> None:
+        self.ops, self.is_reset = [], True
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        if pool is not None:
+            self.members = pool
+        self.members.append(weakref.ref(self))
+        self.streams, self.device.capturing = {self.device.current}, self
+
+    def capture_end(self) -> None:
+        self.device.capturing = None
+        if self.unjoined:
+            self.device.fault("capture", f"{self.unjoined} had not been joined when it ended")
+        for memory in (ref() for ref in self.owned):
+            if memory is not None:
+                garble_(memory.raw)
+
+
+@contextlib.contextmanager
+def capture(graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+    """``torch.cuda.graph``."""
+    device = now()
+    for each in device.streams:
+        device.wait(each.mark())
+    with stream_of(stream or device.capture_stream):
+        graph.capture_begin(pool)
+        try:
+            yield
+        except BaseException:
+            device.capturing = None
+            raise
+        graph.capture_end()
+
+
+@contextlib.contextmanager
+def stream_of(stream: Stream | None) -> Iterator[None]:
+    """``torch.cuda.stream``."""
+    device = now()
+    before, device.current = device.current, stream or device.current
+    try:
+        yield
+    finally:
+        device.current = before
+
+
+_devices: list[Device] = []
+
+
+def now() -> Device:
+    """The device there is."""
+    return _devices[-1]
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, tick in list(other.items()):
+        clock[stream] = max(clock.get(stream, 0), tick)
+
+
+def _place() -> str:
+    """The line of medha's, or else FlashInfer's or a test's, that runs."""
+    ours = ("cuda/device.py", "cuda/tensors.py", "cuda/kernels.py")
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.endswith(ours)]
+    for part in ("/medha/", "/flashinfer/", "/tests/"):
+        found = [f for f in frames if part in f.filename]
+        if found:
+            return f"{part[1:]}{found[-1].filename.rpartition(part)[2]}:{found[-1].lineno}"
+    return "?"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.cuda
+
+
+def install(
+    patch: pytest.MonkeyPatch, *, seed: int = 0, num_sms: int = 16, capability: tuple[int, int] = (8, 0)
+) -> Device:
+    """Put an emulated device in place of ``torch.cuda`` until ``patch`` is undone."""
+    device = Device(seed)
+    _devices[:] = [device]
+    gib = 1 << 30
+    properties = SimpleNamespace(
+        multi_processor_count=num_sms, major=capability[0], minor=capability[1], total_memory=8 * gib, name="emulated"
+    )
+    names: dict[str, Any] = {
+        "Stream": Stream, "Event": Event, "stream": stream_of, "CUDAGraph": Graph, "graph": capture,
+        "graph_pool_handle": list, "_lazy_init": lambda: None, "is_initialized": lambda: True,
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+        "set_device": lambda device: None, "current_stream": lambda at=None: device.current,
+        "default_stream": lambda at=None: device.default, "empty_cache": lambda: None,
+        "synchronize": lambda at=None: device.sync("torch.cuda.synchronize", *device.streams),
+        "is_current_stream_capturing": lambda: device.capturing is not None,
+        "mem_get_info": lambda at=None: (8 * gib, 8 * gib), "get_device_capability": lambda at=None: capability,
+        "get_device_properties": lambda at=None: properties, "memory_allocated": lambda at=None: 0,
+        "max_memory_allocated": lambda at=None: 0, "reset_peak_memory_stats": lambda at=None: None,
+    }  # fmt: skip
+    for name, value in names.items():
+        patch.setattr(torch.cuda, name, value)
+    return device

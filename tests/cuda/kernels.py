@@ -1,0 +1,208 @@
+"""What stands in for FlashInfer's compiled kernels below its own Python wrappers, on the emulated device.
+
+The planner follows ``PrefillPlan`` of FlashInfer's scheduler.cuh: queries in tiles, keys in chunks so that the parts
+fill the GPU. It writes the work items to the wrapper's pinned buffer, from where they are copied in stream order, and
+the kernel does what it finds on the device when it runs. Faults of their kind ``plan``: a graph is replayed without a
+new plan, or with one whose layout is not the captured kernel's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda import tensors
+from tests.cuda.device import Device, now
+from tests.cuda.tensors import Emulated, unchanged
+
+_NEEDED = ("requests", "pynvml")  # by its import, not by what medha calls
+_HEAD = 5
+_FA2_BLOCKS_PER_SM = 2
+_LEAST_CHUNK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What of a plan a captured kernel keeps: everything but the work items, which lie on the device."""
+
+    is_graph: bool
+    splits: bool
+    most_items: int
+    tile: int
+    group: int
+    num_plans: list[int]
+
+    @property
+    def layout(self) -> list[int]:
+        return [int(self.splits), self.most_items, self.tile]
+
+
+def plan(
+    float_workspace: Emulated, workspace: Emulated, pinned: torch.Tensor, qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor, kv_lens: torch.Tensor, num_rows: int, batch: int, num_heads: int, num_kv_heads: int,
+    page: int, is_graph: bool, head_dim: int, head_dim_vo: int, causal: bool, window: int, split_pages: int = -1,
+    may_not_split: bool = True, *rest: Any,
+) -> Plan:  # fmt: skip
+    """Cut a batch into work items, (request, query tile, key chunk); FA3, which gives no split, into whole rows."""
+    device = now()
+    if device.capturing is not None:
+        device.fault("capture", "attention is planned inside")
+    for tensor in (qo_indptr, kv_indptr, kv_lens):
+        assert tensor.device.type == "cpu" and tensor.dtype == torch.int32, "index pointers are int32 of the host"
+    assert isinstance(float_workspace, Emulated) and isinstance(workspace, Emulated)
+    assert num_heads % num_kv_heads == 0 and window == -1 and head_dim == head_dim_vo
+    sms, group = torch.cuda.get_device_properties(0).multi_processor_count, num_heads // num_kv_heads
+    lengths, pages = (torch.diff(x).tolist() for x in (qo_indptr, kv_indptr))
+    assert min(lengths) >= 0 and min(pages) >= 0
+    packed = [length * group for length in lengths]
+    most_parts = _FA2_BLOCKS_PER_SM * sms // num_kv_heads
+    longest = (num_rows - batch + 1) * group if is_graph else sum(packed) // batch
+    tile = 16 if longest <= 16 else 64 if longest <= 64 or head_dim >= 256 else 128
+    tiles = [-(-rows // tile) for rows in packed]
+
+    def parts(chunk: int) -> list[int]:
+        return [-(-max(n, 1) // chunk) for n in pages]
+
+    largest = max(1, *pages)
+    chunk, splits = largest, False
+    if split_pages > 0:
+        chunk = split_pages
+        splits = max(parts(chunk)) > 1
+    elif not may_not_split:
+        enough = (n for n in range(max(_LEAST_CHUNK // page, 1), largest)
+                  if sum(t * p for t, p in zip(tiles, parts(n), strict=True)) <= most_parts)  # fmt: skip
+        chunk = next(enough, max(largest, _LEAST_CHUNK // page))
+        splits = is_graph or chunk < largest
+    items = [(r, t, p) for r, n in enumerate(parts(chunk)) for t in range(tiles[r]) for p in range(n)]
+    most = max(most_parts, -(-num_rows * group // tile) + batch - 1) if is_graph else len(items)
+    if len(items) > most:
+        raise RuntimeError("new batch size should not exceed padded batch size")
+    if splits and num_heads * most * tile * (head_dim + 1) * 4 > float_workspace.nbytes:
+        raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
+    workspace.memory.num_plans[0] += 1
+    made = Plan(is_graph, splits, most, tile, group, workspace.memory.num_plans)
+    ints = [*made.layout, chunk * page, len(items), *(i for item in items for i in item)]
+    seen = torch.tensor(ints, dtype=torch.int32).view(torch.uint8)
+    source, target = pinned[: len(seen)], workspace.raw[: len(seen)]
+    source.copy_(seen)  # on the host, which so is seen to overwrite it
+
+    def send() -> None:
+        unchanged(device, seen, source)
+        target.copy_(source)
+
+    device.launch("plan", send, (source,), (workspace,))
+    return made
+
+
+def run(
+    float_workspace: Emulated, workspace: Emulated, made: Plan, q: Emulated, k: Emulated, v: Emulated,
+    qo_indptr: Emulated, kv_indptr: Emulated, indices: Emulated, last_page_len: Emulated, out: Emulated,
+    lse: Emulated | None, mask_mode: int, layout: int, window: int, enable_pdl: bool, custom_mask: Any,
+    mask_indptr: Any, alibi: Any, prefix_len: Any, token_pos: Any, max_item_len: Any, soft_cap: float,
+    sm_scale: float, *rest: Any, name: str = "fa2",
+) -> None:  # fmt: skip
+    """Attention over pages as the plan says, with the log-sum-exp to base 2."""
+    device = now()
+    reads = [workspace, q, k, v, qo_indptr, kv_indptr, indices, last_page_len]
+    writes = [float_workspace, out, *([] if lse is None else [lse])]
+    assert all(isinstance(x, Emulated) for x in (*reads, *writes)), "what a kernel reads and writes is on the device"
+    assert all(x.dtype == torch.int32 for x in (qo_indptr, kv_indptr, indices, last_page_len))
+    assert q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype == out.dtype
+    assert q.shape[2] in (64, 128, 256) and q.stride(-1) == 1 and out.is_contiguous() and layout == 0
+    assert k.stride() == v.stride() and (lse is None or (lse.is_contiguous() and lse.dtype == torch.float32))
+    if device.capturing is not None:
+        device.capturing.before_replay[id(made.num_plans)] = _planned_anew(device, made.num_plans)
+    raws = [x.raw for x in (*reads, out)]
+    raw_lse = None if lse is None else lse.raw
+    device.launch(name, lambda: _attend(device, made, mask_mode == 1, sm_scale, *raws, raw_lse), reads, writes)
+
+
+def _planned_anew(device: Device, num_plans: list[int]) -> Any:
+    seen = [0]
+
+    def check() -> None:
+        if seen[0] == num_plans[0]:
+            device.fault("plan", "a graph is replayed without a new plan of its attention")
+        seen[0] = num_plans[0]
+
+    return check
+
+
+def _attend(
+    device: Device, made: Plan, causal: bool, scale: float, w: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, qo: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, last: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """The kernel: partial attention of every work item, then the merge of each tile's parts."""
+    ints = w[: w.numel() // 4 * 4].view(torch.int32)
+    *layout, chunk, num_items = ints[:_HEAD].tolist()
+    if layout != made.layout:
+        device.fault("plan", f"its layout is {layout}, the kernel was launched or captured with {made.layout}")
+    items = ints[_HEAD : _HEAD + 3 * num_items].view(-1, 3).tolist()
+    page, K = k.shape[1:3]
+    parts: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    starts, kv_starts, lasts = qo.tolist(), kv.tolist(), last.tolist()
+    for request, tile, part in items:
+        first, end = starts[request : request + 2]
+        length = (kv_starts[request + 1] - kv_starts[request] - 1) * page + lasts[request]
+        tokens = torch.arange(part * chunk, min((part + 1) * chunk, length)) if made.splits else torch.arange(length)
+        at = pages[kv_starts[request] + tokens // page].long()
+        if len(at) and not 0 <= int(at.min()) <= int(at.max()) < len(k):
+            device.fault("address", f"page {int(at.max())} of a pool of {len(k)}")
+        keys, values = (pool[at, tokens % page].float().transpose(0, 1) for pool in (k, v))
+        rows = torch.arange(tile * made.tile, min((tile + 1) * made.tile, (end - first) * made.group))
+        queries = q[first:end].float().unflatten(1, (K, made.group)).transpose(0, 1).flatten(1, 2)[:, rows]
+        scores = queries @ keys.transpose(1, 2) * scale
+        if causal:
+            sees = tokens <= (length - (end - first) + rows // made.group)[:, None]
+            scores = scores.masked_fill(~sees, -math.inf)
+        outs = torch.softmax(scores, -1).nan_to_num() @ values  # nan where a row sees no key of this part
+        parts[request, tile].append((torch.logsumexp(scores, -1), outs))
+    for (request, tile), found in parts.items():
+        sums, outs = (torch.stack(x) for x in zip(*found, strict=True))
+        total = torch.logsumexp(sums, 0)
+        merged = (torch.exp(sums - total)[..., None] * outs).sum(0)
+        first, end = starts[request : request + 2]
+        rows = torch.arange(tile * made.tile, tile * made.tile + total.shape[1])
+        heads = torch.arange(K)[:, None] * made.group + rows % made.group
+        out[first + rows // made.group, heads] = merged.to(out.dtype)
+        if lse is not None:
+            lse[first + rows // made.group, heads] = total / math.log(2.0)
+
+
+def import_flashinfer() -> ModuleType:
+    """The package; skips where it is not installed. What only its import needs is stood in for meanwhile."""
+    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", tempfile.gettempdir())  # its import makes a folder
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    sys.modules.update({name: ModuleType(name) for name in missing})
+    try:
+        reason = "flashinfer-python is not installed (make test installs it)"
+        return pytest.importorskip("flashinfer", reason=reason)  # type: ignore[no-any-return]
+    finally:
+        for name in missing:
+            del sys.modules[name]
+
+
+def install(patch: pytest.MonkeyPatch, **options: Any) -> Device:
+    """An emulated device, with FlashInfer's wrappers on it."""
+    flashinfer = import_flashinfer()
+    device = tensors.install(patch, **options)
+
+    def module(backend: str, *args: Any) -> SimpleNamespace:
+        return SimpleNamespace(plan=plan, paged_run=partial(run, name=backend), workspace_size=None)
+
+    for part in (flashinfer.prefill, flashinfer.decode):
+        patch.setattr(part, "get_batch_prefill_module", module)
+    patch.setattr(flashinfer.prefill, "_eagle_verify_fp8kv_sm90_prepare", lambda *args, **kwargs: None)
+    return device
