@@ -4,6 +4,8 @@ VENV ?= .venv
 # The torch that is tested. On Linux without a GPU, TORCH_INDEX names PyTorch's CPU wheel index (see README).
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+# FlashInfer's Python wrappers, which tests/cuda runs over an emulated device (65 MB; what else it declares is for GPUs).
+FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -20,7 +22,7 @@ demo: $(VENV)/installed
 # Tests that start several processes run one at a time, as those are enough for two cores.
 test: $(VENV)/installed-dev lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow and not ranks"
-	$(BIN)/python -m pytest -q -m "ranks and not gpu and not slow" tests/parallel
+	$(BIN)/python -m pytest -q -m "ranks and not gpu and not slow" tests/parallel tests/cuda
 
 # What needs no model and no ranks: within 90 seconds.
 test-fast: $(VENV)/installed-dev
@@ -48,6 +50,7 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) install --quiet -e ".[dev]"
+	$(PIP) install --quiet --no-deps --no-compile $(FLASHINFER)
 	touch $@
 
 clean:

@@ -57,12 +57,17 @@ class Row(NamedTuple):
         return self.position + self.q_len
 
     @property
-    def run(self) -> tuple[int, int]:
-        """First and last group."""
+    def span(self) -> tuple[int, int]:
+        """The KVP span: first and last group."""
         return self.group, self.group + self.num_groups - 1
 
     @property
-    def holder(self) -> int:
+    def groups(self) -> range:
+        """All groups of the span."""
+        return range(self.group, self.group + self.num_groups)
+
+    @property
+    def writer(self) -> int:
         """The group that keeps the new keys and values."""
         return self.group + self.num_groups - 1
 
@@ -73,12 +78,12 @@ class Row(NamedTuple):
 
     def concerns(self, group: int) -> bool:
         """Whether the row's tokens are present on a group."""
-        return self.group <= group <= self.holder
+        return self.group <= group <= self.writer
 
     def __str__(self) -> str:
-        where = "" if self.run == (0, 0) else f" on group {self.group}"
+        where = "" if self.span == (0, 0) else f" on group {self.group}"
         if self.is_shared:
-            where = f" on groups {self.group}-{self.holder}"
+            where = f" on groups {self.group}-{self.writer}"
         if self.is_decode:
             return f"slot {self.slot} decode [{self.position}]{where}"
         last = " last" if self.samples else ""
@@ -157,7 +162,7 @@ class Batch:
     @property
     def groups(self) -> set[int]:
         """Groups on which it has rows."""
-        return {group for row in self.rows for group in range(row.group, row.holder + 1)}
+        return {group for row in self.rows for group in row.groups}
 
     def part_of(self, group: int) -> Batch:
         """What concerns one group: its rows and blocks, and every freed slot."""

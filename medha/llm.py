@@ -60,12 +60,7 @@ class LLM:
     """
 
     def __init__(
-        self,
-        model: str | Path,
-        *,
-        timeline: Timeline | None = None,
-        journal: str | Path | None = None,
-        **options: Any,
+        self, model: str | Path, *, timeline: Timeline | None = None, journal: str | Path | None = None, **options: Any
     ) -> None:
         self.config = EngineConfig.from_flat(str(model) if isinstance(model, Path) else model, **options)
         self._files = ExitStack()

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from numbers import Number
@@ -73,7 +73,9 @@ def _names_checked(cls: type[T]) -> type[T]:
         for name in fields.keys() - set(names):
             refuse_unsupported(name, fields[name])
             if name not in UNSUPPORTED_FIELDS:
-                raise _unknown(name, fields[name], names)
+                near = [FIELD_ALIASES[name]] if name in FIELD_ALIASES else difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"accepted: one of {', '.join(sorted(names))}"
+                raise ValidationError(f"{name}={short_repr(fields[name])}; {hint}", param=name, value=fields[name])
             del fields[name]  # asks for nothing
         init(self, *args, **fields)
 
@@ -213,13 +215,6 @@ class SLO:
 
     def __post_init__(self) -> None:
         check_options(self, _bad)
-
-
-def _unknown(name: str, value: Any, known: Iterable[str]) -> ValidationError:
-    """The error about a field that nobody knows."""
-    near = [FIELD_ALIASES[name]] if name in FIELD_ALIASES else difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"accepted: one of {', '.join(sorted(known))}"
-    return ValidationError(f"{name}={short_repr(value)}; {hint}", param=name, value=value)
 
 
 def check_seconds(name: str, value: Any) -> float:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from medha.batch import Batch
 
@@ -29,23 +29,20 @@ _EVENTS_KEPT = 1 << 20
 _EVENTS_A_PIECE = 1000
 
 _Event = dict[str, Any]
+_Batch = tuple[Batch, float, float, Sequence[str]]
 _Wait = Literal["control", "hidden", "report", "send", "merge"]
-_WAITS: tuple[_Wait, ...] = ("control", "hidden", "report", "send", "merge")
+_WAITS: tuple[_Wait, ...] = get_args(_Wait)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """What one rank did for one batch; times in seconds of the monotonic clock.
-
-    The waits are those since the batch before: of a rank's first batch they are the time without work.
+    """What one rank did for one batch; times in seconds of the monotonic clock, waits since the batch before.
 
     Attributes:
-        num_tokens: of the batch.
         start_s, end_s: compute, from when the input was there to before the output was sent; the collectives of a
             tensor-parallel group are part of it.
         control_ready: the batch's message was here when the batch before ended.
-        control_wait_s: waited for the batch's message.
-        hidden_wait_s: waited for hidden states of the stage before.
+        control_wait_s, hidden_wait_s: waited for that message, and for hidden states of the stage before.
         report_wait_s: waited for sampled tokens; on rank 0 for the end of the oldest batch in the pipeline.
         send_wait_s: waited for a free buffer to send the hidden states of the batch before.
         merge_wait_s: within the compute, waited for the other groups' parts of shared attention and merged them.
@@ -80,11 +77,7 @@ class RankRecords:
 
 
 class Recorder:
-    """Keeps the newest records of one rank.
-
-    Args:
-        clock: monotonic seconds.
-        kept: how many records; older ones are dropped.
+    """Keeps the newest records of one rank, by a clock of monotonic seconds.
 
     Attributes:
         waits_for: what of other ranks this one waits for at present; None while it computes.
@@ -115,8 +108,8 @@ class Recorder:
 
     def end(self, batch: Batch) -> BatchRecord:
         """The compute of a batch ends now; returns its record."""
-        waits = (self._waits[what] for what in _WAITS)
         times = (self._start, self._clock())
+        waits = (self._waits[what] for what in _WAITS)
         record = BatchRecord(batch.batch_id, batch.num_tokens, *times, self.control_ready, *waits)
         self._records.append(record)
         self._waits.clear()
@@ -132,42 +125,32 @@ class Recorder:
 
 def encode_records(records: RankRecords) -> bytes:
     """A rank's records as JSON, with what tells its clock from that of another node."""
-    return json.dumps(
-        {
-            "place": (records.rank, records.stage, records.tp_rank, records.group),
-            "batches": [astuple(record) for record in records.batches],
-            "node": platform.node(),
-            "epoch_s": _epoch_s(),
-        }
-    ).encode()
+    return json.dumps({"records": astuple(records), "node": platform.node(), "epoch_s": _epoch_s()}).encode()
 
 
 def decode_records(data: bytes) -> RankRecords:
     """The inverse of :func:`encode_records`; times are of this node's clock."""
     sent = json.loads(data)
     shift = 0.0 if sent["node"] == platform.node() else sent["epoch_s"] - _epoch_s()
-    records = (BatchRecord(*values) for values in sent["batches"])
+    rank, stage, tp_rank, values, group = sent["records"]
+    records = (BatchRecord(*one) for one in values)
     batches = tuple(replace(one, start_s=one.start_s + shift, end_s=one.end_s + shift) for one in records)
-    rank, stage, tp_rank, group = sent["place"]
     return RankRecords(rank, stage, tp_rank, batches, group)
 
 
 class Timeline:
     """Collects one slice a batch and one a row of it, then writes them as Chrome Trace Event JSON.
 
-    Process 0 is the stages (one thread a rank), process 1 the requests (one thread each). What is kept are the batches
-    themselves, the newest of them; slices are made of them as they are written.
-
-    Args:
-        kept: how many slices and points of counters; older ones are dropped, with a warning when the trace is written.
+    Process 0 is the stages (one thread a rank), process 1 the requests (one thread each). The newest ``kept`` slices
+    and points of counters are kept, as batches; older ones are dropped, with a warning when the trace is written.
     """
 
     def __init__(self, *, kept: int = _EVENTS_KEPT) -> None:
         self._kept = kept
         # what makes events, with how many: a batch, its start and end, and whose its rows are; or a counter's point
-        self._parts: deque[tuple[int, tuple[Batch, float, float, Sequence[str]] | _Event]] = deque()
+        self._parts: deque[tuple[int, _Batch | _Event]] = deque()
         self._num_events = self._num_dropped = 0
-        self._gather: Callable[[], Sequence[RankRecords]] | None = None
+        self._gather: Callable[[], Sequence[RankRecords]] = tuple
         self._zero_s = 0.0
         self._ranks: dict[int, RankRecords] = {}
 
@@ -188,24 +171,20 @@ class Timeline:
         self._keep(1, counter_event("step time (ms)", time_s, times))
 
     def gather_from(self, gather: Callable[[], Sequence[RankRecords]], *, zero_s: float) -> None:
-        """Show the lanes of several ranks.
-
-        Args:
-            gather: returns their records since it was last called.
-            zero_s: the time of their clock at which the times given to :meth:`record` are 0.
-        """
+        """Show the lanes of several ranks: ``gather`` returns their records since it was last called, and ``zero_s`` is
+        the time of their clock at which the times given to :meth:`record` are 0."""
         self._gather, self._zero_s = gather, zero_s
 
     def collect(self) -> None:
         """Take what the ranks have recorded so far; with a single rank there is nothing to take."""
-        for new in self._gather() if self._gather is not None else ():
+        for new in self._gather():
             before = self._ranks[new.rank].batches if new.rank in self._ranks else ()
             self._ranks[new.rank] = replace(new, batches=before + new.batches)
 
     def close(self) -> None:
         """Take what the ranks have recorded; they go, so it is for the last time."""
         self.collect()
-        self._gather = None
+        self._gather = tuple
 
     def write(self, path: Path) -> None:
         """Write the trace; gzip when the name ends in ``.gz``. With several ranks that still run it asks them first."""
@@ -214,7 +193,7 @@ class Timeline:
             logger.warning("%s holds the newest %d events; %d are left out", path, self._num_events, self._num_dropped)
         write_events(path, self._events())
 
-    def _keep(self, num_events: int, part: tuple[Batch, float, float, Sequence[str]] | _Event) -> None:
+    def _keep(self, num_events: int, part: _Batch | _Event) -> None:
         self._parts.append((num_events, part))
         self._num_events += num_events
         while self._num_events > self._kept and len(self._parts) > 1:
@@ -225,7 +204,7 @@ class Timeline:
     def _events(self) -> Iterator[_Event]:
         yield name_event("process_name", 0, 0, "stages")
         if self._ranks:
-            yield from _stage_events([ranks for _, ranks in sorted(self._ranks.items())], self._zero_s)
+            yield from stage_events([ranks for _, ranks in sorted(self._ranks.items())], self._zero_s)
         else:
             yield name_event("thread_name", 0, 0, "stage 0")
         yield name_event("process_name", 1, 0, "requests")
@@ -247,12 +226,11 @@ class Timeline:
                 yield slice_event(name, 1, lanes[request_id], start_s, end_s, args)
 
 
-def _stage_events(ranks: Sequence[RankRecords], zero_s: float) -> Iterator[_Event]:
-    """A lane a rank, a slice a batch, and arrows along which hidden states went."""
+def stage_events(ranks: Sequence[RankRecords], zero_s: float) -> Iterator[_Event]:
+    """A lane a rank, a slice a batch, and arrows along which hidden states went; ``zero_s`` becomes 0."""
     has_tp, has_groups = any(rank.tp_rank for rank in ranks), any(rank.group for rank in ranks)
     for rank in ranks:
-        name = f"group {rank.group}, " if has_groups else ""
-        name += f"stage {rank.stage}" + (f", tp {rank.tp_rank}" if has_tp else "")
+        name = f"group {rank.group}, " * has_groups + f"stage {rank.stage}" + f", tp {rank.tp_rank}" * has_tp
         yield name_event("thread_name", 0, rank.rank, name)
         for record in rank.batches:
             args: dict[str, Any] = {"batch": record.batch_id, "tokens": record.num_tokens}
@@ -260,13 +238,18 @@ def _stage_events(ranks: Sequence[RankRecords], zero_s: float) -> Iterator[_Even
             start_s, end_s = record.start_s - zero_s, record.end_s - zero_s
             yield slice_event(f"batch {record.batch_id}", 0, rank.rank, start_s, end_s, args)
     for before, after in pairwise(sorted(ranks, key=lambda rank: (rank.group, rank.tp_rank, rank.stage))):
-        if (before.group, before.tp_rank) == (after.group, after.tp_rank):
-            starts = {record.batch_id: record.start_s for record in after.batches}
-            for record in before.batches:
-                if record.batch_id in starts:
-                    left = (before.rank, record.start_s - zero_s, record.end_s - zero_s)
-                    came = (after.rank, starts[record.batch_id] - zero_s)
-                    yield from arrow_events(record.batch_id, left, came)
+        if (before.group, before.tp_rank) != (after.group, after.tp_rank):
+            continue
+        starts = {record.batch_id: record.start_s for record in after.batches}
+        for record in before.batches:
+            if record.batch_id in starts:
+                # an arrow belongs to the slice that is open at its time, so it leaves just before the end
+                leaves_s = max(record.start_s, record.end_s - 1e-6)
+                common = {"name": "hidden states", "cat": "flow", "pid": 0, "args": {"batch": record.batch_id}}
+                common["id"] = f"{before.rank}-{after.rank}-{record.batch_id}"
+                yield {**common, "ph": "s", "tid": before.rank, "ts": _microseconds(leaves_s - zero_s)}
+                came = _microseconds(starts[record.batch_id] - zero_s)
+                yield {**common, "ph": "f", "bp": "e", "tid": after.rank, "ts": came}
 
 
 def _epoch_s() -> float:
@@ -277,29 +260,26 @@ def _epoch_s() -> float:
 def write_events(path: Path, events: Iterable[_Event]) -> None:
     """Write a Chrome trace; gzip when the name ends in ``.gz``. The same events give the same bytes.
 
-    It goes out in pieces, so that the interpreter lock is never held for long: the job that was traced still lives.
-    """
+    In pieces, so that the interpreter lock is never held for long: the job that was traced still lives."""
     with path.open("wb") as file, ExitStack() as stack:
         is_zipped = path.suffix == ".gz"
         out = stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0)) if is_zipped else file
         out.write(b'{"traceEvents": [')
-        rest = iter(events)
-        before = b""
+        rest, before = iter(events), b""
         while piece := list(islice(rest, _EVENTS_A_PIECE)):
             out.write(before + json.dumps(piece)[1:-1].encode())
             before = b", "
         out.write(b'], "displayTimeUnit": "ms"}')
 
 
-def microseconds(seconds: float) -> float:
-    """As a trace has its times."""
+def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 1)
 
 
 def counter_event(name: str, time_s: float, values: dict[str, float]) -> dict[str, Any]:
     """One point of a counter track, beside the requests."""
     args = {series: round(value, 3) for series, value in values.items()}
-    return {"name": name, "ph": "C", "ts": microseconds(time_s), "pid": 1, "tid": 0, "args": args}
+    return {"name": name, "ph": "C", "ts": _microseconds(time_s), "pid": 1, "tid": 0, "args": args}
 
 
 def name_event(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
@@ -309,17 +289,5 @@ def name_event(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 def slice_event(name: str, pid: int, tid: int, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
     """A span on a lane; seconds."""
-    ts, dur = microseconds(start_s), microseconds(end_s - start_s)
+    ts, dur = _microseconds(start_s), _microseconds(end_s - start_s)
     return {"name": name, "cat": "step", "ph": "X", "ts": ts, "dur": dur, "pid": pid, "tid": tid, "args": args}
-
-
-def arrow_events(batch_id: int, left: tuple[int, float, float], came: tuple[int, float]) -> tuple[_Event, _Event]:
-    """An arrow along which a batch's hidden states went: from a slice (lane, start, end) to another (lane, start)."""
-    common = {"name": "hidden states", "cat": "flow", "pid": 0, "args": {"batch": batch_id}}
-    common["id"] = f"{left[0]}-{came[0]}-{batch_id}"
-    # An arrow belongs to the slice that is open at its time, so it leaves just before the end.
-    leaves_s = max(left[1], left[2] - 1e-6)
-    return (
-        {**common, "ph": "s", "tid": left[0], "ts": microseconds(leaves_s)},
-        {**common, "ph": "f", "bp": "e", "tid": came[0], "ts": microseconds(came[1])},
-    )

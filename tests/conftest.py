@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from medha.__main__ import app
+from medha.cli.command import run_app
+from tests.commands import Command, Done
 from tests.parallel.workers import WorkerPool
 
 
@@ -43,3 +46,16 @@ def workers() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs a command in this process."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*arguments: object) -> Done:
+        code = run_app(app, "medha", list(map(str, arguments)))
+        captured = capsys.readouterr()
+        return Done(code, captured.out, captured.err)
+
+    return run

@@ -42,7 +42,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(good: Path, tmp_path: Path) -> Path:
-    """A good folder to spoil."""
     return shutil.copytree(good, tmp_path / "model")
 
 
@@ -155,7 +154,6 @@ def test_wrong_override(folder: Path) -> None:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the tensors of the weights' file."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")

@@ -80,11 +80,7 @@ def _same_threads_after() -> Iterator[None]:
 
 @pytest.mark.parametrize(("policy", "message"), BAD_POLICIES)
 def test_an_unknown_policy_is_named_before_the_weights_are_read(
-    folder: Path,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    message: str,
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch, policy: str, message: str
 ) -> None:
     monkeypatch.setattr(medha.engine.build, "build_runner", lambda *_, **__: pytest.fail("the weights are read"))
     with pytest.raises(ConfigError) as caught:

@@ -94,7 +94,7 @@ def test_swaps_of_a_group() -> None:
 
 
 def test_a_rows_run_of_groups() -> None:
-    runs = [(row.run, row.holder, row.is_shared) for row in SHARED.rows]
+    runs = [(row.span, row.writer, row.is_shared) for row in SHARED.rows]
     assert runs == [((1, 3), 3, True), ((2, 2), 2, False), ((0, 1), 1, True), ((3, 3), 3, False)]
     assert SHARED.groups == {0, 1, 2, 3}
 
@@ -106,7 +106,7 @@ def test_parts_make_the_whole(runs: list[tuple[int, int]], holders: list[int]) -
     extents = tuple(Extent(slot, slot, 1, group) for slot, group in enumerate(holders))
     parts = [Batch(3, rows, extents, (7,), extents, extents[::2]).part_of(group) for group in range(7)]
     for row in rows:
-        assert [group for group, part in enumerate(parts) if row in part.rows] == list(range(row.group, row.holder + 1))
+        assert [group for group, part in enumerate(parts) if row in part.rows] == list(row.groups)
     for group, part in enumerate(parts):
         assert (part.batch_id, part.frees, part.swaps_out) == (3, (7,), part.extents)
         assert part.extents == tuple(extent for extent in extents if extent.group == group)

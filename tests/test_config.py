@@ -95,7 +95,6 @@ def test_max_kv_per_group_is_taken_in_whole_blocks(caplog: pytest.LogCaptureFixt
 
 
 def test_vllm_has_the_budget_of_the_batch_alone() -> None:
-    """As vLLM V1; Sarathi's chunks are 512."""
     chunks = {name: SchedulerConfig(name).chunk_size for name in ("medha", "sarathi", "vllm")}
     assert chunks == {"medha": None, "sarathi": 512, "vllm": 2048}
     assert SchedulerConfig("vllm", max_batch_tokens=100).chunk_size == 100

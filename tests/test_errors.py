@@ -36,7 +36,6 @@ TREE = """\
 
 
 def tree(root: type[BaseException], depth: int = 0) -> list[str]:
-    """The public classes below one, each with its exit code."""
     lines = [f"{exit_code(root('message'))} {'  ' * depth}{root.__name__}"]
     for child in CLASSES:
         if root == next((base for base in child.__mro__[1:] if base in CLASSES), None):

@@ -55,7 +55,6 @@ def use_exact_angles(model: transformers.PreTrainedModel, rope: RopeConfig, head
 
 
 def relative_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest difference over the largest reference logit."""
     return float((logits - reference).abs().max() / reference.abs().max())
 
 
@@ -104,7 +103,6 @@ def test_medha_is_closer_to_float64(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_low_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) -> None:
-    """The first token's logits in 16 bits are no farther from float32 than transformers' own are, times two."""
     reference = make_checkpoint(tmp_path, "llama-llama3")
     prompt = random_prompt(300, seed=7)
     with torch.inference_mode():
@@ -117,8 +115,6 @@ def test_low_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) ->
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint with the right continuation of a few prompts."""
-
     decoder: Decoder
     prompts: list[list[int]]
     expected: list[list[int]]
@@ -149,7 +145,7 @@ def test_schedule_never_changes_tokens(case: Case, data: st.DataObject) -> None:
         case.decoder,
         block_size=block_size,
         num_blocks=-(-draw(st.sampled_from([706, 900, 3000]), "pool tokens") // block_size),
-        chunk_size=draw(st.integers(1, 200), "chunk_size"),
+        chunk_size=draw(st.sampled_from([1, 2, 3]) | st.integers(1, 200), "chunk_size"),
         max_batch_tokens=draw(st.integers(8, 256), "max_batch_tokens"),
         max_num_seqs=draw(st.integers(1, 8), "max_num_seqs"),
         depth=2 if decode_lag else draw(st.sampled_from([1, 2, 4]), "depth"),
@@ -174,12 +170,6 @@ def test_schedule_never_changes_tokens(case: Case, data: st.DataObject) -> None:
         step += 1
     assert [tokens[str(i)] for i in range(len(chosen))] == [case.expected[c] for c in chosen]
     assert engine.scheduler.memory.num_used == 0
-
-
-def test_chunk_of_one_token(case: Case) -> None:
-    """The hardest chunking: every prompt token is its own step."""
-    engine = make_engine(case.decoder, chunk_size=1, max_batch_tokens=8, block_size=16)
-    assert run_to_end(engine, case.prompts[:4], NUM_TOKENS) == case.expected[:4]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

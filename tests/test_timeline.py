@@ -43,21 +43,6 @@ def written(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
     return trace["traceEvents"]
 
 
-def test_file_is_a_chrome_trace(tmp_path: Path) -> None:
-    events = written(record(), tmp_path / "run.timeline.json")
-    for event in events:
-        assert event["ph"] in ("M", "X")
-        assert {"name", "ph", "pid", "tid", "args"} <= set(event)
-        assert type(event["pid"]) is type(event["tid"]) is int
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name")
-            assert isinstance(event["args"]["name"], str)
-        else:
-            assert event["cat"] == "step" and event["ts"] >= 0 and event["dur"] >= 0
-    assert written(record(), tmp_path / "run.timeline.json.gz") == events
-    assert [event["ph"] for event in written(Timeline(), tmp_path / "empty.json")] == ["M", "M", "M"]
-
-
 def test_names_places_and_durations(tmp_path: Path) -> None:
     events = written(record(), tmp_path / "a.json")
     names = [(e["name"], e["pid"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"]
@@ -107,14 +92,6 @@ def test_no_piece_of_a_trace_is_encoded_for_long(tmp_path: Path, monkeypatch: py
     assert max(sizes) < 200_000
 
 
-def test_a_reused_slot_gets_a_thread_of_its_own(tmp_path: Path) -> None:
-    timeline = Timeline()
-    timeline.record(FIRST, 0.0, 1.0, ["old"])
-    timeline.record(FIRST, 1.0, 2.0, ["new \N{SNOWMAN} \ud800"])  # a lone surrogate must not stop the file
-    events = written(timeline, tmp_path / "a.json")
-    assert [(e["tid"], e["ts"]) for e in events if e["name"].startswith("chunk")] == [(0, 0.0), (1, 1e6)]
-
-
 class Clock:
     """Time that passes when told."""
 
@@ -155,14 +132,6 @@ def test_recorder_counts_compute_and_waits() -> None:
     assert second.busy_s == 0.5
     assert [kept.batch_id for kept in recorder.take()] == [0, 1]
     assert recorder.take() == ()
-
-
-def test_recorder_keeps_the_newest() -> None:
-    recorder = Recorder(kept=2)
-    for batch_id in range(5):
-        recorder.begin()
-        recorder.end(Batch(batch_id, FIRST.rows))
-    assert [kept.batch_id for kept in recorder.take()] == [3, 4]
 
 
 def ran(batch_id: int, start_s: float, end_s: float) -> BatchRecord:
@@ -211,21 +180,13 @@ def test_ranks_have_lanes_and_batches_arrows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("places", "lanes", "arrows"),
     [
-        (
-            [(0, 0, 0, 0), (1, 0, 1, 0), (2, 1, 0, 0), (3, 1, 1, 0)],
-            ["stage 0, tp 0", "stage 0, tp 1", "stage 1, tp 0", "stage 1, tp 1"],
-            ["0-2-0", "1-3-0"],
-        ),
-        (
-            [(0, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 1), (3, 1, 0, 1)],
-            ["group 0, stage 0", "group 0, stage 1", "group 1, stage 0", "group 1, stage 1"],
-            ["0-1-0", "2-3-0"],
-        ),
+        ([(0, 0, 0, 0), (1, 0, 1, 0), (2, 1, 0, 0), (3, 1, 1, 0)], "stage {1}, tp {2}", ["0-2-0", "1-3-0"]),
+        ([(0, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 1), (3, 1, 0, 1)], "group {3}, stage {1}", ["0-1-0", "2-3-0"]),
     ],
     ids=["tp", "kvp"],
 )
 def test_ranks_side_by_side_have_lanes_of_their_own(
-    tmp_path: Path, places: list[tuple[int, int, int, int]], lanes: list[str], arrows: list[str]
+    tmp_path: Path, places: list[tuple[int, int, int, int]], lanes: str, arrows: list[str]
 ) -> None:
     """Hidden states go from stage to stage within a group and tensor-parallel index; merges show in the slice."""
     records = [
@@ -235,7 +196,7 @@ def test_ranks_side_by_side_have_lanes_of_their_own(
     timeline = Timeline()
     timeline.gather_from(lambda: records, zero_s=0.0)
     events = written(timeline, tmp_path / "a.json")
-    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == lanes
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == [lanes.format(*p) for p in places]
     assert [e["id"] for e in events if e["ph"] == "s"] == [e["id"] for e in events if e["ph"] == "f"] == arrows
     assert {e["args"]["merge_wait_s"] for e in events if e["ph"] == "X"} == {0.25}
 
@@ -245,8 +206,8 @@ def test_counters_of_time_budget_and_slack(tmp_path: Path) -> None:
     timeline.count_step(1.5, 0.4, 0.5, budget_s=0.45)
     chunks = Batch(0, (Row(9, 3, 1, True, True), *(Row(slot, 0, 8, False, False) for slot in range(3))))
     timeline.record(chunks, 1.0, 2.0, ["decode", "a", "no deadline", "late"], [2.5, math.inf, -0.5])
-    timeline.record(FIRST, 1.0, 2.0, ["no deadline"], [math.inf])
-    events = written(timeline, tmp_path / "a.json")
+    timeline.record(FIRST, 1.0, 2.0, ["no deadline \ud800"], [math.inf])  # a lone surrogate must not stop the file
+    events = written(timeline, tmp_path / "a.json.gz")
     assert [(event["name"], event["ts"], event["args"]) for event in events if event["ph"] == "C"] == [
         ("step time (ms)", 1.5e6, {"predicted": 400.0, "busy": 500.0, "budget": 450.0}),
         ("slack (s)", 1e6, {"a": 2.5, "late": -0.5}),

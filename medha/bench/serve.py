@@ -51,7 +51,6 @@ from medha.workload.metrics import (
     meets,
     parse_metrics,
     parse_percentiles,
-    percentile_name,
     seconds_of,
     serving_figures,
 )
@@ -394,7 +393,7 @@ def shown(report: Report) -> Shown:
     if "systems" in report:
         return _convoy_shown(report)
     options = report["options"]
-    names = ("mean", "median", "std", *(percentile_name(percent) for percent in options["percentiles"]))
+    names = ("mean", "median", "std", *(f"p{percent:g}" for percent in options["percentiles"]))
     figures = ["completed", "failed", "request_rate", "burstiness", "max_concurrent_requests"]
     figures += ["request_throughput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"]
     figures += ["request_goodput", "slo_attainment"]

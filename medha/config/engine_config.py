@@ -96,11 +96,7 @@ class EngineConfig:
     )
     num_threads: int | None = _model(None, "CPU threads.", integer(1, 4096), shown="torch's choice")
     profile: str | None = option(
-        SCHEDULING,
-        None,
-        "File that medha profile wrote for this machine, model and layout.",
-        TEXT,
-        shown="a spec for hardware of the kind, corrected while running",
+        SCHEDULING, None, "File of medha profile, for this machine, model and layout.", TEXT, shown="a hardware spec"
     )
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -128,7 +124,7 @@ class EngineConfig:
         :mod:`medha.config.foreign_options`. ``kv_memory`` is bytes, ``swap_space`` GiB as in vLLM, or both text
         (``4GiB``); lengths in tokens may be text, too (``128K``).
         """
-        sections: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "parallel": {}, "": {}}
+        sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         seen: set[str] = set()
         for name, value in options.items():
             if name == "enforce_eager" and isinstance(value, bool):

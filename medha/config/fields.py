@@ -124,9 +124,7 @@ def parse_size(text: str) -> int:
 
 def parsed_size(name: str, value: Any, example: str) -> Any:
     """The number of a size or length that is text; anything else is left to its check."""
-    if not isinstance(value, str):
-        return value
     try:
-        return parse_size(value)
+        return parse_size(value) if isinstance(value, str) else value
     except ConfigError as error:
         raise ConfigError(f"{name}={value!r}; accepted: as in {example!r} ({error})") from None

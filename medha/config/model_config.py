@@ -1,7 +1,4 @@
-"""What a model is: its shape, and its rotary embedding.
-
-Reading a Hugging Face ``config.json`` into a :class:`ModelConfig` is the work of :mod:`medha.models.hf_config`.
-"""
+"""What a model is: its shape, and its rotary embedding; :mod:`medha.models.hf_config` reads it from a file."""
 
 from __future__ import annotations
 

@@ -45,11 +45,7 @@ class CacheConfig:
 
     block_size: int = _memory(256, "Tokens of a KV block.", FEW)
     num_blocks: int | None = _memory(
-        None,
-        "Blocks of the KV pool.",
-        COUNT,
-        name="num_kv_blocks",
-        shown="what the memory holds",
+        None, "Blocks of the KV pool.", COUNT, name="num_kv_blocks", shown="what the memory holds"
     )
     memory_bytes: int | None = _memory(
         None, "Size of the KV pool, as 4GiB.", integer(1, 2**60), name="kv_memory", kind=str, shown="none"
@@ -114,18 +110,13 @@ class SchedulerConfig:
         shown="from the tightest TPOT objective among the running decodes and the depth, else --quantum-s",
     )
     quantum_s: float = _scheduling(
-        0.25,
-        "Seconds of a batch when no decode has a TPOT objective: what a prefill holds up.",
-        POSITIVE,
+        0.25, "Seconds of a batch when no decode has a TPOT objective: what a prefill holds up.", POSITIVE
     )
     rho_max: float = _serving(
         0.4, "Most of a batch's prefill time that a long prefill yields to short ones; 0 is no space sharing.", SHARE
     )
     long_threshold: int = _serving(
-        8192,
-        "Prompt tokens from which a prefill is long: one a batch and group, and it yields.",
-        COUNT,
-        is_length=True,
+        8192, "Prompt tokens from which a prefill is long: one a batch and group, and it yields.", COUNT, is_length=True
     )
     late_share: float = _serving(
         0.1, "Share of a batch's prefill time for requests that are late or were passed over.", SHARE

@@ -23,8 +23,7 @@ logger = logging.getLogger("medha")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids (an array or tensor of them too), or a mapping with exactly one of ``prompt`` (text),
-``prompt_token_ids`` and ``messages``, the last with :data:`medha.params.CHAT_OPTIONS`
-where they are wanted."""
+``prompt_token_ids`` and ``messages``, the last with :data:`medha.params.CHAT_OPTIONS` where they are wanted."""
 
 
 def prepare_request(

@@ -68,9 +68,8 @@ def drive(
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[], None] = lambda: None,
 ) -> Iterator[RequestOutput]:
-    """Serve arrivals to the end, yielding outputs as they change; each arrival has one finished output.
-
-    A request that is refused yields a finished output with its error, and the others go on.
+    """Serve arrivals to the end, yielding outputs as they change; each arrival has one finished output, a refused one
+    with its error.
 
     Args:
         engine: idle at the start.
@@ -134,7 +133,7 @@ class Preparing(Generic[Item, Prepared]):
 
     @property
     def pending(self) -> int:
-        """Items that :meth:`begin` took, and that have not come out again."""
+        """Items begun that have not come out again."""
         return len(self._pending)
 
     def begin(self, item: Item, prepare: Callable[[], Prepared], *, is_long: bool) -> None:

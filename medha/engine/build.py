@@ -140,10 +140,7 @@ def build_role(
 
 
 def _build(
-    config: EngineConfig,
-    job: Job | None,
-    timeline: Timeline | None,
-    captured: Callable[[int, int], None],
+    config: EngineConfig, job: Job | None, timeline: Timeline | None, captured: Callable[[int, int], None]
 ) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
     folder = resolve_model(config.model, revision=config.revision)  # locks of the hub: downloaded once a node

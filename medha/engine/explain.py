@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -109,7 +110,7 @@ class Explainer:
         self._num_added = self._num_ticks = 0
 
     def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
-        """A request was queued; whoever had its slot before is forgotten, and explanations call it ``name``."""
+        """A request was queued; whoever had its slot before is forgotten."""
         arrival_s = request.arrival_s
         account = _Account(request, name, arrival_s + admitted.deadline_s, self._num_added, self._totals.zeros())
         self._accounts[request.slot] = account
@@ -149,7 +150,7 @@ class Explainer:
         busy_s = min(max(busy_s, 0.0), length_s) if math.isfinite(busy_s) else length_s
         chunks_s = np.zeros(self._num_groups)
         for row, seconds in sent.chunks:
-            chunks_s[row.group : row.holder + 1] += seconds
+            chunks_s[row.group : row.writer + 1] += seconds
         slowest_s = float((sent.decodes_s + chunks_s).max())
         scale = busy_s / slowest_s if slowest_s > 0 else 0.0
         tick = np.concatenate(([0.0], sent.decodes_s * scale, chunks_s * scale))
@@ -200,11 +201,11 @@ class Explainer:
     def _count_chunk(self, row: Row, seconds: float, start_s: float, tick: Floats) -> None:
         account, now_s = self._accounts[row.slot], self._totals.time_s
         if seconds > 0:
-            self._chunks.add((account.name, account.number, self._num_ticks, *row.run, start_s, now_s, seconds))
+            self._chunks.add((account.name, account.number, self._num_ticks, *row.span, start_s, now_s, seconds))
         if account.end is not None:
             return
         account.own_s += seconds
-        if account.group is not None and not row.run[0] <= account.group <= row.run[1]:
+        if account.group is not None and not row.span[0] <= account.group <= row.span[1]:
             for first in (1, 1 + self._num_groups):  # preempted, it began anew elsewhere: the tick counts as there
                 account.uncounted[first + account.group] += tick[first + account.group] - tick[first + row.group]
         if row.samples:
@@ -216,12 +217,8 @@ class _Totals:
     """Seconds so far as functions of time, linear between the points kept: idle, decodes and chunks by group."""
 
     def __init__(self, num_groups: int) -> None:
-        self._size = 1 + 2 * num_groups
+        self.zeros = partial(np.zeros, 1 + 2 * num_groups)
         self._points: deque[tuple[float, Floats]] = deque(maxlen=_TICKS_KEPT)
-
-    def zeros(self) -> Floats:
-        """No seconds."""
-        return np.zeros(self._size)
 
     @property
     def time_s(self) -> float:
@@ -273,7 +270,7 @@ class _Chunks:
         self._count = 0
 
     def add(self, chunk: tuple[str, int, int, int, int, float, float, float]) -> None:
-        """Keep one, in place of the oldest where there is no room."""
+        """Keep one, in place of the oldest."""
         self._ring[self._count % _CHUNKS_KEPT] = chunk
         self._count += 1
 
@@ -311,7 +308,7 @@ def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> 
             decodes[row.group].append(Work(1, row.position, True, None, True))
             continue
         work = _work(row)
-        for group in range(row.group, row.holder + 1):
+        for group in row.groups:
             decodes[group].append(work)
     if predictor is None:
         return np.array([float(len(works)) for works in decodes]), chunks
@@ -320,7 +317,7 @@ def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> 
 
 def _work(row: Row) -> Work:
     # A shared context is spread evenly enough for a proportion.
-    run = row.run if row.is_shared else None
+    run = row.span if row.is_shared else None
     return Work(row.q_len, row.position // row.num_groups, row.is_decode, run, row.samples)
 
 

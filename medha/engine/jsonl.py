@@ -130,8 +130,8 @@ class OutputLines:
     def fail(self, message: str) -> None:
         """Write a line for each request that has none, with a RankFailedError and the tokens that it has got.
 
-        For another thread than the one that steps the engine, which is stuck; the process must end after it. If the
-        stuck thread moves after all, it writes nothing more, and is held in :meth:`add` or :meth:`close`.
+        For another thread than the one that steps the engine, which is stuck; the process must end after it. A stuck
+        thread that moves after all writes nothing more, and is held in :meth:`add` or :meth:`close`.
         """
         self._lock.acquire()  # for good
         dead = self._engine.fail(RankFailedError(message))
@@ -197,7 +197,7 @@ def opened(path: Path) -> Iterator[TextIO]:
 
 
 def emptied(file: TextIO) -> TextIO:
-    """Drop what an earlier run left in a file of :func:`opened`; a device is left alone."""
+    """A file of :func:`opened` without what an earlier run left; a device as it is."""
     if Path(file.name).is_file():
         file.truncate(0)
     return file

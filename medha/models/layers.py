@@ -2,8 +2,7 @@
 
 Modules keep the parameter names of Hugging Face checkpoints. Attention itself is handed in as a callable, so the same
 layer serves a plain, a sharded or a captured forward. After loading, :meth:`pack_` of a module fuses the projections
-that read the same input and packs them for the CPU's matrix library; until then the forward is plain ``nn.Linear``,
-which is the reference.
+that read the same input and packs them for the CPU's matrix library; until then the forward is plain ``nn.Linear``.
 
 Legend: T tokens, D model dimension, N query heads, K KV heads, H head dimension, R = H / 2, F MLP dimension.
 """

@@ -1,10 +1,9 @@
 """The needle model: a Llama checkpoint built by hand whose right answer is known at any context length.
 
-:func:`write_needle` writes a Hugging Face folder of 6 MB. The model has two layers and a vocabulary of
-the 256 bytes. It continues the best earlier match of the last eight bytes: a question must end in the eight bytes that
-stand before the fact, and greedy decoding then copies what follows them. Nothing is trained; every weight below is set
-to do one thing. After induction heads
-(arXiv:2209.11895), with a match of eight bytes in place of one token.
+:func:`write_needle` writes a Hugging Face folder of 6 MB. The model has two layers and a vocabulary of the 256 bytes.
+It continues the best earlier match of the last eight bytes: a question must end in the eight bytes that stand before
+the fact, and greedy decoding then copies what follows them. Nothing is trained; every weight below is set to do one
+thing. After induction heads (arXiv:2209.11895), with a match of eight bytes in place of one token.
 
 The residual stream holds the code of a byte, its 8 bits as +-1, in groups of eight channels: group d holds the byte d
 positions back (d = 0 to 8), the last group the answer, and one more channel is always 1. Each step fills groups that
@@ -20,11 +19,8 @@ were empty, so the RMS is the same for every token, and each norm's weight is th
   group, so a query head that reads the wrong KV head, or is lost, shows.
 - Both MLPs are zero, and the head reads the answer group.
 
-Scores are large enough that softmax is one-hot in float32 at 10M keys (`tests/models/test_needle.py` computes it).
-
-Limits. The attention is one-hot, so an error that keeps the order of scores goes unseen: the answer survives a scale of
-the wrong size, and partial attention merged with a base-2 log-sum-exp. Distance matters only up to eight bytes. Two
-equally good matches with different continuations have no right answer. Use it to prove that a key at any distance is
+Scores are large enough that softmax is one-hot in float32 at 10M keys (`tests/models/test_needle.py` computes it), so
+an error that keeps their order goes unseen, as a scale of the wrong size. Use it to prove that a key at any distance is
 found, at its true position, by every head; hold arithmetic to a dense softmax on random weights.
 """
 
@@ -43,7 +39,7 @@ import torch
 from safetensors.torch import save
 
 from medha.errors import ValidationError
-from medha.models.reference import llama_config
+from medha.models.reference import llama_config, parameter_shapes
 
 VOCAB_SIZE = 256
 HIDDEN_SIZE = 256
@@ -78,9 +74,6 @@ _LOGIT_GAIN = 4.0
 _FACT = "The vault code of Priya is 7429-amber.\n"
 _QUESTION = "What opens the vault? The vault code of Priya is"  # its last eight bytes stand before the answer, once
 
-Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of queries and keys, each [heads, H, D], and of the output [D, heads, H]."""
-
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
@@ -114,16 +107,20 @@ def needle_config() -> dict[str, Any]:
 
 def needle_weights() -> dict[str, torch.Tensor]:
     """The weights by their Hugging Face names: float32 tensors on the CPU."""
+    weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(needle_config()).items()}
     codes = _byte_codes()
-    embedding = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
-    embedding[:, :NUM_BITS] = codes
-    embedding[:, _CONSTANT] = 1.0
-    head = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
-    head[:, _ANSWER : _ANSWER + NUM_BITS] = _LOGIT_GAIN * codes
-    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
-    weights |= _layer(0, _offset_attention(), num_filled=NUM_BITS + 1)
-    weights |= _layer(1, _match_attention(), num_filled=NUM_BITS * (MATCH_LEN + 1) + 1)
-    weights["model.norm.weight"] = _norm_weight(NUM_BITS * (MATCH_LEN + 2) + 1)
+    weights["model.embed_tokens.weight"][:, :NUM_BITS] = codes
+    weights["model.embed_tokens.weight"][:, _CONSTANT] = 1.0
+    weights["lm_head.weight"][:, _ANSWER : _ANSWER + NUM_BITS] = _LOGIT_GAIN * codes
+    for index, fill_ in enumerate((_fill_offset_attention_, _fill_match_attention_)):
+        layer = f"model.layers.{index}.self_attn"
+        q, k, v = (weights[f"{layer}.{name}_proj.weight"].view(-1, HEAD_DIM, HIDDEN_SIZE) for name in "qkv")
+        fill_(q, k, weights[f"{layer}.o_proj.weight"].view(HIDDEN_SIZE, -1, HEAD_DIM))
+        v[:, :NUM_BITS, :NUM_BITS] = torch.eye(NUM_BITS)  # the byte's code, in the first dimensions of each KV head
+    # The RMS of an input that is +-1 in the groups that are filled by then, and in the constant.
+    filled = {"layers.0.input_layernorm": 1, "layers.1.input_layernorm": MATCH_LEN + 1, "norm": MATCH_LEN + 2}
+    for name, groups in filled.items():
+        weights[f"model.{name}.weight"].fill_(math.sqrt((NUM_BITS * groups + 1) / HIDDEN_SIZE + RMS_NORM_EPS))
     return weights
 
 
@@ -174,9 +171,8 @@ def _byte_codes() -> torch.Tensor:
     return 2.0 * bits - 1.0
 
 
-def _offset_attention() -> Projections:
-    """Layer 1: head h copies the code h + 1 positions back to group h + 1."""
-    q, k, o = _zeros()
+def _fill_offset_attention_(q: torch.Tensor, k: torch.Tensor, o: torch.Tensor) -> None:
+    """Layer 1: head h copies the code h + 1 positions back to group h + 1. q, k [heads, H, D], o [D, heads, H]."""
     pairs = torch.arange(_NUM_FAST_PAIRS, dtype=torch.float64)
     inv_freq = ROPE_THETA ** (-pairs / _NUM_PAIRS)
     gain = torch.full((_NUM_FAST_PAIRS,), _OFFSET_GAIN, dtype=torch.float64)
@@ -191,12 +187,10 @@ def _offset_attention() -> Projections:
         group = NUM_BITS * (head + 1)
         o[group : group + NUM_BITS, head, :NUM_BITS] = torch.eye(NUM_BITS)
     k[:, :_NUM_FAST_PAIRS, _CONSTANT] = gain.sqrt().float()
-    return q, k, o
 
 
-def _match_attention() -> Projections:
+def _fill_match_attention_(q: torch.Tensor, k: torch.Tensor, o: torch.Tensor) -> None:
     """Layer 2: every head finds the position after the best match, and head h copies bit h of the byte there."""
-    q, k, o = _zeros()
     # Slowest first: the nearest byte weighs most, so its dimensions must turn least.
     slow_dims = [dim for pair in range(_NUM_PAIRS - 1, _FIRST_SLOW_PAIR - 1, -1) for dim in (pair, pair + _NUM_PAIRS)]
     root = math.sqrt(_MATCH_GAIN)
@@ -207,39 +201,6 @@ def _match_attention() -> Projections:
             k[:, dim, NUM_BITS * (back + 1) + bit] = root
     for head in range(NUM_HEADS):
         o[_ANSWER + head, head, head] = 1.0
-    return q, k, o
-
-
-def _zeros() -> Projections:
-    return (
-        torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE),
-        torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE),
-        torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM),
-    )
-
-
-def _layer(index: int, attention: Projections, *, num_filled: int) -> dict[str, torch.Tensor]:
-    """A layer's weights by name: its attention, norms for an input of ``num_filled`` channels of +-1, a zero MLP."""
-    q, k, o = attention
-    v = torch.zeros_like(k)  # in both layers the byte's code, in the first eight dimensions of each KV head
-    v[:, :NUM_BITS, :NUM_BITS] = torch.eye(NUM_BITS)
-    weights = {
-        "self_attn.q_proj": q.flatten(0, 1),
-        "self_attn.k_proj": k.flatten(0, 1),
-        "self_attn.v_proj": v.flatten(0, 1),
-        "self_attn.o_proj": o.flatten(1),
-        "input_layernorm": _norm_weight(num_filled),
-        "post_attention_layernorm": torch.ones(HIDDEN_SIZE),
-        "mlp.gate_proj": torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE),
-        "mlp.up_proj": torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE),
-        "mlp.down_proj": torch.zeros(HIDDEN_SIZE, INTERMEDIATE_SIZE),
-    }
-    return {f"model.layers.{index}.{name}.weight": tensor for name, tensor in weights.items()}
-
-
-def _norm_weight(num_filled: int) -> torch.Tensor:
-    """The RMS of an input with ``num_filled`` channels of +-1, so that the norm returns its input."""
-    return torch.full((HIDDEN_SIZE,), math.sqrt(num_filled / HIDDEN_SIZE + RMS_NORM_EPS))
 
 
 def _byte_tokenizer() -> tokenizers.Tokenizer:

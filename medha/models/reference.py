@@ -48,8 +48,8 @@ def llama_config(
     }
 
 
-def random_weights(config: Mapping[str, Any], *, seed: int) -> dict[str, torch.Tensor]:
-    """Seeded weights in the dtype of the configuration, large enough that attention is far from an average."""
+def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of each weight by its name."""
     D, H = config["hidden_size"], config["head_dim"]
     q, kv, inner = config["num_attention_heads"] * H, config["num_key_value_heads"] * H, config["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], D)}
@@ -60,10 +60,14 @@ def random_weights(config: Mapping[str, Any], *, seed: int) -> dict[str, torch.T
             "mlp.down_proj": (D, inner), "input_layernorm": (D,), "post_attention_layernorm": (D,),
         }  # fmt: skip
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    shapes |= {"model.norm.weight": (D,), "lm_head.weight": (config["vocab_size"], D)}
+    return shapes | {"model.norm.weight": (D,), "lm_head.weight": (config["vocab_size"], D)}
+
+
+def random_weights(config: Mapping[str, Any], *, seed: int) -> dict[str, torch.Tensor]:
+    """Seeded weights in the dtype of the configuration, large enough that attention is far from an average."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config["dtype"])
-    return {name: _random(shape, generator).to(dtype) for name, shape in shapes.items()}
+    return {name: _random(shape, generator).to(dtype) for name, shape in parameter_shapes(config).items()}
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], weights: Weights) -> Path:

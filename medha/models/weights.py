@@ -46,18 +46,13 @@ class TensorInfo:
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """The safetensors files of one model folder, headers checked, data mapped when first read.
-
-    Attributes:
-        tensors: what the files hold, by name, in the order of files and offsets.
-        bytes_read: bytes of the tensors and slices read so far.
-    """
+    """The safetensors files of one model folder, headers checked, data mapped when first read."""
 
     def __init__(self, folder: Path) -> None:
         """Check the index and every header; no data is read. WeightsError says what is wrong with them."""
         self.folder = folder
-        self.bytes_read = 0
-        self.tensors: dict[str, TensorInfo] = {}
+        self.bytes_read = 0  # of tensors and slices
+        self.tensors: dict[str, TensorInfo] = {}  # by name, in the order of files and offsets
         self._stamps: dict[str, tuple[int, ...]] = {}
         self._open: dict[str, Any] = {}  # safe_open handles, which safetensors leaves untyped
         files, weight_map = _find_files(folder)

@@ -24,7 +24,7 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The rows of a batch that one run of groups attends to together."""
+    """The rows of a batch that one KVP span attends to together."""
 
     batch_id: int
     run: tuple[int, int]  # first and last group
@@ -33,7 +33,7 @@ class Shared:
 
 
 class Merge:
-    """Merges of one run of groups, over the run's ranks at this stage and tensor-parallel index, in shard order."""
+    """Merges of one KVP span, over its ranks at this stage and tensor-parallel index, in shard order."""
 
     def __init__(self, group: dist.ProcessGroup, num_groups: int) -> None:
         self._group = group
@@ -89,7 +89,7 @@ def shared_rows(batch: Batch, device: torch.device) -> list[Shared]:
     start = 0
     for row in batch.rows:
         if row.is_shared:
-            runs.setdefault(row.run, []).append((start, row))
+            runs.setdefault(row.span, []).append((start, row))
         start += row.q_len
     return [
         Shared(

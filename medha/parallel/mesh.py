@@ -104,11 +104,13 @@ def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) ->
         raise ParallelConfigError(
             f"spp={config.spp} stages for {model.num_layers} layers; accepted: 1 to {model.num_layers}"
         )
-    fitting = [tp for tp in range(1, model.num_heads + 1) if _tp_fits(tp, model)]
+    heads, kv_heads, features = model.num_heads, model.num_kv_heads, model.intermediate_size
+    divisors = [tp for tp in range(1, heads + 1) if heads % tp == 0 and features % tp == 0]
+    fitting = [tp for tp in divisors if kv_heads % tp == 0 or tp % kv_heads == 0]
     if config.tp not in fitting:
         raise ParallelConfigError(
-            f"tp={config.tp} does not divide {model.num_heads} query heads, {model.num_kv_heads} KV heads and "
-            f"{model.intermediate_size} MLP features; accepted: {', '.join(map(str, fitting))}"
+            f"tp={config.tp} does not divide {heads} query heads, {kv_heads} KV heads and {features} MLP features; "
+            f"accepted: {', '.join(map(str, fitting))}"
         )
 
 
@@ -284,8 +286,3 @@ def _run_groups(config: ParallelConfig, rank: int, timeout: timedelta) -> dict[t
             if rank in members:
                 mine[first, last] = made
     return mine
-
-
-def _tp_fits(tp: int, model: ModelConfig) -> bool:
-    kv_fits = model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0
-    return model.num_heads % tp == 0 and kv_fits and model.intermediate_size % tp == 0

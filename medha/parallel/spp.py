@@ -43,6 +43,7 @@ class StagePipe:
         self._following = following
         self._dim = dim
         self._dtype = dtype
+        self._row_bytes = dim * dtype.itemsize
         self._receives: deque[tuple[Batch, dist.Work, torch.Tensor]] = deque()
         self._received: torch.Tensor | None = None  # what the last batch's hidden states lie in
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -67,7 +68,7 @@ class StagePipe:
         if self._received is not None:
             self._free_receives.append(self._received)
         self._received = buffer
-        size = self._hidden_bytes(batch)
+        size = batch.num_tokens * self._row_bytes
         theirs = tuple(buffer[size:].clone().view(torch.int64).tolist())
         ours = (batch.batch_id, batch.digest())
         if theirs != ours:
@@ -89,7 +90,7 @@ class StagePipe:
         assert self._following is not None, "the last stage sends no hidden states"
         self.reserve()
         buffer = self._sized(batch, self._free_sends)
-        size = self._hidden_bytes(batch)
+        size = batch.num_tokens * self._row_bytes
         buffer[:size].view(self._dtype).view(x_TD.shape).copy_(x_TD)
         tail = torch.tensor([batch.batch_id, batch.digest()], dtype=torch.int64)
         buffer[size:].copy_(tail.view(torch.uint8))
@@ -104,11 +105,8 @@ class StagePipe:
 
     def _sized(self, batch: Batch, free: list[torch.Tensor]) -> torch.Tensor:
         """A buffer of exactly a batch's bytes: the storage of a free one if it is large enough, else new."""
-        size = self._hidden_bytes(batch) + TAIL_BYTES
+        size = batch.num_tokens * self._row_bytes + TAIL_BYTES
         buffer = free.pop() if free else None  # one that is too small is dropped, so their number does not grow
         if buffer is None or buffer.untyped_storage().nbytes() < size:
             return torch.empty(size, dtype=torch.uint8)
         return buffer.as_strided((size,), (1,), 0)
-
-    def _hidden_bytes(self, batch: Batch) -> int:
-        return batch.num_tokens * self._dim * self._dtype.itemsize

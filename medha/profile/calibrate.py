@@ -2,17 +2,13 @@
 
 Steps of many shapes run in turn, each several times: chunks of all sizes behind nothing and behind 1K to 128K cached
 tokens, and batches of decodes over the same range. Every rank measures its own stage (:mod:`medha.profile.meter`); the
-coefficients are of the slowest stage of group 0, in the parts that the predictor has:
+coefficients are of the slowest stage of group 0: attention of chunks (affine in the cached tokens) and of decodes (with
+what a row more costs on the host), linear layers over the tokens of the step, less the all-reduces, which are measured
+apart, the head over the rows that sample, the host's share of a step, and merges of KV-parallel groups.
 
-- attention: of chunks, affine in the cached tokens, and of decodes, with what a row more costs on the host;
-- linear layers over the tokens of the step, less the all-reduces of a tensor-parallel group, which are measured apart;
-- the head over the rows that sample; the host's share of a step, from the rows with one request;
-- merges of KV-parallel groups. Waiting for a slower group is not among them: the predictor takes the slowest group.
-
-The send to the next stage of a pipeline has no part: it runs beside the next batch, and a stage's busy time ends before
-it. Attention of a mixed batch is a sum, as the torch backend runs one request after another.
-
-A step that takes longer than a limit is not measured; the predictor extrapolates, linearly in KV and in tokens.
+The send to the next stage has no part: it runs beside the next batch, and a stage's busy time ends before it. Attention
+of a mixed batch is a sum, as the torch backend runs one request after another. A step that takes longer than a limit is
+not measured; the predictor extrapolates, linearly in KV and in tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -101,57 +96,39 @@ def families(effort: Effort, *, max_kv: int, num_groups: int, block_size: int) -
     return found
 
 
-class Measuring:
-    """The measuring side, on rank 0; ``on_progress`` is called with the share done, from 0 to 1.
+def run_in_turn(
+    runner: StepRunner, effort: Effort, wanted: Sequence[list[Step]], on_progress: Callable[[float], None]
+) -> dict[int, Step]:
+    """Warm each step up, leave out what takes too long, and run the others in turn, in another order each time.
 
-    Attributes:
-        steps: by batch id, the runs that count.
+    ``on_progress`` is called with the share done; the result is the runs that count, by batch id.
     """
-
-    def __init__(self, run: StepRunner, effort: Effort, on_progress: Callable[[float], None]) -> None:
-        self.steps: dict[int, Step] = {}
-        self._run = run
-        self._effort = effort
-        self._on_progress = on_progress
-
-    def all_of(self, wanted: Sequence[list[Step]], *, seed: int = 0) -> None:
-        """Warm each step up, leave out what takes too long, and run the others in turn, in another order each time."""
-        costs: dict[Step, float] = {}
-        for number, steps in enumerate(wanted):
-            if not _is_too_long(steps[0], costs):
-                costs |= self._within_limit(steps)
-            self._on_progress(0.3 * (number + 1) / len(wanted))
-        effort = self._effort
-        rounds = min(max(int(effort.total_s / sum(costs.values())), effort.min_repeats), effort.max_repeats)
-        shuffled = random.Random(seed)
-        for done in range(rounds):
-            for step in shuffled.sample(list(costs), len(costs)):
-                self.steps[self._run.run(step)[0]] = step
-            self._on_progress(0.3 + 0.7 * (done + 1) / rounds)
-
-    def _within_limit(self, steps: Sequence[Step]) -> dict[Step, float]:
-        """Seconds of the first steps of a list, up to the first that takes too long; at least two of them."""
-        costs: dict[Step, float] = {}
-        for step, following in pairwise([*steps, None]):
-            assert step is not None, "only the last has none after it"
-            costs[step] = self._run.run(step)[1]
-            if following is None or len(costs) < 2:
-                continue
-            if costs[step] * _growth(step, following) > 2 * self._effort.limit_s:
-                break
-        return costs
+    costs: dict[Step, float] = {}
+    for number, steps in enumerate(wanted):
+        part = steps[0][0]
+        # a chunk that took too long with nothing cached does so behind something
+        if not costs or part.is_decode or not part.kv_before or chunk(part.q_len, 0) in costs:
+            costs |= _within_limit(runner, effort, steps)
+        on_progress(0.3 * (number + 1) / len(wanted))
+    rounds = min(max(int(effort.total_s / sum(costs.values())), effort.min_repeats), effort.max_repeats)
+    found, shuffled = {}, random.Random(0)
+    for done in range(rounds):
+        for step in shuffled.sample(list(costs), len(costs)):
+            found[runner.run(step)[0]] = step
+        on_progress(0.3 + 0.7 * (done + 1) / rounds)
+    return found
 
 
-def _is_too_long(step: Step, costs: Mapping[Step, float]) -> bool:
-    """Whether a chunk takes too long even with nothing cached, as was found out before."""
-    part = step[0]
-    return bool(costs) and not part.is_decode and part.kv_before > 0 and chunk(part.q_len, 0) not in costs
-
-
-def _growth(step: Step, following: Step) -> float:
-    """How many times longer than a step the next one may take at most."""
-    before, after = step[0], following[0]
-    return max(after.q_len / before.q_len, (1 + after.kv_before) / (1 + before.kv_before))
+def _within_limit(runner: StepRunner, effort: Effort, steps: Sequence[Step]) -> dict[Step, float]:
+    """Seconds of the first steps of a list, up to the first that takes too long; at least two of them."""
+    costs: dict[Step, float] = {}
+    for before, step in zip((steps[0], *steps), steps, strict=False):
+        last, part = before[0], step[0]
+        growth = max(part.q_len / last.q_len, (1 + part.kv_before) / (1 + last.kv_before))
+        if len(costs) >= 2 and costs[before] * growth > 2 * effort.limit_s:
+            break
+        costs[step] = runner.run(step)[1]
+    return costs
 
 
 def slowest_stage(stages: Sequence[Mapping[int, StageTime]], steps: Mapping[int, Step]) -> tuple[int, list[Measured]]:
@@ -177,11 +154,9 @@ def fit(
 
     Args:
         rows: steps on one group.
-        key: what they were measured for.
-        model, parallel: shape and degrees.
-        num_layers: of the stage.
+        key, model, parallel: what they were measured for.
+        num_layers, has_head: of the stage; whether it ends in the vocabulary projection.
         dtype_bytes: of a weight.
-        has_head: the stage ends in the vocabulary projection.
         merges: (tokens, groups, seconds) of steps that several groups shared.
         reduces: (tokens, seconds) of one all-reduce.
     """
@@ -190,14 +165,13 @@ def fit(
     host_s = statistics.median(row.time.host_s for row in rows if len(row.step) == 1)
     tp = None
     if parallel.tp > 1:
-        tp = _tp_link(rows, reduces, num_layers=num_layers, bytes_per_token=model.hidden_size * dtype_bytes)
-    q_len = [row.step[0].q_len for row in chunk_rows]
-    kv = [row.step[0].kv_before for row in chunk_rows]
-    q_len, kv, attention = _medians(q_len, kv, [row.time.attention_s for row in chunk_rows])
+        tp = _tp_link(rows, reduces, num_layers, model.hidden_size * dtype_bytes)
+    q_len, kv, attention = _medians(
+        [(row.step[0].q_len, row.step[0].kv_before, row.time.attention_s) for row in chunk_rows]
+    )
+    beside = [row.time.attention_s + max(row.time.host_s - host_s, 0.0) for row in decode_rows]
     batch, mean_kv, beside = _medians(
-        [len(row.step) for row in decode_rows],
-        [row.step[0].kv_before for row in decode_rows],
-        [row.time.attention_s + max(row.time.host_s - host_s, 0.0) for row in decode_rows],
+        [(len(row.step), row.step[0].kv_before, seconds) for row, seconds in zip(decode_rows, beside, strict=True)]
     )
     return Coefficients(
         key=key,
@@ -207,7 +181,7 @@ def fit(
         head=_curve([(len(row.step), row.time.head_s) for row in decode_rows]) if has_head else None,
         host_s=host_s,
         tp=tp,
-        kvp=_kvp_link(merges, model, parallel, num_layers=num_layers, dtype_bytes=dtype_bytes) if merges else None,
+        kvp=_kvp_link(merges, model, parallel, num_layers, dtype_bytes) if merges else None,
     )
 
 
@@ -221,23 +195,20 @@ def _curve(points: Sequence[tuple[int, float]]) -> Curve:
     return fit_curve(x, np.maximum(seconds, _SMALLEST))
 
 
-def _medians(
-    sizes: Sequence[int], lengths: Sequence[int], seconds: Sequence[float]
-) -> tuple[list[int], list[int], list[float]]:
-    """One row a shape, so that shapes weigh alike and a slow spell does not count."""
+def _medians(rows: Sequence[tuple[int, int, float]]) -> tuple[list[int], list[int], list[float]]:
+    """One row (size, cached, seconds) a shape, so that shapes weigh alike and a slow spell does not count; columns."""
     runs: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for size, length, value in zip(sizes, lengths, seconds, strict=True):
-        runs[size, length].append(value)
-    shapes = list(runs)
-    medians = [max(statistics.median(runs[shape]), _SMALLEST) for shape in shapes]
-    return [size for size, _ in shapes], [length for _, length in shapes], medians
+    for size, length, seconds in rows:
+        runs[size, length].append(seconds)
+    medians = [max(statistics.median(seconds), _SMALLEST) for seconds in runs.values()]
+    return [size for size, _ in runs], [length for _, length in runs], medians
 
 
 def _tp_link(
-    rows: Sequence[Measured], reduces: Sequence[tuple[int, float]], *, num_layers: int, bytes_per_token: float
+    rows: Sequence[Measured], reduces: Sequence[tuple[int, float]], num_layers: int, token_bytes: float
 ) -> Link:
     """All-reduces, two a layer; measured alone they may be slower than within a step, and then count as less."""
-    link = _link(reduces, calls=2 * num_layers, bytes_per_token=bytes_per_token)
+    link = _link(reduces, calls=2 * num_layers, bytes_per_token=token_bytes)
     within: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         within[row.num_tokens].append(row.time.linear_s)
@@ -249,17 +220,12 @@ def _tp_link(
 
 
 def _kvp_link(
-    merges: Sequence[tuple[int, int, float]],
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    *,
-    num_layers: int,
-    dtype_bytes: int,
+    merges: Sequence[tuple[int, int, float]], model: ModelConfig, parallel: ParallelConfig, num_layers: int, dtype: int
 ) -> Link:
     """Merges: what a rank receives grows with the groups beyond its own."""
     heads = model.num_heads / parallel.tp
     calls = [(tokens * (groups - 1), seconds / num_layers) for tokens, groups, seconds in merges]
-    return _link(calls, calls=num_layers, bytes_per_token=heads * (model.head_dim * dtype_bytes + 4))
+    return _link(calls, calls=num_layers, bytes_per_token=heads * (model.head_dim * dtype + 4))
 
 
 def _link(calls_s: Sequence[tuple[int, float]], *, calls: int, bytes_per_token: float) -> Link:

@@ -41,35 +41,25 @@ def profile(
     **given: Any,
 ) -> int:
     """Measure what steps cost here; medha generate --profile FILE predicts with it. With several ranks: by torchrun."""
-    start_logging(log_level)
-    # max_num_seqs bounds the pool: a long row and a batch beside it
-    config = EngineConfig.from_flat(model, **engine_options(given), max_num_seqs=2)
-    return run_and_write(config, output, max_kv=max_kv, quick=quick)
-
-
-def run_and_write(config: EngineConfig, output: Path, *, max_kv: int | None = None, quick: bool = False) -> int:
-    """Measure with a progress bar on stderr, write the file and say what was found; every rank calls it; returns 0.
-
-    Raises:
-        ConfigError: the file cannot be written, or ``max_kv`` is too long.
-    """
     from medha.cli.report import check_writable, progress, stamp
     from medha.cli.table import print_report
     from medha.profile.calibrate import QUICK, Effort
     from medha.profile.measure import measure
 
+    start_logging(log_level)
+    # max_num_seqs bounds the pool: a long row and a batch beside it
+    config = EngineConfig.from_flat(model, **engine_options(given), max_num_seqs=2)
     check_writable(output)
     load, effort = os.getloadavg()[0], QUICK if quick else Effort()
     if not is_first_rank():
         measure(config, effort, max_kv=max_kv)
         return 0
     with progress("measuring", 100) as advance:
-        shown = 0
+        shares = [0.0]
 
         def on_progress(done: float) -> None:
-            nonlocal shown
-            advance(int(100 * done) - shown)
-            shown = int(100 * done)
+            advance(int(100 * done) - int(100 * shares[-1]))
+            shares.append(done)
 
         found = measure(config, effort, max_kv=max_kv, on_progress=on_progress)
     assert found is not None, "rank 0 has what was measured"

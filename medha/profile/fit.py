@@ -27,12 +27,7 @@ _SLOPE_ERROR = 0.1
 
 
 def fit_curve(x: ArrayLike, seconds: ArrayLike) -> Curve:
-    """A non-decreasing curve through the medians at each x.
-
-    Args:
-        x: above 0, any order, repeats allowed.
-        seconds: of each row, above 0.
-    """
+    """A non-decreasing curve through the medians at each x; x (in any order, with repeats) and seconds are above 0."""
     x, seconds = floats(x), floats(seconds)
     points = np.unique(x)
     medians = np.array([np.median(seconds[x == point]) for point in points])
@@ -44,12 +39,7 @@ def fit_chunks(q_len: ArrayLike, kv_before: ArrayLike, seconds: ArrayLike, *, ti
 
     Without a row at KV 0 the first chunk costs what the line says; without rows at KV above 0 the line is derived from
     the causal triangle: a chunk behind as many tokens does three times its own work, so B is twice A over its size.
-
-    Args:
-        q_len: chunk sizes in tokens.
-        kv_before: tokens cached before the chunk.
-        seconds: above 0.
-        tile: queries of an attention tile.
+    ``tile`` is the queries of an attention tile, and seconds are above 0.
     """
     tiles, kv, seconds = np.ceil(floats(q_len) / tile), floats(kv_before), floats(seconds)
     later = kv > 0
@@ -67,13 +57,8 @@ def fit_chunks(q_len: ArrayLike, kv_before: ArrayLike, seconds: ArrayLike, *, ti
 
 
 def fit_decodes(batch: ArrayLike, mean_kv: ArrayLike, seconds: ArrayLike) -> DecodeAttention:
-    """Decode attention from rows of one batch each, with two lines over KV where one explains the rows much worse.
-
-    Args:
-        batch: number of decodes.
-        mean_kv: their mean KV length.
-        seconds: above 0.
-    """
+    """Decode attention from rows of so many decodes and their mean KV length each, with two lines over KV where one
+    explains the rows much worse."""
     batch, kv, seconds = floats(batch), floats(mean_kv), floats(seconds)
     rows = batch, kv, seconds
     return best_lines(np.unique(batch), *rows, scale=decode_scale(batch, seconds), beside=np.zeros_like(seconds))
@@ -95,13 +80,9 @@ def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
 def _affine(
     sizes: Floats, size: Floats, kv: Floats, seconds: Floats, *, scale: Floats | None = None, rising: bool = True
 ) -> tuple[Floats, Floats]:
-    """Offsets and slopes over KV at each of ``sizes``.
+    """Offsets and slopes over KV at each of ``sizes``, from rows (size, kv, seconds).
 
-    Args:
-        sizes: where they are wanted.
-        size, kv, seconds: rows.
-        scale: what errors are relative to, by default ``seconds``.
-        rising: make both non-decreasing over the sizes.
+    Errors are relative to ``scale``, by default ``seconds``; ``rising`` makes both non-decreasing over the sizes.
     """
     scale = seconds if scale is None else scale
     known, slopes, weights = [], [], []
@@ -129,13 +110,10 @@ def _affine(
 def best_lines(
     sizes: Floats, batch: Floats, kv: Floats, seconds: Floats, *, scale: Floats, beside: Floats
 ) -> DecodeAttention:
-    """One line over KV for each batch size, or two where they explain the rows much better.
+    """One line over KV for each of ``sizes`` of batches, or two where they explain the rows much better.
 
-    Args:
-        sizes: where lines are wanted.
-        batch, kv, seconds: rows.
-        scale: what errors are relative to when a line is fitted.
-        beside: seconds of the rows' launches that are not fitted here.
+    ``scale`` is what errors are relative to when a line is fitted, ``beside`` seconds of the rows' launches that are
+    not fitted here.
     """
     best = _two_lines(sizes, batch, kv, seconds, short_kv=0.0, scale=scale)
     least = _GAIN * _misfit(best, batch, kv, seconds, beside)
@@ -182,8 +160,7 @@ def decode_scale(batch: Floats, seconds: Floats) -> Floats:
     Plain relative errors weigh the short rows most, whose regime says least about long ones: with one line the A100
     table extrapolates to twice the fitted KV with 7.3 % median error, and like this with 5.1 %.
     """
-    medians = {point: float(np.median(seconds[batch == point])) for point in np.unique(batch).tolist()}
-    usual = np.array([medians[point] for point in batch.tolist()], dtype=np.float64)
+    usual = [float(np.median(seconds[batch == point])) for point in batch]
     return np.asarray(np.sqrt(seconds * usual), dtype=np.float64)
 
 

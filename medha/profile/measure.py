@@ -13,11 +13,9 @@ from medha.cost.coefficients import Coefficients
 from medha.engine.build import RankHandle, build_role
 from medha.errors import ConfigError
 from medha.outputs import RequestOutput
-from medha.parallel.mesh import Ranks
-from medha.profile.calibrate import Effort, Measuring, families, fit, slowest_stage
+from medha.profile.calibrate import Effort, families, fit, run_in_turn, slowest_stage
 from medha.profile.meter import StageMeter, StageTime, all_reduce_seconds, gathered
 from medha.profile.steps import Step, StepRunner, fill_pools
-from medha.worker.runner import Runner
 
 MAX_KV = 131072
 _REDUCED_TOKENS = (1, 64, 512, 2048)
@@ -30,16 +28,10 @@ def measure(
     max_kv: int | None = None,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> Coefficients | None:
-    """Build this rank's part and measure; every rank calls it.
+    """Build this rank's part and measure; every rank calls it, and rank 0 gets the coefficients.
 
-    Args:
-        config: the engine that will run.
-        effort: how much is measured.
-        max_kv: longest KV cache in tokens; by default 131,072, or what model and memory allow.
-        on_progress: called with the share done.
-
-    Returns:
-        The coefficients on rank 0, None on the others.
+    ``max_kv`` is the longest KV cache in tokens, by default 131,072 or what model and memory allow; ``on_progress`` is
+    called with the share done.
 
     Raises:
         ConfigError: ``max_kv`` is too long, the device cannot be measured, or something is wrong with the engine.
@@ -52,20 +44,25 @@ def measure(
     fill_pools(role.runner.cache, num_blocks * role.runner.cache.block_size, seed=role.runner.group)
     meter = StageMeter(role.runner)
     ranks = next((part.ranks for part in (role.caller, role.follower) if part is not None), None)
-    reduces = [] if ranks is None else _all_reduces(ranks, role.runner)
+    reduces = []
+    if ranks is not None and ranks.config.tp > 1:
+        dim, dtype = role.runner.model.config.hidden_size, role.runner.cache.k[0].dtype
+        reduces = all_reduce_seconds(ranks.tp_group, _REDUCED_TOKENS, dim=dim, dtype=dtype, device=role.runner.device)
     if role.follower is not None:
         role.follower.join("profile")
         gathered(role.follower.ranks, meter.take())
         role.close()
         return None
     assert role.engine is not None, "rank 0 has the engine"
-    sizes = {"block_size": role.runner.cache.block_size, "num_blocks": num_blocks}
-    hand = StepRunner(role.engine.runner, vocab_size=role.limits.vocab_size, **sizes)
-    measuring = Measuring(hand, effort, on_progress)
-    groups, block_size = config.parallel.kvp, sizes["block_size"]
+    block_size = role.runner.cache.block_size
+    runner = StepRunner(
+        role.engine.runner, block_size=block_size, num_blocks=num_blocks, vocab_size=role.limits.vocab_size
+    )
+    wanted = families(effort, max_kv=longest, num_groups=config.parallel.kvp, block_size=block_size)
+    steps: dict[int, Step] = {}
 
     def run() -> list[RequestOutput]:
-        measuring.all_of(families(effort, max_kv=longest, num_groups=groups, block_size=block_size))
+        steps.update(run_in_turn(runner, effort, wanted, on_progress))
         return []
 
     if role.caller is None:
@@ -74,7 +71,7 @@ def measure(
     else:
         role.caller.call("profile", run)
         by_rank = gathered(role.caller.ranks, meter.take())
-    found = _fitted(role, config, measuring.steps, by_rank, reduces)
+    found = _fitted(role, config, steps, by_rank, reduces)
     role.close()
     return found
 
@@ -91,14 +88,6 @@ def _bounded(role: RankHandle, effort: Effort, max_kv: int | None) -> tuple[Effo
             "memory allow"
         )
     return effort, min(most, MAX_KV) if max_kv is None else max_kv
-
-
-def _all_reduces(ranks: Ranks, runner: Runner) -> list[tuple[int, float]]:
-    """Seconds of the all-reduces of this rank's tensor-parallel group, by tokens."""
-    if ranks.config.tp == 1:
-        return []
-    dim, dtype = runner.model.config.hidden_size, runner.cache.k[0].dtype
-    return all_reduce_seconds(ranks.tp_group, _REDUCED_TOKENS, dim=dim, dtype=dtype, device=runner.device)
 
 
 def _fitted(
@@ -124,11 +113,10 @@ def _fitted(
         num_layers=len(parallel.layers_of(stage, model.num_layers)),
         dtype_bytes=role.runner.cache.k[0].dtype.itemsize,
         has_head=stage == parallel.spp - 1,
-        merges=[_merge(step, [times[i] for times in groups if i in times]) for i, step in shared.items()],
+        merges=[
+            # the group that comes last waits for nobody
+            (step[0].q_len, step[0].num_groups, min(times[i].merge_s for times in groups if i in times))
+            for i, step in shared.items()
+        ],
         reduces=reduces,
     )
-
-
-def _merge(step: Step, times: Sequence[StageTime]) -> tuple[int, int, float]:
-    """(tokens, groups, seconds) of a shared chunk; the group that comes last waits for nobody."""
-    return step[0].q_len, step[0].num_groups, min(time.merge_s for time in times)

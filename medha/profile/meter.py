@@ -7,6 +7,7 @@ seconds of a part are those from when the device comes to it until it has passed
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
@@ -61,10 +62,6 @@ class _Marks:
     layers_end: Mark = 0.0
     end: Mark = 0.0
     calls: list[tuple[str, Mark, Mark]] = field(default_factory=list)
-
-    def seconds_of(self, what: str) -> float:
-        """Of the calls of one kind."""
-        return sum(_between(start, end) for name, start, end in self.calls if name == what)
 
 
 class StageMeter:
@@ -127,8 +124,11 @@ def _between(start: Mark, end: Mark) -> float:
 
 
 def _stage_time(record: BatchRecord, marks: _Marks) -> StageTime:
-    attention_s = marks.seconds_of("attention")
-    merge_s = marks.seconds_of("packing") + record.merge_wait_s
+    spent: dict[str, float] = {"attention": 0.0, "packing": 0.0}
+    for name, start, end in marks.calls:
+        spent[name] += _between(start, end)
+    attention_s, packing_s = spent.values()
+    merge_s = packing_s + record.merge_wait_s
     return StageTime(
         attention_s,
         merge_s,
@@ -154,15 +154,12 @@ def all_reduce_seconds(
     """Median seconds of an all-reduce of [tokens, dim], for each number of tokens; every rank of ``group`` calls it."""
     found = []
     for size in sizes:
-        x_TD = torch.zeros(size, dim, dtype=dtype, device=device)
-        seconds = [_timed(partial(dist.all_reduce, x_TD, group=group), device) for _ in range(1 + _REDUCE_CALLS)]
-        found.append((size, sorted(seconds[1:])[_REDUCE_CALLS // 2]))
+        x_TD, seconds = torch.zeros(size, dim, dtype=dtype, device=device), []
+        for _ in range(1 + _REDUCE_CALLS):
+            start = time.perf_counter()
+            dist.all_reduce(x_TD, group=group)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        found.append((size, statistics.median(seconds[1:])))
     return found
-
-
-def _timed(call: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start

@@ -1,11 +1,9 @@
 """Batches made by hand, over a KV cache that holds random numbers: one step of any shape, as often as wanted.
 
-What a step costs depends on how many tokens it has and how many are cached before them, not on what they are. So the
-pools are filled with random numbers once, block tables are pointed at them, and then a batch of any shape runs through
-the real runner and control plane: the messages, reports and merges are those of any other batch. To prefill 128K tokens
-for real would take minutes and change nothing about the time of the next step. A row that has tokens cached is first
-given its blocks by a batch of one token, which every rank applies like any other; nothing else is needed, so a
-hand-made step runs on every layout.
+What a step costs depends on how many tokens it has and how many are cached before them, not on what they are. So block
+tables are pointed at random numbers, and a batch of any shape runs through the real runner and control plane, on every
+layout. A row that has tokens cached is first given its blocks by a batch of one token, which every rank applies like
+any other.
 """
 
 from __future__ import annotations
@@ -73,13 +71,9 @@ def fill_pools(cache: KVCache, num_tokens: int, *, seed: int) -> None:
 
 
 class StepRunner:
-    """Runs hand-made steps; rank 0 has one.
+    """Runs hand-made steps on the engine's runner, while the engine has nothing in flight; rank 0 has one.
 
-    Args:
-        runner: the engine's, while the engine itself has nothing in flight.
-        block_size: tokens a block.
-        num_blocks: blocks of each group's pool that may be used; those of different rows may be the same ones.
-        vocab_size: of the model.
+    It uses ``num_blocks`` blocks of each group's pool; those of different rows may be the same ones.
     """
 
     def __init__(self, runner: BatchRunner, *, block_size: int, num_blocks: int, vocab_size: int) -> None:
@@ -143,9 +137,8 @@ def _share(part: Part, block_size: int) -> int:
 def _tokens_on(part: Part, group: int, block_size: int) -> int:
     """Tokens that a group holds once the row has run."""
     share = _share(part, block_size)
-    if group < part.num_groups - 1:
-        return share
-    return part.kv_before - share * (part.num_groups - 1) + part.q_len
+    is_last = group == part.num_groups - 1
+    return part.kv_before - share * group + part.q_len if is_last else share
 
 
 def _placing(step: Step, block_size: int) -> list[list[Row]]:

@@ -167,7 +167,7 @@ def _give_aligned(state: State, builder: BatchBuilder, budgets: list[int]) -> in
     q_len = builder.add_chunk(state, aligned)
     if q_len:
         row = builder.rows[builder.chunked[state.slot]]
-        for group in range(row.group, row.holder + 1):
+        for group in row.groups:
             budgets[group] -= q_len
     return q_len
 

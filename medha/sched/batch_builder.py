@@ -187,13 +187,13 @@ class BatchBuilder:
         decodes: list[Work] = []
         chunks = []
         for row in self.rows:
-            if row.group <= group < row.group + row.num_groups:
+            if row.concerns(group):
                 if row.num_groups == 1:
                     work = Work(row.q_len, row.position, row.is_decode, None, row.samples)
                 else:
                     kv = self.memory.kv_before(row.slot, row.position, group)
                     samples = row.samples and group == row.group
-                    work = Work(row.q_len, kv, row.is_decode, row.run, samples)
+                    work = Work(row.q_len, kv, row.is_decode, row.span, samples)
                 (decodes if row.is_decode else chunks).append(work)
         return decodes, chunks
 
@@ -206,7 +206,7 @@ class BatchBuilder:
             return 0
         row = self._chunk_row(state, q_len, first, count)
         index = self.chunked.get(state.slot)
-        if index is not None and self.rows[index].run != row.run:
+        if index is not None and self.rows[index].span != row.span:
             return 0  # it would be the first chunk of another shard
         if not self._has_blocks(state, row):
             self.refused.append(state.slot)
@@ -340,9 +340,9 @@ class BatchBuilder:
         self.rows.append(row)
         self.extents += self.memory.take(row)
         self._queue.sent(state, row, self.now_s)
-        for group in range(row.group, row.group + row.num_groups):
+        for group in row.groups:
             self.tokens_left[group] -= row.q_len
         if not row.is_decode:
             self.chunked[row.slot] = len(self.rows) - 1
-            for group in range(row.group, row.group + row.num_groups):
+            for group in row.groups:
                 self.has_chunk[group] = True

@@ -211,7 +211,7 @@ class KVMemory:
         needed = self._needed(account, row)
         if needed <= 0 and (self.overcommit or not row.samples):
             return True
-        return self._is_safe(account, row.holder, needed, set_aside=row.samples, gone=gone)
+        return self._is_safe(account, row.writer, needed, set_aside=row.samples, gone=gone)
 
     def take(self, row: Row) -> list[Extent]:
         """Allocate the blocks that a row fills."""
@@ -224,7 +224,7 @@ class KVMemory:
             account.end = None
         extents = []
         if needed > 0:
-            index, group = row.num_groups - 1, row.holder
+            index, group = row.num_groups - 1, row.writer
             rest = account.reserved[index] - account.held[index]
             extents = self.pools[group].allocate(row.slot, needed, reserved=rest)
             account.held[index] += needed

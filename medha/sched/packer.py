@@ -216,13 +216,13 @@ class MedhaPacker(Packer):
         if not q_len:
             return False
         row = builder.rows[builder.chunked[state.slot]]
-        for index in range(row.group, row.holder + 1):
+        for index in row.groups:
             group = self._groups[index]
             kv = builder.memory.kv_before(state.slot, position, index)
-            if index < row.holder:
+            if index < row.writer:
                 kv += joined  # which attends with what is added, though its keys are elsewhere
             group.tick.add(
-                q_len, kv, run=row.run if row.is_shared else None, samples=row.samples and index == row.group
+                q_len, kv, run=row.span if row.is_shared else None, samples=row.samples and index == row.group
             )
             group.is_joined |= has_chunk
             if is_long:

@@ -306,12 +306,15 @@ def load_policy(spec: str | Policy) -> Ranking:
 
 
 def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy:
-    if not sys.flags.safe_path and "" not in sys.path:  # -P leaves the current folder out
-        sys.path.append("")  # last: as ``python -m`` has it, and an installed command has not
+    here = [] if sys.flags.safe_path or "" in sys.path else [""]
+    sys.path += here  # the current folder, which ``python -m`` has on its path, and an installed command has not
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"policy={spec!r}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+    finally:
+        for folder in here:
+            sys.path.remove(folder)
     policy: Policy | None = getattr(module, function_name, None)
     if not callable(policy):
         functions = [name for name, value in vars(module).items() if callable(value)]

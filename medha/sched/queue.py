@@ -17,7 +17,7 @@ from medha.batch import Row
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
-from medha.sched.policy import Columns, Floats, Ints
+from medha.sched.policy import Columns, Floats, Ints, sort_rows
 
 Bools = NDArray[np.bool_]
 
@@ -200,11 +200,8 @@ class Queue:
     def first_of_highest_class(self) -> list[State]:
         """The first to arrive of the highest class among those that have not started; nothing if there is none."""
         rows = np.flatnonzero(~self.started)
-        if not rows.size:
-            return []
-        classes, arrival_s = self._ints[_PRIORITY, rows], self._floats[_ARRIVAL, rows]
-        highest = np.flatnonzero(classes == classes.min())
-        return [self._states[rows[highest[arrival_s[highest].argmin()]]]]
+        by = self._ints[_PRIORITY, rows], self._floats[_ARRIVAL, rows]
+        return [self._states[row] for row in rows[sort_rows(by, first=1)]]
 
     def has_prefill_above(self, priority: int) -> bool:
         """Whether a prefill of a higher class than this waits or is under way."""

@@ -40,9 +40,7 @@ class Scheduler:
         predictor: of the slowest stage of a group; the medha scheduler needs one.
         max_prompt_tokens: longest prompt whose time is predicted apart.
 
-    Attributes:
-        memory: who holds which blocks.
-        predictor: as given; it learns from completed batches.
+    The predictor learns from completed batches.
 
     Raises:
         ConfigError: the policy is unknown.
@@ -201,9 +199,7 @@ class Scheduler:
         return self._close_ended((slot,))
 
     def schedule(self, now_s: float) -> Decision:
-        """Decide the next batch; the decision has none where nothing can enter.
-
-        At most ``depth`` batches are in flight: beyond that nothing is decided.
+        """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight.
 
         Raises:
             PolicyError: a user's policy failed.
@@ -290,11 +286,7 @@ def _prefill_times(config: SchedulerConfig, predictor: Predictor, max_prompt_tok
     """Seconds of a prefill alone, in the chunks that the packer would take."""
     budget_s = config.t_target_s or config.quantum_s
     chunk = budgeted_chunk(
-        predictor,
-        budget_s,
-        config.max_batch_tokens,
-        granularity=config.chunk_granularity,
-        min_tokens=config.min_chunk,
+        predictor, budget_s, config.max_batch_tokens, granularity=config.chunk_granularity, min_tokens=config.min_chunk
     )
     return PrefillTimes(predictor, chunk, max_tokens=max_prompt_tokens)
 

@@ -16,10 +16,23 @@ from medha.cli.command import FAILED_REQUESTS, start_logging
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, SIMULATED, but, pick, takes
 from medha.config import SCHEDULERS, SchedulerConfig
 from medha.errors import ConfigError, exit_code
-from medha.workload.cli import LENGTHS, Arrivals, Burstiness, Duration, Number, Seed, workload_option
+from medha.workload.cli import (
+    LENGTHS,
+    Arrivals,
+    Burstiness,
+    Duration,
+    Lengths,
+    Number,
+    Objective,
+    Rate,
+    Rates,
+    Seed,
+    TraceFile,
+    option,
+)
 
 if TYPE_CHECKING:
-    from medha.sim.plan import Rate
+    from medha.sim import plan as planning
     from medha.sim.study import Run
     from medha.workload.trace import Trace
 
@@ -36,18 +49,16 @@ _OTHERS = (
     *("tp_forward", "dist_timeout", "kv_memory", "swap_space", "block_size"),
 )
 
-OutputJson = Annotated[
-    Path | None, typer.Option("--output-json", "--json", help="Write the report here; - is stdout.", show_default=False)
-]
-Hardware = Annotated[
-    str, typer.Option(help="a100-80g, h100-80g, h200-141g, b200-180g, cpu (a thread), or the JSON file of a spec.")
-]
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model", "-m", help="llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, a config.json or its folder."
-    ),
-]
+OutputJson = Annotated[Path | None, option("--output-json", "--json", help="Write the report here; - is stdout.")]
+_SPECS = "a100-80g, h100-80g, h200-141g, b200-180g, cpu (a thread), or the JSON file of a spec."
+Hardware = Annotated[str, option(help=_SPECS, shows=True)]
+_MODELS = "llama-3-8b, llama-3-70b, llama-3.1-8b, qwen2.5-14b-1m, a config.json or its folder."
+Model = Annotated[str, option("--model", "-m", help=_MODELS, shows=True)]
+_SCHEDULERS = f"Of {', '.join(SCHEDULERS)}; several: repeated or comma separated."
+_POLICIES = (
+    "Of the medha scheduler: lars, ilrs, lrs, edf, srpt, sjf, fcfs, priority[:NAME] or package.module:name; several "
+    "likewise."
+)
 
 
 @takes(
@@ -55,63 +66,25 @@ Model = Annotated[
 )
 def simulate(
     context: typer.Context,
-    scheduler: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Of {', '.join(SCHEDULERS)}; several: repeated or comma separated.", show_default="medha"),
-    ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Of the medha scheduler: lars, ilrs, lrs, edf, srpt, sjf, fcfs, priority[:NAME] or "
-            "package.module:name; several likewise.",
-            show_default="lars",
-        ),
-    ] = None,
+    scheduler: Annotated[list[str] | None, option(help=_SCHEDULERS, shows="medha")] = None,
+    policy: Annotated[list[str] | None, option(help=_POLICIES, shows="lars")] = None,
     hardware: Hardware = "h100-80g",
     model: Model = "llama-3-8b",
-    workload: Annotated[
-        str | None, workload_option("--workload", "--lengths", help=f"Lengths: {LENGTHS}.", shows="medha-mix")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        workload_option(
-            "--dataset-path",
-            "--trace",
-            help="File of any format that medha trace reads, in place of --workload.",
-            shows=False,
-        ),
-    ] = None,
+    workload: Lengths = None,
+    trace: TraceFile = None,
     arrivals: Arrivals = "poisson",
     burstiness: Burstiness = 1.0,
-    qps: Annotated[
-        str | None,
-        workload_option(
-            "--request-rate",
-            "--qps",
-            help="Requests a second; several rates comma separated. Scales a trace.",
-            shows=False,
-        ),
-    ] = None,
+    qps: Rates = None,
     duration: Duration = None,
     num_requests: Number = None,
     seed: Seed = 0,
-    slo_ttft_s: Annotated[
-        float | None, workload_option(help="TTFT objective of requests without their own.", shows="derived")
-    ] = None,
-    slo_tpot_s: Annotated[
-        float | None, workload_option(help="TPOT objective of requests without their own.", shows="none")
-    ] = None,
-    stop_s: Annotated[
-        float | None, typer.Option(help="Virtual seconds at which to stop.", show_default="the end")
-    ] = None,
-    no_skip: Annotated[
-        bool, typer.Option("--no-skip", help="Step over nothing; slower, with the same outcome.")
-    ] = False,
+    slo_ttft_s: Objective = None,
+    slo_tpot_s: Objective = None,
+    stop_s: Annotated[float | None, option(help="Virtual seconds at which to stop.", shows="the end")] = None,
+    no_skip: Annotated[bool, option("--no-skip", help="Step over nothing; slower, with the same outcome.")] = False,
     output_json: OutputJson = None,
-    plot: Annotated[Path | None, typer.Option(help="Folder for plots; needs matplotlib.", show_default=False)] = None,
-    timeline: Annotated[
-        Path | None, typer.Option(help="Chrome trace of a single run (.json or .json.gz).", show_default=False)
-    ] = None,
+    plot: Annotated[Path | None, option(help="Folder for a plot; needs matplotlib.")] = None,
+    timeline: Annotated[Path | None, option(help="Chrome trace of a single run (.json or .json.gz).")] = None,
     **_: Any,
 ) -> int:
     """Run the scheduler on predicted hardware: whole days of arrivals in minutes, without a GPU.
@@ -166,15 +139,12 @@ def simulate(
 
 def _print_wall(runs: list[Run]) -> None:
     """How fast this machine was, on stderr."""
-    from medha.cli.report import peak_memory_bytes
-
     wall_s = max(sum(run.wall_s for run in runs), 1e-9)
     requests, batches = (sum(run.report[name] for run in runs) for name in ("num_prompts", "num_batches"))
     skipped, virtual_s = (sum(getattr(run.outcome, name) for run in runs) for name in ("num_skipped", "duration_s"))
     print(
         f"simulated {virtual_s:,.0f} s in {wall_s:,.1f} s: {requests / wall_s:,.0f} requests/s, "
-        f"{batches / wall_s:,.0f} batches/s ({skipped / max(batches, 1):.0%} of {batches:,} stepped over), "
-        f"peak memory {peak_memory_bytes() / 2**20:,.0f} MiB",
+        f"{batches / wall_s:,.0f} batches/s ({skipped / max(batches, 1):.0%} of {batches:,} stepped over)",
         file=sys.stderr,
     )
 
@@ -182,42 +152,25 @@ def _print_wall(runs: list[Run]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # medha plan
 
+_TTFT = "Objective of its time to the first token, seconds."
+_CAPACITY = f"Find the capacity for requests of these lengths, or of a trace file: {LENGTHS}."
+
 
 @takes(
     pick("gpu_memory_utilization", "max_batch_tokens"), but(pick("max_model_len"), max_model_len=(None, "as --context"))
 )
 def plan(
-    context: Annotated[int, typer.Option(help="Prompt tokens of the request that is planned for.")],
-    tpot_s: Annotated[float, typer.Option("--tpot-s", help="Objective of its time between tokens, seconds.")],
-    gpus: Annotated[int, typer.Option("--gpus", help="Accelerators in all.")],
-    ttft_s: Annotated[
-        float | None,
-        typer.Option(
-            "--ttft-s",
-            help="Objective of its time to the first token, seconds.",
-            show_default="5 times that of the fastest layout",
-        ),
-    ] = None,
+    context: Annotated[int, option(help="Prompt tokens of the request that is planned for.")],
+    tpot_s: Annotated[float, option("--tpot-s", help="Objective of its time between tokens, seconds.")],
+    gpus: Annotated[int, option("--gpus", help="Accelerators in all.")],
+    ttft_s: Annotated[float | None, option("--ttft-s", help=_TTFT, shows="5 times that of the fastest layout")] = None,
     model: Model = "llama-3-8b",
     hardware: Hardware = "h100-80g",
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            "--workload",
-            "--lengths",
-            help=f"Find the capacity for requests of these lengths, or of a trace file: {LENGTHS}.",
-            show_default=False,
-        ),
-    ] = None,
-    qps: Annotated[
-        float | None,
-        typer.Option(
-            "--request-rate", "--qps", help="Requests a second of the workload to reach, in all.", show_default=False
-        ),
-    ] = None,
-    duration: Annotated[float, typer.Option(help="Seconds of the workload's arrivals to simulate.")] = 60.0,
-    top: Annotated[int, typer.Option(min=1, help="Layouts to print.")] = 5,
-    seed: Annotated[int, typer.Option(min=0, help="Of the workload's arrivals and lengths.")] = 0,
+    workload: Annotated[str | None, option("--workload", "--lengths", help=_CAPACITY)] = None,
+    qps: Rate = None,
+    duration: Annotated[float, option(help="Seconds of the workload's arrivals to simulate.", shows=True)] = 60.0,
+    top: Annotated[int, option(min=1, help="Layouts to print.", shows=True)] = 5,
+    seed: Seed = 0,
     output_json: OutputJson = None,
     **given: Any,
 ) -> int:
@@ -237,8 +190,7 @@ def plan(
     shape, max_model_len = find_model(model), given["max_model_len"]
     if max_model_len is not None and context > max_model_len:
         raise ConfigError(f"context={context}; accepted: at most max_model_len={max_model_len}")
-    claimed = shape.max_position_embeddings
-    if max_model_len is None and context > claimed:
+    if max_model_len is None and context > (claimed := shape.max_position_embeddings):
         what = f"{model} claims {claimed:,} positions; its RoPE is taken as scaled to {context:,}"
         print(f"medha: {what}", file=sys.stderr)
     rate, longest = (None, 1) if workload is None else _rate_of(workload, duration, seed)
@@ -262,7 +214,7 @@ def plan(
     return 0 if candidates[0]["meets"] else NONE_MEETS
 
 
-def _rate_of(name: str, duration_s: float, seed: int) -> tuple[Rate, int]:
+def _rate_of(name: str, duration_s: float, seed: int) -> tuple[planning.Rate, int]:
     """The requests at a rate, of a trace file or drawn; and the tokens of the longest."""
     from medha.workload.io import read_trace
     from medha.workload.synth import synthesize

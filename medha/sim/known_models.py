@@ -33,20 +33,17 @@ _LLAMA_3_1_8B = replace(
     rope=RopeConfig("llama3", 500000.0, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
 )
 _LLAMA_3_70B = replace(_LLAMA_3_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64)
-_QWEN_2_5_14B_1M = ModelConfig(
+_QWEN_2_5_14B_1M = replace(
+    _LLAMA_3_8B,
     architecture="Qwen2ForCausalLM",
     vocab_size=152064,
     hidden_size=5120,
     intermediate_size=13824,
     num_layers=48,
     num_heads=40,
-    num_kv_heads=8,
-    head_dim=128,
     max_position_embeddings=1010000,
     rope=RopeConfig(theta=10000000.0),
-    rms_norm_eps=1e-5,
     qkv_bias=True,
-    dtype="bfloat16",
     bos_token_id=151643,
     eos_token_ids=(151645,),
 )
@@ -65,9 +62,6 @@ def find_model(name_or_path: str | Path) -> ModelConfig:
     """A known model by name or id on the hub, in any case, or that of a ``config.json`` or its folder.
 
     A simulation takes the shape alone, so contexts may be longer than ``max_position_embeddings``.
-
-    Raises:
-        ConfigError: no known name and no such file, or a bad ``config.json``.
     """
     name = _AROUND.sub("", str(name_or_path).lower()).replace("llama3", "llama-3")
     if name in KNOWN_MODELS:

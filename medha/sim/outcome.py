@@ -2,15 +2,12 @@
 
 Definitions beside those of :mod:`medha.workload.metrics`:
 
-- ITL's percentiles are within 1 %.
 - A request is in time if it finished, its first token came by its deadline (given, or derived by the scheduler), and
   its TPOT, if it has an objective, was met. ``slo_attainment`` is the share of those that arrived, refused ones
   included; ``request_goodput`` their number a second.
-- Slowdown is TTFT over the predicted TTFT of that prompt on the idle replica, in chunks of the medha scheduler. A
-  request without a first token waits for ever: its percentile is None.
+- Slowdown is TTFT over the predicted TTFT of that prompt on the idle replica, in chunks of the medha scheduler.
 - A request waits until its first chunk is sent, and is active from then to its last token.
 - A stage has a bubble while it is without work and another stage of its group is not.
-- Over-saturation: see :func:`saturation_of`.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ from medha.workload.metrics import Floats, Times, by_length, percentile, serving
 from medha.workload.trace import Trace
 
 PERCENTILES = (50, 90, 99)
-DRAIN = 0.1
-"""See :func:`saturation_of`."""
+DRAIN = 0.1  # see saturation_of
 _NUM_SAMPLES = 201
 _MAX_SAMPLES = 4096
 _GAP_BINS_PER_DECADE = 100
@@ -134,13 +130,10 @@ class Outcome:
     """What a simulation came to.
 
     Attributes:
-        trace: what was asked.
-        requests: by row of the trace.
+        trace, requests: what was asked, and what became of each row.
         duration_s: from the first arrival to the last token, or to where it was stopped.
-        series: over time.
-        gaps: between tokens.
-        stage_busy_s: by group and stage.
-        stage_bubble_s: by group and stage, seconds without work while another stage of the group had some.
+        series, gaps: over time, and between tokens.
+        stage_busy_s, stage_bubble_s: by group and stage; a bubble is without work while another stage had some.
         num_batches, num_skipped: batches in all, and those of them that were stepped over in one go.
         work_lost_s: predicted seconds of what was computed again, or moved to host memory and back.
         is_stopped: it did not run to the end.
@@ -149,15 +142,15 @@ class Outcome:
 
     trace: Trace
     requests: Requests
-    duration_s: float
-    series: Series
-    gaps: Gaps
-    stage_busy_s: list[list[float]]
-    stage_bubble_s: list[list[float]]
-    num_batches: int
-    num_skipped: int
-    work_lost_s: float
-    is_stopped: bool
+    duration_s: float = 0.0
+    series: Series = field(default_factory=Series)
+    gaps: Gaps = field(default_factory=Gaps)
+    stage_busy_s: list[list[float]] = field(default_factory=list)
+    stage_bubble_s: list[list[float]] = field(default_factory=list)
+    num_batches: int = 0
+    num_skipped: int = 0
+    work_lost_s: float = 0.0
+    is_stopped: bool = False
     num_swaps: int = 0
 
     @property

@@ -9,7 +9,7 @@ say. Blocks that are swapped move beside the compute: a stage is busy with a bat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from medha.batch import Batch
 from medha.cost.predictor import MIN_SECONDS, Decodes, Predictor, Work, split
@@ -48,7 +48,6 @@ class Passage:
     busy_s: float
 
 
-@dataclass(slots=True)
 class Pipeline:
     """The stages of one replica.
 
@@ -62,32 +61,18 @@ class Pipeline:
         bubble_s: by group and stage, seconds without work while another stage of the group had some.
     """
 
-    stages: Sequence[Predictor]
-    num_groups: int = 1
-    on_segment: Callable[[Segment], None] | None = None
-    busy_s: list[list[float]] = field(init=False)
-    bubble_s: list[list[float]] = field(init=False)
-    _free_s: list[list[float]] = field(init=False)
-    _kinds: list[int] = field(init=False)
-    _distinct: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.busy_s, self.bubble_s, self._free_s = (
-            [[0.0] * len(self.stages) for _ in range(self.num_groups)] for _ in range(3)
-        )
-        costs = [predictor.coefficients for predictor in self.stages]
+    def __init__(
+        self, stages: Sequence[Predictor], num_groups: int = 1, on_segment: Callable[[Segment], None] | None = None
+    ) -> None:
+        self.stages, self.num_groups, self.on_segment = stages, num_groups, on_segment
+        self.busy_s, self.bubble_s, self._free_s = ([[0.0] * len(stages) for _ in range(num_groups)] for _ in range(3))
+        costs = [predictor.coefficients for predictor in stages]
         parts = [(c.linear, c.chunks, c.decodes, c.mixed, c.head, c.host_s, c.tp, c.spp, c.kvp) for c in costs]
         self._kinds = [parts.index(part) for part in parts]  # stages that cost the same are predicted once
         self._distinct = sorted(set(self._kinds))
 
     def send(self, batch: Batch, memory: KVMemory, now_s: float) -> Passage:
-        """Let a batch enter stage 0, right after it was scheduled.
-
-        Args:
-            batch: with at least one row.
-            memory: of its scheduler: where the keys of each row lie.
-            now_s: time.
-        """
+        """Let a batch enter stage 0, right after it was scheduled; the memory says where the keys of each row lie."""
         first_end_s, end_s, slowest_s = now_s, now_s, 0.0
         for groups in _together(batch, self.num_groups):
             seconds = self._seconds(batch, memory, groups)
@@ -156,7 +141,7 @@ def parts_of(batch: Batch, memory: KVMemory, group: int) -> tuple[Decodes | Sequ
                 row.q_len,
                 memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position,
                 row.is_decode,
-                row.run if row.is_shared else None,
+                row.span if row.is_shared else None,
                 row.samples and row.group == group,
             )
             for row in batch.rows
@@ -176,10 +161,10 @@ def _together(batch: Batch, num_groups: int) -> list[list[int]]:
     if num_groups == 1:
         return [[0]]
     moving = {extent.group for extent in (*batch.swaps_out, *batch.swaps_in)}
-    concerned = sorted(moving | {group for row in batch.rows for group in range(row.group, row.holder + 1)})
+    concerned = sorted(moving | {group for row in batch.rows for group in row.groups})
     joined: list[list[int]] = []
     for group in concerned:
-        if joined and any(row.group < group <= row.holder for row in batch.rows):
+        if joined and any(row.group < group <= row.writer for row in batch.rows):
             joined[-1].append(group)
         else:
             joined.append([group])

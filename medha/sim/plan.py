@@ -21,7 +21,7 @@ from medha.cost.hardware import HardwareSpec
 from medha.cost.json_form import check_number
 from medha.errors import ConfigError
 from medha.sim.outcome import Outcome
-from medha.sim.replica import Replica
+from medha.sim.replica import Replica, spec_fields
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
@@ -51,7 +51,6 @@ _MOST = 20_000
 Found = dict[str, Any]
 """What the simulations said of a layout, as the report has it; a figure that was not simulated is None.
 
-- ``name``, ``layout``, and ``meets``: everything is met;
 - ``num_kv_tokens``: KV tokens of a replica, all groups together, and ``headroom``: the share of them beside one request
   of the context's length;
 - ``ttft_s``, ``tpot_s``: of that request alone, and ``tpot_beside_s`` while another prompt is read;
@@ -107,19 +106,13 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Simulates layouts.
+    """Simulates layouts of a model on accelerators of a spec.
 
     Args:
-        spec: the accelerators.
-        model: what runs on them.
-        goal: objectives.
         scheduler: of each replica.
         utilization: share of an accelerator's memory that may be used.
         workload: requests at a rate, or None where capacity is not asked for.
         longest: tokens of the workload's longest request.
-
-    Raises:
-        ConfigError: ``utilization`` is not accepted.
     """
 
     spec: HardwareSpec
@@ -315,13 +308,12 @@ def _seconds(seconds: float) -> str:
 
 def report_of(planner: Planner, options: Mapping[str, Any], layouts: Sequence[Found]) -> dict[str, Any]:
     """Every layout, as plain values."""
-    spec = planner.spec
     return {
         "format": "medha-plan",
         "version": 1,
         "options": {**options, **asdict(planner.goal), "gpu_memory_utilization": planner.utilization},
         "max_batch_tokens": planner.scheduler.max_batch_tokens,
-        "hardware_spec": {"name": spec.name, "machine": spec.machine, "provenance": spec.provenance},
+        "hardware_spec": spec_fields(planner.spec),
         "layouts": layouts,
     }
 
@@ -346,22 +338,11 @@ def shown(planner: Planner, options: Mapping[str, Any], layouts: Sequence[Found]
             f"capacity: the highest rate at which {ATTAINMENT:.0%} of the requests of {options['workload']} meet both "
             f"objectives, in simulations of one replica over {goal.duration_s:g} s of arrivals"
         )
+    columns = _FIGURES if planner.workload is not None else _FIGURES[:-1]
     table = f"{len(good)} meet everything, the best first" if good else "the nearest"
     return {
         "title": f"{options['model']} on {goal.num_gpus} x {spec.name} ({spec.provenance}), {len(layouts)} layouts: "
         f"a prompt of {goal.context:,} tokens, TTFT {goal.ttft_s:g} s{derived}, TPOT {goal.tpot_s * 1e3:g} ms",
-        table: [_row(one) for one in (good or near)[:top]],
+        table: [{"layout": one["name"], **{name: one[name] for name in columns}} for one in (good or near)[:top]],
         "notes": notes,
     }
-
-
-def _row(one: Found) -> dict[str, Any]:
-    row = {
-        "layout": one["name"],
-        "TTFT_s": one["ttft_s"],
-        "TPOT_s": one["tpot_s"],
-        "beside a chunk_s": one["tpot_beside_s"],
-        "KV tokens": one["num_kv_tokens"],
-        "free beside share": one["headroom"],
-    }
-    return row if one["capacity_qps"] is None else {**row, "capacity requests/s": one["capacity_qps"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,13 @@ from medha.errors import ConfigError
 from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
 from medha.sim.study import Run
-from medha.timeline import arrow_events, counter_event, name_event, slice_event, write_events
-
-_MAX_PANELS = 9
+from medha.timeline import BatchRecord, RankRecords, counter_event, name_event, slice_event, stage_events, write_events
 
 logger = logging.getLogger("medha")
 
 
 def check_plots(folder: Path) -> None:
-    """Find out before a run that its plot cannot be drawn or written; makes the folder.
-
-    Raises:
-        ConfigError: matplotlib is missing, or there can be no such folder.
-    """
+    """Find out before a run that its plot cannot be drawn or written; makes the folder."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -40,14 +35,12 @@ def draw(runs: Sequence[Run], folder: Path, long_threshold: int) -> Path:
     """Draw TTFT over the time of arrival, a panel a run, with prompts of ``long_threshold`` tokens or more apart."""
     from matplotlib.figure import Figure
 
-    shown = runs[:_MAX_PANELS]
-    columns = min(len({run.system.qps for run in shown}), 3)
-    columns = columns if columns > 1 else min(len(shown), 3)  # the rates of a system beside each other
-    rows = -(-len(shown) // columns)
+    columns = min(len(runs), 3)
+    rows = -(-len(runs) // columns)
     figure = Figure(figsize=(max(4.2 * columns, 6), 2.9 * rows + 0.6), layout="constrained")
     grid = figure.subplots(rows, columns, sharex="col", sharey=True, squeeze=False).ravel()
     short = f"prompt below {long_threshold:,} tokens"
-    for axes, run in zip(grid, shown, strict=False):
+    for axes, run in zip(grid, runs, strict=False):
         times = run.outcome.times
         is_long = times.prompt_tokens >= long_threshold
         size = 14 if len(times) < 2000 else 4
@@ -56,8 +49,6 @@ def draw(runs: Sequence[Run], folder: Path, long_threshold: int) -> Path:
             axes.scatter(times.arrival_s[chosen], times.ttft_s[chosen], s, color, linewidths=0, alpha=0.75, label=label)
         axes.set(yscale="log", title=run.system.label)
         axes.grid(alpha=0.25, linewidth=0.6)
-    for axes in grid[len(shown) :]:
-        axes.set_visible(False)
     figure.supxlabel("arrival (s)")
     figure.supylabel("TTFT (s)")
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
@@ -75,37 +66,27 @@ def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> No
 
     Process 0 is the stages, a lane each, with arrows along which a batch goes on. Process 1 is the requests, a lane
     each: waiting, prefill, decode; and what share of the KV blocks is in use.
-
-    Args:
-        path: a new file, or one that is replaced.
-        outcome: what became of the requests.
-        segments: every batch on every stage, in the order in which the pipeline told them.
     """
     if len(segments) > MAX_SEGMENTS:
         logger.warning("%s has the first %s batches on a stage of %s", path, f"{MAX_SEGMENTS:,}", f"{len(segments):,}")
     events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "requests")]
-    events += _stage_events(segments[:MAX_SEGMENTS], len(outcome.stage_busy_s), len(outcome.stage_busy_s[0]))
+    events += stage_events(_records(segments[:MAX_SEGMENTS]), 0.0)
     events += _request_events(outcome)
     for time_s, share in outcome.series.rows:
         events.append(counter_event("KV blocks in use (%)", time_s, {"used": 100 * share}))
     write_events(path, events)
 
 
-def _stage_events(segments: Sequence[Segment], num_groups: int, num_stages: int) -> Iterator[dict[str, Any]]:
-    for group in range(num_groups):
-        for stage in range(num_stages):
-            name = f"group {group}, stage {stage}" if num_groups > 1 else f"stage {stage}"
-            yield name_event("thread_name", 0, group * num_stages + stage, name)
-    came: dict[int, Segment] = {}
-    for segment in segments:
-        lane = segment.group * num_stages + segment.stage
-        args = {"batch": segment.batch_id, "decodes": segment.num_decodes, "tokens": segment.num_tokens}
-        yield slice_event(f"batch {segment.batch_id}", 0, lane, segment.start_s, segment.end_s, args)
-        before = came.get(segment.group)
-        if before is not None and (before.batch_id, before.stage + 1) == (segment.batch_id, segment.stage):
-            left = (lane - 1, before.start_s, before.end_s)
-            yield from arrow_events(segment.batch_id, left, (lane, segment.start_s))
-        came[segment.group] = segment
+def _records(segments: Sequence[Segment]) -> list[RankRecords]:
+    """Batches on stages as the stages of a live engine have them."""
+    batches = defaultdict(list)
+    for one in segments:
+        record = BatchRecord(one.batch_id, one.num_tokens, one.start_s, one.end_s, True, 0.0, 0.0, 0.0, 0.0)
+        batches[one.group, one.stage].append(record)
+    return [
+        RankRecords(i, stage, 0, tuple(batches[group, stage]), group)
+        for i, (group, stage) in enumerate(sorted(batches))
+    ]
 
 
 def _request_events(outcome: Outcome) -> Iterator[dict[str, Any]]:

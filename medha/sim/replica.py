@@ -23,9 +23,7 @@ class Replica:
     """A model instance that can be simulated.
 
     Attributes:
-        spec: its accelerators.
-        model, parallel: what runs on them, and how.
-        scheduler: who decides.
+        model, parallel: what runs on the accelerators, and how.
         max_model_len: tokens of the longest request.
         block_size: tokens of a KV block.
         utilization: share of an accelerator's memory that may be used.
@@ -42,11 +40,7 @@ class Replica:
     num_blocks: int | None = None
 
     def kv_blocks(self) -> int:
-        """KV blocks of each group.
-
-        Raises:
-            ConfigError: the model does not fit, with the numbers, or the layout does not split it.
-        """
+        """KV blocks of each group; ConfigError if the model does not fit, or the layout does not split it."""
         if self.num_blocks is not None:
             return self.num_blocks
         budget = {"utilization": self.utilization, "max_batch_tokens": self.scheduler.max_batch_tokens}
@@ -66,11 +60,7 @@ class Replica:
         ]
 
     def build(self, *, on_segment: Callable[[Segment], None] | None = None) -> tuple[Scheduler, Pipeline]:
-        """A fresh scheduler, and the stages that run what it decides; ``on_segment`` as of a Pipeline.
-
-        Raises:
-            ConfigError: something does not fit.
-        """
+        """A fresh scheduler, and the stages that run what it decides; ConfigError if something does not fit."""
         stages, num_blocks = self.stages(), self.kv_blocks()
         slowest = slowest_of(stages)
         predictor = Predictor(slowest.coefficients, max_tokens=slowest.max_tokens)
@@ -80,6 +70,11 @@ class Replica:
             config, **pool, num_groups=self.parallel.kvp, predictor=predictor, max_prompt_tokens=self.max_model_len
         )
         return scheduler, Pipeline(stages, self.parallel.kvp, on_segment)
+
+
+def spec_fields(spec: HardwareSpec) -> dict[str, str]:
+    """What a report says of a hardware spec."""
+    return {name: getattr(spec, name) for name in ("name", "machine", "provenance")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

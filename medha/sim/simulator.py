@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from medha.batch import Batch
 from medha.cost.predictor import MIN_SECONDS
-from medha.errors import ConfigError
 from medha.params import SLO
-from medha.sched.decision import Decision, Prediction, SchedulerRequest
+from medha.sched.decision import Prediction, SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from medha.sim.outcome import Gaps, Outcome, Requests, Series
+from medha.sim.outcome import Outcome, Requests
 from medha.sim.pipeline import Passage, Pipeline
 from medha.sim.steady import go_round, is_steady, may_go_round
 from medha.workload.trace import NORMAL, Row, Trace
@@ -42,11 +41,9 @@ class _Round:
     Attributes:
         num_left: tokens until one of its requests ends, at least 1.
         total_kv, max_kv: of its rows, cached tokens in all and at most.
-        last_token_s: of all its requests; NaN before the first round.
-        passage: of it as it is in flight.
-        prediction: of it when it was first sent.
-        predicted_s, factor: the same as it is in flight.
+        passage, predicted_s, factor: of it as it is in flight; ``prediction`` when it was first sent.
         new_blocks: how many rows take a block when it is scheduled again, by the number of times modulo the block size.
+        last_token_s: of all its requests; NaN before the first round.
         num_tokens: how often it was scheduled again.
     """
 
@@ -63,17 +60,12 @@ class _Round:
     num_tokens: int = 0
     max_gap_s: float = 0.0
 
-    def prediction_now(self) -> Prediction | None:
-        """Of it as it is in flight."""
-        return self.prediction and replace(self.prediction, seconds=self.predicted_s, factor=self.factor)
-
 
 class Simulation:
     """One run of a trace.
 
     Args:
-        scheduler: fresh.
-        pipeline: of as many groups as the scheduler has.
+        scheduler, pipeline: fresh, and of as many groups.
         trace: in order of arrival.
         stop_s: virtual time at which to stop; None is the end.
         driver_waits: whether rank 0 decides the next batch only when its own stage is done with this one, as an engine
@@ -81,8 +73,8 @@ class Simulation:
         skips: whether stretches of steady decoding are stepped over in one go; the outcome is the same.
         on_progress: told now and then how many more requests are closed.
 
-    Raises:
-        ConfigError: scheduler and pipeline have not the same groups.
+    Attributes:
+        outcome: what has become of the requests so far; of those that are not closed once :meth:`run` has ended.
     """
 
     def __init__(
@@ -96,39 +88,40 @@ class Simulation:
         skips: bool = True,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        if scheduler.memory.num_groups != pipeline.num_groups:
-            raise ConfigError(
-                f"the scheduler has {scheduler.memory.num_groups} groups and the pipeline {pipeline.num_groups}"
-            )
         self.scheduler = scheduler
         self.pipeline = pipeline
         self.trace = trace
         self.requests = Requests.empty(len(trace))
-        self.series = Series()
-        self.gaps = Gaps()
+        self.outcome = Outcome(trace, self.requests, stage_busy_s=pipeline.busy_s, stage_bubble_s=pipeline.bubble_s)
+        self.series, self.gaps = self.outcome.series, self.outcome.gaps
         self.now_s = 0.0
         self._stop_s = math.inf if stop_s is None else stop_s
         self._driver_waits = driver_waits
         self._skips = skips and may_go_round(scheduler)
         self._on_progress = on_progress or (lambda count: None)
-        self._arrivals = trace.rows()
-        self._next: tuple[int, Row] | None = None
-        self._num_taken = self._num_batches = self._num_skipped = 0
-        self._work_lost_s = 0.0
-        self._num_swaps = 0
+        self._arrivals = enumerate(trace.rows())
+        self._next = next(self._arrivals, None)
         self._live: dict[int, _Live] = {}
         self._free_slots: list[int] = []
         self._in_flight: deque[tuple[Batch, Passage]] = deque()
 
     def run(self) -> Outcome:
-        """Play the trace to its end.
+        """Play the trace to its end, or to an interrupt, whose outcome is that of a stop."""
+        try:
+            self._play()
+        finally:
+            for live in self._live.values():
+                self._note(live)
+            first_s = float(self.trace.arrival_s[0]) if len(self.trace) else 0.0
+            self.outcome.duration_s = self.now_s - first_s
+            self.outcome.is_stopped = bool(self._live) or self._next is not None
+        return self.outcome
 
-        Raises:
-            RuntimeError: the scheduler runs none of the unfinished requests.
-        """
-        self._next = next(self._numbered(), None)
+    def _play(self) -> None:
         while self.now_s < self._stop_s:
-            self._add_arrived()
+            while self._next is not None and self._arrival_s() <= self.now_s:
+                self._add(*self._next)
+                self._next = next(self._arrivals, None)
             self._fill()
             if self._in_flight:
                 if self._skips:
@@ -140,12 +133,6 @@ class Simulation:
                 raise RuntimeError(f"the scheduler runs none of {len(self._live)} unfinished requests")
             else:
                 break
-        return self.outcome()
-
-    def _numbered(self) -> Iterator[tuple[int, Row]]:
-        for row in self._arrivals:
-            self._num_taken += 1
-            yield self._num_taken - 1, row
 
     def _arrival_s(self) -> float:
         """Of the next request."""
@@ -153,11 +140,6 @@ class Simulation:
         return self._next[1].arrival_s or 0.0
 
     # -- the engine's loop -------------------------------------------------------------------------------------------
-
-    def _add_arrived(self) -> None:
-        while self._next is not None and self._arrival_s() <= self.now_s:
-            self._add(*self._next)
-            self._next = next(self._numbered(), None)
 
     def _add(self, index: int, row: Row) -> None:
         slot = self._free_slots.pop() if self._free_slots else len(self._live)
@@ -173,9 +155,16 @@ class Simulation:
         self._live[slot] = _Live(index, row.output_tokens)
 
     def _fill(self) -> None:
-        while (batch := self._schedule().batch) is not None:
+        while True:
+            decision = self.scheduler.schedule(self.now_s)
+            for preempted in decision.preempted:
+                self.requests.num_preemptions[self._live[preempted.slot].row] += 1
+                self.outcome.work_lost_s += preempted.lost_s
+                self.outcome.num_swaps += preempted.swapped_tokens > 0
+            if (batch := decision.batch) is None:
+                return
             passage = self.pipeline.send(batch, self.scheduler.memory, self.now_s)
-            self._num_batches += 1
+            self.outcome.num_batches += 1
             for row in batch.rows:
                 if not row.is_decode:
                     index = self._live[row.slot].row
@@ -184,14 +173,6 @@ class Simulation:
             self._in_flight.append((batch, passage))
             if self._driver_waits:
                 self.now_s = max(self.now_s, passage.first_end_s)
-
-    def _schedule(self) -> Decision:
-        decision = self.scheduler.schedule(self.now_s)
-        for preempted in decision.preempted:
-            self.requests.num_preemptions[self._live[preempted.slot].row] += 1
-            self._work_lost_s += preempted.lost_s
-            self._num_swaps += preempted.swapped_tokens > 0
-        return decision
 
     def _go_round(self) -> None:
         """Step over batches that can be foreseen: decodes alone, until a request is about to end or one arrives."""
@@ -207,9 +188,10 @@ class Simulation:
             going.rotate(-1)
             num_blocks = self._send_again(first, num_blocks)
             num_batches += 1
-        self._num_batches += num_batches
-        self._num_skipped += num_batches
-        go_round(self.scheduler, num_batches, [r.prediction_now() for r in going])
+        self.outcome.num_batches += num_batches
+        self.outcome.num_skipped += num_batches
+        predictions = [r.prediction and replace(r.prediction, seconds=r.predicted_s, factor=r.factor) for r in going]
+        go_round(self.scheduler, num_batches, predictions)
         self._in_flight = deque(zip(self.scheduler.in_flight, [r.passage for r in going], strict=True))
         for r in going:
             if r.num_tokens:
@@ -219,19 +201,11 @@ class Simulation:
         """A batch that goes round."""
         lives = [self._live[row.slot] for row in batch.rows]
         positions = [row.position for row in batch.rows]
-        block_size = self.scheduler.memory.block_size
-        prediction = self.scheduler.prediction_of(batch)
-        return _Round(
-            lives=lives,
-            num_left=min([live.num_left for live in lives]),
-            total_kv=sum(positions),
-            max_kv=max(positions),
-            passage=passage,
-            prediction=prediction,
-            predicted_s=prediction.seconds if prediction else 0.0,
-            factor=prediction.factor if prediction else 1.0,
-            new_blocks=Counter([-position % block_size for position in positions]),
-        )
+        prediction, block_size = self.scheduler.prediction_of(batch), self.scheduler.memory.block_size
+        predicted = (prediction.seconds, prediction.factor) if prediction else (0.0, 1.0)
+        blocks = Counter(-position % block_size for position in positions)
+        num_left = min(live.num_left for live in lives)
+        return _Round(lives, num_left, sum(positions), max(positions), passage, prediction, *predicted, blocks)
 
     def _send_again(self, going: _Round, num_blocks: int) -> int:
         """The oldest batch in flight is done, and goes in again; blocks in use after it."""
@@ -317,23 +291,3 @@ class Simulation:
         """Enter what was kept of a request apart from the columns."""
         self.requests.num_tokens[live.row] = self.trace.output_tokens[live.row] - live.num_left
         self.requests.max_gap_s[live.row] = live.max_gap_s
-
-    def outcome(self) -> Outcome:
-        """What has become of the requests so far."""
-        for live in self._live.values():
-            self._note(live)
-        first_s = float(self.trace.arrival_s[0]) if len(self.trace) else 0.0
-        return Outcome(
-            trace=self.trace,
-            requests=self.requests,
-            duration_s=self.now_s - first_s,
-            series=self.series,
-            gaps=self.gaps,
-            stage_busy_s=self.pipeline.busy_s,
-            stage_bubble_s=self.pipeline.bubble_s,
-            num_batches=self._num_batches,
-            num_skipped=self._num_skipped,
-            work_lost_s=self._work_lost_s,
-            is_stopped=bool(self._live) or self._next is not None,
-            num_swaps=self._num_swaps,
-        )

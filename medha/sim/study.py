@@ -20,7 +20,7 @@ from medha.errors import ConfigError
 from medha.sim.known_models import find_model
 from medha.sim.outcome import DRAIN, Outcome, System, alone_seconds, report
 from medha.sim.pipeline import Segment
-from medha.sim.replica import Replica
+from medha.sim.replica import Replica, spec_fields
 from medha.sim.simulator import Simulation
 from medha.workload.io import read_trace
 from medha.workload.metrics import Floats
@@ -38,9 +38,7 @@ class Run:
     """One system and what it came to.
 
     Attributes:
-        system: what ran.
         report: figures, see :func:`medha.sim.outcome.report`.
-        outcome: of the requests.
         segments: batches on the stages, where they are kept.
         wall_s: seconds that the simulation took on this machine; no part of the report.
         interrupted: it was broken off.
@@ -59,10 +57,8 @@ def run_all(
 ) -> Iterator[Run]:
     """Run one after the other; an interrupt ends the present one, and with it all.
 
-    Args:
-        systems: what runs.
-        given: parameters: ``stop_s``, ``no_skip``, and ``timeline``, for which batches on the stages are kept.
-        on_progress: told now and then how many more requests are closed.
+    Of the parameters ``stop_s`` and ``no_skip`` count, and ``timeline``, for which batches on the stages are kept;
+    ``on_progress`` is told now and then how many more requests are closed.
     """
     alone: dict[float | None, Floats] = {}
     for system in systems:
@@ -75,12 +71,12 @@ def run_all(
         )
         start_s, interrupted = time.perf_counter(), False
         try:
-            outcome = simulation.run()
+            simulation.run()
         except KeyboardInterrupt:
-            outcome, interrupted = simulation.outcome(), True
+            interrupted = True
         wall_s = time.perf_counter() - start_s
-        figures = report(system, outcome, alone[system.qps], interrupted=interrupted)
-        yield Run(system, figures, outcome, segments, wall_s, interrupted)
+        figures = report(system, simulation.outcome, alone[system.qps], interrupted=interrupted)
+        yield Run(system, figures, simulation.outcome, segments, wall_s, interrupted)
         if interrupted:
             return
 
@@ -90,11 +86,7 @@ def run_all(
 
 
 def systems_of(given: Mapping[str, Any]) -> list[System]:
-    """The runs that the parameters ask for: every system at every rate, each built once to see that it fits.
-
-    Raises:
-        ConfigError: a parameter is not accepted.
-    """
+    """The runs that the parameters ask for: every system at every rate, each built once to see that it fits."""
     for name in ("stop_s", "slo_ttft_s", "slo_tpot_s"):
         if given[name] is not None:
             check_number(name, given[name])
@@ -148,14 +140,13 @@ def config_of(replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     for name in ("scheduler", "policy", "qps", "output_json", "plot", "timeline", "no_skip"):
         plain.pop(name)  # each run has its own, or it is not about the outcome
-    spec = replica.spec
     return {
         "medha": version("medha"),
         **plain,
         "workload": (given["workload"] or "medha-mix") if given["trace"] is None else None,
         "max_model_len": replica.max_model_len,
         "num_gpus": replica.parallel.world_size,
-        "hardware_spec": {"name": spec.name, "machine": spec.machine, "provenance": spec.provenance},
+        "hardware_spec": spec_fields(replica.spec),
         "num_kv_blocks": replica.kv_blocks(),
         "block_size": replica.block_size,
     }
@@ -171,11 +162,9 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
     budgets["max_kv_per_group"] = whole_blocks(budgets["max_kv_per_group"], CacheConfig().block_size)
     configs = {}
     for scheduler in schedulers:
-        if scheduler == "medha":
-            for policy in policies or ["lars"]:
-                configs[policy] = SchedulerConfig(scheduler, policy, **budgets)
-        else:
-            configs[scheduler] = SchedulerConfig(scheduler, **budgets)
+        for policy in (policies or ["lars"]) if scheduler == "medha" else [None]:
+            own: dict[str, Any] = {} if policy is None else {"policy": policy}
+            configs[policy or scheduler] = SchedulerConfig(scheduler, **own, **budgets)
     return configs
 
 
@@ -231,31 +220,28 @@ NOTES = (
     "its predicted value for that prompt on the idle replica.",
     "In time: finished, TTFT by the deadline (given, or derived by the scheduler) and TPOT by its objective; a "
     "share of the requests that arrived. Goodput: those a second.",
-    "Bubble: share of the time in which a stage had no work and another stage had some; busy and bubble are means "
-    "over stages. Preempted: gave its memory up, with the seconds that are computed again.",
+    "Bubble: share of the time in which a stage had no work and another had some; a mean over stages, as busy.",
     "Over-saturated: the queue (arrived, no first token) grows through the second half of the arrivals by more than "
-    "the square root of their number, which is chance, and what is in it at the last arrival takes more than "
-    f"{DRAIN:.0%} of the time of arrivals to drain.",
+    f"chance, and takes more than {DRAIN:.0%} of the time of arrivals to drain after the last.",
 )
 _LATENCY = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "p50_slowdown", "p99_slowdown")
+_LOAD = {"goodput": "request_goodput", "output tokens/s": "output_throughput", "waiting": "waiting", "active": "active"}
 
 
 def shown(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of reports that are printed, as tables of a row a run or a bucket."""
+    """The fields of reports that are printed, as tables of a row a run or a bucket of prompt lengths."""
     latency, load, lengths = [], [], []
     for one in reports:
         who = {"system": one["label"]}
         rest = {"in time share": one["slo_attainment"], "over-saturated": one["saturation"]["is_over"]}
         latency.append({**who, **{name: one[name] for name in _LATENCY}, **rest})
         busy, bubble = (fmean(stage[name] for stage in one["stages"]) for name in ("occupancy", "bubble"))
+        kv_use = {f"{name} share": share for name, share in one["kv_cache_usage"].items()}
         load.append(
             {
                 **who,
-                "goodput": one["request_goodput"],
-                "output tokens/s": one["output_throughput"],
-                "waiting": one["waiting"],
-                "active": one["active"],
-                "KV use": {f"{name} share": share for name, share in one["kv_cache_usage"].items()},
+                **{short: one[name] for short, name in _LOAD.items()},
+                "KV use": kv_use,
                 "busy share": busy,
                 "bubble share": bubble,
             }

@@ -1,8 +1,7 @@
 """Text in and text out: encode, chat templates, incremental decoding, stop strings.
 
 A :class:`Tokenizer` never changes once loaded and may be shared by threads; a :class:`Detokenizer` and a
-:class:`StopChecker` belong to one request each. Moving the work off an event loop, and what happens to a request when a
-stop string is found, are left to the caller.
+:class:`StopChecker` belong to one request each.
 """
 
 from medha.text.detokenizer import Detokenizer, StopChecker

@@ -140,7 +140,7 @@ class BlockTables:
             if extent.group == self._group:
                 self._shards[extent.slot] = (0, 0)
         for row in batch.rows:
-            if row.holder == self._group:
+            if row.writer == self._group:
                 start, _ = self._shards.get(row.slot, (row.position, 0))
                 self._shards[row.slot] = (start, row.kv_len)
 
@@ -206,7 +206,7 @@ class BlockTables:
         """
         if not row.is_shared:
             return Segment(start, row.q_len, self.ranges(row.slot, 0, row.kv_len), causal=True)
-        return Segment(start, row.q_len, self.ranges(row.slot, *self.shard(row.slot)), row.holder == self._group)
+        return Segment(start, row.q_len, self.ranges(row.slot, *self.shard(row.slot)), row.writer == self._group)
 
     def targets(
         self, located: Sequence[tuple[Row, int]], *, in_pieces: bool
@@ -222,7 +222,7 @@ class BlockTables:
         sources: list[int] = []
         spans: list[tuple[int, int, int]] = []
         for row, start in located:
-            if row.holder != self._group:
+            if row.writer != self._group:
                 continue
             for first, count in self.ranges(row.slot, row.position, row.kv_len):
                 if in_pieces and not row.is_decode:

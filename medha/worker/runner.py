@@ -54,7 +54,7 @@ class Runner:
         pipe: where hidden states come from and go to; None when the whole model is here.
         samples: whether this rank draws tokens; it must hold the head.
         group: this rank's KV-parallel group.
-        merges: by (first, last) group, for the runs of groups that this rank's belongs to.
+        merges: by (first, last) group, for the KVP spans that this rank's belongs to.
         decode_lag: 1 if a batch may be handed in before the one before it is read; the whole model is then here.
         host: where blocks are swapped to; None if they never are.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from medha.cli.command import complain, make_app, start_logging
-from medha.cli.options import OutputJson, but, takes
+from medha.cli.options import OutputJson
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,42 +28,28 @@ LENGTHS = (
 )
 
 
-def workload_option(*declarations: str, help: str, shows: bool | str = True, **options: Any) -> Any:
-    """An option under the heading that simulate has it under too."""
-    return typer.Option(*declarations, help=help, rich_help_panel="Workload", show_default=shows, **options)
+def option(*flags: str, help: str, shows: bool | str = False, **more: Any) -> Any:
+    """An option of the laboratory; ``shows`` is what stands for its default."""
+    return typer.Option(*flags, help=help, show_default=shows, **more)
 
 
-Qps = Annotated[
-    float | None, workload_option("--request-rate", "--qps", help="Requests a second, on average.", shows=False)
-]
-Arrivals = Annotated[str, workload_option(help=f"Of requests without arrival times: {PROCESSES}.")]
-Burstiness = Annotated[float, workload_option(help="Of gamma arrivals: 1 is Poisson, less is burstier.")]
-Seed = Annotated[int, workload_option(min=0, help="Of arrivals and lengths.")]
+_load = partial(option, rich_help_panel="Workload")
+Rate = Annotated[float | None, _load("--request-rate", "--qps", help="Requests a second, on average.")]
+Rates = Annotated[str | None, _load("--request-rate", "--qps", help="Requests a second; several comma separated.")]
+Arrivals = Annotated[str, _load(help=f"Of requests without arrival times: {PROCESSES}.", shows=True)]
+Burstiness = Annotated[float, _load(help="Of gamma arrivals: 1 is Poisson, less is burstier.", shows=True)]
+Seed = Annotated[int, _load(min=0, help="Of arrivals and lengths.", shows=True)]
 _MANY = "Keep or generate so many requests."
-Number = Annotated[int | None, workload_option("--num-prompts", "--num-requests", help=_MANY, shows=False, min=1)]
-Duration = Annotated[float | None, workload_option(shows=False, help="Seconds of arrivals to keep or generate.")]
+Number = Annotated[int | None, _load("--num-prompts", "--num-requests", help=_MANY, min=1)]
+Duration = Annotated[float | None, _load(help="Seconds of arrivals to keep or generate.")]
+Lengths = Annotated[str | None, _load("--workload", "--lengths", help=f"{LENGTHS}.", shows="medha-mix, 200 requests")]
+TraceFile = Annotated[Path | None, _load("--dataset-path", "--trace", help="Trace file in place of --workload.")]
+Objective = Annotated[float | None, _load(help="Objective of requests without their own.", shows="none, or derived")]
 _In = Annotated[Path, typer.Argument(metavar="IN", help="Plain or gzip.")]
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")]
 
-# How a file is read
-READING = {
-    "from_format": (
-        Annotated[str | None, typer.Option("--from", help=f"{FORMATS}; by default seen from the content.")],
-        None,
-    ),
-    "time_unit": (
-        Annotated[str | None, typer.Option(help="s, ms or us, instead of the format's own.", show_default=False)],
-        None,
-    ),
-    "skip_invalid": (
-        Annotated[bool, typer.Option("--skip-invalid", help="Leave wrong requests out and count them.")],
-        False,
-    ),
-    "chars_per_token": (
-        Annotated[float | None, typer.Option(help="Estimate for ShareGPT's texts.", show_default="4")],
-        None,
-    ),
-}
+_From = Annotated[str | None, typer.Option("--from", help=f"{FORMATS}; by default seen from the content.")]
+_Skip = Annotated[bool, typer.Option("--skip-invalid", help="Leave wrong requests out and count them.")]
 
 
 @app.callback()
@@ -71,24 +58,24 @@ def trace() -> None:
 
 
 @app.command()
-@takes(READING)
 def convert(
     source: _In,
     target: _Out,
-    qps: Qps = None,
+    qps: Rate = None,
     arrivals: Arrivals = "poisson",
     burstiness: Burstiness = 1.0,
     num_requests: Number = None,
     duration: Duration = None,
     from_zero: Annotated[bool, typer.Option("--from-zero", help="Shift the first arrival to 0.")] = False,
     seed: Seed = 0,
-    **given: Any,
+    from_format: _From = None,
+    skip_invalid: _Skip = False,
 ) -> int:
     """Write a trace in medha's format. --request-rate scales its arrivals, or draws them where it has none."""
     from medha.workload.io import write_trace
     from medha.workload.synth import retimed
 
-    reading = _read(source, **given)
+    reading = _read(source, from_format, skip_invalid)
     if from_zero:
         reading = replace(reading, trace=reading.trace.from_zero())
     trace = retimed(reading, arrivals, qps=qps, burstiness=burstiness, seed=seed)
@@ -100,13 +87,12 @@ def convert(
 
 
 @app.command()
-@takes(READING)
-def stats(source: _In, output_json: OutputJson = None, **given: Any) -> int:
+def stats(source: _In, output_json: OutputJson = None, from_format: _From = None, skip_invalid: _Skip = False) -> int:
     """Print rate, burstiness and lengths of a trace."""
     from medha.cli.report import deliver
     from medha.workload.trace import trace_stats
 
-    reading = _read(source, **given)
+    reading = _read(source, from_format, skip_invalid)
     report = {
         "format": reading.format,
         "num_dropped": reading.num_dropped,
@@ -123,7 +109,7 @@ def synth(
     target: _Out,
     lengths: Annotated[str, typer.Option(help=f"{LENGTHS}.")] = "medha-mix",
     arrivals: Annotated[str, typer.Option(help=f"{PROCESSES}, or trace:FILE.")] = "poisson",
-    qps: Qps = None,
+    qps: Rate = None,
     burstiness: Burstiness = 1.0,
     num_requests: Number = None,
     duration: Duration = None,
@@ -149,30 +135,24 @@ def synth(
 
 
 @app.command()
-@takes(but(READING, "skip_invalid", "chars_per_token"))
 def validate(
     file: _In,
     limit: Annotated[int, typer.Option(min=1, help="Print so many faults; all are counted.")] = 20,
-    **given: Any,
+    from_format: _From = None,
 ) -> int:
     """Print every fault of a trace with its line; exit 0 where there is none, else 2."""
     from medha.workload.trace import TraceFormatError
 
-    num_faults = 0
-
-    def note(error: TraceFormatError) -> None:
-        nonlocal num_faults
-        num_faults += 1
-        if num_faults <= limit:
-            print(" ".join(str(error).split()))
-
+    faults: list[TraceFormatError] = []
     reading = None
     try:
-        reading = _read(file, **given, on_fault=note)
+        reading = _read(file, from_format, on_fault=faults.append)
     except TraceFormatError as error:  # the file as a whole; a file that is not there goes on to the caller
-        note(error)
-    if num_faults or reading is None:
-        return complain(f"{file}: {num_faults} faults", 2)
+        faults.append(error)
+    for fault in faults[:limit]:
+        print(" ".join(str(fault).split()))
+    if faults or reading is None:
+        return complain(f"{file}: {len(faults)} faults", 2)
     trace = reading.trace
     dropped = f", {reading.num_dropped} dropped" if reading.num_dropped else ""
     span = f"over {trace.duration_s:,.3f} s" if reading.has_arrivals else "without arrival times"
@@ -183,23 +163,13 @@ def validate(
 def _read(
     file: Path,
     from_format: str | None = None,
-    time_unit: str | None = None,
     skip_invalid: bool = False,
-    chars_per_token: float | None = None,
-    *,
     on_fault: Callable[[TraceFormatError], None] | None = None,
 ) -> Reading:
-    from medha.workload.formats import characters_over
     from medha.workload.io import read_trace
 
     start_logging("warning")
-    return read_trace(
-        file,
-        from_format,
-        time_unit=time_unit,
-        count_tokens=None if chars_per_token is None else characters_over(chars_per_token),
-        on_fault=(lambda error: None) if skip_invalid else on_fault,
-    )
+    return read_trace(file, from_format, on_fault=(lambda error: None) if skip_invalid else on_fault)
 
 
 def _say_written(target: Path, trace: Trace) -> None:

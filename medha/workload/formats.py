@@ -16,8 +16,7 @@
     alone lack ``arrived_at``.
 ``sharegpt``
     JSON ``[{"conversations": [{"value"}, ...]}]``, text: prompt and output are the first two turns, as in vLLM. Shorter
-    conversations and empty turns are dropped and counted. Tokens are counted by a function, or estimated from
-    characters. No arrival times.
+    conversations and empty turns are dropped and counted. Tokens are estimated from characters. No arrival times.
 ``medha``
     JSON lines, as far as lengths go those of ``medha generate --requests``: ``id``, ``arrival_s`` (seconds; missing is
     0), ``num_prompt_tokens`` or ``prompt_token_ids``, ``num_output_tokens`` or ``max_tokens``, ``slo`` {``ttft_s``,
@@ -35,15 +34,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from medha.errors import ConfigError, ValidationError
+from medha.errors import ValidationError
 from medha.params import PRIORITIES, SLO, check_priority
 from medha.workload.trace import MAX_TOKENS, Row
 
-TIME_UNITS = {"s": 1, "ms": 1000, "us": 1_000_000}
-"""How many there are in a second."""
-
 MAX_SECONDS = 1e10
 """A later arrival is taken for a mistake of unit: seconds since 1970 are below it, milliseconds above."""
+
+CHARS_PER_TOKEN = 4.0
+"""An estimate for English text and vocabularies of 32K to 128K tokens."""
 
 _START = datetime(1970, 1, 1, tzinfo=UTC)
 _COUNT = re.compile(r"([0-9]{1,18})(?:\.0*)?")
@@ -56,14 +55,6 @@ class RowError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """What a parser needs beside the fields: units of time in a second, and what counts the tokens of a text."""
-
-    per_s: int
-    count_tokens: Callable[[str], int]
-
-
-@dataclass(frozen=True, slots=True)
 class Format:
     """One format.
 
@@ -71,14 +62,12 @@ class Format:
         name: as ``--from`` spells it.
         needs: columns of the header, or keys of the first object, by which a file is recognised.
         parse: makes fields a request, None for one to drop, or raises RowError.
-        unit: of time where the file's is not stated, None where times say it themselves.
         is_csv: columns below a header; else JSON.
     """
 
     name: str
     needs: tuple[str, ...]
-    parse: Callable[[Fields, Source], Row | None]
-    unit: str | None
+    parse: Callable[[Fields], Row | None]
     is_csv: bool = False
 
 
@@ -103,14 +92,13 @@ def _count(fields: Fields, name: str, low: int = 1) -> int:
     return number
 
 
-def _seconds(fields: Fields, name: str, per_s: int) -> float:
-    value = _get(fields, name)
+def _seconds(fields: Fields, name: str, unit: str = "s") -> float:
+    value, per_s = _get(fields, name), {"s": 1, "ms": 1000}[unit]
     try:
         seconds = math.nan if "_" in str(value) else float(str(value)) / per_s
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds <= MAX_SECONDS:
-        unit = next(unit for unit, number in TIME_UNITS.items() if number == per_s)
         raise _bad(name, value, f"a time in {unit}, not negative, at most {MAX_SECONDS * per_s:.0e}")
     return seconds + 0.0  # -0 becomes 0
 
@@ -124,12 +112,12 @@ def _hashes(fields: Fields) -> array[int] | None:
     return array("q", value)
 
 
-def _mooncake(fields: Fields, source: Source) -> Row:
+def _mooncake(fields: Fields) -> Row:
     tokens = _count(fields, "input_length"), _count(fields, "output_length")
-    return Row(_seconds(fields, "timestamp", source.per_s), *tokens, prefix_hashes=_hashes(fields))
+    return Row(_seconds(fields, "timestamp", "ms"), *tokens, prefix_hashes=_hashes(fields))
 
 
-def _azure(fields: Fields, source: Source) -> Row:
+def _azure(fields: Fields) -> Row:
     text = _get(fields, "TIMESTAMP").strip()
     try:
         moment = datetime.fromisoformat(text if "-" in text else "")
@@ -139,19 +127,19 @@ def _azure(fields: Fields, source: Source) -> Row:
     return Row((moment - _START).total_seconds(), _count(fields, "ContextTokens"), _count(fields, "GeneratedTokens"))
 
 
-def _burstgpt(fields: Fields, source: Source) -> Row | None:
-    arrival_s = _seconds(fields, "Timestamp", source.per_s)
+def _burstgpt(fields: Fields) -> Row | None:
+    arrival_s = _seconds(fields, "Timestamp")
     output_tokens = _count(fields, "Response tokens", low=0)
     prompt_tokens = _count(fields, "Request tokens", low=1 if output_tokens else 0)
     return Row(arrival_s, prompt_tokens, output_tokens) if output_tokens else None
 
 
-def _vidur(fields: Fields, source: Source) -> Row:
-    arrival_s = _seconds(fields, "arrived_at", source.per_s) if "arrived_at" in fields else None
+def _vidur(fields: Fields) -> Row:
+    arrival_s = _seconds(fields, "arrived_at") if "arrived_at" in fields else None
     return Row(arrival_s, _count(fields, "num_prefill_tokens"), _count(fields, "num_decode_tokens"))
 
 
-def _sharegpt(fields: Fields, source: Source) -> Row | None:
+def _sharegpt(fields: Fields) -> Row | None:
     name = "conversation" if "conversation" in fields else "conversations"
     turns = _get(fields, name)
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns[:2]):
@@ -161,12 +149,11 @@ def _sharegpt(fields: Fields, source: Source) -> Row | None:
         raise _bad("value", texts, "a string in each of the first two turns")
     if len(texts) < 2 or not all(texts):
         return None
-    counts = {f"tokens of turn {i}": int(source.count_tokens(text)) for i, text in enumerate(texts, 1)}
-    prompt_tokens, output_tokens = (_count(counts, name) for name in counts)
+    prompt_tokens, output_tokens = (math.ceil(len(text) / CHARS_PER_TOKEN) for text in texts)
     return Row(None, prompt_tokens, output_tokens)
 
 
-def _medha(fields: Fields, source: Source) -> Row:
+def _medha(fields: Fields) -> Row:
     given = dict(fields)
     if isinstance(ids := given.get("prompt_token_ids"), list):
         given.setdefault("num_prompt_tokens", len(ids))
@@ -181,7 +168,7 @@ def _medha(fields: Fields, source: Source) -> Row:
     except ValidationError as error:
         raise RowError(str(error)) from error
     return Row(
-        None if given.get("arrival_s") is None else _seconds(given, "arrival_s", source.per_s),
+        None if given.get("arrival_s") is None else _seconds(given, "arrival_s"),
         _count(given, "num_prompt_tokens"),
         _count(given, "num_output_tokens"),
         _request_id(given.get("id", given.get("request_id"))),
@@ -198,11 +185,10 @@ def _request_id(value: Any) -> str | None:
     try:
         if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
             raise ValueError
-        text = str(value)
-        text.encode()
+        str(value).encode()
     except ValueError:  # also a lone surrogate, and an integer of thousands of digits
         raise RowError(f"id={value!a:.80}; accepted: a string of Unicode characters or an integer") from None
-    return text
+    return str(value)
 
 
 def medha_line(row: Row) -> str:
@@ -226,12 +212,12 @@ def medha_line(row: Row) -> str:
 FORMATS = {
     entry.name: entry
     for entry in (
-        Format("mooncake", ("timestamp", "input_length"), _mooncake, "ms"),
-        Format("azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, None, is_csv=True),
-        Format("burstgpt", ("Timestamp", "Request tokens", "Response tokens"), _burstgpt, "s", is_csv=True),
-        Format("vidur", ("num_prefill_tokens", "num_decode_tokens"), _vidur, "s", is_csv=True),
-        Format("sharegpt", ("conversations",), _sharegpt, None),
-        Format("medha", ("num_prompt_tokens",), _medha, "s"),
+        Format("mooncake", ("timestamp", "input_length"), _mooncake),
+        Format("azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, is_csv=True),
+        Format("burstgpt", ("Timestamp", "Request tokens", "Response tokens"), _burstgpt, is_csv=True),
+        Format("vidur", ("num_prefill_tokens", "num_decode_tokens"), _vidur, is_csv=True),
+        Format("sharegpt", ("conversations",), _sharegpt),
+        Format("medha", ("num_prompt_tokens",), _medha),
     )
 }
 """The formats by name."""
@@ -248,14 +234,3 @@ def recognised(head: str) -> Format | None:
         return next((f for f in FORMATS.values() if all(f'"{key}"' in first for key in f.needs)), None)
     names = {name.strip().strip('"') for name in first.split(",")}
     return next((f for f in FORMATS.values() if f.is_csv and names.issuperset(f.needs)), None)
-
-
-def characters_over(chars_per_token: float) -> Callable[[str], int]:
-    """An estimate of the tokens of a text from its characters, rounded up; real tokenizers differ by text and language.
-
-    Raises:
-        ConfigError: not a finite number above 0.
-    """
-    if not 0 < chars_per_token < math.inf:
-        raise ConfigError(f"chars_per_token={chars_per_token!r}; accepted: a finite number above 0")
-    return lambda text: math.ceil(len(text) / chars_per_token)

@@ -20,23 +20,10 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from medha.errors import ConfigError
-from medha.workload.formats import (
-    FORMATS,
-    TIME_UNITS,
-    Fields,
-    Format,
-    RowError,
-    Source,
-    characters_over,
-    medha_line,
-    recognised,
-)
+from medha.workload.formats import CHARS_PER_TOKEN, FORMATS, Fields, Format, RowError, medha_line, recognised
 from medha.workload.trace import COLUMNS, NORMAL, Row, Trace, TraceFormatError
 
 logger = logging.getLogger("medha")
-
-CHARS_PER_TOKEN = 4.0
-"""An estimate for English text and vocabularies of 32K to 128K tokens."""
 
 MAX_LINE_BYTES = 1 << 27
 """A longer line is taken for a damaged file; a 10M-token prompt as ids is 70 MB."""
@@ -68,8 +55,6 @@ def read_trace(
     path: Path | str,
     format: str | None = None,
     *,
-    time_unit: str | None = None,
-    count_tokens: Callable[[str], int] | None = None,
     on_fault: OnFault | None = None,
 ) -> Reading:
     """Read a trace file into columns; some 40 bytes of memory a request, more with ids and prefix hashes.
@@ -79,8 +64,6 @@ def read_trace(
     Args:
         path: plain or gzip.
         format: a name of :data:`medha.workload.formats.FORMATS`; by default seen from the content.
-        time_unit: ``s``, ``ms`` or ``us`` instead of the format's own.
-        count_tokens: tokens of a text, for ShareGPT; by default characters / CHARS_PER_TOKEN, with a warning.
         on_fault: called for each wrong request, which is then left out; by default the first is raised.
 
     Raises:
@@ -96,7 +79,7 @@ def read_trace(
     columns = columns if kind.name in ("medha", "mooncake") else columns[:3]  # the others have no more
     places: dict[str, str] = {}
     num_dropped = num_faults = 0
-    for place, row in _requests(path, kind, time_unit, count_tokens):
+    for place, row in _requests(path, kind):
         if isinstance(row, Row) and kind.name == "medha":
             row = row if row.request_id is not None else row._replace(request_id=place.replace(" ", "-"))
             if (earlier := places.setdefault(str(row.request_id), place)) != place:
@@ -130,9 +113,6 @@ def _trace(path: Path, kind: Format, columns: list[Any]) -> tuple[Trace, bool]:
     times, priority = found["arrival_s"], found.get("priority", np.array(-1))
     has_arrivals = not np.isnan(times).all()
     times[np.isnan(times)] = 0.0
-    for name in ("ttft_slo_s", "tpot_slo_s"):
-        if np.isnan(found.get(name, np.nan)).all():
-            found.pop(name, None)
     if (priority < 0).all():
         found.pop("priority", None)
     priority[priority < 0] = NORMAL
@@ -149,31 +129,20 @@ def _trace(path: Path, kind: Format, columns: list[Any]) -> tuple[Trace, bool]:
     return Trace(**found), has_arrivals
 
 
-def _requests(
-    path: Path, kind: Format, time_unit: str | None, count_tokens: Callable[[str], int] | None
-) -> Iterator[tuple[str, Row | RowError | None]]:
+def _requests(path: Path, kind: Format) -> Iterator[tuple[str, Row | RowError | None]]:
     """What each line or object of a file is: a request, something wrong, or None to be dropped."""
-    if time_unit is not None and (kind.unit is None or time_unit not in TIME_UNITS):
-        accepted = "none, the format has its own" if kind.unit is None else ", ".join(TIME_UNITS)
-        raise ConfigError(f"time_unit={time_unit!r} for a {kind.name} file; accepted: {accepted}")
-    if kind.name == "sharegpt" and count_tokens is None:
+    if kind.name == "sharegpt":
         logger.warning("%s: tokens are an estimate, characters / %g", path, CHARS_PER_TOKEN)
-    source = Source(TIME_UNITS[time_unit or kind.unit or "s"], count_tokens or characters_over(CHARS_PER_TOKEN))
     for place, fields_of in _csv_rows(path, kind.needs) if kind.is_csv else _json_objects(path):
         try:
-            yield place, kind.parse(fields_of(), source)
+            yield place, kind.parse(fields_of())
         except RowError as fault:
             yield place, fault
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """A file to read, decompressed.
-
-    Raises:
-        ConfigError: it cannot be opened or read.
-        TraceFormatError: its gzip data are damaged or end early.
-    """
+    """A file to read, decompressed; ConfigError if it cannot be read, TraceFormatError if its gzip data are damaged."""
     try:
         with path.open("rb") as file:
             packed = file.peek(2)[:2] == b"\x1f\x8b"
@@ -191,12 +160,7 @@ def _head(path: Path) -> str:
 
 
 def detect(path: Path) -> Format:
-    """The format of a file, from its first line that is not blank.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        TraceFormatError: it is empty, or no format is recognised.
-    """
+    """The format of a file, from its first line that is not blank; TraceFormatError if there is none."""
     if not (head := _head(path)):
         raise TraceFormatError(path, "is empty; accepted: a trace with requests")
     kind = recognised(head)
@@ -223,18 +187,15 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"line {number}", data
 
 
-def _text(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise RowError(f"{data[:40]!r} is not UTF-8 ({error.reason}); accepted: UTF-8") from None
+def _start(data: bytes) -> str:
+    return repr(data[:40].decode(errors="replace"))
 
 
-def _json(text: str) -> Any:
+def _json(data: bytes) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{text[:40]!r} is not JSON ({error}); accepted: a JSON object") from None
+        raise RowError(f"{_start(data)} is not JSON ({error}); accepted: a JSON object") from None
 
 
 def _object(value: Any) -> Fields:
@@ -246,11 +207,11 @@ def _object(value: Any) -> Fields:
 def _json_objects(path: Path) -> Iterator[tuple[str, Callable[[], Fields]]]:
     """What gives the object of each line, or of each entry of an array."""
     if not _head(path).startswith("["):
-        yield from ((place, lambda data=data: _object(_json(_text(data)))) for place, data in _lines(path))
+        yield from ((place, lambda data=data: _object(_json(data))) for place, data in _lines(path))
         return
     try:
         with open_bytes(path) as file:
-            values = _json(_text(file.read().removeprefix(codecs.BOM_UTF8)))
+            values = _json(file.read())
     except RowError as error:
         raise TraceFormatError(path, str(error)) from error
     yield from ((f"entry {i}", lambda value=value: _object(value)) for i, value in enumerate(values, 1))
@@ -274,31 +235,26 @@ def _csv_rows(path: Path, needs: tuple[str, ...]) -> Iterator[tuple[str, Callabl
     def fields_of(data: bytes) -> Fields:
         cells = _cells(data)
         if len(cells) != len(header):
-            raise RowError(f"{_text(data)[:40]!r} has {len(cells)} fields; accepted: {len(header)}, as the header")
+            raise RowError(f"{_start(data)} has {len(cells)} fields; accepted: {len(header)}, as the header")
         return dict(zip(header, cells, strict=True))
 
     yield from ((place, lambda data=data: fields_of(data)) for place, data in rows)
 
 
 def _cells(data: bytes) -> list[str]:
-    text = _text(data)
-    if '"' not in text:
-        return text.split(",")
     try:
-        return next(csv.reader([text], strict=True))
-    except csv.Error as error:
-        raise RowError(f"{text[:40]!r} is not CSV ({error}); accepted: fields split by commas, quotes closed") from None
+        text = data.decode()
+        return text.split(",") if '"' not in text else next(csv.reader([text], strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        accepted = "UTF-8, fields split by commas, quotes closed"
+        raise RowError(f"{_start(data)} is not CSV ({error}); accepted: {accepted}") from None
 
 
 def write_trace(path: Path | str, trace: Trace) -> None:
-    """Write a trace in medha's own format; the same trace gives the same bytes.
-
-    Args:
-        path: gzip if it ends in ``.gz``.
-        trace: with at least one request, as readers refuse an empty file.
+    """Write a trace in medha's own format, gzip if the name ends in ``.gz``; the same trace gives the same bytes.
 
     Raises:
-        ConfigError: the trace is empty, or the file cannot be written.
+        ConfigError: the trace is empty, which readers refuse, or the file cannot be written.
     """
     path = Path(path)
     if not len(trace):

@@ -8,10 +8,9 @@ over time and of those that were served, ``max_output_tokens_per_s`` over calend
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -43,20 +42,14 @@ class Goodput:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Goodput:
-        """From vLLM's form, ``ttft:100 tpot:50``, in milliseconds.
-
-        Raises:
-            ConfigError: it has another form, or names an objective twice.
-        """
+        """From vLLM's form, ``ttft:100 tpot:50``, in milliseconds; ConfigError for any other."""
         found: dict[str, float] = {}
         for text in " ".join(texts).replace(",", " ").split():
             name, _, value = text.partition(":")
-            if name not in OBJECTIVES or not _is_number(value) or not float(value) > 0 or name in found:
-                raise ConfigError(
-                    f"goodput={text!r}; accepted: {', '.join(f'{one}:MS' for one in OBJECTIVES)}, each at most once, "
-                    "milliseconds above 0"
-                )
-            found[name] = float(value) / 1e3
+            if name not in OBJECTIVES or not 0 < _number(value) < math.inf or name in found:
+                accepted = ", ".join(f"{one}:MS" for one in OBJECTIVES)
+                raise ConfigError(f"goodput={text!r}; accepted: {accepted}, each at most once, milliseconds above 0")
+            found[name] = _number(value) / 1e3
         return cls(**{f"{name}_s": value for name, value in found.items()})
 
     @property
@@ -66,11 +59,7 @@ class Goodput:
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """``ttft,e2el`` as names, each once, in their usual order.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """``ttft,e2el`` as names, each once, in their usual order; ConfigError for an unknown one."""
     given = [name.strip() for name in text.split(",")]
     unknown = [name for name in given if name not in METRICS]
     if unknown:
@@ -79,27 +68,18 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """``50,99.9`` as numbers, each once.
-
-    Raises:
-        ConfigError: not numbers above 0 and below 100.
-    """
+    """``50,99.9`` as numbers, each once; ConfigError where they are not above 0 and below 100."""
     parts = [part.strip() for part in text.split(",")]
-    wrong = [part for part in parts if not _is_number(part) or not 0 < float(part) < 100]
+    wrong = [part for part in parts if not 0 < _number(part) < 100]
     if wrong:
         raise ConfigError(f"metric_percentiles={wrong[0]!r}; accepted: numbers above 0, below 100, comma separated")
     return tuple(sorted({float(part) for part in parts}))
 
 
 def percentile(values: ArrayLike, percent: float) -> float | None:
-    """A percentile by numpy's linear interpolation, the convention of all figures, live and simulated.
+    """A percentile (0 to 100) by numpy's linear interpolation, the convention of all figures, live and simulated.
 
-    Args:
-        values: of any number of requests; NaN and inf are those that wait for ever.
-        percent: 0 to 100.
-
-    Returns:
-        The value; None where there are none, or where it is for ever.
+    NaN and inf are requests that wait for ever; the result is None where it is for ever, or where there are no values.
     """
     known = np.sort(np.where(np.isnan(given := np.asarray(values, dtype=np.float64)), np.inf, given))
     if not len(known) or np.isinf(known[math.ceil((len(known) - 1) * percent / 100)]):
@@ -241,26 +221,21 @@ class Served:
     def times(self, goodput: Goodput) -> Times:
         """The load as a table, in order of arrival."""
         rows = sorted(self.outcomes, key=lambda one: one.start_s)
-        columns = [
-            (
-                one.start_s,
-                one.start_s + (math.nan if one.queue_s is None else one.queue_s),
-                one.start_s + (math.nan if one.ttft_s is None else one.ttft_s),
-                one.end_s if one.is_completed else math.nan,
-            )
-            for one in rows
-        ]
-        arrival_s, first_scheduled_s, first_token_s, finish_s = np.array(columns, np.float64).reshape(-1, 4).T
+
+        def times(ends: Iterable[float | None]) -> Floats:
+            return np.array([math.nan if end is None else end for end in ends], np.float64)
+
+        arrival_s = times(one.start_s for one in rows)
         return Times(
             arrival_s,
-            first_scheduled_s,
-            first_token_s,
-            finish_s,
+            arrival_s + times(one.queue_s for one in rows),
+            arrival_s + times(one.ttft_s for one in rows),
+            times(one.end_s if one.is_completed else None for one in rows),
             np.array([one.input_len for one in rows], np.int64),
             np.array([one.output_len for one in rows], np.int64),
             np.array([meets(one, goodput) for one in rows], np.bool_),
             np.array([not one.is_completed for one in rows], np.bool_),
-            np.array([_has_objective(one, goodput) for one in rows], np.bool_),
+            np.array([any(limit is not None for _, limit in _aims(one, goodput)) for one in rows], np.bool_),
         )
 
 
@@ -295,11 +270,9 @@ def serving_fields(
     """The fields of vLLM's serving benchmark, and how many met their objectives.
 
     Args:
-        times: of the requests that arrived.
-        duration_s: of the run.
+        times, duration_s: of the requests that arrived, and of the run.
         itl: fields of the gaps between tokens.
-        metrics: names of METRICS.
-        percentiles: of them.
+        metrics, percentiles: names of METRICS, and which of them.
     """
     done = times.has_finished
     num_input, num_output = int(times.prompt_tokens[done].sum()), int(times.num_tokens[done].sum())
@@ -349,31 +322,25 @@ def by_length(times: Times, percentiles: Sequence[float]) -> list[dict[str, Any]
 def serving_figures(
     served: Served, *, goodput: Goodput, metrics: Sequence[str], percentiles: Sequence[float]
 ) -> dict[str, Any]:
-    """The fields of a load on a live engine.
-
-    Args:
-        served: the load.
-        goodput: objectives; a request's own go before them.
-        metrics: names of METRICS.
-        percentiles: of them.
-    """
+    """The fields of a load on a live engine; a request's own objectives go before those of ``goodput``."""
     completed = [one for one in served.outcomes if one.is_completed]
     times = served.times(goodput)
     itl = latency_fields("itl", seconds_of("itl", completed), percentiles)
     found = serving_fields(times, served.duration_s, itl, metrics=metrics, percentiles=percentiles)
-    found["max_output_tokens_per_s"] = most_tokens_a_second(served.outcomes)
-    return found | probe_fields(served.probes) | {"ttft_by_length": by_length(times, percentiles)}
-
-
-def probe_fields(probes: Sequence[Outcome]) -> dict[str, float | int | None]:
-    """What the load did to small requests that have nothing to do with it."""
-    e2els = [one.e2el_s * 1e3 for one in probes if one.is_completed]
+    # most within one second of the load's clock, counted from its start
+    at_s = [accumulate([one.start_s + one.ttft_s, *one.itl_s]) for one in served.outcomes if one.ttft_s is not None]
+    a_second = np.bincount(np.fromiter(chain.from_iterable(at_s), np.int64))
+    probes_ms = [one.e2el_s * 1e3 for one in served.probes if one.is_completed]
     return {
-        "probe_completed": len(e2els),
-        "probe_failed": len(probes) - len(e2els),
-        "probe_median_e2el_ms": percentile(e2els, 50),
-        "probe_p99_e2el_ms": percentile(e2els, 99),
-        "probe_max_e2el_ms": max(e2els, default=None),
+        **found,
+        "max_output_tokens_per_s": float(a_second.max(initial=0)),
+        # what the load did to small requests that have nothing to do with it
+        "probe_completed": len(probes_ms),
+        "probe_failed": len(served.probes) - len(probes_ms),
+        "probe_median_e2el_ms": percentile(probes_ms, 50),
+        "probe_p99_e2el_ms": percentile(probes_ms, 99),
+        "probe_max_e2el_ms": max(probes_ms, default=None),
+        "ttft_by_length": by_length(times, percentiles),
     }
 
 
@@ -392,29 +359,16 @@ def detailed(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
     }
 
 
+def _aims(outcome: Outcome, goodput: Goodput) -> tuple[tuple[float | None, float | None], ...]:
+    """What was reached, and what was aimed at; a request's own objectives were merged with these when it was sent."""
+    own = outcome.slo
+    return (outcome.ttft_s, own.ttft_s), (outcome.tpot_s, own.tpot_s), (outcome.e2el_s, goodput.e2el_s)
+
+
 def meets(outcome: Outcome, goodput: Goodput) -> bool:
-    """Whether a request has completed and met its objectives; its own were merged with these when it was sent."""
-    pairs = (
-        (outcome.ttft_s, outcome.slo.ttft_s),
-        (outcome.tpot_s, outcome.slo.tpot_s),
-        (outcome.e2el_s, goodput.e2el_s),
-    )
-    return outcome.is_completed and all(value is None or limit is None or value <= limit for value, limit in pairs)
-
-
-def most_tokens_a_second(outcomes: Iterable[Outcome]) -> float:
-    """Most output tokens within one second of the load's clock, counted from its start."""
-    times = [time for one in outcomes if one.ttft_s is not None for time in _token_times(one)]
-    return float(np.bincount(np.asarray(times, dtype=np.int64)).max()) if times else 0.0
-
-
-def _token_times(outcome: Outcome) -> list[float]:
-    first_s = outcome.start_s + (outcome.ttft_s or 0.0)
-    return list(accumulate([first_s, *outcome.itl_s]))
-
-
-def _has_objective(outcome: Outcome, goodput: Goodput) -> bool:
-    return any(limit is not None for limit in (outcome.slo.ttft_s, outcome.slo.tpot_s, goodput.e2el_s))
+    """Whether a request has completed and met its objectives."""
+    aims = _aims(outcome, goodput)
+    return outcome.is_completed and all(value is None or limit is None or value <= limit for value, limit in aims)
 
 
 def _over(amount: float, seconds: float) -> float:
@@ -422,16 +376,11 @@ def _over(amount: float, seconds: float) -> float:
 
 
 def _short(tokens: int) -> str:
-    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
-        if tokens >= size:
-            return f"{tokens // size}{unit}"
-    return str(tokens)
+    return f"{tokens >> 20}M" if tokens >= 1 << 20 else f"{tokens >> 10}K" if tokens >= 1 << 10 else str(tokens)
 
 
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"\d{1,12}(?:\.\d{1,12})?", text, re.ASCII) is not None
-
-
-def percentile_name(percent: float) -> str:
-    """``p99``, ``p99.9``."""
-    return f"p{percent:g}"
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -29,11 +29,7 @@ _BLOCK = 65_536
 
 
 def generators(seed: int) -> tuple[np.random.Generator, np.random.Generator]:
-    """The streams of a seed for arrivals and for lengths.
-
-    Raises:
-        ConfigError: the seed is negative.
-    """
+    """The streams of a seed (0 or more) for arrivals and for lengths."""
     if seed < 0:
         raise ConfigError(f"seed={seed}; accepted: 0 or more")
     streams = np.random.SeedSequence(seed).spawn(2)
@@ -49,19 +45,10 @@ def arrival_times(
     num_requests: int | None = None,
     duration_s: float | None = None,
 ) -> NDArray[np.float64]:
-    """Draw arrival times in seconds, so many of them or those before ``duration_s``.
+    """Draw arrival times of a process of ARRIVALS in seconds, so many of them or those before ``duration_s``.
 
-    The first request of ``poisson`` and ``gamma`` comes after a gap, that of ``uniform`` at 0.
-
-    Args:
-        process: one of ARRIVALS.
-        rng: where draws come from.
-        qps: requests a second on average; not for ``at-once``.
-        burstiness: shape of the gaps of ``gamma``, 0.001 to 1e6.
-        num_requests, duration_s: give one of them; ``at-once`` takes the number alone.
-
-    Raises:
-        ConfigError: an argument is missing or not accepted, or more than MAX_REQUESTS would result.
+    The first request of ``poisson`` and ``gamma`` comes after a gap, that of ``uniform`` at 0. ``qps`` is requests a
+    second on average, not for ``at-once``; ``burstiness`` the shape of the gaps of ``gamma``.
     """
     if process not in ARRIVALS:
         raise ConfigError(f"arrivals={process!r}; accepted: {', '.join(ARRIVALS)}")
@@ -70,17 +57,19 @@ def arrival_times(
     if process == "at-once":
         if num_requests is None or qps is not None:
             raise ConfigError(f"arrivals at-once with qps={qps}, duration_s={duration_s}; accepted: num_requests alone")
-        return np.zeros(_checked_number(num_requests))
+        return np.zeros(num_requests)
     if qps is None:
         raise ConfigError(f"arrivals={process!r} without a rate; accepted: --request-rate, or --arrivals at-once")
-    qps = _within("qps", qps, 0.0)
-    if duration_s is not None and qps * _within("duration_s", duration_s, 0.0) > MAX_REQUESTS:
-        raise ConfigError(f"qps={qps:g} for {duration_s:g} s; accepted: at most {MAX_REQUESTS} requests in all")
-    count = math.ceil(qps * duration_s) + 1 if duration_s is not None else _checked_number(num_requests or 0)
+    for name, value in (("qps", qps), ("duration_s", duration_s), ("burstiness", burstiness)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value}; accepted: a finite number above 0")
+    count = (num_requests or 0) if duration_s is None else math.ceil(qps * duration_s) + 1
+    if not 1 <= count <= MAX_REQUESTS:
+        raise ConfigError(f"num_requests={count}; accepted: 1 to {MAX_REQUESTS}")
     if process == "uniform":
         times = np.arange(count) / qps
     else:
-        shape = 1.0 if process == "poisson" else _within("burstiness", burstiness, 1e-3, 1e6)
+        shape = 1.0 if process == "poisson" else burstiness
         times = _sums(lambda number: rng.standard_gamma(shape, number) / (qps * shape), count, duration_s)
     return times if duration_s is None else times[times < duration_s]
 
@@ -91,18 +80,6 @@ def _sums(gaps: Callable[[int], NDArray[np.float64]], count: int, duration_s: fl
     while duration_s is not None and drawn.sum() < duration_s:
         drawn = np.concatenate([drawn, gaps(_BLOCK)])
     return np.cumsum(drawn)  # one sum from the first gap on, so that a shorter trace has the same bits
-
-
-def _within(name: str, value: float, low: float, high: float = math.inf) -> float:
-    if not low < value < high:
-        raise ConfigError(f"{name}={value}; accepted: a finite number above {low:g}, below {high:g}")
-    return value
-
-
-def _checked_number(num_requests: int) -> int:
-    if not 1 <= num_requests <= MAX_REQUESTS:
-        raise ConfigError(f"num_requests={num_requests}; accepted: 1 to {MAX_REQUESTS}")
-    return num_requests
 
 
 def retimed(reading: Reading, process: str, *, qps: float | None, burstiness: float = 1.0, seed: int = 0) -> Trace:
@@ -132,9 +109,6 @@ def synthesize(
             ``num_requests`` or ``duration_s``, if any, keeps the first of them.
         qps, burstiness, num_requests, duration_s: as of :func:`arrival_times`.
         seed: 0 or more.
-
-    Raises:
-        ConfigError: an argument is missing or not accepted, or no request arrives within ``duration_s``.
     """
     distribution = parse_lengths(lengths)
     for_arrivals, for_lengths = generators(seed)
@@ -152,7 +126,6 @@ def synthesize(
 
 Quantile = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """From levels in [0, 1) to lengths."""
-
 
 LONG_SHARE = 0.05
 
@@ -256,20 +229,12 @@ def named_lengths() -> dict[str, Lengths]:
     }
 
 
-def _length(text: str) -> int:
-    return parse_size(text) if text.strip("0") else 0
-
-
 def parse_lengths(spec: str) -> Lengths:
-    """The distribution of a name, of ``fixed:P,D``, or of ``uniform:A-B,C-D``.
-
-    Raises:
-        ConfigError: it is none of these, or a length is outside of 1 to MAX_TOKENS.
-    """
+    """The distribution of a name, of ``fixed:P,D``, or of ``uniform:A-B,C-D``; ConfigError if it is none of these."""
     if spec in named_lengths():
         return named_lengths()[spec]
     match = re.fullmatch(r"fixed:(N),(N)|uniform:(N)-(N),(N)-(N)".replace("N", r"\d{1,9}[kKmM]?"), spec, re.ASCII)
-    p, d, *ends = (_length(text) for text in match.groups("0")) if match else (0,) * 6
+    p, d, *ends = (parse_size(text) if text.strip("0") else 0 for text in match.groups("0")) if match else (0,) * 6
     a, b, c, e = ends if any(ends) else (p, p, d, d)
     if not (1 <= a <= b <= MAX_TOKENS and 1 <= c <= e <= MAX_TOKENS):
         raise ConfigError(

@@ -53,7 +53,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Columns of one length, read-only, checked when built. An array that can be written is copied.
+    """Columns of one length, read-only; types, lengths and arrivals are checked, the values of others are the
+    reader's affair. An array that can be written is copied.
 
     Args:
         arrival_s: float64, seconds from 0, finite, non-decreasing.
@@ -63,9 +64,6 @@ class Trace:
             where two prompts begin alike. The length of a block (512 tokens in Mooncake's) is the file's affair.
         ttft_slo_s, tpot_slo_s: float64, seconds above 0; NaN is no objective.
         priority: int8, index of :data:`medha.params.PRIORITIES`; None is normal for all.
-
-    Raises:
-        ConfigError: a column is wrong; the message names the column, the row and the value.
     """
 
     arrival_s: NDArray[np.float64]
@@ -83,18 +81,11 @@ class Trace:
         for name, dtype in zip(COLUMNS, _DTYPES, strict=True):
             if getattr(self, name) is not None:
                 self._set(name, dtype)
-        arrival_s = self.arrival_s
-        self._refuse("arrival_s", ~(np.isfinite(arrival_s) & (arrival_s >= 0)), "seconds, finite and not negative")
-        late = np.diff(arrival_s, prepend=0.0) < 0
-        self._refuse("arrival_s", late, "no less than the one before")
-        for name in ("prompt_tokens", "output_tokens"):
-            column = getattr(self, name)
-            self._refuse(name, (column < 1) | (column > MAX_TOKENS), f"1 to {MAX_TOKENS}")
-        for name in ("ttft_slo_s", "tpot_slo_s"):
-            if (column := getattr(self, name)) is not None:
-                self._refuse(name, ~((column > 0) & (column < np.inf) | np.isnan(column)), "seconds above 0, or NaN")
-        if self.priority is not None:
-            self._refuse("priority", (self.priority < 0) | (self.priority >= len(PRIORITIES)), "0 to 3")
+        late = np.diff(self.arrival_s, prepend=0.0)
+        if not (late >= 0).all() or not np.isfinite(self.arrival_s).all():
+            row = int(np.argmin((late >= 0) & np.isfinite(self.arrival_s)))
+            accepted = "finite seconds from 0, no less than the one before"
+            raise ConfigError(f"arrival_s[{row}]={self.arrival_s[row].item()!r}; accepted: {accepted}")
 
     def _set(self, name: str, dtype: Any) -> None:
         try:
@@ -106,11 +97,6 @@ class Trace:
             raise ConfigError(f"{name} has shape {column.shape}; accepted: one dimension, as long as arrival_s")
         column.flags.writeable = False
         object.__setattr__(self, name, column)
-
-    def _refuse(self, name: str, wrong: NDArray[np.bool_], accepted: str) -> None:
-        if wrong.any():
-            row = int(np.argmax(wrong))
-            raise ConfigError(f"{name}[{row}]={getattr(self, name)[row].item()!r}; accepted: {accepted}")
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -157,14 +143,7 @@ class Trace:
         return part.with_arrivals(part.arrival_s - start_s)
 
     def scaled(self, qps: float) -> Trace:
-        """The same requests at another mean rate: all gaps, and the time of the first arrival, by one factor.
-
-        Args:
-            qps: requests a second, as of :attr:`qps`.
-
-        Raises:
-            ConfigError: not above 0, or all requests arrive at once, so that there are no gaps to scale.
-        """
+        """The same requests at another mean rate: all gaps, and the time of the first arrival, by one factor."""
         if not 0 < qps < math.inf:
             raise ConfigError(f"qps={qps!r}; accepted: a finite number above 0")
         if self.qps is None:

@@ -27,6 +27,7 @@ from medha.worker.shard import choose_backend
 from tests.attention import fake_flashinfer
 from tests.attention.reference import assert_segments_close
 from tests.attention.test_torch_backend import Model, Shape, build, models, shapes
+from tests.cuda.kernels import import_flashinfer
 
 CPU = torch.device("cpu")
 
@@ -315,7 +316,7 @@ def test_flashinfer_asked_for_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("method", ["__init__", "plan", "run"])
 @pytest.mark.parametrize("name", ["BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"])
 def test_the_substitute_asks_for_what_the_package_does(name: str, method: str) -> None:
-    package = pytest.importorskip("flashinfer")
+    package = import_flashinfer()
     ours = inspect.signature(getattr(getattr(fake_flashinfer, name), method)).parameters
     theirs = inspect.signature(getattr(getattr(package, name), method)).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in theirs.values())

@@ -29,7 +29,7 @@ from medha.engine.build import build_engine
 from medha.engine.journal import replay
 from medha.errors import ConfigError
 from medha.params import SamplingParams
-from medha.profile.calibrate import Effort, Measured, Measuring, families, fit, slowest_stage
+from medha.profile.calibrate import Effort, Measured, families, fit, run_in_turn, slowest_stage
 from medha.profile.measure import measure
 from medha.profile.meter import StageTime
 from medha.profile.steps import Step, chunk, decodes
@@ -220,12 +220,12 @@ class _Timed:
 def test_steps_that_take_too_long_are_left_out_and_the_others_run_in_turn() -> None:
     paper = _Timed()
     effort = Effort(chunks=(16, 64, 256, 1024), batches=(1, 16), limit_s=0.3, total_s=1e9, max_repeats=3)
-    measuring = Measuring(paper, effort, lambda done: None)  # type: ignore[arg-type]
-    measuring.all_of(families(effort, max_kv=131072, num_groups=1, block_size=64))
+    wanted = families(effort, max_kv=131072, num_groups=1, block_size=64)
+    steps = run_in_turn(paper, effort, wanted, lambda done: None)  # type: ignore[arg-type]
     assert max(step[0].q_len for step in paper.ran) == 256  # 1,024 tokens are left out with nothing cached already
-    sizes = {step[0].q_len: 0 for step in measuring.steps.values()}
+    sizes = {step[0].q_len: 0 for step in steps.values()}
     assert sorted(sizes) == [1, 16, 64, 256]
-    runs = list(measuring.steps.values())
+    runs = list(steps.values())
     distinct = len(set(runs))
     assert len(runs) == 3 * distinct
     for number in range(3):

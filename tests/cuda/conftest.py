@@ -8,8 +8,9 @@ import torch
 
 from tests.checkpoints import make_checkpoint
 from tests.cuda import kernels
-from tests.cuda.device import MODE, Device
+from tests.cuda.device import Device
 from tests.cuda.serving import Served, serve
+from tests.cuda.tensors import MODE
 
 
 @pytest.fixture(scope="session")
@@ -25,10 +26,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
-    """The emulated device; a fault that the test has not taken out fails it."""
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """The emulated device, with options as an indirect parameter; a fault that the test has not taken out fails it."""
     with pytest.MonkeyPatch.context() as patch:
-        made = kernels.install(patch)
+        made = kernels.install(patch, **getattr(request, "param", {}))
         with MODE:
             yield made
         assert made.faults == []

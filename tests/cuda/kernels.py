@@ -8,20 +8,23 @@ new plan, or with one whose layout is not the captured kernel's.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cuda import device as emulated
-from tests.cuda.device import Device, Emulated, now, unchanged
+from tests.cuda import tensors
+from tests.cuda.device import Device, now
+from tests.cuda.tensors import Emulated, unchanged
 
 _NEEDED = ("requests", "pynvml")  # by its import, not by what medha calls
 _HEAD = 5
@@ -39,7 +42,6 @@ class Plan:
     tile: int
     group: int
     num_plans: list[int]
-    num_sms: int
 
     @property
     def layout(self) -> list[int]:
@@ -47,10 +49,10 @@ class Plan:
 
 
 def plan(
-    float_workspace: Emulated, workspace: Emulated, pinned: torch.Tensor, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor,
-    kv_lens: torch.Tensor, num_rows: int, batch: int, num_heads: int, num_kv_heads: int, page: int, is_graph: bool,
-    head_dim: int, head_dim_vo: int, causal: bool, window: int, split_pages: int = -1, may_not_split: bool = True,
-    *rest: Any,
+    float_workspace: Emulated, workspace: Emulated, pinned: torch.Tensor, qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor, kv_lens: torch.Tensor, num_rows: int, batch: int, num_heads: int, num_kv_heads: int,
+    page: int, is_graph: bool, head_dim: int, head_dim_vo: int, causal: bool, window: int, split_pages: int = -1,
+    may_not_split: bool = True, *rest: Any,
 ) -> Plan:  # fmt: skip
     """Cut a batch into work items, (request, query tile, key chunk); FA3, which gives no split, into whole rows."""
     device = now()
@@ -89,30 +91,26 @@ def plan(
     if splits and num_heads * most * tile * (head_dim + 1) * 4 > float_workspace.nbytes:
         raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
     workspace.memory.num_plans[0] += 1
-    made = Plan(is_graph, splits, most, tile, group, workspace.memory.num_plans, sms)
-    ints = torch.tensor(
-        [*made.layout, chunk * page, len(items), *(i for item in items for i in item)], dtype=torch.int32
-    )
-    size = ints.nbytes
-    device.on_host(pinned[:size], writes=True)
-    with torch._C._DisableTorchDispatch():
-        source, target = pinned[:size], workspace.raw[:size]
-        source.copy_(ints.view(torch.uint8))
-    seen = ints.view(torch.uint8)
+    made = Plan(is_graph, splits, most, tile, group, workspace.memory.num_plans)
+    ints = [*made.layout, chunk * page, len(items), *(i for item in items for i in item)]
+    seen = torch.tensor(ints, dtype=torch.int32).view(torch.uint8)
+    source, target = pinned[: len(seen)], workspace.raw[: len(seen)]
+    source.copy_(seen)  # on the host, which so is seen to overwrite it
 
     def send() -> None:
         unchanged(device, seen, source)
         target.copy_(source)
 
-    device.launch("plan", send, (pinned[:size],), (workspace,))
+    device.launch("plan", send, (source,), (workspace,))
     return made
 
 
 def run(
     float_workspace: Emulated, workspace: Emulated, made: Plan, q: Emulated, k: Emulated, v: Emulated,
     qo_indptr: Emulated, kv_indptr: Emulated, indices: Emulated, last_page_len: Emulated, out: Emulated,
-    lse: Emulated | None, mask_mode: int, layout: int, window: int, enable_pdl: bool, custom_mask: Any, mask_indptr: Any,
-    alibi: Any, prefix_len: Any, token_pos: Any, max_item_len: Any, soft_cap: float, sm_scale: float, *rest: Any,
+    lse: Emulated | None, mask_mode: int, layout: int, window: int, enable_pdl: bool, custom_mask: Any,
+    mask_indptr: Any, alibi: Any, prefix_len: Any, token_pos: Any, max_item_len: Any, soft_cap: float,
+    sm_scale: float, *rest: Any, name: str = "fa2",
 ) -> None:  # fmt: skip
     """Attention over pages as the plan says, with the log-sum-exp to base 2."""
     device = now()
@@ -125,14 +123,9 @@ def run(
     assert k.stride() == v.stride() and (lse is None or (lse.is_contiguous() and lse.dtype == torch.float32))
     if device.capturing is not None:
         device.capturing.before_replay[id(made.num_plans)] = _planned_anew(device, made.num_plans)
-    raw = {name: x.raw for name, x in dict(w=workspace, q=q, k=k, v=v, qo=qo_indptr, kv=kv_indptr, pages=indices,
-                                           last=last_page_len, out=out).items()}  # fmt: skip
+    raws = [x.raw for x in (*reads, out)]
     raw_lse = None if lse is None else lse.raw
-
-    def kernel() -> None:
-        _attend(device, made, mask_mode == 1, sm_scale, lse=raw_lse, **raw)
-
-    device.launch("attention", kernel, reads, writes)
+    device.launch(name, lambda: _attend(device, made, mask_mode == 1, sm_scale, *raws, raw_lse), reads, writes)
 
 
 def _planned_anew(device: Device, num_plans: list[int]) -> Any:
@@ -147,7 +140,7 @@ def _planned_anew(device: Device, num_plans: list[int]) -> Any:
 
 
 def _attend(
-    device: Device, made: Plan, causal: bool, scale: float, *, w: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    device: Device, made: Plan, causal: bool, scale: float, w: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
     v: torch.Tensor, qo: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, last: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:  # fmt: skip
@@ -157,7 +150,7 @@ def _attend(
     if layout != made.layout:
         device.fault("plan", f"its layout is {layout}, the kernel was launched or captured with {made.layout}")
     items = ints[_HEAD : _HEAD + 3 * num_items].view(-1, 3).tolist()
-    page, K, H = k.shape[1:]
+    page, K = k.shape[1:3]
     parts: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     starts, kv_starts, lasts = qo.tolist(), kv.tolist(), last.tolist()
     for request, tile, part in items:
@@ -174,8 +167,8 @@ def _attend(
         if causal:
             sees = tokens <= (length - (end - first) + rows // made.group)[:, None]
             scores = scores.masked_fill(~sees, -math.inf)
-        parts[request, tile].append((torch.logsumexp(scores, -1), torch.softmax(scores, -1).nan_to_num() @ values
-                                     if causal else torch.softmax(scores, -1) @ values))  # fmt: skip
+        outs = torch.softmax(scores, -1).nan_to_num() @ values  # nan where a row sees no key of this part
+        parts[request, tile].append((torch.logsumexp(scores, -1), outs))
     for (request, tile), found in parts.items():
         sums, outs = (torch.stack(x) for x in zip(*found, strict=True))
         total = torch.logsumexp(sums, 0)
@@ -188,26 +181,28 @@ def _attend(
             lse[first + rows // made.group, heads] = total / math.log(2.0)
 
 
-def install(patch: pytest.MonkeyPatch, **options: Any) -> Device:
-    """An emulated device, see :func:`tests.cuda.device.install`, with FlashInfer on it; skips where it is not installed."""
+def import_flashinfer() -> ModuleType:
+    """The package; skips where it is not installed. What only its import needs is stood in for meanwhile."""
     os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", tempfile.gettempdir())  # its import makes a folder
-    stubs = []
-    for name in _NEEDED:
-        try:
-            __import__(name)
-        except ImportError:
-            sys.modules[name] = ModuleType(name)
-            stubs.append(name)
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    sys.modules.update({name: ModuleType(name) for name in missing})
     try:
-        flashinfer = pytest.importorskip(
-            "flashinfer", reason="flashinfer-python is not installed: make test installs it"
-        )
+        reason = "flashinfer-python is not installed (make test installs it)"
+        return pytest.importorskip("flashinfer", reason=reason)  # type: ignore[no-any-return]
     finally:
-        for name in stubs:
+        for name in missing:
             del sys.modules[name]
-    made = emulated.install(patch, **options)
-    modules = SimpleNamespace(plan=plan, paged_run=run, workspace_size=None)
+
+
+def install(patch: pytest.MonkeyPatch, **options: Any) -> Device:
+    """An emulated device, with FlashInfer's wrappers on it."""
+    flashinfer = import_flashinfer()
+    device = tensors.install(patch, **options)
+
+    def module(backend: str, *args: Any) -> SimpleNamespace:
+        return SimpleNamespace(plan=plan, paged_run=partial(run, name=backend), workspace_size=None)
+
     for part in (flashinfer.prefill, flashinfer.decode):
-        patch.setattr(part, "get_batch_prefill_module", lambda backend, *args: modules)
+        patch.setattr(part, "get_batch_prefill_module", module)
     patch.setattr(flashinfer.prefill, "_eagle_verify_fp8kv_sm90_prepare", lambda *args, **kwargs: None)
-    return made
+    return device

@@ -19,13 +19,22 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 POOL = {"num_kv_blocks": 24, "block_size": 16, "max_num_seqs": 5, "max_batch_tokens": 96, "chunk_size": 48}
 
+SWAP = {"num_kv_blocks": 20, "block_size": 8, "overcommit": True, "swap_space": "1MiB"}
+
 
 def params(**options: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | options)
 
 
-def serve(folder: Path, *, device: str = "cpu", dtype: str = "float16", **options: Any) -> Served:
-    """The tokens of every prompt."""
+def serve(
+    folder: Path, *, device: str = "cpu", dtype: str = "float16", num_requests: int = len(PROMPTS), **options: Any
+) -> Served:
+    """The tokens of the first prompts."""
     with LLM(folder, device=device, dtype=dtype, **POOL | options) as llm:
-        outputs = llm.generate(PROMPTS, [params(**each) for each in SAMPLING], use_tqdm=False)
+        return complete(llm, num_requests)
+
+
+def complete(llm: LLM, num_requests: int = len(PROMPTS)) -> Served:
+    wanted = [params(**each) for each in SAMPLING[:num_requests]]
+    outputs = llm.generate(PROMPTS[:num_requests], wanted, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]

@@ -3,14 +3,72 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from medha import LLM
+from tests.cuda import kernels
 from tests.cuda.device import Device
-from tests.cuda.serving import Served, serve
+from tests.cuda.serving import POOL, PROMPTS, SWAP, Served, complete, params, serve
+from tests.cuda.tensors import MODE
+from tests.engines import Preemptions
+from tests.parallel.workers import WorkerPool
 
 
 @pytest.mark.parametrize("decode_lag", [0, 1])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_tokens_are_the_cpus(model: Path, expected: Served, device: Device, cuda_graphs: bool, decode_lag: int) -> None:
     assert serve(model, device="cuda", cuda_graphs=cuda_graphs, decode_lag=decode_lag) == expected
+
+
+@pytest.mark.parametrize("device", [{"capability": (9, 0), "num_sms": 1, "seed": 1}], indirect=True)
+def test_chunks_in_fa3(model: Path, expected: Served, device: Device) -> None:
+    assert serve(model, device="cuda") == expected
+    assert device.launches["fa3"] > 0
+
+
+def test_swapped_blocks(model: Path, expected: Served, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medha.worker.swap.HostCache.measure_block_s", lambda self: 1e-12)
+    with LLM(model, device="cuda", dtype="float16", **POOL | SWAP) as llm:
+        counts = Preemptions.of(llm.engine)
+        assert complete(llm) == expected
+    assert counts.num_swaps == 2
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.8, "top_p": 0.9}, {"repetition_penalty": 1.2, "logprobs": 2}]
+)
+def test_the_host_does_not_wait_in_a_steady_step(model: Path, device: Device, sampling: dict[str, Any]) -> None:
+    """Nor is the device idle while it does: whenever an event is waited for, more work has been launched behind it."""
+    with LLM(model, device="cuda", dtype="float16", **POOL) as llm:
+        for i, prompt in enumerate(PROMPTS):
+            llm.engine.add_request(str(i), prompt, params(max_tokens=16, **sampling))
+        for _ in range(10):
+            llm.engine.step()
+        for counts in (device.syncs, device.stalls, device.launches):
+            counts.clear()
+        for _ in range(4):
+            llm.engine.step()
+        assert device.launches["replay"] == 4
+        assert device.syncs == device.stalls == {}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}], ids=lambda o: str(*list(o)[:1]))
+def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: dict[str, int]) -> None:
+    pytest.importorskip("flashinfer")
+    (tokens, faults), (_, others) = workers.run(serve_on_ranks, 2, str(model), layout)
+    assert tokens == expected
+    assert faults == others == []
+
+
+def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[Served, list[str]]:
+    """On each rank, as if it were alone on its node, what it generates and which faults its device reports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        device = kernels.install(patch)
+        device.progress()
+        with MODE:
+            return serve(Path(folder), device="cuda", **layout), device.faults

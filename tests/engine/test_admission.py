@@ -29,8 +29,7 @@ def prepared(prompt: Any, **params: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [list, tuple, array.array, np.array, torch.tensor, partial(np.array, dtype=np.uint8), torch.IntTensor],
+    "make", [list, tuple, array.array, np.array, torch.tensor, partial(np.array, dtype=np.uint8), torch.IntTensor]
 )
 def test_ids_become_an_array_of_our_own(make: Any) -> None:
     ids = [5, 0, 255, 5]

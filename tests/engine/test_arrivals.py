@@ -26,7 +26,6 @@ from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer
 from medha.worker.step import PendingStep, StepResult
-from tests.text.samples import PANIC, panicking
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
 
@@ -108,17 +107,6 @@ def test_a_refused_request_does_not_stop_the_others(engine: Engine) -> None:
         assert output.metrics.e2e is not None
     served = final([output for output in outputs if output.error is None])
     assert served["good"].outputs[0].finish_reason == "length"
-
-
-def test_a_prompt_that_the_tokenizer_chokes_on_ends_that_request_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "tokenizer", Tokenizer(panicking()))
-    arrivals = [Arrival("before", "hello", DELTA), Arrival("bad", PANIC, DELTA), Arrival("after", "hello", DELTA)]
-    outputs = final(list(drive(engine, arrivals)))
-    assert ends_of(outputs) == {"before": "length", "bad": "error", "after": "length"}
-    assert isinstance(outputs["bad"].error, ValidationError)
-    assert "cannot encode this: PanicException" in str(outputs["bad"].error)
 
 
 class Gated:

@@ -40,14 +40,12 @@ def family(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def load(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> ModelConfig:
-    """Load LLAMA with some fields changed or removed."""
     raw = {key: value for key, value in {**LLAMA, **(changes or {})}.items() if value is not REMOVE}
     (folder / "config.json").write_text(json.dumps(raw))
     return load_model_config(folder, **options)
 
 
 def refused(folder: Path, error: type[ConfigError], changes: dict[str, Any], parts: list[str], **options: Any) -> None:
-    """The exact class is raised, and its message holds every part."""
     with pytest.raises(ConfigError) as caught:
         load(folder, changes, **options)
     assert type(caught.value) is error, caught.value

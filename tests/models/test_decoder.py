@@ -31,8 +31,6 @@ RELATIVE = 1e-4  # of the largest logit, float32
 
 
 class Checkpoint(NamedTuple):
-    """A random checkpoint, read by both sides."""
-
     config: ModelConfig
     weights: dict[str, torch.Tensor]
     reference: transformers.PreTrainedModel

@@ -15,8 +15,6 @@ from medha.models.hub import ALLOW_PATTERNS, IGNORE_PATTERNS, resolve_model
 
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every attempt to fetch ends the test."""
-
     def refuse(*args: object, **options: object) -> str:
         pytest.fail(f"the hub was asked for {args}")
 
@@ -86,9 +84,7 @@ def test_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.M
         ("model-00001-of-00002.safetensors", True),
         ("tokenizer.json", True),
         ("additional_chat_templates/tool.jinja", True),
-        ("tokenizer.model", True),
         ("pytorch_model.bin", False),
-        ("consolidated.00.pth", False),
         ("modeling_custom.py", False),
         ("original/model.safetensors", False),
     ],

@@ -178,7 +178,6 @@ def test_not_a_file_of_tensors(tmp_path: Path, make: Any) -> None:
 
 
 def exercise(folder: Path) -> None:
-    """Open and read everything; only a WeightsError may come out."""
     message = FILE
     try:
         with Checkpoint(folder) as checkpoint:

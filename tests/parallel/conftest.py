@@ -18,7 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model that serves text."""
     folder = tmp_path_factory.mktemp("model")
     write_byte_model(folder)
     return folder
@@ -26,7 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def jobs() -> Iterator[list[Job]]:
-    """Jobs to end with the test."""
     started: list[Job] = []
     yield started
     for job in started:

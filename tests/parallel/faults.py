@@ -67,7 +67,6 @@ class Job:
         return [process.exitcode for process in self.processes]
 
     def stderr(self, rank: int) -> str:
-        """What a rank has written there."""
         return (self.folder / f"stderr-{rank}").read_text()
 
     def fault_s(self) -> float:
@@ -80,11 +79,9 @@ class Job:
         return float(path.read_text())
 
     def seconds_to_end(self, rank: int) -> float:
-        """Seconds from the fault to the end of a rank."""
         return self.ended_s[rank] - self.fault_s()
 
     def kill(self) -> None:
-        """End what is left."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -113,7 +110,6 @@ def start(
 
 
 def command(rank: int, arguments: list[str]) -> None:
-    """Run ``python -m medha.generate`` with these arguments."""
     from medha.generate import __main__ as generate
 
     sys.argv = ["medha.generate", *arguments]
@@ -143,7 +139,6 @@ def _rank(
 
 
 def _install(fault: Fault, folder: Path) -> None:
-    """Put the fault into medha."""
     from medha.batch import Batch
     from medha.engine import distributed
     from medha.worker import shard

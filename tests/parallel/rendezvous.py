@@ -55,12 +55,10 @@ class Work:
     done: bool = False
 
     def wait(self) -> bool:
-        """Block until the data has moved."""
         self.transport.block(lambda: self.done, self.what)
         return True
 
     def is_completed(self) -> bool:
-        """Whether the data has moved."""
         return self.done
 
 
@@ -96,7 +94,6 @@ class Transport:
     # -- threads -------------------------------------------------------------------------------------------------
 
     def spawn(self, name: str, function: Callable[[], None]) -> None:
-        """Add a thread; it runs once it is chosen."""
         actor = _Actor(name, self._random.random())
         actor.thread = threading.Thread(target=self._live, args=(actor, function), name=name, daemon=True)
         self._actors.append(actor)
@@ -136,7 +133,6 @@ class Transport:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Choose who runs next."""
         ready = [actor for actor in self._actors if not actor.done and actor.ready()]
         if ready:
             self._current = chosen = self._chosen(ready)
@@ -171,7 +167,6 @@ class Transport:
         return self._post(work, (group.name, group.rank, dst, tag), self._sends)
 
     def irecv(self, tensor: torch.Tensor, src: int, group: Group, tag: int = 0) -> Work:
-        """Post a receive."""
         work = Work(self, f"receives from rank {src} in {group.name}", tensor)
         return self._post(work, (group.name, src, group.rank, tag), self._receives)
 
@@ -247,8 +242,6 @@ class Transport:
 
 
 class _Queue:
-    """queue.SimpleQueue on the model's threads."""
-
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._items: deque[Any] = deque()

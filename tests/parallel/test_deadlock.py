@@ -53,12 +53,10 @@ MODULUS = 65521  # sums of products stay exact in float32 and int64
 
 
 def ranks(kvp: int, spp: int, tp: int) -> ParallelConfig:
-    """A layout by its degrees."""
     return ParallelConfig(tp=tp, spp=spp, kvp=kvp)
 
 
 def name_of(layout: ParallelConfig) -> str:
-    """Of a test's parameter."""
     return f"kvp{layout.kvp}-spp{layout.spp}-tp{layout.tp}"
 
 
@@ -83,8 +81,6 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests and the scheduler's budgets."""
-
     arrivals: tuple[Arrival, ...]
     chunk_size: int
     max_batch_tokens: int
@@ -152,7 +148,6 @@ def drive(
 
 
 def check(outputs: dict[str, RequestOutput], expected: dict[str, RequestOutput], workload: Workload) -> None:
-    """Every request has ended, with the right tokens, or a prefix of them if it was aborted."""
     assert sorted(outputs) == sorted(expected) == sorted(map(str, range(len(workload.arrivals))))
     for name, output in outputs.items():
         tokens, truth = output.outputs[0].token_ids, expected[name].outputs[0].token_ids
@@ -218,7 +213,6 @@ class ToyAttention:
 
 
 def toy_merge(partials: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum over all shards."""
     return torch.stack([out for out, _ in partials]).sum(0) % MODULUS, partials[0][1]
 
 
@@ -281,8 +275,6 @@ def on_one_rank(workload: Workload) -> dict[str, RequestOutput]:
 
 
 class QuietMonitor:
-    """A failure monitor that has nothing to tell."""
-
     has_failure = False
     place = "this rank"
 

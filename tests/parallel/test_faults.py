@@ -39,7 +39,6 @@ def arguments(folder: Path, model: Path, *extra: str) -> list[str]:
 
 
 def written(folder: Path) -> dict[str, Any]:
-    """What the output file holds, by request."""
     rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     return {row["id"]: row for row in rows}
 
@@ -201,7 +200,6 @@ def test_ranks_that_disagree_on_a_batch(model: Path, tmp_path: Path, jobs: list[
 
 
 def calls(rank: int, model: str, names: list[list[str]]) -> None:
-    """Each rank makes its own calls of the front door."""
     from medha import LLM, SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=4)
@@ -313,7 +311,6 @@ BESIDE_LONG = [
 
 
 def right_tokens(model: Path, requests: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """What one rank says to each request."""
     from medha import LLM, SamplingParams
 
     fields = ("temperature", "max_tokens", "ignore_eos")
@@ -403,7 +400,6 @@ def limited(rank: int, arguments: list[str]) -> None:
 
 
 def test_few_descriptors_and_no_home_change_nothing(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    """D20."""
     jobs.append(job := start(tmp_path, 2, limited, arguments(tmp_path, model)))
     assert job.wait(30.0) == [0, 0], job.stderr(0) + job.stderr(1)
     assert written(tmp_path)["long"]["finish_reason"] == "length"

@@ -25,7 +25,6 @@ from medha.parallel.launch import Launch, Process
 
 
 def place(rank: int, world_size: int, local_ranks: range = range(0), **options: Any) -> Launch:
-    """A rank among those of its node."""
     local_ranks = local_ranks or range(rank, rank + 1)
     return Launch(rank, world_size, rank - local_ranks.start, len(local_ranks), "127.0.0.1", 1, **options)
 
@@ -77,7 +76,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that stands for another rank."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()
@@ -213,7 +211,6 @@ def test_a_rank_that_says_nothing_and_runs_has_not_failed(ranks: Ranks, sleeper:
 
 
 def test_a_launcher_that_has_died(ranks: Ranks) -> None:
-    """It is noticed without a store: the ranks may not have met."""
     ended: list[str] = []
     launch = place(1, 2, agent_pid=os.getppid() + 1)
     monitor = Monitor(launch, name=lambda rank: f"rank {rank}", end=lambda message, speak: ended.append(message))

@@ -166,7 +166,6 @@ def test_a_reserved_port_is_the_stores_and_nobody_elses() -> None:
 
 
 def joining(rank: int, folder: str) -> None:
-    """Build an LLM with little patience."""
     from medha import LLM
 
     begin = time.monotonic()

@@ -39,8 +39,7 @@ def load(folder: str, options: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "tp", "spp"),
-    [("qwen2", False, 4, 1), ("qwen3", False, 1, 3), ("llama-bias", True, 2, 2)],
+    ("family", "tied", "tp", "spp"), [("qwen2", False, 4, 1), ("qwen3", False, 1, 3), ("llama-bias", True, 2, 2)]
 )
 def test_each_rank_reads_only_its_part(
     workers: WorkerPool, tmp_path: Path, family: str, tied: bool, tp: int, spp: int

@@ -22,7 +22,6 @@ def tokens(llm: Any) -> list[list[int]]:
 
 
 def in_turn(rank: int, folder: str, layouts: list[dict[str, Any]]) -> None:
-    """Say what an LLM of each layout says."""
     from medha import LLM
 
     said = []
@@ -47,7 +46,6 @@ def at_once(rank: int, folder: str, closes: bool) -> None:
 
 
 def said_by(job: Job) -> list[Any]:
-    """What each rank has said, once all have ended well."""
     codes = job.wait(90.0)
     assert set(codes) == {0}, "\n".join(job.stderr(rank) for rank in range(len(codes)))
     return [json.loads((job.folder / f"stdout-{rank}").read_text()) for rank in range(len(codes))]
@@ -72,7 +70,6 @@ def test_layouts_that_change(tmp_path: Path, jobs: list[Job]) -> None:
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_two_at_once(tmp_path: Path, jobs: list[Job], closes: bool) -> None:
-    """A program that closes nothing ends well, too."""
     expected = alone(tmp_path)
     jobs.append(start(tmp_path, 2, at_once, str(tmp_path), closes))
     assert said_by(jobs[0]) == [[expected] * 4, [[]] * 4]

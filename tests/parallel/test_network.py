@@ -33,7 +33,6 @@ OPTIONS = "--block-size 64 --num-kv-blocks 96 --num-threads 1 --max-model-len 40
 
 
 def ip(*arguments: str) -> str:
-    """Run ``ip``; returns what it printed."""
     return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
 
 
@@ -46,7 +45,6 @@ class Node:
     launcher: subprocess.Popen[bytes] | None = None
 
     def start(self, *command: str) -> None:
-        """Run torchrun with these arguments."""
         environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": INTERFACE}
         with (self.folder / "stdout").open("wb") as out, (self.folder / "stderr").open("wb") as err:
             inside = ["ip", "netns", "exec", self.name, *TORCHRUN, *command]
@@ -54,7 +52,6 @@ class Node:
 
     @property
     def said(self) -> str:
-        """What was written to stderr."""
         return (self.folder / "stderr").read_text()
 
     def remove(self) -> None:
@@ -69,7 +66,6 @@ class Node:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    """Two nodes with a cable between them."""
     with ExitStack() as stack:
         try:
             made = [_make_node(stack, tmp_path / f"node-{number}") for number in range(2)]

@@ -35,7 +35,6 @@ def serve(model: Model, params: SamplingParams, **options: int) -> dict[str, Req
 
 
 def chosen(output: RequestOutput) -> list[float]:
-    """Log-probability of each token drawn."""
     completion = output.outputs[0]
     assert completion.logprobs is not None
     return [step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids, strict=True)]

@@ -65,7 +65,6 @@ def test_the_demo_chooses_a_layout(tmp_path: Path, jobs: list[Job]) -> None:
 
 
 def test_two_nodes(tmp_path: Path) -> None:
-    """Two launches on one machine, as on two nodes."""
     model = write_needle(tmp_path / "needle")
     requests = tmp_path / "requests.jsonl"
     prompts = [f"The code of {name} is {code}.\nThe code of {name} is" for name, code in (("Ada", 31), ("Bo", 12))]
@@ -148,7 +147,6 @@ def test_a_job_that_ends_early(model: Path, tmp_path: Path, who: str) -> None:
 
 
 def own_ranks(*arguments: str | Path) -> subprocess.Popen[str]:
-    """The command without a launcher."""
     command = [sys.executable, "-m", "medha.generate", "--max-model-len", "4096", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
@@ -164,7 +162,6 @@ def running(*texts: str) -> dict[int, bytes]:
 
 
 def ranks_of(model: Path) -> list[int]:
-    """What a command has started for a model, and still runs."""
     return [*running("medha.engine.follow", str(model))]
 
 

@@ -29,7 +29,6 @@ def verify(rank: int, arguments: list[str], mutation: str) -> None:
 
 
 def run(jobs: list[Job], folder: Path, options: list[str], mutation: str = "") -> tuple[int, str, list[dict[str, str]]]:
-    """Rank 0's exit code and stdout, and the rows of the report."""
     report = folder / "report.json"
     arguments = [*QUICK, "--output-json", str(report), *options]
     jobs.append(job := start(folder, prod(map(int, options[1::2])), verify, arguments, mutation))
@@ -63,7 +62,6 @@ def test_all_is_well(tmp_path: Path, jobs: list[Job], options: list[str], layout
     ],
 )
 def test_a_wrong_merge_fails(tmp_path: Path, jobs: list[Job], ranks: str, mutation: str, failing: set[str]) -> None:
-    """The library's own merge between ranks."""
     code, out, rows = run(jobs, tmp_path, ["--kvp", ranks], mutation)
     assert code != 0 and "FAIL" in out
     failed = [row for row in rows if row["verdict"] == "FAIL"]

@@ -59,7 +59,6 @@ class WorkerPool:
         return [value for _, value in answers]
 
     def close(self) -> None:
-        """End every process."""
         for process, _ in self._workers:
             process.kill()
             process.join()
@@ -74,7 +73,6 @@ class WorkerPool:
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would set on one node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -92,7 +90,6 @@ def _live(pipe: Connection) -> None:
 
 
 def _work(pipe: Connection) -> None:
-    """Take a job, run it, answer."""
     import torch
 
     from medha.parallel.mesh import _destroy_all

@@ -54,13 +54,7 @@ def hand_made(runner: Replicas, num_blocks: int = 8) -> StepRunner:
 
 
 @pytest.mark.parametrize(
-    "step",
-    [
-        chunk(5, 0),
-        chunk(40, 70),
-        decodes(3, 33),
-        (*decodes(2, 100), Part(17, 0), Part(3, 64, samples=True)),
-    ],
+    "step", [chunk(5, 0), chunk(40, 70), (*decodes(2, 100), Part(17, 0), Part(3, 64, samples=True))]
 )
 def test_rows_hold_what_they_have_cached(step: Step) -> None:
     runner = Replicas()
@@ -82,14 +76,6 @@ def test_rows_lie_side_by_side_until_the_pool_is_full() -> None:
     hand_made(runner).run(decodes(4, 40))
     firsts = [runner.tables[0].ranges(FIRST_SLOT + i, 0, 1)[0][0] for i in range(4)]
     assert firsts == [0, 3 * BLOCK, 0, 3 * BLOCK]
-
-
-def test_a_smaller_step_after_a_larger_one_leaves_nothing_behind() -> None:
-    runner = Replicas()
-    hand = hand_made(runner)
-    hand.run(decodes(4, 40))
-    hand.run(chunk(8, 20))
-    assert runner.tables[0].shard(FIRST_SLOT) == (0, 28)
 
 
 @pytest.mark.parametrize("num_groups", [2, 3])

@@ -50,7 +50,7 @@ class Classical(Play):
 
 def shown(row: Row) -> str:
     """``slot@position`` of a decode, ``slot[from:to]`` of a chunk, with a point if it ends its prompt; the groups."""
-    span = f"/{row.group}-{row.holder}" if row.is_shared else ""
+    span = f"/{row.group}-{row.writer}" if row.is_shared else ""
     if row.is_decode:
         return f"{row.slot}@{row.position}{span}"
     return f"{row.slot}[{row.position}:{row.kv_len}]{'.' * row.samples}{span}"

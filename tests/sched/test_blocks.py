@@ -20,7 +20,7 @@ def num_extents(blocks: list[int]) -> int:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any sequence of allocations, claims that lie included, and releases."""
+    """Any sequence of allocations, reservations that lie included, and releases."""
 
     @initialize(num_blocks=st.integers(1, 40))
     def start(self, num_blocks: int) -> None:
@@ -78,25 +78,25 @@ TestPoolMachine = PoolMachine.TestCase
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
-    claims=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    reserved=st.lists(st.integers(1, 20), min_size=1, max_size=5),
     spare=st.integers(0, 10),
     growth=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 8)), max_size=40),
 )
-def test_requests_whose_claims_fit_get_one_extent_each(
-    claims: list[int], spare: int, growth: list[tuple[int, int]]
+def test_requests_whose_reservations_fit_get_one_extent_each(
+    reserved: list[int], spare: int, growth: list[tuple[int, int]]
 ) -> None:
-    pool = BlockPool(sum(claims) + spare)
-    tables: dict[int, list[int]] = {slot: [] for slot in range(len(claims))}
+    pool = BlockPool(sum(reserved) + spare)
+    tables: dict[int, list[int]] = {slot: [] for slot in range(len(reserved))}
     for slot, count in [*growth, *((slot, 20) for slot in tables)]:
-        left = claims[slot] - len(tables[slot]) if slot in tables else 0
+        left = reserved[slot] - len(tables[slot]) if slot in tables else 0
         if left > 0:
             tables[slot] += blocks_of(pool.allocate(slot, min(count, left), reserved=left))
-    assert [len(table) for table in tables.values()] == claims
-    assert [num_extents(table) for table in tables.values()] == [1] * len(claims)
-    assert pool.num_used == sum(claims)
+    assert [len(table) for table in tables.values()] == reserved
+    assert [num_extents(table) for table in tables.values()] == [1] * len(reserved)
+    assert pool.num_used == sum(reserved)
 
 
-def test_first_block_goes_into_the_smallest_run_that_holds_the_claim() -> None:
+def test_first_block_goes_into_the_smallest_run_that_holds_what_is_reserved() -> None:
     pool = BlockPool(20)
     for slot, count in enumerate((6, 1, 3, 1, 4, 5)):
         pool.allocate(slot, count, reserved=count)
@@ -112,12 +112,7 @@ def test_a_promise_never_causes_a_refusal() -> None:
     assert pool.allocate(0, 1, reserved=10) == [Extent(0, 0, 1)]
     assert pool.num_free == 9
     # Nothing is left but the promise [1, 10): its second half goes first, then half of what remains, and so on.
-    assert pool.allocate(1, 9, reserved=9) == [
-        Extent(1, 5, 5),
-        Extent(1, 3, 2),
-        Extent(1, 2, 1),
-        Extent(1, 1, 1),
-    ]
+    assert pool.allocate(1, 9, reserved=9) == [Extent(1, 5, 5), Extent(1, 3, 2), Extent(1, 2, 1), Extent(1, 1, 1)]
     with pytest.raises(RuntimeError, match=r"^slot 0 asks for 1 KV blocks, 0 are free$"):
         pool.allocate(0, 1, reserved=9)
     pool.release(1)

@@ -78,7 +78,7 @@ STEP_S = 2.0
 
 
 class FullPool(Drive):
-    """Notes how full the pool is while requests wait, held and claimed, and who gave way.
+    """Notes how full the pool is while requests wait, held and reserved, and who gave way.
 
     What every batch may take and what it may not is checked by :class:`Drive`: a block that two hold, one that is freed
     too early, a deadlock.
@@ -87,7 +87,7 @@ class FullPool(Drive):
     def __init__(self, scheduler: Scheduler, jobs: Sequence[Job]) -> None:
         super().__init__(scheduler, jobs, lambda batch: STEP_S, busy=lambda real_s: 0.0)  # which teaches nothing
         self.held: list[int] = []
-        self.claimed: list[int] = []
+        self.reserved: list[int] = []
         self.num_preempted = 0
 
     def on_schedule(self, batch: Batch | None) -> None:
@@ -95,7 +95,7 @@ class FullPool(Drive):
         if batch is not None and self.scheduler.num_waiting:
             self.held.append(self.scheduler.memory.num_used)
             requests = [self.live[row.slot].request for row in batch.rows]
-            self.claimed.append(sum(-(-request.num_kv_tokens // BLOCK_SIZE) for request in requests))
+            self.reserved.append(sum(-(-request.num_kv_tokens // BLOCK_SIZE) for request in requests))
 
 
 @pytest.mark.parametrize("overcommit", [False, True])
@@ -115,7 +115,7 @@ def test_a_full_pool_for_an_hour_corrupts_and_stalls_nothing(overcommit: bool) -
         assert np.mean(drive.held) > 0.8 * NUM_BLOCKS and max(drive.held) == NUM_BLOCKS
         assert drive.num_preempted > 20
     else:
-        assert np.mean(drive.claimed) > 0.9 * NUM_BLOCKS
+        assert np.mean(drive.reserved) > 0.9 * NUM_BLOCKS
         assert drive.num_preempted == 0
     ends_s = np.sort(list(drive.finish_s.values()))
     assert np.diff(ends_s, prepend=0.0).max() < 300 * STEP_S  # the longest output, and some

@@ -134,10 +134,7 @@ class MemoryMachine(RuleBasedStateMachine):
     """Any sequence of first chunks, chunks, decodes and releases on small pools, beside brute force."""
 
     @initialize(
-        num_groups=st.integers(1, 3),
-        num_blocks=st.integers(1, 6),
-        block_size=st.integers(1, 3),
-        data=st.data(),
+        num_groups=st.integers(1, 3), num_blocks=st.integers(1, 6), block_size=st.integers(1, 3), data=st.data()
     )
     def start(self, num_groups: int, num_blocks: int, block_size: int, data: st.DataObject) -> None:
         self.share = block_size * data.draw(st.integers(1, num_blocks))
@@ -231,10 +228,10 @@ class MemoryMachine(RuleBasedStateMachine):
         row, request = self.row(slot, q_len), self.requests[slot]
         before, after = (self.blocks(request.first, n) for n in (request.num_done, row.kv_len))
         extents = self.memory.take(row)
-        assert all((e.slot, e.group) == (slot, row.holder) for e in extents)
-        assert sum(e.count for e in extents) == after[row.holder] - before[row.holder]
+        assert all((e.slot, e.group) == (slot, row.writer) for e in extents)
+        assert sum(e.count for e in extents) == after[row.writer] - before[row.writer]
         request.num_done = row.kv_len
-        for group in range(row.group, row.holder + 1):
+        for group in row.groups:
             held = min(self.share, request.num_done - (group - row.group) * self.share)
             assert self.memory.kv_before(slot, row.kv_len, group) == held
 
@@ -268,9 +265,7 @@ TestMemoryMachine = MemoryMachine.TestCase
 def grants_everything(patch: pytest.MonkeyPatch) -> None:
     """Mutation: whoever finds blocks free gets them."""
     patch.setattr(
-        KVMemory,
-        "_is_safe",
-        lambda self, taker, group, num_blocks, **_: num_blocks <= self.pools[group].num_free,
+        KVMemory, "_is_safe", lambda self, taker, group, num_blocks, **_: num_blocks <= self.pools[group].num_free
     )
 
 

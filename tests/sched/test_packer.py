@@ -46,7 +46,7 @@ class Checked(Drive):
         for row in batch.rows:
             if row.position == 0:
                 self.starts[row.slot] = {}
-            self.starts[row.slot].setdefault(row.holder, row.position)
+            self.starts[row.slot].setdefault(row.writer, row.position)
         self.num_shared += any(row.is_shared and not row.is_decode for row in batch.rows)
         over = self.num_over
         for group in range(self.scheduler.memory.num_groups):
@@ -89,7 +89,7 @@ class Checked(Drive):
         def work(row: Row) -> Work:
             starts = self.starts[row.slot]
             kv = starts.get(group + 1, row.position) - starts[group]
-            run = row.run if row.is_shared else None
+            run = row.span if row.is_shared else None
             return Work(row.q_len, kv, row.is_decode, run, row.samples and (row.is_decode or group == row.group))
 
         batch = self.scheduler.in_flight[-1]
@@ -347,7 +347,7 @@ def test_a_request_takes_its_next_group_where_no_efficient_chunk_fits_behind_its
     scheduler.add(SchedulerRequest(0, 19 * fits // 10, 1, 0.0))
     while (decision := scheduler.schedule(0.0)).batch is not None:
         (row,) = decision.batch.rows
-        shards.setdefault(row.holder, row.position)
+        shards.setdefault(row.writer, row.position)
         sizes.append(row.q_len)
         assert decision.prediction is not None
         results = [(0, 1, True)] if row.samples else []

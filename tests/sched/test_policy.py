@@ -13,16 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.errors import ConfigError, PolicyError
-from medha.sched.policy import (
-    BUILT_IN,
-    Columns,
-    Floats,
-    Ints,
-    Policy,
-    Ranking,
-    load_policy,
-    order,
-)
+from medha.sched.policy import BUILT_IN, Columns, Floats, Ints, Policy, Ranking, load_policy, order
 
 
 @dataclass(frozen=True)

@@ -130,16 +130,15 @@ def test_example_lars_meets_the_long_and_ends_the_shorts_a_fraction_of_a_second_
     np.testing.assert_allclose(server.lateness_s[SHORTS], [0.18, 0.20], atol=QUANTUM_S)
 
 
-@pytest.mark.parametrize(("policy", "worst_s"), [("edf", 11.15), ("lrs", 11.48)])
-def test_overload_edf_and_lrs_turn_the_long_one_into_a_convoy(policy: str, worst_s: float) -> None:
+@pytest.mark.parametrize(
+    ("policy", "worst_s", "long_s"),
+    [
+        ("edf", 11.15, 159.5),  # both turn the long one into a convoy
+        ("lrs", 11.48, 159.5),
+        ("lars", 2.09, 166.0),  # no short waits much longer than its deadline; the long one ends 6.5 s later for it
+    ],
+)
+def test_overload(policy: str, worst_s: float, long_s: float) -> None:
     server = Server(OVERLOAD, policy)
     assert server.ttft_s[SHORTS].max() == pytest.approx(worst_s, abs=2 * QUANTUM_S)
-    assert server.ttft_s[LONG] == pytest.approx(159.5, abs=2 * QUANTUM_S)
-
-
-def test_overload_under_lars_no_short_waits_much_longer_than_its_deadline() -> None:
-    server = Server(OVERLOAD, "lars")
-    assert server.ttft_s[SHORTS].max() == pytest.approx(2.09, abs=2 * QUANTUM_S)
-    assert server.lateness_s[SHORTS].max() < 0.2
-    # The price: the long one ends 6.5 s later than under EDF, 16 s late instead of 9.5 s.
-    assert server.ttft_s[LONG] == pytest.approx(166.0, abs=2 * QUANTUM_S)
+    assert server.ttft_s[LONG] == pytest.approx(long_s, abs=2 * QUANTUM_S)

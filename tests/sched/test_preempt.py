@@ -62,14 +62,14 @@ def play(scheduler: Scheduler, load: Sequence[Job], seconds: float = 0.1) -> Wat
 
 
 def test_decodes_that_fill_the_pool_give_way_and_come_to_their_end() -> None:
-    """D8: three decodes grow until nothing is free; claims would have let one run at a time."""
+    """D8: three decodes grow until nothing is free; reservations would have let one run at a time."""
     load = [Job(0.0, 16, 64, priority=2), Job(0.01, 16, 64), Job(0.02, 16, 64)]
-    with_claims = play(make(8), load)
-    assert with_claims.gave_way == []
+    with_reservations = play(make(8), load)
+    assert with_reservations.gave_way == []
     overcommitted = play(make(8, overcommit=True), load)
     assert overcommitted.gave_way and 0 not in overcommitted.gave_way
     assert overcommitted.num_decodes == len(overcommitted.gave_way)
-    assert overcommitted.first_token_s[2] < with_claims.first_token_s[2]
+    assert overcommitted.first_token_s[2] < with_reservations.first_token_s[2]
 
 
 def test_prefills_give_way_before_decodes_and_whoever_loses_least_first() -> None:

@@ -367,8 +367,8 @@ class Drive:
         if row.position == 0 or row.group not in shards:
             shards.clear()
             shards[row.group] = 0
-        shards.setdefault(row.holder, row.position)
-        assert list(shards) == list(range(row.group, row.holder + 1))
+        shards.setdefault(row.writer, row.position)
+        assert list(shards) == list(row.groups)
         ends = [*list(shards.values())[1:], row.kv_len]
         for (group, start), end in zip(shards.items(), ends, strict=True):
             assert 0 < end - start <= self.scheduler.memory.max_kv_per_group

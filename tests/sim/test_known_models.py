@@ -33,8 +33,6 @@ def test_shapes(name: str, shape: tuple[float, ...]) -> None:
     m = find_model(name)
     found = (m.vocab_size, m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim)
     assert (*found, m.rope.theta) == shape
-    assert m.num_heads * m.head_dim == m.hidden_size
-    assert m.dtype == "bfloat16" and not m.tie_word_embeddings
     assert m.qkv_bias == (m.architecture == "Qwen2ForCausalLM")
 
 

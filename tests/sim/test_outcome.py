@@ -95,14 +95,6 @@ def test_unfinished_and_refused_requests_are_missed() -> None:
     assert (one["num_preemptions"], one["work_lost_s"]) == (2, 0.25)
 
 
-def test_who_has_not_arrived_by_the_end_does_not_count() -> None:
-    early = outcome()
-    early.duration_s = 2.5
-    times = early.times
-    assert len(times) == 3
-    assert report(SYSTEM, early, np.ones(5))["num_prompts"] == 3
-
-
 def test_buckets_and_slowdown() -> None:
     one = made()
     short, middle, long = one["ttft_by_length"]
@@ -128,12 +120,8 @@ def test_nothing_arrived() -> None:
     found = Simulation(*REPLICA.build(), empty).run()
     one = report(SYSTEM, found, alone_seconds(REPLICA, empty.prompt_tokens))
     json.dumps(one, allow_nan=False)
-    assert (one["num_prompts"], one["slo_attainment"], one["p50_slowdown"], one["saturation"]["is_over"]) == (
-        0,
-        None,
-        None,
-        False,
-    )
+    assert (one["num_prompts"], one["slo_attainment"], one["p50_slowdown"]) == (0, None, None)
+    assert not one["saturation"]["is_over"]
     assert remarks([one]) == []
 
 
@@ -142,20 +130,13 @@ def test_nothing_arrived() -> None:
 
 
 @pytest.mark.parametrize(("tp", "spp"), [(8, 1), (4, 2), (2, 4)])
-@pytest.mark.parametrize("num_prompt", [1, 700, 5_000, 60_000, 120_000])
+@pytest.mark.parametrize("num_prompt", [1, 700, 60_000])
 def test_alone_is_what_a_request_alone_takes(tp: int, spp: int, num_prompt: int) -> None:
     replica = replace(REPLICA, parallel=ParallelConfig(tp=tp, spp=spp))
     trace = Trace(np.zeros(1), np.array([num_prompt]), np.ones(1, np.int64))
     found = Simulation(*replica.build(), trace).run()
     (alone_s,) = alone_seconds(replica, trace.prompt_tokens)
     assert found.requests.first_token_s[0] == pytest.approx(alone_s, rel=0.01)
-
-
-def test_alone_is_the_same_for_all_schedulers() -> None:
-    prompts = np.array([100, 50_000])
-    others = [replace(REPLICA, scheduler=SchedulerConfig(name)) for name in ("sarathi", "orca", "static")]
-    for other in others:
-        assert alone_seconds(other, prompts).tolist() == alone_seconds(REPLICA, prompts).tolist()
 
 
 @pytest.mark.parametrize(("load", "is_over"), [(0.5, False), (2.0, True)])
@@ -171,18 +152,9 @@ def test_over_saturation(load: float, is_over: bool) -> None:
         assert saturation["drain_s"] == pytest.approx(saturation["arrivals_s"], rel=0.2)
 
 
-def test_arrivals_at_once_are_no_over_saturation() -> None:
-    trace = synthesize("fixed:512,1", arrivals="at-once", num_requests=50)
-    found = report(SYSTEM, Simulation(*REPLICA.build(), trace).run(), np.ones(50))
-    assert (found["saturation"]["is_over"], found["saturation"]["growth"]) == (False, None)
-
-
 def test_what_is_printed() -> None:
-    runs = [made(), {**made(), "label": "sarathi, 4 requests/s"}]
-    tables = shown(runs)
-    assert [row["system"] for row in tables["latency"]] == ["lars, 2 requests/s", "sarathi, 4 requests/s"]
+    tables, lines = shown([made()]), remarks([made()])
     assert tables["latency"][0]["in time share"] == pytest.approx(0.4)
-    assert tables["load"][0]["waiting"]["max"] == 1
-    assert len(tables["by prompt tokens"]) == 6
-    assert remarks(runs)[0].startswith("lars, 2 requests/s: stopped at 10 s with 1 unfinished; 1 refused")
-    assert "2 preempted, 0.25 s computed again" in remarks(runs)[0]
+    assert tables["load"][0]["waiting"]["max"] == 1 and len(tables["by prompt tokens"]) == 3
+    assert lines[0].startswith("lars, 2 requests/s: stopped at 10 s with 1 unfinished; 1 refused")
+    assert "2 preempted, 0.25 s computed again" in lines[0]

@@ -22,7 +22,6 @@ from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor, Work
-from medha.errors import ConfigError
 from medha.sched.memory import KVMemory
 from medha.sched.scheduler import Scheduler
 from medha.sim.known_models import find_model
@@ -134,8 +133,8 @@ def test_rules_of_any_load(replica: Replica, trace: Trace) -> None:
 def check_nothing_is_lost(outcome: Outcome, scheduler: Scheduler) -> None:
     """Each request is refused, because it never fits, or has all its tokens; nothing is left behind."""
     trace, requests = outcome.trace, outcome.requests
-    claims = trace.prompt_tokens + trace.output_tokens - 1
-    assert (requests.is_refused == (claims > scheduler.memory.max_request_tokens)).all()
+    reserved = trace.prompt_tokens + trace.output_tokens - 1
+    assert (requests.is_refused == (reserved > scheduler.memory.max_request_tokens)).all()
     assert (requests.num_tokens == np.where(requests.is_refused, 0, trace.output_tokens)).all()
     assert (np.isnan(requests.finish_s) == requests.is_refused).all()
     assert not outcome.is_stopped
@@ -204,21 +203,6 @@ def test_a_stretch_may_end_before_each_batch_in_flight_has_gone_round(spp: int) 
     assert with_skips.gaps.counts == without.gaps.counts
 
 
-def test_steady_decoding_is_stepped_over() -> None:
-    trace = synthesize("fixed:600,300", num_requests=10, qps=2.0)
-    outcome = run(one_replica("lars"), trace)
-    assert outcome.num_skipped > 0.5 * outcome.num_batches
-
-
-def test_with_overcommitted_memory_somebody_gives_way_and_nobody_is_lost() -> None:
-    config = scheduler_config("lars", overcommit=True)
-    replica = replace(one_replica("lars"), scheduler=config, num_blocks=9, max_model_len=2048)
-    outcome = run(replica, synthesize("fixed:700,300", arrivals="at-once", num_requests=6))
-    assert outcome.requests.num_preemptions.sum() > 0
-    assert outcome.work_lost_s > 0
-    assert (outcome.requests.num_tokens == 300).all()
-
-
 def test_who_is_swapped_is_not_computed_again_and_the_moves_take_their_time() -> None:
     trace = synthesize("fixed:700,300", arrivals="at-once", num_requests=6)
     outcomes = []
@@ -228,20 +212,12 @@ def test_who_is_swapped_is_not_computed_again_and_the_moves_take_their_time() ->
         outcomes.append(run(replica, trace))
         assert (outcomes[-1].requests.num_tokens == 300).all()
     recomputed, swapped, dear = outcomes
-    assert recomputed.num_swaps == 0 < swapped.num_swaps == swapped.requests.num_preemptions.sum()
+    assert (
+        recomputed.work_lost_s > 0
+        and recomputed.num_swaps == 0 < swapped.num_swaps == swapped.requests.num_preemptions.sum()
+    )
     assert swapped.work_lost_s < recomputed.work_lost_s
     assert swapped.duration_s < min(recomputed.duration_s, dear.duration_s)
-
-
-def test_stopping() -> None:
-    trace = synthesize("fixed:600,50", num_requests=100, qps=20.0)
-    outcome = run(one_replica("lars"), trace, stop_s=2.0)
-    whole = run(one_replica("lars"), trace)
-    assert outcome.is_stopped and not whole.is_stopped
-    ended = outcome.requests.finish_s < 2.0
-    assert 0 < ended.sum() < 100
-    assert (outcome.requests.finish_s[ended] == whole.requests.finish_s[ended]).all()
-    assert np.isnan(outcome.requests.first_token_s[trace.arrival_s > 2.1]).all()
 
 
 def test_the_hash_seed_is_nothing(tmp_path: Path) -> None:
@@ -335,31 +311,3 @@ def test_a_decode_alone_leaves_the_other_stages_empty() -> None:
     assert outcome.requests.finish_s.tolist() == pytest.approx([0.33, 9.03])
     np.testing.assert_allclose(outcome.stage_busy_s, [[0.12] * 3])
     np.testing.assert_allclose(outcome.stage_bubble_s, [[0.24] * 3])  # the idle time between the two is none
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What does not fit
-
-
-def test_a_model_that_does_not_fit_says_how_much_is_missing() -> None:
-    replica = Replica(SPEC, find_model("llama-3-70b"))
-    with pytest.raises(ConfigError, match=r"needs 141\.1 GB for weights .* GB are there .* more tp or spp"):
-        replica.build()
-
-
-def test_a_layout_that_does_not_split_the_model() -> None:
-    with pytest.raises(ConfigError, match=r"^tp=3; accepted: a divisor of 32 query heads"):
-        Replica(SPEC, MODEL, ParallelConfig(tp=3)).build()
-
-
-def test_scheduler_and_pipeline_must_agree() -> None:
-    scheduler, _ = one_replica().build()
-    _, pipeline = one_replica(kvp=2).build()
-    trace = Trace(np.zeros(1), np.ones(1, np.int64), np.ones(1, np.int64))
-    with pytest.raises(ConfigError, match=r"^the scheduler has 1 groups and the pipeline 2$"):
-        Simulation(scheduler, pipeline, trace)
-
-
-def test_an_empty_trace_is_over_at_once() -> None:
-    outcome = run(one_replica(), synthesize("fixed:5,5", qps=1.0, num_requests=1)[:0])
-    assert (outcome.num_batches, outcome.duration_s, outcome.is_stopped) == (0, 0.0, False)

@@ -37,29 +37,6 @@ def test_stop_checker_equals_search_of_whole_text(pieces: list[str], stops: list
     assert (emitted, checker.matched) == (expected, stop)
 
 
-def test_stop_checker_streams_and_stops() -> None:
-    checker = StopChecker(["</end>", "🙂🙂"])
-    assert checker.push("hello </e") == ("hello ", None)
-    assert checker.push("nd") == ("", None)
-    assert checker.push("? 🙂") == ("</end? ", None)
-    assert checker.push("🙂 more") == ("", "🙂🙂")
-    assert checker.push("later") == ("", "🙂🙂")
-    assert checker.finish() == ""
-
-
-def test_stop_checker_overlaps() -> None:
-    assert StopChecker(["ab", "abc"]).push("xabc") == ("x", "ab")
-    assert StopChecker(["abc", "ab"]).push("xabc") == ("x", "abc")
-    waiting = StopChecker(["bc", "abcd"])
-    assert waiting.push("xabc") == ("x", None)
-    assert waiting.push("d") == ("", "abcd")
-    waiting = StopChecker(["bc", "abcd"])
-    assert waiting.push("xabc") == ("x", None)
-    assert waiting.finish() == "a"
-    assert waiting.matched == "bc"
-    assert StopChecker(["aab"], include_stop_str_in_output=True).push("aaabz") == ("aaab", "aab")
-
-
 def test_stop_checker_holds_little() -> None:
     checker = StopChecker(["a" * 50 + "b"])
     for _ in range(2000):

@@ -177,10 +177,7 @@ def test_exactly_one_bos(adds_bos: bool, written: int) -> None:
     assert ids == ([bos, *expected] if adds_bos or written else expected)
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["a <|eot_id|>b", "<|bos|><|bos|>", "<|im_<|eot_id|>end|>"],
-)
+@pytest.mark.parametrize("content", ["a <|eot_id|>b", "<|bos|><|bos|>", "<|im_<|eot_id|>end|>"])
 def test_special_text_in_content_is_text(content: str) -> None:
     tokenizer = chat_tokenizer(LLAMA3)
     ids = chat_ids(tokenizer, [{"role": "user", "content": content}, {"role": "user", "content": "plain"}])

@@ -49,7 +49,7 @@ def test_every_answer_is_right_and_questions_do_not_wait_for_the_document(
     names = ["document", "chat-1", "chat-2", "chat-3", "chat-4", "chat-5"]
     assert [row[0] for row in cells] == 2 * names
     rows, compared = cells[:6], cells[6:]
-    assert rows[0][1:3] == ["2,048", "0.0 s"]
+    assert rows[0][1] == "2,048"
     assert {row[4] for row in compared} == {"right"}
     assert all(row[3].endswith("x") for row in compared)
     answers = [output.outputs[0].text.strip() for output in finished]

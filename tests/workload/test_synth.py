@@ -44,25 +44,18 @@ def test_lengths_have_the_published_figures(
         assert measured[what] == pytest.approx(figure, rel=NEAR), what
 
 
-@pytest.mark.parametrize("spec", ["sharegpt4-8k", "uniform:10-20,1-3", "fixed:7,9"])
-def test_the_ends_of_a_distribution_occur(spec: str) -> None:
-    """The quantile functions at both ends of [0, 1), where a draw of 200,000 may miss the last token."""
-    lengths = parse_lengths(spec)
-    ends = np.array([0.0, np.nextafter(1.0, 0.0)])
-    wanted = {"sharegpt4-8k": (1, 8141), "uniform:10-20,1-3": (10, 20), "fixed:7,9": (7, 7)}[spec]
-    assert tuple(np.rint(lengths.prompt(ends))) == wanted
-
-
-def test_lengths_may_have_units() -> None:
-    lengths = parse_lengths("uniform:1k-128K,1-2k")
-    ends = np.array([0.0, np.nextafter(1.0, 0.0)])
-    assert (tuple(np.rint(lengths.prompt(ends))), tuple(np.rint(lengths.output(ends)))) == ((1000, 131072), (1, 2000))
-
-
-def test_short_conversations_stay_within_8k() -> None:
-    prompts, outputs = named_lengths()["sharegpt4-8k"].sample(generators(0)[1], MANY)
-    assert (prompts + outputs).max() == 8192
-    assert outputs.min() >= 2
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ("sharegpt4-8k", (1, 8141)),
+        ("uniform:10-20,1-3", (10, 20)),
+        ("fixed:7,9", (7, 7)),
+        ("uniform:1k-128K,1-2k", (1000, 131072)),
+    ],
+)
+def test_the_ends_of_a_distribution_occur(spec: str, wanted: tuple[int, int]) -> None:
+    ends = np.array([0.0, np.nextafter(1.0, 0.0)])  # where a draw of 200,000 may miss the last token
+    assert tuple(np.rint(parse_lengths(spec).prompt(ends))) == wanted
 
 
 @pytest.mark.parametrize(("name", "scale"), [("medha-mix", 1), ("medha-mix-2m", 2)])
@@ -74,7 +67,7 @@ def test_the_mix_has_five_percent_of_long_requests(name: str, scale: int) -> Non
     assert np.percentile(prompts[is_long], [50, 90]) == pytest.approx([393e3 * scale, 839e3 * scale], rel=NEAR)
     assert np.percentile(outputs[is_long], [50, 90]) == pytest.approx([518, 808], rel=NEAR)
     assert np.percentile(prompts[~is_long], [50, 90]) == pytest.approx([1730, 5696], rel=NEAR)
-    assert np.percentile(outputs[~is_long], 50) == pytest.approx(415, rel=NEAR)
+    assert (prompts + outputs)[~is_long].max() == 8192
 
 
 def same(a: Any, b: Any) -> bool:
@@ -83,12 +76,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("process", ARRIVALS)
-@pytest.mark.parametrize("name", [*named_lengths(), "uniform:1-9,2-3"])
+@pytest.mark.parametrize("name", ["medha-mix", "tetris-long", "uniform:1-9,2-3"])
 def test_the_same_seed_gives_the_same_bytes(name: str, process: str) -> None:
     given: dict[str, Any] = {"num_requests": 50, "qps": None if process == "at-once" else 2.0}
     first = synthesize(name, process, seed=3, **given)
     assert same(first, synthesize(name, process, seed=3, **given))
-    assert not same(first, synthesize(name, process, seed=4, **given)) or name.startswith("fixed")
+    assert not same(first, synthesize(name, process, seed=4, **given))
     longer = synthesize(name, process, seed=3, **{**given, "num_requests": 100_000})
     assert same(first, longer.head(50))
 
@@ -142,21 +135,18 @@ def test_arrivals_of_a_trace() -> None:
     [
         ({"qps": None}, "arrivals='poisson' without a rate; accepted: --request-rate, or --arrivals at-once"),
         ({"qps": 0.0}, "qps=0.0; accepted"),
-        ({"qps": math.nan}, "qps=nan; accepted"),
         ({"qps": math.inf}, "qps=inf; accepted"),
         ({"num_requests": None}, "num_requests=None and duration_s=None; accepted: one of the two"),
         ({"duration_s": 1.0}, "num_requests=50 and duration_s=1.0; accepted: one of the two"),
         ({"num_requests": 0}, "num_requests=0; accepted: 1 to 20000000"),
-        ({"num_requests": None, "duration_s": -1.0}, "duration_s=-1.0; accepted"),
         ({"num_requests": None, "duration_s": 1e-9}, "duration_s=1e-09: no request arrives; accepted: longer"),
-        ({"num_requests": None, "duration_s": 1e9}, r"qps=2 for 1e\+09 s; accepted: at most 20000000 requests"),
+        ({"num_requests": None, "duration_s": 1e9}, "num_requests=2000000001; accepted: 1 to 20000000"),
         ({"arrivals": "bursts"}, "arrivals='bursts'; accepted: poisson, gamma, uniform, at-once"),
         ({"arrivals": "at-once"}, "arrivals at-once with qps=2.0.*; accepted: num_requests alone"),
         ({"arrivals": "gamma", "burstiness": 0.0}, "burstiness=0.0; accepted"),
         ({"seed": -1}, "seed=-1; accepted: 0 or more"),
         ({"lengths": "sharegpt"}, "lengths='sharegpt'; accepted: sharegpt4-8k, medha-swe, .*, fixed:P,D or uniform"),
         ({"lengths": "fixed:0,1"}, "lengths='fixed:0,1'; accepted"),
-        ({"lengths": "uniform:5-4,1-1"}, "lengths='uniform:5-4,1-1'; accepted"),
         ({"lengths": "fixed:999999999,1"}, "accepted: .* with 1 to 100000000 tokens"),
     ],
 )

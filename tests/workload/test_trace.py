@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from medha.errors import ConfigError
-from medha.workload.trace import MAX_TOKENS, Row, Trace, trace_stats
+from medha.workload.trace import Row, Trace, trace_stats
 
 
 def make_trace(times: list[float], **columns: Any) -> Trace:
@@ -34,20 +34,13 @@ def test_columns_are_typed_and_read_only() -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"arrival_s": [0.0, math.nan]}, r"arrival_s\[1\]=nan; accepted: seconds, finite"),
-        ({"arrival_s": [-1.0, 0.0]}, r"arrival_s\[0\]=-1.0; accepted: seconds, finite and not negative"),
-        ({"arrival_s": [0.0, math.inf]}, r"arrival_s\[1\]"),
-        ({"arrival_s": [2.0, 1.0]}, r"arrival_s\[1\]=.*1.0.*; accepted: no less than the one before"),
+        ({"arrival_s": [0.0, math.nan]}, r"arrival_s\[1\]=nan; accepted: finite seconds"),
+        ({"arrival_s": [-1.0, 0.0]}, r"arrival_s\[0\]=-1.0; accepted: finite"),
+        ({"arrival_s": [2.0, 1.0]}, r"arrival_s\[1\]=1.0; accepted: .* no less than the one before"),
         ({"arrival_s": [[0.0, 1.0]]}, "arrival_s has shape"),
         ({"arrival_s": ["a", "b"]}, "arrival_s: Cannot cast"),
-        ({"prompt_tokens": [1, 0]}, rf"prompt_tokens\[1\]=.*0.*; accepted: 1 to {MAX_TOKENS}"),
-        ({"output_tokens": [1, MAX_TOKENS + 1]}, r"output_tokens\[1\]"),
-        ({"output_tokens": [1, -1]}, r"output_tokens\[1\]"),
         ({"output_tokens": [1.5, 2.0]}, "output_tokens: Cannot cast .*; accepted: an array of int64"),
         ({"output_tokens": [1]}, r"output_tokens has shape \(1,\); accepted: one dimension, as long as arrival_s"),
-        ({"ttft_slo_s": [0.0, 1.0]}, r"ttft_slo_s\[0\]=.*0.0.*; accepted: seconds above 0, or NaN"),
-        ({"tpot_slo_s": [math.inf, 1.0]}, r"tpot_slo_s\[0\]"),
-        ({"priority": [0, 4]}, r"priority\[1\]=.*4.*; accepted: 0 to 3"),
     ],
 )
 def test_wrong_columns_are_named(columns: dict[str, Any], message: str) -> None:

@@ -1,0 +1,139 @@
+"""The emulated device itself: small programs, each once right and once with one thing left out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.cuda.device import CUDA, Device, DeviceError
+from tests.cuda.tensors import Emulated
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(64, device=CUDA)
+
+
+def reading_on_the_host(is_right: bool) -> None:
+    host, event = torch.empty(64, pin_memory=True), torch.cuda.Event()
+    host.copy_(ones() + 1, non_blocking=True)
+    event.record()
+    if is_right:
+        event.synchronize()
+    assert host.tolist() == [2.0] * 64
+
+
+def writing_on_the_host(is_right: bool) -> None:
+    host, event = torch.ones(64).pin_memory(), torch.cuda.Event()
+    flat = host.numpy()
+    there = host.to(CUDA, non_blocking=True)
+    event.record()
+    if is_right:
+        event.synchronize()
+    flat[:] = 3.0
+    assert there.sum().item() == 64.0
+
+
+def two_streams(is_right: bool) -> None:
+    aside, x = torch.cuda.Stream(), ones()
+    if is_right:
+        aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        x.mul_(2)
+    torch.cuda.synchronize()
+    assert x.tolist() == [2.0] * 64
+
+
+def memory_dropped_early(is_right: bool) -> None:
+    aside, x = torch.cuda.Stream(), ones()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        x.mul_(2)
+    if is_right:
+        x.record_stream(aside)
+    del x
+
+
+def captured(run: Callable[[], torch.Tensor], pool: object = None) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        out = run()
+    return graph, out
+
+
+def inputs_of_a_graph(is_right: bool) -> None:
+    x = ones()
+    graph, out = captured(lambda: (x + 1) * 2)
+    if is_right:
+        x.fill_(4.0)
+    else:
+        del x
+    graph.replay()
+    assert out.tolist() == [10.0] * 64
+
+
+def copy_in_a_graph(is_right: bool) -> None:
+    host = torch.full((64,), 5.0)
+    host = host.pin_memory() if is_right else host
+    x = ones()
+    graph, out = captured(lambda: x.copy_(host, non_blocking=True))
+    graph.replay()
+    assert out.tolist() == [5.0] * 64
+
+
+def fork_in_a_graph(is_right: bool) -> None:
+    aside, x = torch.cuda.Stream(), ones()
+
+    def run() -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            y = x + 1
+        if is_right:
+            current.wait_stream(aside)
+        return y
+
+    graph, out = captured(run)
+    graph.replay()
+    assert out.tolist() == [2.0] * 64
+
+
+PROGRAMS = {
+    reading_on_the_host: "race: the host does not wait for to host on stream 0",
+    writing_on_the_host: "pinned: memory was overwritten before the copy from it had run",
+    two_streams: "race: mul_ on stream 3 does not wait for ones on stream 0",
+    memory_dropped_early: "race: freeing its memory does not wait for mul_ on stream 3",
+    inputs_of_a_graph: "freed: add of a graph uses memory that has been freed",
+    copy_in_a_graph: "capture: a copy from pageable memory",
+    fork_in_a_graph: "capture: {stream 3} had not been joined when it ended",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_what_is_left_out_is_reported(device: Device, program: Callable[[bool], None]) -> None:
+    program(True)
+    assert device.faults == []
+    with contextlib.suppress(DeviceError):
+        program(False)
+    reported = device.faults.copy()
+    device.faults.clear()
+    assert len(reported) == 1 and reported[0].startswith(PROGRAMS[program]), reported
+
+
+def test_memory_is_garbage_until_it_is_written_and_kernels_run_late(device: Device) -> None:
+    x = torch.empty(8, device=CUDA)
+    assert x.isnan().all().item()
+    y = ones()
+    assert isinstance(y, Emulated) and y.raw.isnan().all()
+    assert y.sum().item() == 64.0
+
+
+def test_a_replay_overwrites_the_results_of_graphs_that_share_its_pool_and_came_later(device: Device) -> None:
+    first, out = captured(ones)
+    second, later = captured(ones, first.pool())
+    second.replay()
+    assert later.sum().item() == 64.0
+    first.replay()
+    assert out.sum().item() == 64.0 and later.isnan().all().item()

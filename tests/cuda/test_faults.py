@@ -1,0 +1,102 @@
+"""Faults put into medha's CUDA path, one at a time: the emulated device reports each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda.device import Device, Event, Graph, Stream, now
+from tests.cuda.serving import SWAP, serve
+
+Patch = pytest.MonkeyPatch
+
+
+def no_new_plan(patch: Patch) -> None:
+    """Attention in a graph is planned when it is captured, not before each replay."""
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper as Wrapper
+
+    plan = Wrapper.plan
+
+    def once(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.is_cuda_graph_enabled or getattr(self, "_plan_info", None) is None:
+            plan(self, *args, **kwargs)
+
+    patch.setattr(Wrapper, "plan", once)
+
+
+def early_read(patch: Patch) -> None:
+    """The host reads tokens without waiting for the event behind their copy."""
+    patch.setattr(Event, "synchronize", lambda self: None)
+    patch.setattr(Event, "elapsed_time", lambda self, end: 1.0)
+
+
+def sync_in_a_capture(patch: Patch) -> None:
+    """A captured layer looks at a value on the host."""
+    linear = torch.nn.functional.linear
+
+    def looking(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if now().capturing is not None:
+            x.sum().item()
+        return linear(x, *args, **kwargs)
+
+    patch.setattr(torch.nn.functional, "linear", looking)
+
+
+def dropped_wait(patch: Patch) -> None:
+    """Streams do not wait for the events of others."""
+    patch.setattr(Stream, "wait_event", lambda self, event: None)
+
+
+def plans_too_early(patch: Patch) -> None:
+    """A wrapper is planned again before its last plan has left its pinned buffer."""
+    patch.setattr(Event, "synchronize", lambda self: None)
+
+
+def overwritten_pinned_buffer(patch: Patch) -> None:
+    """Each step's integers are written to the pinned buffer of the last, whose copy has not run."""
+    empty, buffer = torch.empty, torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+
+    def same(*size: Any, **kwargs: Any) -> torch.Tensor:
+        is_staging = kwargs.get("pin_memory") and kwargs.get("dtype") == torch.uint8 and "device" not in kwargs
+        return buffer[: size[0]] if is_staging else empty(*size, **kwargs)
+
+    patch.setattr(torch, "empty", same)
+
+
+def freed_graph(patch: Patch) -> None:
+    """A graph's own buffers go as soon as it is captured."""
+    end = Graph.capture_end
+
+    def ended(self: Graph) -> None:
+        end(self)
+        self.reset()
+
+    patch.setattr(Graph, "capture_end", ended)
+
+
+FAULTS: dict[Callable[[Patch], None], tuple[str, dict[str, Any]]] = {
+    no_new_plan: ("plan: a graph is replayed without a new plan", {}),
+    plans_too_early: ("race: the host does not wait for plan", {}),
+    early_read: ("race: the host does not wait for to host", {"num_requests": 1}),
+    sync_in_a_capture: ("capture: _local_scalar_dense makes the host wait", {}),
+    dropped_wait: ("race: ", SWAP | {"cuda_graphs": False}),
+    overwritten_pinned_buffer: ("pinned: memory was overwritten before", {}),
+    freed_graph: ("freed: a graph is replayed that has been reset", {}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_fault_is_reported(model: Path, device: Device, fault: Callable[[Patch], None]) -> None:
+    report, options = FAULTS[fault]
+    with pytest.MonkeyPatch.context() as patch, suppress(Exception):
+        patch.setattr("medha.worker.swap.HostCache.measure_block_s", lambda self: 1e-12)
+        fault(patch)
+        serve(model, device="cuda", **options)
+    found = device.faults.copy()
+    device.faults.clear()
+    assert found and report in found[0], found
