@@ -107,8 +107,10 @@ def _packed(shared: Shared, partial: Partial) -> torch.Tensor:
     size = sum(tensor.nbytes for tensor in partial)
     buffer = torch.empty(size + -size % 8 + TAIL_BYTES, dtype=torch.uint8, device=partial[0].device)
     tail = torch.tensor([shared.batch_id, shared.digest], dtype=torch.int64)
+    if buffer.is_cuda:
+        tail = tail.pin_memory()  # so that the host does not wait in every layer
     for view, values in zip(_views(buffer, partial), (*partial, tail), strict=True):
-        view.copy_(values)
+        view.copy_(values, non_blocking=True)
     return buffer
 
 

@@ -57,18 +57,25 @@ def test_the_host_does_not_wait_in_a_steady_step(model: Path, device: Device, sa
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}], ids=lambda o: str(*list(o)[:1]))
 def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: dict[str, int]) -> None:
-    pytest.importorskip("flashinfer")
-    (tokens, faults), (_, others) = workers.run(serve_on_ranks, 2, str(model), layout)
+    kernels.import_flashinfer()
+    (tokens, faults, merges, waits), (_, others, *_) = workers.run(serve_on_ranks, 2, str(model), layout)
     assert tokens == expected
     assert faults == others == []
+    assert (merges > 10) == ("kvp" in layout)
+    assert waits < merges or "kvp" not in layout  # the host does not wait in every layer
 
 
-def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[Served, list[str]]:
-    """On each rank, as if it were alone on its node, what it generates and which faults its device reports."""
+def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[Served, list[str], int, int]:
+    """On each rank, as if it were alone on its node: what it generates, its device's faults, how many all-gathers
+    there are, and how often the host waits for a copy of its own between them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "0")
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         device = kernels.install(patch)
         device.progress()
         with MODE:
-            return serve(Path(folder), device="cuda", **layout), device.faults
+            tokens = serve(Path(folder), device="cuda", **layout)
+        waits = sum(
+            count for place, count in device.syncs.items() if place.startswith("copy from the host at medha/parallel")
+        )
+        return tokens, device.faults, device.launches["_allgather_base_"], waits
