@@ -23,7 +23,7 @@ import torch
 from medha import LLM, SLO, RequestOutput, SamplingParams
 from medha.engine.journal import replay
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
-from medha.models.needle import make_haystack, write_needle
+from medha.models.needle import write_needle
 from tests.checkpoints import reference_greedy
 from tests.serving import ANSWER, GREEDY, assert_empty, question, write_byte_model
 
@@ -324,19 +324,6 @@ def test_leaving_a_stream_early_aborts(
         assert_empty(llm.engine)
         assert not llm.engine.has_unfinished
         assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
-
-
-def test_streams_side_by_side_and_a_generate_between(llm: LLM, expected: list[list[int]]) -> None:
-    streams = [llm.stream(text, GREEDY) for text in TEXTS[:3]]
-    tokens: list[list[int]] = [[], [], []]
-    for turn in range(GREEDY.max_tokens):
-        for taken, stream in zip(tokens, streams, strict=True):
-            taken += next(stream).outputs[0].token_ids
-        if turn == 4:
-            assert token_ids(llm.generate(TEXTS[3], GREEDY)) == [expected[3]]
-    assert tokens == expected[:3]
-    assert [next(stream, None) for stream in streams] == [None] * 3
-    assert_empty(llm.engine)
 
 
 def test_a_stream_is_checked_when_it_is_made(llm: LLM) -> None:
@@ -679,24 +666,3 @@ def test_a_step_that_fails(byte_folder: tuple[Path, Any], expected: list[list[in
             with pytest.raises(EngineDeadError) as again:
                 use()
             assert again.value is dead
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The needle
-
-
-@pytest.mark.parametrize("block_size", [16, 256])
-@pytest.mark.parametrize("chunk_size", [64, 200])
-def test_needle_at_3000_tokens(needle_folder: Path, chunk_size: int, block_size: int) -> None:
-    haystacks = [make_haystack(3000, depth=depth, seed=chunk_size) for depth in (0.0, 0.5, 0.99)]
-    with LLM(
-        needle_folder,
-        block_size=block_size,
-        chunk_size=chunk_size,
-        max_batch_tokens=600,
-        num_kv_blocks=3 * 3072 // block_size,
-        scheduler="sarathi",
-    ) as llm:
-        outputs = llm.generate([haystack.prompt for haystack in haystacks], SamplingParams(max_tokens=32))
-    assert [output.outputs[0].text for output in outputs] == [haystack.answer[:-1] for haystack in haystacks]
-    assert outputs[0].metrics.num_chunks == -(-3000 // chunk_size)

@@ -1,12 +1,10 @@
 """``medha bench accuracy``: how often a step takes what was predicted, against how often it takes what it took before.
 
-The real engine, with the paper's scheduler, reads a mix of short, middle and long prompts; arrivals are in steps, so
-the mix is the same on any machine. Each step's prediction is the one the packer made before dispatch, with the
-correction of that moment. After every step of the engine one of a set of steps is run again, made by hand to the shape
-of steps that the engine ran in a first, uncounted round. How often those come within 15 % of the median of their own
-other runs is what the machine allows. Where a machine drifts, as a shared one does, a prediction that follows it beats
-that; so the same is counted against the other runs nearest in time, and the larger share is what predictions are held
-to. All shares are of the same run.
+The real engine, with the paper's scheduler, reads a mix of short, middle and long prompts that arrive by steps, so the
+mix is the same on any machine. A step's prediction is the one made before dispatch. After every step one of a set of
+steps, which the engine ran in a first, uncounted round, is run again by hand: how often those come within 15 % of the
+median of their own other runs is what the machine allows. As a shared machine drifts, the same is counted against the
+other runs nearest in time, and predictions are held to the larger share.
 """
 
 from __future__ import annotations
@@ -242,10 +240,9 @@ def _others(times: Sequence[float], index: int) -> list[float]:
 def lines_of(ran: Sequence[Ran], repeated: Sequence[tuple[Step, Kind, float]]) -> list[Report]:
     """The lines of the result: all steps, each kind, each kind and KV range; KV is the longest in a step.
 
-    ``within`` is the share of the steps within the tolerance of their prediction; ``repeatability`` that of identical
-    steps within it of the median of their other runs, ``near`` of those nearest in time, kinds and KV ranges weighing
-    as among the steps (None without any); ``ratio`` is to the larger. The mean signed error is above 0 where
-    predictions are too long.
+    ``within``: share of steps within the tolerance of their prediction; ``repeatability``: of identical steps within it
+    of the median of their other runs, ``near``: of those nearest in time (kinds and KV ranges weigh as among the steps;
+    None without any); ``ratio`` is to the larger. ``mean_signed`` is above 0 where predictions are too long.
     """
     repeats, near = repeats_of(repeated), repeats_of(repeated, near=_NEAR)
     ends = [kv_range(end - 1) for end in KV_RANGES] + [kv_range(KV_RANGES[-1])]

@@ -41,6 +41,7 @@ _BLOCK_SIZE = CacheConfig().block_size
 _MAX_NEW_TOKENS = 1024
 _LONG_TOKENS = 100_000
 _LONG_SHARE = 0.01
+_LONGEST_SHORT = SchedulerConfig().long_threshold - 1  # tokens of a prompt that is not long
 _MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=128_256,
@@ -213,7 +214,7 @@ class _Load:
         slot = self._free.pop() if self._free else self._num_slots
         self._num_slots = max(self._num_slots, slot + 1)
         random = self._random
-        length = int(np.clip(random.lognormal(6.9, 0.8), 16, _longest_short()))  # 1,000 tokens in the median
+        length = int(np.clip(random.lognormal(6.9, 0.8), 16, _LONGEST_SHORT))  # 1,000 tokens in the median
         if may_be_long and random.random() < _LONG_SHARE:
             length = int(random.uniform(0.2, 1.0) * _LONG_TOKENS)
         slo = SLO(ttft_s=float(random.uniform(0.5, 300.0)), tpot_s=0.5) if random.random() < 0.3 else None
@@ -227,11 +228,6 @@ def _scheduler(policy: str, options: DecisionOptions) -> Scheduler:
     most = config.max_num_seqs * (_LONG_TOKENS + _MAX_NEW_TOKENS)
     num_blocks = options.num_blocks or -(-most // _BLOCK_SIZE)
     return Scheduler(config, num_blocks=num_blocks, block_size=_BLOCK_SIZE, predictor=predictor)
-
-
-def _longest_short() -> int:
-    """Tokens of a prompt that is not long."""
-    return SchedulerConfig().long_threshold - 1
 
 
 def shown(report: Report) -> Shown:

@@ -1,17 +1,13 @@
 """``medha bench serve``: requests arrive at a live engine, and a stream of probes measures how they stall others.
 
-The engine runs in this process; there is no server and no network, so TTFT is what scheduling and computing make of it.
-The fields of the report are those of ``vllm bench serve``. A probe is a small request that has nothing to do with the
-load: how long it takes says what the load does to somebody else. Probes arrive as a Poisson process of their own until
-the load is done, and count in no other figure. Objectives (``--goodput``, or a trace's own) are told to the scheduler,
-except for the end-to-end latency, of which no policy knows.
+The engine runs in this process: no server, no network. The fields of the report are those of ``vllm bench serve``.
+Probes are small requests with Poisson arrivals of their own until the load is done; they count in no other figure.
+Objectives (``--goodput``, or a trace's own) are told to the scheduler, but for the end-to-end latency.
 
-``--preset convoy`` serves the same arrivals under six schedulers, one after the other, over the same weights and KV
-pool: short requests arrive as a Poisson stream while a few long prompts, queued at its start, are read. A convoy is
-what short requests then form behind a long one (arXiv:2409.17264, v5, figure 1b and section 4). How long the stream
-lasts follows from the capacity, which is measured first: the seconds of the whole mix when it is there at once under
-LARS with space sharing, over the load. What that run taught the predictor of step times, all schedulers begin with.
-The preset is this benchmark with other arrivals, so it stands here, and the file is longer than others.
+``--preset convoy`` serves the same arrivals under six schedulers, over the same weights and KV pool: short requests
+arrive as a Poisson stream while a few long prompts, queued at its start, are read (arXiv:2409.17264, v5, figure 1b and
+section 4). The stream lasts as long as the whole mix takes when it is there at once under LARS with space sharing, over
+the load. What that run taught the predictor of step times, all schedulers begin with.
 """
 
 from __future__ import annotations
@@ -44,7 +40,6 @@ from medha.sched.decision import Prediction
 from medha.workload.metrics import (
     METRICS,
     Goodput,
-    Outcome,
     Served,
     detailed,
     latency_fields,
@@ -163,7 +158,7 @@ def _serve(local: Local, options: ServeOptions, on_run: Callable[[], None]) -> R
         "max_concurrency": limit,
         "runs": 1,
         "warmup": min(options.num_warmups, len(arrivals)),
-        "prediction_error": errors_by_kind(errors),
+        "prediction_error": errors,
     }
     figures = serving_figures(served, goodput=goals, metrics=options.metrics, percentiles=options.percentiles)
     per_request = detailed(served.outcomes) if options.save_detailed else {}
@@ -189,32 +184,26 @@ def probe_stream(options: ServeOptions, vocab_size: int) -> Iterator[Arrival]:
 
 
 @contextmanager
-def errors_counted(engine: Engine) -> Iterator[dict[str, list[float]]]:
-    """By kind, errors of predicted step times as a share of the real ones, which are counted while this is open."""
-    errors: dict[str, list[float]] = {kind: [] for kind in KINDS}
+def errors_counted(engine: Engine) -> Iterator[Report]:
+    """How far predicted step times are off while this is open: count, mean absolute and mean signed error as shares, of
+    all steps and by kind; the report that is yielded has them at the end."""
+    errors: dict[str, list[float]] = {"all": [], **{kind: [] for kind in KINDS}}
+    report: Report = {}
 
     def note(batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
         if prediction is not None and prediction.seconds > 0 and busy_s > 0:
-            errors[prediction.kind].append(prediction.seconds / busy_s - 1.0)
+            for kind in ("all", prediction.kind):
+                errors[kind].append(prediction.seconds / busy_s - 1.0)
 
     engine.on_step = note
     try:
-        yield errors
+        yield report
     finally:
         engine.on_step = None
-
-
-def errors_by_kind(errors: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Count, mean absolute and mean signed error of predicted step times, as shares: of all steps, and by kind."""
-    rows = {"all": [share for row in errors.values() for share in row], **errors}
-    return {
-        kind: {
-            "count": len(row),
-            "mean_abs": sum(map(abs, row)) / max(len(row), 1),
-            "mean_signed": sum(row) / max(len(row), 1),
-        }
-        for kind, row in rows.items()
-    }
+        for kind, row in errors.items():
+            number = max(len(row), 1)
+            mean_abs, mean_signed = sum(map(abs, row)) / number, sum(row) / number
+            report[kind] = {"count": len(row), "mean_abs": mean_abs, "mean_signed": mean_signed}
 
 
 CONVOY_MODEL: dict[str, Any] = {
@@ -327,9 +316,7 @@ def _convoy(local: Local, options: ConvoyOptions, on_run: Callable[[], None]) ->
         with errors_counted(engine) as errors:
             served = serve_load(engine, stream, on_end=on_run)
         systems.append(
-            {"system": name, "options": options.systems[name]}
-            | convoy_figures(served)
-            | {"prediction_error": errors_by_kind(errors)}
+            {"system": name, "options": options.systems[name]} | convoy_figures(served) | {"prediction_error": errors}
         )
     found: Report = {"capacity_s": capacity_s, "span_s": capacity_s / options.load, "systems": systems}
     found["failed"] = sum(one["failed"] for one in systems)
@@ -338,28 +325,23 @@ def _convoy(local: Local, options: ConvoyOptions, on_run: Callable[[], None]) ->
 
 def convoy_figures(served: Served) -> Report:
     """What one system made of the stream: figures of the short requests and of the long ones; times in seconds."""
-    figures = {
-        kind: _kind_figures([one for one in served.outcomes if one.request_id.startswith(kind)])
-        for kind in ("short", "long")
-    }
-    requests = [
+    figures: Report = {"duration": served.duration_s, "failed": sum(not one.is_completed for one in served.outcomes)}
+    for kind in ("short", "long"):
+        outcomes = [one for one in served.outcomes if one.request_id.startswith(kind)]
+        completed = [one for one in outcomes if one.is_completed]
+        aimed = [one for one in outcomes if one.slo.ttft_s is not None]
+        figures[kind] = {
+            "num_requests": len(outcomes),
+            "completed": len(completed),
+            **latency_fields("ttft", seconds_of("ttft", completed), (90.0, 99.0)),
+            **latency_fields("tpot", seconds_of("tpot", completed), (99.0,)),
+            "slo_attainment": sum(meets(one, Goodput()) for one in aimed) / len(aimed) if aimed else None,
+        }
+    figures["requests"] = [
         {"request_id": one.request_id, "arrival_s": one.start_s, "input_len": one.input_len, "ttft_s": one.ttft_s}
         for one in served.outcomes
     ]
-    failed = sum(not one.is_completed for one in served.outcomes)
-    return {"duration": served.duration_s, "failed": failed, **figures, "requests": requests}
-
-
-def _kind_figures(outcomes: Sequence[Outcome]) -> Report:
-    completed = [one for one in outcomes if one.is_completed]
-    aimed = [one for one in outcomes if one.slo.ttft_s is not None]
-    return {
-        "num_requests": len(outcomes),
-        "completed": len(completed),
-        **latency_fields("ttft", seconds_of("ttft", completed), (90.0, 99.0)),
-        **latency_fields("tpot", seconds_of("tpot", completed), (99.0,)),
-        "slo_attainment": sum(meets(one, Goodput()) for one in aimed) / len(aimed) if aimed else None,
-    }
+    return figures
 
 
 def plot_convoy(report: Mapping[str, Any], path: Path) -> None:

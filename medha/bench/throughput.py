@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple
 
 from medha.batch import Batch
 from medha.bench.harness import Local, Report, Shown, Subject, median_text, on_ranks, rows_of
@@ -20,7 +19,6 @@ from medha.bench.load import Workload, arrivals_of, described, longest_of, serve
 from medha.bench.timing import Timing, in_turn
 from medha.bench.verb import SUBJECT, counted, verb, warmups
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING
-from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.sched.decision import Prediction
 from medha.workload.trace import Trace
@@ -56,21 +54,28 @@ def _measure(local: Local, options: ThroughputOptions, on_run: Callable[[], None
     trace = options.workload.trace
     arrivals = arrivals_of(trace, local.model.vocab_size, seed=options.workload.seed)
     arrivals = [replace(one, arrival_s=0.0) for one in arrivals]
-    clock = HostClock(local.engine)
-    steps: list[list[HostStep]] = []
+    passes: list[list[tuple[int, float]]] = []
+    last_s, now = 0.0, local.engine.now
+
+    def note(batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
+        nonlocal last_s
+        before_s, last_s = last_s, now()
+        passes[-1].append((len(batch.rows), last_s - before_s - busy_s))
 
     def run() -> float:
-        clock.begin()
+        nonlocal last_s
+        last_s = now()
+        passes.append([])
         served = serve_load(local.engine, arrivals, on_end=on_run)
         failed = next((one for one in served.outcomes if not one.is_completed), None)
         if failed is not None:
             raise ConfigError(f"{failed.request_id} of {failed.input_len} tokens has failed: {failed.error}")
-        steps.append(clock.steps)
         return served.duration_s
 
+    local.engine.on_step = note
     seconds = in_turn({"pass": run}, warmup=options.warmup, runs=options.runs)["pass"]
     fields = asdict(options) | {"workload": described(options.workload)}
-    found = throughput_fields(trace, seconds) | {"host": host_fields([*chain.from_iterable(steps[options.warmup :])])}
+    found = throughput_fields(trace, seconds) | {"host": host_fields([*chain.from_iterable(passes[options.warmup :])])}
     return local.report("throughput", fields) | found
 
 
@@ -92,42 +97,14 @@ def throughput_fields(trace: Trace, seconds: Sequence[float]) -> Report:
     }
 
 
-class HostStep(NamedTuple):
-    """One step: the rows of its batch, and the seconds beside the runner's."""
-
-    num_rows: int
-    seconds: float
-
-
-def host_fields(steps: Sequence[HostStep]) -> Report:
-    """Host seconds over all steps, and over those of the largest batch; there is at least one step."""
-    largest = max(step.num_rows for step in steps)
-    at_largest = [step.seconds for step in steps if step.num_rows == largest]
+def host_fields(steps: Sequence[tuple[int, float]]) -> Report:
+    """Host seconds of steps, each with the rows of its batch: over all, and over those of the largest batch."""
+    largest = max(num_rows for num_rows, _ in steps)
     return {
-        "timing": asdict(Timing.of([step.seconds for step in steps])),
+        "timing": asdict(Timing.of([seconds for _, seconds in steps])),
         "largest_batch": largest,
-        "at_largest": asdict(Timing.of(at_largest)),
+        "at_largest": asdict(Timing.of([seconds for num_rows, seconds in steps if num_rows == largest])),
     }
-
-
-class HostClock:
-    """Listens to an engine's steps: ``steps`` are those since :meth:`begin`, with which the first one begins."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._last_s = engine.now()
-        self.steps: list[HostStep] = []
-        engine.on_step = self._computed
-
-    def begin(self) -> None:
-        """Forget the steps so far."""
-        self._last_s = self._engine.now()
-        self.steps = []
-
-    def _computed(self, batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
-        now_s = self._engine.now()
-        self.steps.append(HostStep(len(batch.rows), now_s - self._last_s - busy_s))
-        self._last_s = now_s
 
 
 def shown(report: Report) -> Shown:

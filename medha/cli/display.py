@@ -203,8 +203,8 @@ def results_table(outputs: Iterable[RequestOutput], *, expected: Mapping[str, st
             output.request_id,
             f"{len(output.prompt_token_ids):,}",
             f"{metrics.arrival:.1f} s",
-            _seconds(metrics.ttft),
-            _seconds(metrics.tpot),
+            seconds_text(metrics.ttft),
+            seconds_text(metrics.tpot),
             Text(str(output.error), "red") if output.error else Text(_one_line(answer).strip()),
             Text("right", "green") if right else Text("wrong", "red"),
         )
@@ -224,7 +224,8 @@ def shown_text(completion: CompletionOutput) -> str:
     return "".join(f"{token} " for token in completion.token_ids)
 
 
-def _seconds(value: float | None) -> str:
+def seconds_text(value: float | None) -> str:
+    """Seconds or milliseconds, with the unit."""
     if value is None:
         return "-"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
@@ -236,8 +237,8 @@ def _note(output: RequestOutput) -> str:
         return f"{type(output.error).__name__}: {output.error}"
     completion, metrics = output.outputs[0], output.metrics
     words = [f"{completion.finish_reason} after {len(completion.token_ids)} tokens"]
-    words += [f"TTFT {_seconds(metrics.ttft)}"] if metrics.ttft is not None else []
-    words += [f"TPOT {_seconds(metrics.tpot)}"] if metrics.tpot is not None else []
+    words += [f"TTFT {seconds_text(metrics.ttft)}"] if metrics.ttft is not None else []
+    words += [f"TPOT {seconds_text(metrics.tpot)}"] if metrics.tpot is not None else []
     return ", ".join(words)
 
 

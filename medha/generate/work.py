@@ -137,7 +137,10 @@ def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
         except ConfigError as error:
             raise _of_a_trace(requests) or error from None
     if file is not None:
-        texts.append(_read_prompt(file))
+        try:
+            texts.append(read_input(file, "prompt file").decode())
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"prompt file {file}: not UTF-8 at byte {error.start}") from error
     prompts = [{"messages": [{"role": "user", "content": text}]} if given["chat"] else text for text in texts]
     return [Arrival(f"prompt-{i}", prompt, params) for i, prompt in enumerate(prompts)]
 
@@ -157,13 +160,6 @@ def _of_a_trace(path: Path) -> ConfigError | None:
         f"{path} is a trace (format {kind.name}): it has lengths and no prompts; to serve random prompts of "
         f"these lengths: medha bench serve --dataset-path {path}, to simulate: medha simulate --dataset-path {path}"
     )
-
-
-def _read_prompt(path: Path) -> str:
-    try:
-        return read_input(path, "prompt file").decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"prompt file {path}: not UTF-8 at byte {error.start}") from error
 
 
 def _is_pipe(stream: TextIO | None) -> bool:

@@ -70,7 +70,7 @@ def layout_of(tp: int | None, spp: int | None, kvp: int | None, *, world_size: i
     Raises:
         ParallelConfigError: the degrees do not multiply to the number of ranks.
     """
-    if tp is None and spp is None and kvp is None:
+    if tp is spp is kvp is None:
         return chosen_layout(world_size)
     layout = ParallelConfig(tp=tp or 1, spp=spp or 1, kvp=kvp or 1)
     if layout.world_size != world_size:

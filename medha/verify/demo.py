@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from medha.cli.display import Display, results_table
+from medha.cli.display import Display, results_table, seconds_text
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, Joiner, drive
 from medha.engine.build import build_role
@@ -164,7 +164,7 @@ def comparison_table(
         is_right = all(output.outputs[0].text == expected[output.request_id] for output in (slow, fast))
         table.add_row(
             slow.request_id,
-            *map(_seconds, ttfts),
+            *map(seconds_text, ttfts),
             f"{ttfts[0] / ttfts[1]:.1f}x" if ttfts[0] and ttfts[1] else "-",
             Text("right", "green") if is_right else Text("wrong", "red"),
         )
@@ -236,9 +236,3 @@ def _collect(pieces: Iterable[RequestOutput], display: Display) -> list[RequestO
 
 def _num_right(outputs: Sequence[RequestOutput], expected: Mapping[str, str]) -> int:
     return sum(output.outputs[0].text == expected[output.request_id] for output in outputs)
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"

@@ -179,13 +179,11 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def machine_rows(crew: Crew, device: torch.device) -> Iterator[Row]:
-    """Whether versions and kinds of device are the same on all ranks, and no two ranks share a GPU."""
-    yield from machine_rows_of(crew.gather("machine", machine_facts(device)))
+def machine_rows(facts: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    """Whether versions and kinds of device are the same on all ranks, and no two ranks share a GPU.
 
-
-def machine_rows_of(facts: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """The rows of what the ranks have found, rank 0's first."""
+    ``facts`` are the :func:`machine_facts` of each rank.
+    """
     versions = ", ".join(f"{name} {facts[0][name]}" for name in _VERSIONS if facts[0][name] is not None)
     yield _compared("environment", versions, facts, _VERSIONS)
     num_hosts = len({fact["host"] for fact in facts})

@@ -27,7 +27,19 @@ from medha.parallel.launch import Launch, is_first_rank
 from medha.parallel.mesh import check_same_everywhere, init_ranks, leave, meet
 from medha.verify.collectives import collective_rows
 from medha.verify.kernels import attention_rows, merge_rows
-from medha.verify.rows import FAIL, NOT_RUN, PASS, Crew, Row, Setting, attempted, failed, machine_rows, timed
+from medha.verify.rows import (
+    FAIL,
+    NOT_RUN,
+    PASS,
+    Crew,
+    Row,
+    Setting,
+    attempted,
+    failed,
+    machine_facts,
+    machine_rows,
+    timed,
+)
 from medha.verify.serving import Show, needle_rows, parity_rows, random_llama
 from medha.worker.shard import TORCH_DTYPES, choose_backend, own_device, pick_device
 
@@ -141,7 +153,7 @@ def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, ad
         }
         backend = backends[dtype]
         ranks = None if job is None else init_ranks(job, device)
-        add(timed(machine_rows(crew, device)))
+        add(timed(machine_rows(crew.gather("machine", machine_facts(device)))))
         folder = _write_models(setting, launch, mine, crew)
         found = chain.from_iterable(attention_rows(one, device, [each]) for each, one in backends.items())
         add(crew.worst("attention", attempted("attention", found)))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from medha.bench.accuracy import AccuracyOptions, Ran, accuracy, chunks_of, kv_range, lines_of, repeats_of, shown
+from medha.bench.accuracy import AccuracyOptions, Ran, accuracy, chunks_of, lines_of, repeats_of, shown
 from medha.bench.cli import app
 from medha.bench.harness import Subject
 from medha.cli.command import run_app
@@ -109,10 +109,3 @@ def test_chunks_that_had_the_step_to_themselves() -> None:
         ran(decodes(3, 9000), 1.0, 1.0),
     ]
     assert chunks_of(steps) == {"0K-1K": (512.0, 1), "1K-4K": (256.0, 1)}
-
-
-@pytest.mark.parametrize(
-    ("kv", "name"), [(0, "0K-1K"), (1023, "0K-1K"), (1024, "1K-4K"), (65535, "16K-64K"), (1 << 20, "64K-")]
-)
-def test_kv_ranges(kv: int, name: str) -> None:
-    assert kv_range(kv) == name

@@ -6,11 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from medha.bench.cli import app
-from medha.bench.decisions import DecisionOptions, _Load, bench_decisions, spread
+from medha.bench.decisions import DecisionOptions, _Load, bench_decisions
 from medha.cli.command import run_app
 from medha.errors import ConfigError
 
@@ -55,17 +54,6 @@ def test_the_load_stays_what_it_says(policy: str) -> None:
     assert all(chunks > 0 for _, chunks in load.num_rows)
 
 
-def test_the_same_seed_makes_the_same_decisions() -> None:
-    def decide(seed: int) -> list[tuple[int, int]]:
-        load = _Load("lars", replace(SMALL, seed=seed))
-        load.begin(60)
-        for _ in range(20):
-            load.step()
-        return load.num_rows
-
-    assert decide(1) == decide(1) != decide(2)
-
-
 def test_a_pool_that_decodes_fill_is_measured_too() -> None:
     """Fewer than asked for decode, the others are refused memory."""
     load = _Load("lars", replace(SMALL, num_decoding=100, num_blocks=400))
@@ -83,8 +71,3 @@ def test_an_unknown_policy_is_refused_before_anything_is_measured(capsys: pytest
     assert "policy='larz'; accepted: " in capsys.readouterr().err
     assert run_app(app, "bench", ["micro", "scheduler", "--num-waiting", "0"]) == 2
     assert "num_waiting='0'; accepted: positive integers" in capsys.readouterr().err
-
-
-def test_spread() -> None:
-    found = spread(np.arange(1, 101) / 1e3)
-    assert list(found.values()) == pytest.approx([50.5, 90.1, 99.01, 100.0])

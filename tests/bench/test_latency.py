@@ -13,12 +13,11 @@ import pytest
 
 from medha.bench.cli import app
 from medha.bench.harness import Local, Report, Subject, count_parameters, on_ranks
-from medha.bench.latency import latency_fields, useful_flops
+from medha.bench.latency import useful_flops
 from medha.bench.load import fixed_output, serve_load
 from medha.cli.command import run_app
 from medha.engine.arrivals import Arrival
 from medha.models.needle import write_needle
-from medha.workload.metrics import Outcome
 from tests.bench.shapes import ON_TINY, TINY
 
 
@@ -77,13 +76,6 @@ def test_useful_operations() -> None:
     model = Subject(hf_overrides=TINY).model_config(longest=64)
     parameters = count_parameters(model, lambda name: ".layers." in name)
     assert useful_flops(model, 10) == 2 * parameters * 10 + 2 * 10**2 * 2 * 16 * 2
-
-
-def test_fields_of_a_length() -> None:
-    runs = [Outcome("a", 8, 3, 0.0, 0.1, 1.0, (0.5, 0.5), 2.0), Outcome("a", 8, 3, 0.0, 0.1, 2.0, (1.0, 1.0), 4.0)]
-    fields = latency_fields(runs)
-    assert (fields["avg_latency"], fields["std_latency"], fields["percentiles"]["50"]) == (3.0, 1.0, 3.0)
-    assert (fields["avg_ttft"], fields["avg_tpot"]) == (1.5, 0.75)
 
 
 def test_two_engines_over_the_same_weights_say_the_same() -> None:

@@ -68,8 +68,3 @@ def test_a_refused_request_has_an_error_and_the_others_go_on(local: Local) -> No
     assert not long.is_completed and long.error.startswith("ContextLengthError: ") and long.ttft_s is None
     assert (long.input_len, long.output_len) == (100, 0)
     assert a.is_completed
-
-
-def test_nothing_to_do(local: Local) -> None:
-    served = serve_load(local.engine, [])
-    assert (served.outcomes, served.duration_s) == ((), 0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from medha.bench.cli import app
 from medha.bench.load import Workload
-from medha.bench.serve import ConvoyOptions, ServeOptions, convoy_figures, probe_stream
+from medha.bench.serve import ConvoyOptions, convoy_figures
 from medha.cli.command import run_app
 from medha.params import SLO
 from medha.workload.io import write_trace
@@ -130,16 +129,6 @@ def test_requests_that_fail_are_counted(tmp_path: Path) -> None:
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(app, "bench", ["serve", *ON_TINY, *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_probes_go_on_with_the_seed() -> None:
-    options = ServeOptions(probe_request_rate=4.0, probe_input_len=3)
-    first, again = (list(islice(probe_stream(options, 64), 400)) for _ in range(2))
-    times = [probe.arrival_s for probe in first]
-    assert times == [probe.arrival_s for probe in again] == sorted(times)
-    assert times[-1] == pytest.approx(100.0, rel=0.2)
-    assert len({probe.request_id for probe in first}) == 400
-    assert list(probe_stream(ServeOptions(), 64)) == []
 
 
 def test_workloads(tmp_path: Path) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
-from medha.batch import Batch, Row
 from medha.bench.cli import app
 from medha.bench.load import Workload
-from medha.bench.throughput import HostClock, HostStep, host_fields, throughput_fields
+from medha.bench.throughput import throughput_fields
 from medha.cli.command import run_app
-from medha.engine.engine import Engine
 from tests.bench.shapes import ON_TINY
 
 QUICK = ["--num-iters", "2", "--num-iters-warmup", "0"]
@@ -61,50 +58,6 @@ def test_the_run_with_the_median_time() -> None:
     trace = Workload(num_prompts=4, input_len=10, output_len=5).trace
     fields = throughput_fields(trace, (1.0, 4.0, 2.0))
     assert (fields["elapsed_time"], fields["requests_per_second"], fields["tokens_per_second"]) == (2.0, 2.0, 30.0)
-
-
-def test_host_seconds_of_all_steps_and_of_the_largest_batch() -> None:
-    fields = host_fields([HostStep(2, 0.25), HostStep(4, 0.5), HostStep(4, 1.0), HostStep(1, 0.125)])
-    assert (fields["timing"]["median_s"], fields["timing"]["runs"]) == (0.375, 4)
-    assert fields["largest_batch"] == 4
-    assert (fields["at_largest"]["median_s"], fields["at_largest"]["runs"]) == (0.75, 2)
-
-
-class FakeEngine:
-    """An engine whose steps the test tells."""
-
-    def __init__(self) -> None:
-        self.on_step: Any = None
-        self.now_s = 10.0
-
-    def now(self) -> float:
-        return self.now_s
-
-    def step(self, *, num_rows: int, seconds: float, busy_s: float) -> None:
-        self.now_s += seconds
-        rows = tuple(Row(slot, 8, 1, True, True) for slot in range(num_rows))
-        self.on_step(Batch(0, rows, (), ()), None, busy_s)
-
-
-def test_seconds_between_steps_less_the_busy_ones() -> None:
-    engine = FakeEngine()
-    clock = HostClock(cast(Engine, engine))
-    clock.begin()
-    engine.step(num_rows=2, seconds=1.0, busy_s=0.75)
-    engine.step(num_rows=3, seconds=0.5, busy_s=0.375)
-    assert clock.steps == [HostStep(2, 0.25), HostStep(3, 0.125)]
-
-
-def test_a_new_pass_begins_at_its_own_time_and_leaves_the_last_one_alone() -> None:
-    engine = FakeEngine()
-    clock = HostClock(cast(Engine, engine))
-    engine.step(num_rows=1, seconds=1.0, busy_s=0.5)
-    first = clock.steps
-    engine.now_s += 100.0  # between the passes
-    clock.begin()
-    engine.step(num_rows=1, seconds=1.0, busy_s=0.875)
-    assert clock.steps == [HostStep(1, 0.125)]
-    assert first == [HostStep(1, 0.5)]
 
 
 @pytest.mark.parametrize(

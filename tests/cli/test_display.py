@@ -160,16 +160,6 @@ def test_streamed_text_alone_is_on_the_stream(caplog: pytest.LogCaptureFixture) 
     assert [r.getMessage() for r in caplog.records] == ["stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s"]
 
 
-def test_a_needle_stands_on_one_line_of_80_columns() -> None:
-    screen = Screen(80)
-    whole = output("document", " 7429-amber.", finished=True)
-    whole.metrics.num_prompt_tokens = 32_768
-    screen.console.print(results_table([whole], expected={"document": " 7429-amber."}))
-    drawn = screen.lines()
-    assert sum(" 7429-amber. " in line and "right" in line for line in drawn) == 1
-    assert max(map(len, drawn)) <= 80
-
-
 def test_results_table_folds_answers_at_80_columns() -> None:
     screen = Screen(80)
     rows = [output("document", "word " * 40, finished=True), output("b", "x", finished=True)]

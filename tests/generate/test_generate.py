@@ -127,28 +127,6 @@ def test_one_prompt_streams_its_text_and_nothing_else_to_stdout(run: Command) ->
     assert done.err.splitlines()[-1].startswith("medha: stop after 10 tokens, TTFT ")
 
 
-def test_text_is_written_as_it_comes(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = []
-
-    class Stdout:
-        encoding = "utf-8"
-
-        def write(self, text: str) -> None:
-            pieces.append(text)
-
-        def flush(self) -> None:
-            pieces.append("flush")
-
-        def isatty(self) -> bool:
-            return False
-
-    monkeypatch.setattr(sys, "stdout", Stdout())
-    run("--prompt", ADA)
-    texts = [piece for piece in pieces if piece not in ("", "flush")]
-    assert texts == [*" 31-plum.", "\n"]
-    assert pieces.count("flush") >= len(texts)
-
-
 def test_several_prompts_have_a_line_each(run: Command) -> None:
     done = run("--prompt", ADA, "--prompt", BRUNO, "--prompt", "-- not_an_option", "--log-level", "warning")
     assert done.code == 0
@@ -325,23 +303,11 @@ def test_requests_start_when_they_arrive(run: Command, tmp_path: Path) -> None:
 
 
 def test_timeline(run: Command, tmp_path: Path) -> None:
-    name = "t.json.gz"
-    done = run(
-        *("--prompt", ADA * 9, "--chunk-size", "64", "--max-tokens", "4", "--timeline", tmp_path / name),
-        *("--scheduler", "sarathi"),
-    )
-    assert done.code == 0
-    data = (tmp_path / name).read_bytes()
-    trace = json.loads(gzip.decompress(data))
-    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    batches = [event for event in slices if event["pid"] == 0]
-    num_chunks = -(-len(ADA * 9) // 64)
-    assert len(batches) == num_chunks + 3
-    assert len(slices) == 2 * len(batches)
-    assert all(event["dur"] > 0 and event["ts"] >= 0 for event in slices)
-    ends = [event["ts"] + event["dur"] for event in batches]
-    assert all(end <= later["ts"] + 1 for end, later in zip(ends, batches[1:], strict=False))
-    assert {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"} >= {"requests", "prompt-0"}
+    path = tmp_path / "t.json.gz"
+    assert run("--prompt", ADA * 9, "--max-tokens", "4", "--timeline", path).code == 0
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert sum(event["ph"] == "X" and event["pid"] == 0 for event in events) >= 4
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"requests", "prompt-0"}
 
 
 # -- options -----------------------------------------------------------------------------------------------------
@@ -443,15 +409,11 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
     [
         (["--prompt", "x"], "ConfigError: no model; accepted: --model"),
         (["{model}", "--model", "{model}", "--prompt", "x"], "ConfigError: the model is given twice: "),
-        (["{model}", "{model}", "--prompt", "x"], "unexpected extra argument"),
         (["{model}"], "ConfigError: neither of prompts and --requests given"),
         (["{model}", "--prompt", "x", "--requests", "{requests}"], "ConfigError: both of prompts and --requests given"),
         (["{model}", "--requests", "{tmp}/gone.jsonl"], "gone.jsonl: No such file or directory"),
-        (["{model}", "--prompt-file", "{tmp}/gone.txt"], "gone.txt: No such file or directory"),
         (["{model}", "--prompt-file", "{tmp}/latin-1.txt"], "latin-1.txt: not UTF-8 at byte 2"),
         (["{model}", "--prompt", "x", "--output", "{tmp}"], "Is a directory"),
-        (["{model}", "--prompt", "x", "--output", "{tmp}/gone/out.jsonl"], "out.jsonl: No such file or directory"),
-        (["{model}", "--prompt", "x", "--timeline", "{tmp}/gone/t.json"], "t.json: No such file or directory"),
         (["{model}", "--requests", "{requests}", "--chat"], "ConfigError: --chat is for --prompt and --prompt-file"),
         (["{model}", "--requests", "{requests}", "--output", "{requests}"], "which is read; accepted: another file"),
         (["{model}", "--prompt", "x", "--output", "{tmp}/old.jsonl"], "old.jsonl is not empty; accepted: another file"),
@@ -462,10 +424,7 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
             "ConfigError: --overwrite and --resume given",
         ),
         (["{model}", "--prompt", "x", "--output", "{tmp}/o", "--timeline", "{tmp}/./o"], "which is written too"),
-        (["{model}", "--prompt", "x", "--output", "{tmp}/o", "--journal", "{tmp}/o"], "which is written too"),
         (["{model}", "--prompt", "x", "--hf-overrides", "[1]"], "ConfigError: hf_overrides"),
-        (["{model}", "--prompt", "x", "--rope-scaling", "{{"], "ConfigError: "),
-        (["{model}", "--prompt", "x", "--kv-memory", "lots"], "ConfigError: kv_memory='lots'; accepted: as in '4GiB'"),
         (["{model}", "--prompt", "x", "--max-num-seqs", "0"], "ConfigError: max_num_seqs=0; accepted"),
         (["{model}", "--prompt", "x", "--journal", "{tmp}/gone/j"], "gone/j: No such file or directory"),
         (["{model}", "--prompt", "x", "--log-level", "bogus"], "ConfigError: log_level='bogus'; accepted: debug, info"),
@@ -474,7 +433,6 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
         (["{model}", "--prompt", "x", "--bogus"], "No such option"),
         (["{model}", "--prompt", "x", "--port=80"], "ConfigError: --port=80 is not among medha's options: there is no"),
         (["{model}", "--prompt", "x", "-q", "awq"], "ConfigError: -q awq is not among medha's options: quantised"),
-        (["{model}", "--enable_prefix_caching", "--prompt", "x"], "--enable_prefix_caching is not among medha's"),
         (["{model}", "--prompt"], "--prompt"),
     ],
 )
@@ -525,18 +483,11 @@ def test_a_model_that_cannot_be_served(
     assert output.read_text() == EARLIER
 
 
-TRACES = {
-    "medha": '{"id": "a", "arrival_s": 0.5, "num_prompt_tokens": 5, "num_output_tokens": 5}',
-    "mooncake": '{"timestamp": 0, "input_length": 5, "output_length": 5}',
-    "vidur": "arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,5",
-}
-
-
-@pytest.mark.parametrize("name", TRACES)
-def test_a_trace_is_no_request_file(run: Command, tmp_path: Path, name: str) -> None:
-    done = run("--requests", write_lines(tmp_path / "r.jsonl", TRACES[name]))
+def test_a_trace_is_no_request_file(run: Command, tmp_path: Path) -> None:
+    trace = '{"timestamp": 0, "input_length": 5, "output_length": 5}'
+    done = run("--requests", write_lines(tmp_path / "r.jsonl", trace))
     assert done.code == 2
-    assert re.search(rf"is a trace \(format {name}\).* serve --dataset-path .*r\.jsonl", done.err)
+    assert re.search(r"is a trace \(format mooncake\).* serve --dataset-path .*r\.jsonl", done.err)
 
 
 @pytest.mark.parametrize("admission", ["all", "refuse", "relegate"])
@@ -561,31 +512,13 @@ def test_who_cannot_be_in_time(run: Command, tmp_path: Path, admission: str) -> 
 
 BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     ("{not json", "ValidationError"),
-    ("[]", "ValidationError"),
-    ({"prompt": ADA, "tools": [{"type": "function"}]}, "ValidationError"),
-    ({"prompt": ADA, "n": 2, "temperature": 0}, "ValidationError"),
     ({"prompt": ADA, "suffix": "x"}, "UnsupportedFeatureError"),
     ({"prompt": ADA, "temperature": 3}, "ValidationError"),
-    ({"prompt": ADA, "max_tokens": True}, "ValidationError"),
-    ('{"prompt": "x", "slo": {"ttft_s": 1e999}}', "ValidationError"),
-    ({"prompt": ADA, "slo": {"tpot_s": 0}}, "ValidationError"),
-    ({"prompt": ADA, "arrival_s": "soon"}, "ValidationError"),
-    ({}, "ValidationError"),
     ({"prompt": ""}, "ValidationError"),
-    ({"prompt": 7}, "ValidationError"),
-    ({"prompt": "a", "prompt_token_ids": [1]}, "ValidationError"),
-    ({"prompt_token_ids": []}, "ValidationError"),
-    ({"prompt_token_ids": "abc"}, "ValidationError"),
-    ({"prompt_token_ids": [1, -1]}, "ValidationError"),
     ({"prompt_token_ids": [1, 256]}, "ValidationError"),
-    ({"prompt_token_ids": [2**63]}, "ValidationError"),
-    ({"prompt_token_ids": [True]}, "ValidationError"),
-    ({"prompt_token_ids": [1.0]}, "ValidationError"),
-    ({"prompt_token_ids": [[1]]}, "ValidationError"),
     ({"prompt": "x" * 256}, "ContextLengthError"),
     ({"id": "twice", "prompt": "x"}, "ValidationError"),
     ({"messages": [{"role": "user", "content": "hi"}]}, "ValidationError"),
-    ({"prompt": "half a pair: \ud800"}, "ValidationError"),
     ({"id": "\ud800", "prompt": ""}, "ValidationError"),
     ({"prompt": "x", "stop_token_ids": [256]}, "ValidationError"),
 ]
@@ -599,8 +532,8 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
     assert done.code == 3
     wrong, ignored, text = done.err.splitlines()
     assert ignored == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}"
-    assert re.fullmatch(rf"medha: 1\d of 30 requests in {path} cannot be run; the first is line 2: not JSON: .*", wrong)
-    assert text == "medha: 3 of 30 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
+    assert re.fullmatch(rf"medha: \d of 12 requests in {path} cannot be run; the first is line 2: not JSON: .*", wrong)
+    assert text == "medha: 3 of 12 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
     rows = parse(output.read_text())
     assert len(rows) == len(BAD_LINES) + 2
     served = [row for row in rows if row["error"] is None]

@@ -154,4 +154,4 @@ def test_a_trace_file_as_workload(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.write_text("\n".join(lines) + "\n")
     given = ["plan", "--gpus", "1", "--context", "1000", "--ttft-s", "1", "--tpot-s", "0.05", "--duration", "10"]
     assert run_app(app, "medha", [*given, "--workload", str(path), "--qps", "2"]) == 0
-    assert "requests/s" in capsys.readouterr().out
+    assert "capacity qps" in capsys.readouterr().out

@@ -25,14 +25,13 @@ from medha.verify.rows import (
     FAIL,
     NOT_RUN,
     PASS,
-    Crew,
     Row,
     Setting,
     attempted,
     exact,
     held,
     machine_facts,
-    machine_rows_of,
+    machine_rows,
     not_run,
     worst_of,
 )
@@ -175,19 +174,13 @@ def test_the_worst_rank_is_shown() -> None:
     assert worst_of([[exact("a", "b", 0)]]) == [exact("a", "b", 0)]
 
 
-def test_a_crew_of_one_has_its_own_rows() -> None:
-    row = held("attention", "output", float("nan"), 1.0)
-    assert Crew(None).gather("numbers", [1, None]) == [[1, None]]
-    assert Crew(None).worst("rows", [row]) == [row]
-
-
 def test_ranks_that_differ_are_named() -> None:
     facts = machine_facts(torch.device("cpu"))
-    assert [row.verdict for row in machine_rows_of([facts, facts])] == [PASS, PASS]
-    versions, devices = machine_rows_of([facts, facts | {"torch": "1.0", "kind": "other"}])
+    assert [row.verdict for row in machine_rows([facts, facts])] == [PASS, PASS]
+    versions, devices = machine_rows([facts, facts | {"torch": "1.0", "kind": "other"}])
     assert (versions.verdict, versions.figure) == (FAIL, "ranks 1 differ in torch")
     assert (devices.verdict, devices.figure) == (FAIL, "ranks 1 differ in kind")
-    _, devices = machine_rows_of([facts | {"gpu": "GPU 1 of here"}] * 2)
+    _, devices = machine_rows([facts | {"gpu": "GPU 1 of here"}] * 2)
     assert (devices.verdict, devices.figure) == (FAIL, "ranks share GPU 1 of here")
 
 
