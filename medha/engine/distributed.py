@@ -213,6 +213,8 @@ class DrivingRunner:
         self._reports = ReportLine(ranks, runner)
         self._tokens = TokenLine(ranks, runner)
         self._steps = InOrder(self._run_own, at_once=False)
+        # The others answer a call once they have run the batches before it, and for that need this rank.
+        sender.before_calls = lambda: self._steps.run_while(lambda step: True)
         self._closed: list[int] = []
         self._sampled_on: dict[int, int] = {}  # the group that has the sampling state of a slot
         self._num_in_pipeline = 0

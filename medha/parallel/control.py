@@ -12,7 +12,7 @@ import queue
 import threading
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,7 @@ class ControlSender:
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         self._group = group
         self._ranks = ranks
+        self.before_calls: Callable[[], None] = lambda: None
         self._sends: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = {rank: deque() for rank in ranks}
 
     def send(self, message: Message, *, only: Sequence[int] | None = None) -> None:
@@ -97,6 +98,8 @@ class ControlSender:
         Messages to different ranks may differ, their order may not. Waits only for a rank that is more than a ring of
         buffers behind.
         """
+        if message.batch is None:
+            self.before_calls()
         frames = _frames(encode(message))
         for rank in self._ranks if only is None else only:
             sends = self._sends[rank]

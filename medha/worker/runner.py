@@ -244,6 +244,7 @@ class Runner:
         slots = [self._sampling[row.slot] for row in step.drawn_rows]
         return slots, [row.kv_len - slot.num_prompt_tokens for row, slot in zip(step.drawn_rows, slots, strict=True)]
 
+    @torch.inference_mode()
     def note_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Note tokens that another rank drew, int64 on the host, for the next decodes of these slots."""
         self._make_room(1 + max(slots))

@@ -318,7 +318,7 @@ OPTIONS: list[tuple[str, str, Any]] = [
     ("device", "cuda:1", "cuda:1"),
     ("max-model-len", "512", 512),
     ("patience-s", "inf", math.inf),
-    ("decode-lag", "1", 1),
+    ("depth", "3", 3),
     ("swap-space", "4GiB", 4 << 30),
     ("rope-scaling", "yarn", "yarn"),
     ("rope-scaling", '{"rope_type": "linear", "factor": 2}', {"rope_type": "linear", "factor": 2}),

@@ -216,8 +216,8 @@ class Transport:
     def installed(self, world_size: int) -> Iterator[None]:
         """Within, the library's transfers, queues and threads are those of this model."""
         dist = SimpleNamespace(
-            isend=lambda tensor, *, dst, group: self.isend(tensor, dst, group),
-            irecv=lambda tensor, *, src, group: self.irecv(tensor, src, group),
+            isend=lambda tensor, *, dst, group, tag=0: self.isend(tensor, dst, group, tag),
+            irecv=lambda tensor, *, src, group, tag=0: self.irecv(tensor, src, group, tag),
             send=lambda tensor, *, dst, group, tag=0: self.isend(tensor, dst, group, tag).wait(),
             recv=lambda tensor, *, src, group, tag=0: self.irecv(tensor, src, group, tag).wait(),
             all_gather_into_tensor=lambda out, mine, *, group, async_op: self.all_gather(out, mine, group),
