@@ -156,7 +156,7 @@ class SchedulerConfig:
         "Schedule a request's next token before the one before is known, so that a batch is made, sent and prepared "
         "while another computes.",
         BOOLEAN,
-        flags=("--async-scheduling",),
+        flags=("--async-scheduling/--no-async-scheduling",),
         shown="on; off with one rank on a CPU, which would gain nothing, and in simulations",
     )
     admission: str = _serving(
