@@ -143,6 +143,7 @@ def _install(fault: Fault, folder: Path) -> None:
     from medha.engine import distributed
     from medha.worker import shard
     from medha.worker.runner import Runner
+from medha.worker.step_input import StepInput
 
     passed = itertools.count()
 
@@ -161,12 +162,13 @@ def _install(fault: Fault, folder: Path) -> None:
 
     run, load, leave = Runner.run, shard._load_model, distributed.leave
 
-    def run_or_fail(self: Runner, batch: Batch, *rest: Any, **named: Any) -> Any:
+    def run_or_fail(self: Runner, step: StepInput) -> Any:
+        batch = step.batch
         points = {"decode" if any(row.is_decode for row in batch.rows) else "prefill"}
         points |= {"shared" for row in batch.rows if row.is_shared}
         if fault.point in points:
             strike()
-        return run(self, batch, *rest, **named)
+        return run(self, step)
 
     def load_or_fail(*rest: Any, **named: Any) -> Any:
         strike()

@@ -48,7 +48,7 @@ def cancel_at_every_step(folder: str, options: dict[str, Any], prompts: list[lis
         follower = llm._role.follower  # type: ignore[union-attr]
         llm.follow()
         runner = follower._runner  # type: ignore[union-attr]
-        return len(runner._sampling), runner.slots.num_blocks
+        return len(runner._sampling), len(runner.slots._num_blocks)
     answers = []
     _, num_steps, _ = run(llm.engine, prompts, None)
     for abort_at in range(num_steps + 1):
