@@ -139,11 +139,10 @@ def _rank(
 
 
 def _install(fault: Fault, folder: Path) -> None:
-    from medha.batch import Batch
     from medha.engine import distributed
     from medha.worker import shard
     from medha.worker.runner import Runner
-from medha.worker.step_input import StepInput
+    from medha.worker.step_input import StepInput
 
     passed = itertools.count()
 
