@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from medha import errors
 from medha.batch import Row
-from medha.engine.distributed import (
+from medha.engine.wire import (
     decode_report,
     decode_sampling,
     encode_report,
