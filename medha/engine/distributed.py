@@ -243,7 +243,7 @@ class DrivingRunner:
         raise EngineDeadError("a step was interrupted; the other ranks have part of it, so the engine has ended")
 
     def submit(self, batch: Batch) -> PendingStep:
-        """Send a batch to every rank and run this rank's part of it.
+        """Send a batch to every rank and prepare this rank's part of it, which runs after those before it.
 
         Raises:
             RankFailedError: another rank failed; the message is the first error that any rank reported.
@@ -256,9 +256,10 @@ class DrivingRunner:
         closed = {"close": self._closed} if self._closed else {}
         self._closed = []
         parts = [batch.part_of(group) for group in range(self._ranks.config.kvp)]
+        own_ids = self._runner.chunk_ids(parts[0])
         told = set()
         for group, (part, embedders) in enumerate(zip(parts, self._embedders, strict=True)):
-            tokens = self._runner.chunk_ids(part) if embedders else _NO_TOKENS
+            tokens = own_ids if group == 0 else self._runner.chunk_ids(part)
             sampler, (opened, ids) = self._ranks.sampler_rank(group), self._opened(part, group)
             if opened:
                 told.add(sampler)
@@ -274,7 +275,7 @@ class DrivingRunner:
         ]
         if self._ranks.sampler_rank(0) != 0 and parts[0].rows:
             self._tokens.take_from(reports[0], parts[0])
-        own = self._steps.add(self._runner.prepare(parts[0], self._runner.chunk_ids(parts[0])))
+        own = self._steps.add(self._runner.prepare(parts[0], own_ids))
         return PendingStep(partial(self._completed, batch, own, reports))
 
     def _run_own(self, step: StepInput) -> Callable[[], StepResult | None]:

@@ -35,7 +35,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A batch that was submitted; ``result`` waits for what it produced, and is called once."""
+    """A batch that was submitted; ``result`` waits for what it produced."""
 
     result: Callable[[], StepResult]
 
