@@ -191,10 +191,12 @@ class Completion:
         self.error: Exception | None = None
         self._stop_reason: str | int | None = None
         self._tokenizer = tokenizer
+        self._max_tokens = request.max_tokens
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
-            streams = params.output_kind != "final_only" or bool(params.stop_strings)
-            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, streams=streams)
+            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._streams_text = request.reports_progress or bool(params.stop_strings)  # else it is decoded at the end
+        self._hides_end = False  # its last token is not part of the text
         self._stops = StopChecker(params.stop_strings, include_stop_str_in_output=params.include_stop_str_in_output)
         self._pieces: list[str] = []  # of the text, one or more a token
         self._logprobs: list[dict[int, Logprob]] = []
@@ -229,28 +231,30 @@ class Completion:
 
     def take(self, sampled: Sampled, now_s: float) -> bool:
         """Append a sampled token; returns whether this has ended with it."""
-        if not sampled.finite:
+        token, is_finite, logprobs = sampled
+        if not is_finite:
             error = NonFiniteLogitsError(
                 f"request {self.name!r}: the model returned NaN or infinite logits for token {len(self.token_ids)}"
             )
             self.finish("error", now_s, error=error)
             return True
-        params, token = self.request.params, sampled.token_id
+        metrics = self.metrics
         self.token_ids.append(token)
-        self.metrics.num_output_tokens += 1
-        if self.metrics.first_token is None:
-            self.metrics.first_token = now_s
-        if sampled.logprobs is not None:
-            self._take_logprobs(sampled.logprobs)
+        metrics.num_output_tokens += 1
+        if metrics.first_token is None:
+            metrics.first_token = now_s
+        if logprobs is not None:
+            self._take_logprobs(logprobs)
         ends = token in self.end_ids
-        if self._detokenizer is not None and (not ends or params.include_stop_str_in_output):
+        self._hides_end = ends and not self.request.params.include_stop_str_in_output
+        if self._streams_text and self._detokenizer is not None and not self._hides_end:
             piece = self._detokenizer.push(token)
             if piece:
                 self._add_text(piece)
         if ends or self._stops.matched is not None:
             self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
             self.finish("stop", now_s)
-        elif len(self.token_ids) >= self.request.max_tokens:
+        elif len(self.token_ids) >= self._max_tokens:
             self.finish("length", now_s)
         return self.finish_reason is not None
 
@@ -268,7 +272,8 @@ class Completion:
         if self._detokenizer is None or not flush_text:
             return
         if self._stops.matched is None:
-            self._add_text(self._detokenizer.finish())
+            ids = self.token_ids[:-1] if self._hides_end else self.token_ids
+            self._add_text(self._detokenizer.finish(ids))
         if self._stops.matched is None:
             self._pieces.append(self._stops.finish())
         if self._stops.matched is not None and reason in ("stop", "length"):

@@ -19,23 +19,17 @@ class Detokenizer:
     Args:
         tokenizer: the tokenizer the ids belong to.
         skip_special_tokens: whether special tokens are left out.
-        streams: whether text is wanted before the end; if not, all of it comes with :meth:`finish`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, streams: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._streams = streams
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._ids: list[int] = []
         self._num_emitted = 0  # characters
         self._run: list[int] = []
 
     def push(self, token_id: int) -> str:
         """Add one token, not negative; returns the text that became final, perhaps none."""
-        self._ids.append(token_id)
-        if not self._streams:
-            return ""
         kind = self._tokenizer.kind(token_id)
         if kind == "none" or (kind == "special" and self._skip_special_tokens):
             return ""
@@ -52,9 +46,9 @@ class Detokenizer:
         self._num_emitted += len(text)
         return text
 
-    def finish(self) -> str:
-        """End the stream; returns the text still held back, in which incomplete bytes are U+FFFD."""
-        whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
+    def finish(self, ids: Sequence[int]) -> str:
+        """End the stream; returns the text of all ``ids`` that is not out yet, in which incomplete bytes are U+FFFD."""
+        whole = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
         return whole[self._num_emitted :]
 
 
