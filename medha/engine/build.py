@@ -28,7 +28,7 @@ from medha.engine.request import ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.models.hf_config import load_generation_config, load_model_config
 from medha.models.hub import resolve_model
-from medha.parallel.control import ControlReceiver, ControlSender
+from medha.parallel.control import ControlSender
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.launch import read_launch
 from medha.parallel.mesh import (
@@ -184,7 +184,7 @@ def _build(
     if runner.cache.has_scratch:
         capture_graphs(runner, config, captured)
     if ranks is not None and ranks.rank != 0:
-        follower = Follower(runner, ranks, ControlReceiver(ranks.control_group))
+        follower = Follower(runner, ranks)
         ranks.monitor.describe = follower.describe
         return RankHandle(limits, tokenizer, runner, follower=follower)
     scheduler = _build_scheduler(config, coefficients, limits, num_blocks)
