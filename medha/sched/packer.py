@@ -4,6 +4,15 @@ Decodes first, their predicted time counted; then prefills in the policy's order
 the budget. Chunks shrink as KV grows because the same budget holds fewer tokens: adaptive chunking needs no rule of its
 own. With KV parallelism every group has a budget, and a chunk that lies on several takes the least that any leaves.
 
+The guard: plain LARS can hold a short request for nearly its whole deadline, and an overload of short requests starves
+a long one for as long as it lasts. So a prefill that is late, or that has been passed over for ``patience_s``, is
+guarded until its prefill ends. In each batch the guarded are served first, by arrival, up to ``late_share`` of the
+prefill budget; a share of 0 turns that off. With time counted in seconds of prefill budget, B that of one batch, and s
+the share: a guarded request with w seconds of work left, and W left in the guarded that arrived before it, ends its
+prefill within (W + w) / s + B, whoever comes later; the policy's order runs as on a machine slower by at most
+1 / (1 - s). Where the share is too small for any chunk, or a second long prefill has no place, the oldest keeps its
+turn, and what it did not get is owed to the guarded, up to one budget: the first bound grows by B / s.
+
 Departures from the paper, and why:
 
 - Algorithm 2 read literally lets every request yield a share of the budget, also the short ones it is yielded to. Here
@@ -22,15 +31,16 @@ Departures from the paper, and why:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import Predictor, Tick
 from medha.sched.batch_builder import BatchBuilder, Packer
-from medha.sched.budget import GroupTime, batch_budget_s, guard_limit_s, guarded_rows, is_guarded
 from medha.sched.decision import Prediction
-from medha.sched.policy import SHORTEST_S, load_policy, order
+from medha.sched.policy import SHORTEST_S, load_policy, order, sort_rows
 from medha.sched.queue import Queue, State
 
 # Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it
@@ -38,6 +48,27 @@ from medha.sched.queue import Queue, State
 _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
+
+
+@dataclass(slots=True)
+class GroupTime:
+    """Time of one group in the batch that is being filled.
+
+    Attributes:
+        tick: what is in it, predicted.
+        budget_s: for the whole batch.
+        limit_s: what the present phase may fill.
+        decodes_s: what the decodes take.
+        long_slot: the long prefill in it, if any.
+        is_joined: a chunk in it was made longer, and is in ``tick`` as two.
+    """
+
+    tick: Tick
+    budget_s: float
+    limit_s: float
+    decodes_s: float
+    long_slot: int | None = None
+    is_joined: bool = False
 
 
 class MedhaPacker(Packer):
@@ -97,27 +128,21 @@ class MedhaPacker(Packer):
         share = self.config.late_share
         if not share:
             return
-        columns = queue.columns(self._factor)
-        queue.guarded[:] = is_guarded(
-            columns,
-            builder.now_s,
-            last_chunk_s=queue.last_chunk_s,
-            was_guarded=queue.guarded,
-            patience_s=self.config.patience_s,
-        )
-        if not queue.guarded.any():
+        columns, guarded = queue.columns(self._factor), queue.guarded
+        guarded |= columns.arrival_s + columns.deadline_s < builder.now_s
+        guarded |= queue.last_chunk_s + self.config.patience_s <= builder.now_s
+        if not guarded.any():
             self._owed_s = []
             return
         owed = self._owed_s or [0.0] * len(self._groups)
-        limits = [
-            guard_limit_s(group.prefill_s, late_share=share, owed_s=owed_s)
-            for group, owed_s in zip(self._groups, owed, strict=True)
-        ]
-        for group, limit in zip(self._groups, limits, strict=True):
-            group.limit_s = group.decodes_s + limit
+        limits = []
+        for group, owed_s in zip(self._groups, owed, strict=True):
+            prefill_s = max(0.0, group.budget_s - group.decodes_s)
+            limits.append(min(prefill_s, owed_s + share * prefill_s))
+            group.limit_s = group.decodes_s + limits[-1]
         is_whole = all(g.limit_s >= g.budget_s for g in self._groups)
         may_be_long = is_whole or np.count_nonzero(columns.num_prompt_tokens >= self.config.long_threshold) < 2
-        rows = guarded_rows(columns, queue.guarded, slots=queue.slots, first=_FIRST)
+        rows = sort_rows((columns.arrival_s, queue.slots), first=_FIRST, among=guarded)
         for state in queue.states_of_rows(rows):
             if builder.is_held(state):
                 continue
@@ -308,8 +333,24 @@ class MedhaPacker(Packer):
 
     def _group_time(self, queue: Queue, builder: BatchBuilder, group: int) -> GroupTime:
         tick = self.predictor.tick(*builder.works(group))
-        budget_s = batch_budget_s(self.config, queue, builder.memory, group)
+        budget_s = self._budget_s(queue, builder, group)
         return GroupTime(tick, budget_s, budget_s, tick.seconds)
+
+    def _budget_s(self, queue: Queue, builder: BatchBuilder, group: int) -> float:
+        """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the preemption quantum.
+
+        A decode comes round again after ``config.period`` batches, so each may take that share of the TPOT.
+        """
+        if self.config.t_target_s is not None:
+            return self.config.t_target_s
+        tightest = self.config.quantum_s * self.config.period
+        for state in queue.decoding.values():
+            slo = state.request.slo
+            if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
+                first, count = builder.memory.span(state.slot)
+                if first <= group < first + count:
+                    tightest = slo.tpot_s
+        return tightest / self.config.period
 
     def _note(self, builder: BatchBuilder) -> None:
         """Keep the prediction of the batch."""

@@ -309,6 +309,18 @@ def test_a_place_within_its_budget_is_taken_before_one_beyond() -> None:
     assert scheduler.packer.num_over_budget == 0  # type: ignore[attr-defined]
 
 
+def test_the_late_and_the_passed_over_are_guarded() -> None:
+    """While a decode holds all memory; what is due at 2 s is not late at 2 s."""
+    scheduler = new_scheduler(num_blocks=1, late_share=0.1, patience_s=4.0)
+    add(scheduler, 0, 1, BLOCK)
+    finish(scheduler, scheduler.schedule(0.0).batch)
+    add(scheduler, 1, 8, slo=SLO(2.0))
+    add(scheduler, 2, 8, slo=SLO(100.0), arrival_s=1.0)
+    for now_s, guarded in ((2.0, [False, False]), (2.5, [True, False]), (5.0, [True, True])):
+        finish(scheduler, scheduler.schedule(now_s).batch)
+        assert scheduler._queue.guarded.tolist() == guarded
+
+
 # -- the known defects of the one comparable implementation -----------------------------------------------
 
 
