@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.cost.json_form import JsonFile, check_fields, check_number
+from medha.cost.json_form import JsonFile
 from medha.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -66,7 +66,6 @@ class ChunkAttention:
 
     def __post_init__(self) -> None:
         _check_table("chunks", self.tokens, a_s=self.a_s, b_s=self.b_s, first_s=self.first_s)
-        check_fields("chunks", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,6 @@ class DecodeAttention:
     short_b_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields("decodes", self)
         short = {"short_a_s": self.short_a_s, "short_b_s": self.short_b_s} if self.short_kv else {}
         _check_table("decodes", self.batch, rising=False, a_s=self.a_s, b_s=self.b_s, **short)
 
@@ -124,9 +122,6 @@ class MixedAttention:
     straggler_a_s: float = 0.0
     straggler_b_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        check_fields("mixed", self)
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -139,9 +134,6 @@ class Link:
     alpha_s: float
     bytes_per_s: float
     bytes_per_token: float
-
-    def __post_init__(self) -> None:
-        check_fields("link", self)
 
     @property
     def fixed_s(self) -> float:
@@ -166,19 +158,6 @@ class ProfileKey:
     num_threads: int
     block_size: int
     torch_version: str
-
-    def __post_init__(self) -> None:
-        check_fields("key", self)
-
-    def check(self, expected: ProfileKey, *, source: str) -> None:
-        """Raise a ConfigError that names each field in which ``expected``, what is to be run, differs."""
-        differing = [
-            f"{item.name} is {getattr(self, item.name)!r}, running {getattr(expected, item.name)!r}"
-            for item in fields(self)
-            if getattr(self, item.name) != getattr(expected, item.name)
-        ]
-        if differing:
-            raise ConfigError(f"{source} was measured for something else: {'; '.join(differing)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +191,6 @@ class Coefficients(JsonFile):
     spp: Link | None = None
     kvp: Link | None = None
 
-    def __post_init__(self) -> None:
-        check_fields("stage", self)
-
     @classmethod
     def load(cls, path: Path, *, expected: ProfileKey | None = None) -> Coefficients:
         """Read a JSON file.
@@ -226,18 +202,19 @@ class Coefficients(JsonFile):
             found = cls.from_json(path.read_text(), source=f"profile {path}")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"profile {path} cannot be read: {error}") from error
-        if expected is not None:
-            found.key.check(expected, source=f"profile {path}")
+        mine, theirs = asdict(found.key), asdict(expected or found.key)
+        if differing := [
+            f"{name} is {mine[name]!r}, running {theirs[name]!r}" for name in mine if mine[name] != theirs[name]
+        ]:
+            raise ConfigError(f"profile {path} was measured for something else: {'; '.join(differing)}")
         return found
 
 
 def _check_table(name: str, x: tuple[float, ...], *, rising: bool = True, **columns: tuple[float, ...]) -> None:
-    """A table has a point, increasing x above 0, and finite columns, which never fall unless they may."""
+    """A table has a point, increasing sizes, and as many seconds, which never fall unless they may."""
     for column, values in {"x": x, **columns}.items():
-        if not isinstance(values, tuple) or not values or len(values) != len(x):
+        if not values or len(values) != len(x):
             raise ConfigError(f"{name}.{column}={values!r}; accepted: {len(x) or 'some'} numbers")
-        for value in values:
-            check_number(f"{name}.{column}", value, None if column == "x" else 0.0)
         if ((rising or column == "x") and list(values) != sorted(values)) or len(set(x)) < len(x):
             raise ConfigError(
                 f"{name}.{column} falls; accepted: increasing sizes, and seconds that never fall with them"

@@ -100,18 +100,7 @@ def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) ->
             f"tp={config.tp} x spp={config.spp} x kvp={config.kvp} is {config.world_size} ranks, "
             f"and {world_size} were started; accepted: degrees whose product is {world_size}"
         )
-    if config.spp > model.num_layers:
-        raise ParallelConfigError(
-            f"spp={config.spp} stages for {model.num_layers} layers; accepted: 1 to {model.num_layers}"
-        )
-    heads, kv_heads, features = model.num_heads, model.num_kv_heads, model.intermediate_size
-    divisors = [tp for tp in range(1, heads + 1) if heads % tp == 0 and features % tp == 0]
-    fitting = [tp for tp in divisors if kv_heads % tp == 0 or tp % kv_heads == 0]
-    if config.tp not in fitting:
-        raise ParallelConfigError(
-            f"tp={config.tp} does not divide {heads} query heads, {kv_heads} KV heads and {features} MLP features; "
-            f"accepted: {', '.join(map(str, fitting))}"
-        )
+    config.check_model(model)
 
 
 def meet(config: ParallelConfig, launch: Launch) -> Job:

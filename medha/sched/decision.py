@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from medha.batch import Batch
-from medha.cost.correction import Kind
+from medha.cost.predictor import Kind
 from medha.params import SLO
 
 
