@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 from tokenizers.decoders import DecodeStream
 
-from medha.text.tokenizer import Tokenizer, failures_named
-
-_BYTE_TOKEN = re.compile(r"<0x..>")
+from medha.text.tokenizer import Tokenizer, tokenizer_error
 
 
 class Detokenizer:
@@ -38,15 +36,19 @@ class Detokenizer:
         self._ids.append(token_id)
         if not self._streams:
             return ""
-        token = self._tokenizer.backend.id_to_token(token_id)
-        if token is None or (self._skip_special_tokens and token_id in self._tokenizer.special_ids):
+        kind = self._tokenizer.kind(token_id)
+        if kind == "none" or (kind == "special" and self._skip_special_tokens):
             return ""
-        self._run.append(token_id)
-        if _BYTE_TOKEN.fullmatch(token):
+        if kind == "byte":
+            self._run.append(token_id)
             return ""
-        with failures_named(self._tokenizer.name, "decode"):
-            text: str = self._stream.step(self._tokenizer.backend, self._run) or ""
-        self._run = []
+        ids: int | list[int] = token_id
+        if self._run:
+            ids, self._run = [*self._run, token_id], []
+        try:
+            text: str = self._stream.step(self._tokenizer.backend, ids) or ""
+        except BaseException as error:
+            raise tokenizer_error(self._tokenizer.name, "decode", error) from error
         self._num_emitted += len(text)
         return text
 
@@ -76,6 +78,8 @@ class StopChecker:
     def push(self, piece: str) -> tuple[str, str | None]:
         """Add the next text of the stream; returns text safe to emit, and the stop string found, or None. Once found,
         later text is dropped."""
+        if not self._stops:
+            return piece, None
         if self.matched is not None:
             return "", self.matched
         safe, self._held = self._split(self._held + piece, is_end=False)
