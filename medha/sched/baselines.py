@@ -132,7 +132,7 @@ class TokenBudgetPacker(Packer):
         budgets = [self.budget(self._max_tokens - left) for left in builder.tokens_left]
         admits = True
         columns = queue.columns(1.0)
-        by = (columns.priority, columns.arrival_s + columns.deadline_s, columns.arrival_s, queue.slots)
+        by = (columns.priority, columns.arrival_s + columns.deadline_s, columns.arrival_s, queue.column("slot"))
         for state in queue.states_of_rows(sort_rows(by)):
             if max(budgets) <= 0:
                 return

@@ -100,7 +100,7 @@ class MedhaPacker(Packer):
         if queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
-            is_short = queue.num_prompt_tokens < self.config.long_threshold
+            is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
             self._yields = self.config.rho_max > 0 and bool(is_short.any())
             for state in favoured:
                 self._give(state, queue, builder, may_exceed=True)
@@ -128,9 +128,9 @@ class MedhaPacker(Packer):
         share = self.config.late_share
         if not share:
             return
-        columns, guarded = queue.columns(self._factor), queue.guarded
+        columns, guarded = queue.columns(self._factor), queue.column("guarded")
         guarded |= columns.arrival_s + columns.deadline_s < builder.now_s
-        guarded |= queue.last_chunk_s + self.config.patience_s <= builder.now_s
+        guarded |= queue.column("last_chunk_s") + self.config.patience_s <= builder.now_s
         if not guarded.any():
             self._owed_s = []
             return
@@ -142,7 +142,7 @@ class MedhaPacker(Packer):
             group.limit_s = group.decodes_s + limits[-1]
         is_whole = all(g.limit_s >= g.budget_s for g in self._groups)
         may_be_long = is_whole or np.count_nonzero(columns.num_prompt_tokens >= self.config.long_threshold) < 2
-        rows = sort_rows((columns.arrival_s, queue.slots), first=_FIRST, among=guarded)
+        rows = sort_rows((columns.arrival_s, queue.column("slot")), first=_FIRST, among=guarded)
         for state in queue.states_of_rows(rows):
             if builder.is_held(state):
                 continue
@@ -163,11 +163,11 @@ class MedhaPacker(Packer):
             rows = order(
                 self._ranking,
                 queue.columns(self._factor),  # anew, as rows move when a prompt is scheduled whole
-                slots=queue.slots,
+                slots=queue.column("slot"),
                 now_s=builder.now_s + self._ahead_s,
                 first=_FIRST,
                 among=may_enter,
-                last=queue.relegated,
+                last=queue.column("relegated"),
             )
             states = queue.states_of_rows(rows)
             has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
@@ -198,9 +198,9 @@ class MedhaPacker(Packer):
 
         No new ones where all places are taken, no long ones where each group has one, none a second time.
         """
-        may_enter = queue.started if len(queue.running) >= self.config.max_num_seqs else None
+        may_enter = queue.column("started") if len(queue.running) >= self.config.max_num_seqs else None
         if all(group.long_slot is not None for group in self._groups):
-            is_short = queue.num_prompt_tokens < self.config.long_threshold
+            is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
             may_enter = is_short if may_enter is None else may_enter & is_short
         if tried:
             may_enter = np.ones(queue.num_prefills, np.bool_) if may_enter is None else may_enter.copy()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,7 @@ from medha.batch import Row
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
-from medha.sched.policy import Columns, Floats, Ints, sort_rows
-
-Bools = NDArray[np.bool_]
+from medha.sched.policy import COLUMN_NAMES, Columns, sort_rows
 
 
 @dataclass(slots=True)
@@ -86,10 +85,15 @@ def prefill_work(num_computed_tokens: int, num_prompt_tokens: int) -> float:
     return (end - start) + (end * end - start * start) / (2.0 * _EVEN_CONTEXT)
 
 
-# The columns: rows of three arrays, so that a request moves as three slices.
-_ARRIVAL, _DEADLINE, _TOTAL, _LEFT, _LAST_CHUNK = range(5)  # seconds
-_PROMPT, _COMPUTED, _PRIORITY, _SLOT = range(4)
-_GUARDED, _STARTED, _RELEGATED = range(3)
+# The columns: those that a policy sees, and the scheduler's own.
+_COLUMNS: dict[str, type[np.generic]] = {
+    **{name: np.float64 if name.endswith("_s") else np.int64 for name in COLUMN_NAMES},
+    "last_chunk_s": np.float64,  # when it last had a chunk in a batch; its arrival before the first
+    "slot": np.int64,
+    "started": np.bool_,
+    "relegated": np.bool_,  # it comes after all others
+    "guarded": np.bool_,  # the guard looks after it; written by the packer
+}
 
 
 class Queue:
@@ -121,9 +125,7 @@ class Queue:
         self.num_prefills = 0
         self._states: list[State] = []  # by row
         self._row_of: dict[int, int] = {}
-        self._floats = np.empty((5, 64), np.float64)
-        self._ints = np.empty((4, 64), np.int64)
-        self._flags = np.zeros((3, 64), np.bool_)
+        self._table = {name: np.zeros(64, dtype) for name, dtype in _COLUMNS.items()}
         self._columns: tuple[float, Columns] | None = None  # those handed out last, until a row changes
 
     def __contains__(self, slot: int) -> bool:
@@ -135,64 +137,28 @@ class Queue:
         """Views of the columns for a policy; ``factor`` corrects the predicted seconds."""
         if self._columns is not None and self._columns[0] == factor:
             return self._columns[1]
-        count = self.num_prefills
-        arrival_s, deadline_s, total_s, left_s, _ = self._floats[:, :count]
-        num_prompt_tokens, num_computed_tokens, priority, _ = self._ints[:, :count]
-        columns = Columns(
-            arrival_s=arrival_s,
-            deadline_s=deadline_s,
-            work_total_s=total_s if factor == 1.0 else total_s * factor,
-            work_left_s=left_s if factor == 1.0 else left_s * factor,
-            num_prompt_tokens=num_prompt_tokens,
-            num_computed_tokens=num_computed_tokens,
-            priority=priority,
-        )
-        self._columns = factor, columns
-        return columns
+        views = {name: self.column(name) for name in COLUMN_NAMES}
+        if factor != 1.0:
+            views |= {name: views[name] * factor for name in ("work_total_s", "work_left_s")}
+        self._columns = factor, Columns(**views)
+        return self._columns[1]
 
-    @property
-    def slots(self) -> Ints:
-        """Slot of each row of the columns."""
-        return self._ints[_SLOT, : self.num_prefills]
-
-    @property
-    def last_chunk_s(self) -> Floats:
-        """When each row last had a chunk in a batch; its arrival before the first."""
-        return self._floats[_LAST_CHUNK, : self.num_prefills]
-
-    @property
-    def num_prompt_tokens(self) -> Ints:
-        """Length of each row's prefill."""
-        return self._ints[_PROMPT, : self.num_prefills]
-
-    @property
-    def started(self) -> Bools:
-        """Which rows have begun."""
-        return self._flags[_STARTED, : self.num_prefills]
-
-    @property
-    def relegated(self) -> Bools:
-        """Which rows come after all others."""
-        return self._flags[_RELEGATED, : self.num_prefills]
-
-    @property
-    def guarded(self) -> Bools:
-        """Which rows the guard looks after; written by the packer."""
-        return self._flags[_GUARDED, : self.num_prefills]
+    def column(self, name: str) -> NDArray[Any]:
+        """A view of one column of ``_COLUMNS``."""
+        return self._table[name][: self.num_prefills]
 
     def rows_of(self, slots: Iterable[int]) -> list[int]:
-        """The rows of the columns of those that have one."""
+        """The rows of those that have one."""
         return [self._row_of[slot] for slot in slots if slot in self._row_of]
 
     def states_of_rows(self, rows: NDArray[np.intp]) -> list[State]:
         """The requests of some rows of the columns."""
-        states = self._states
-        return [states[row] for row in rows.tolist()]
+        return [self._states[row] for row in rows.tolist()]
 
     def work_s(self, state: State, factor: float) -> tuple[float, float]:
         """Predicted seconds of a prefill: of the whole and of what is left; its prompt is not scheduled whole."""
         row = self._row_of[state.slot]
-        return self._floats[_TOTAL, row] * factor, self._floats[_LEFT, row] * factor
+        return self._table["work_total_s"][row] * factor, self._table["work_left_s"][row] * factor
 
     def prefill(self, slot: int) -> State | None:
         """The request of a slot while tokens of its prefill are left to schedule."""
@@ -201,13 +167,12 @@ class Queue:
 
     def first_of_highest_class(self) -> list[State]:
         """The first to arrive of the highest class among those that have not started; nothing if there is none."""
-        rows = np.flatnonzero(~self.started)
-        by = self._ints[_PRIORITY, rows], self._floats[_ARRIVAL, rows]
-        return [self._states[row] for row in rows[sort_rows(by, first=1)]]
+        by = self.column("priority"), self.column("arrival_s")
+        return self.states_of_rows(sort_rows(by, first=1, among=~self.column("started")))
 
     def has_prefill_above(self, priority: int) -> bool:
         """Whether a prefill of a higher class than this waits or is under way."""
-        return bool((self._ints[_PRIORITY, : self.num_prefills] < priority).any())
+        return bool((self.column("priority") < priority).any())
 
     def prefills(self) -> Iterator[State]:
         """Started requests with prompt tokens left, in the order in which they started."""
@@ -241,7 +206,7 @@ class Queue:
     def start(self, state: State) -> None:
         """A request gets its first chunk."""
         state.has_started = True
-        self._flags[_STARTED, self._row_of[state.slot]] = True
+        self._table["started"][self._row_of[state.slot]] = True
         self.running[state.slot] = self.waiting.pop(state.slot)
 
     def sent(self, state: State, row: Row, now_s: float) -> None:
@@ -257,19 +222,18 @@ class Queue:
             self.decoding[state.slot] = state
             return
         index = self._row_of[state.slot]
-        self._floats[_LAST_CHUNK, index] = now_s
-        self._floats[_LEFT, index] = self._left_s(row.kv_len, state.num_prefill_tokens)
+        self._table["last_chunk_s"][index] = now_s
+        self._table["work_left_s"][index] = self._left_s(row.kv_len, state.num_prefill_tokens)
         self._columns = None
 
     def computed(self, rows: Iterable[Row]) -> None:
         """The rows of a batch are done in every stage."""
-        running, row_of = self.running, self._row_of
         for row in rows:
-            state = running[row.slot]
+            state = self.running[row.slot]
             state.num_in_flight -= 1
             state.num_computed_tokens += row.q_len
-            if not row.is_decode and (index := row_of.get(row.slot)) is not None:
-                self._ints[_COMPUTED, index] = state.num_computed_tokens
+            if not row.is_decode and (index := self._row_of.get(row.slot)) is not None:
+                self._table["num_computed_tokens"][index] = state.num_computed_tokens
 
     def end(self, state: State) -> None:
         """Nothing more of a request is to be scheduled."""
@@ -312,15 +276,15 @@ class Queue:
     def _append(self, state: State, total_s: float, last_chunk_s: float) -> None:
         """A row for a request that has not started; what was kept of it counts as done."""
         row = self.num_prefills
-        if row == self._flags.shape[1]:
-            self._floats, self._ints, self._flags = (
-                np.concatenate([array, array], axis=1) for array in (self._floats, self._ints, self._flags)
-            )
+        if row == self._table["slot"].size:
+            self._table = {name: np.concatenate([column, column]) for name, column in self._table.items()}
         request, num_kept = state.request, state.num_computed_tokens
         left_s = self._left_s(num_kept, state.num_prefill_tokens) if num_kept else total_s
-        self._floats[:, row] = request.arrival_s, state.deadline_s, total_s, left_s, last_chunk_s
-        self._ints[:, row] = state.num_prefill_tokens, num_kept, request.priority, state.slot
-        self._flags[:, row] = False, False, request.is_relegated
+        times = request.arrival_s, state.deadline_s, total_s, left_s
+        sizes = state.num_prefill_tokens, num_kept, request.priority
+        values = *times, *sizes, last_chunk_s, state.slot, False, request.is_relegated, False
+        for column, value in zip(self._table.values(), values, strict=True):
+            column[row] = value
         self._states.append(state)
         self._row_of[state.slot] = row
         self.num_prefills += 1
@@ -332,8 +296,8 @@ class Queue:
         last = self.num_prefills - 1
         moved = self._states.pop()
         if row != last:
-            for array in (self._floats, self._ints, self._flags):
-                array[:, row] = array[:, last]
+            for column in self._table.values():
+                column[row] = column[last]
             self._states[row] = moved
             self._row_of[moved.slot] = row
         self.num_prefills = last

@@ -247,7 +247,7 @@ def test_many_are_served_in_the_order_of_the_policy(policy: str) -> None:
     name = policy.removeprefix("priority").removeprefix(":") or "lars"
     keys = BUILT_IN[name](columns, (scheduler.depth + 1) * 5.0)
     classes = columns.priority * policy.startswith("priority")
-    order = sorted(zip(classes, keys, columns.arrival_s, queue.slots.tolist(), strict=True))
+    order = sorted(zip(classes, keys, columns.arrival_s, queue.column("slot").tolist(), strict=True))
     served = chunks_of(scheduler.schedule(0.0).batch)
     assert [slot for slot, _ in served] == [slot for *_, slot in order[:20]]
 
@@ -318,7 +318,7 @@ def test_the_late_and_the_passed_over_are_guarded() -> None:
     add(scheduler, 2, 8, slo=SLO(100.0), arrival_s=1.0)
     for now_s, guarded in ((2.0, [False, False]), (2.5, [True, False]), (5.0, [True, True])):
         finish(scheduler, scheduler.schedule(now_s).batch)
-        assert scheduler._queue.guarded.tolist() == guarded
+        assert scheduler._queue.column("guarded").tolist() == guarded
 
 
 # -- the known defects of the one comparable implementation -----------------------------------------------
