@@ -1,6 +1,6 @@
 """What crosses the scheduler's seam: a request as the scheduler knows it, and what the scheduler decides.
 
-Whoever looks on (the engine, explanations, the journal, a simulator) is handed these and asks the scheduler nothing.
+The engine, explanations, the journal and the simulator are handed these and ask the scheduler nothing.
 """
 
 from __future__ import annotations

@@ -25,13 +25,11 @@ from medha.sched.policy import COLUMN_NAMES, Columns, sort_rows
 class State:
     """Progress of one request.
 
-    ``num_scheduled_tokens`` moves when a chunk is sent, ``num_computed_tokens`` when its batch is complete.
-    ``num_known_tokens`` counts the prompt and the tokens sampled so far, with async scheduling also those being
-    sampled: a request has work to schedule while fewer are scheduled than known, be it prefill or decode.
-
     Attributes:
-        num_prefill_tokens: tokens of its prefill: its prompt, and after it was preempted the tokens it had by then.
-            Those that were swapped out count as computed.
+        num_known_tokens: the prompt and the tokens sampled so far, with async scheduling also those being sampled: a
+            request has work to schedule while fewer are scheduled than known.
+        num_prefill_tokens: of its prompt, and after it was preempted all that it had by then.
+        num_scheduled_tokens, num_computed_tokens: sent in some batch; in a batch that is complete, or swapped out.
         deadline_s: seconds from arrival to when its first token is due; inf is none.
         has_started: it is bound to a group and may hold memory.
         ended: it finished or was cancelled; it is closed once nothing of it is in flight.
@@ -101,10 +99,8 @@ class Queue:
 
     Args:
         config: of a request without a TTFT objective the deadline is ``max(deadline_floor_s, deadline_factor *
-            predicted seconds alone)``; with async scheduling tokens count as known once what samples them
-            is sent.
-        times: predicted seconds of prefills; None counts work in tokens of short context instead, and derives no
-            deadline.
+            predicted seconds alone)``; with async scheduling tokens count as known once what samples them is sent.
+        times: predicted seconds of prefills; None counts tokens of short context instead, and derives no deadline.
 
     Attributes:
         running: started and not closed, in the order of their first chunks.
@@ -182,16 +178,15 @@ class Queue:
 
     def add(self, request: SchedulerRequest, factor: float) -> State:
         """A request arrives; ``factor`` corrects the predicted seconds of its derived deadline."""
-        total_s = self.prefill_s(request.num_prompt_tokens)
         length = request.num_prompt_tokens
+        total_s = self.prefill_s(length)
         state = State(request, length, length, self._deadline_s(request, total_s * factor))
         self.waiting[request.slot] = state
         self._append(state, total_s, request.arrival_s)
         return state
 
     def preempt(self, state: State, now_s: float, *, num_kept: int = 0) -> None:
-        """A started request with nothing in flight loses what was computed of it, all but the first ``num_kept``
-        tokens, and waits again, first in line."""
+        """A started request loses what was computed, all but ``num_kept`` tokens, and waits again, first in line."""
         self.running.pop(state.slot)
         self.decoding.pop(state.slot, None)
         if state.slot in self._row_of:
@@ -255,21 +250,16 @@ class Queue:
 
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds that a prefill of so many tokens takes alone, uncorrected; without ``times`` its work."""
-        if self._times is None:
-            return prefill_work(0, num_tokens)
-        return self._times.total_s(num_tokens)
+        return prefill_work(0, num_tokens) if self._times is None else self._times.total_s(num_tokens)
 
     def _left_s(self, num_done: int, num_tokens: int) -> float:
-        if self._times is None:
-            return prefill_work(num_done, num_tokens)
-        return self._times.remaining_s(num_done, num_tokens)
+        times = self._times
+        return prefill_work(num_done, num_tokens) if times is None else times.remaining_s(num_done, num_tokens)
 
     def _deadline_s(self, request: SchedulerRequest, total_s: float) -> float:
-        if request.is_relegated:
-            return math.inf
-        if request.slo is not None and request.slo.ttft_s is not None:
+        if request.slo is not None and request.slo.ttft_s is not None and not request.is_relegated:
             return request.slo.ttft_s
-        if self._times is None:
+        if request.is_relegated or self._times is None:
             return math.inf
         return max(self._config.deadline_floor_s, self._config.deadline_factor * total_s)
 
