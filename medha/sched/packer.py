@@ -15,12 +15,10 @@ turn, and what it did not get is owed to the guarded, up to one budget: the firs
 
 Departures from the paper, and why:
 
-- Algorithm 2 read literally lets every request yield a share of the budget, also the short ones it is yielded to. Here
-  only a long prefill yields, and only while a short one waits.
-- It yields a share of the whole budget, decodes included; here of what the decodes leave.
-- A request that is passed over now has its first token in time only if it is in the next batch, and a batch and its way
-  through the pipeline take up to ``(depth + 1)`` budgets. So policies are asked for the order at the time so far ahead:
-  slack is what is left then. Else LARS holds a short request until it is late by just as much.
+- Algorithm 2 read literally lets every request yield a share of the whole budget, also the short ones it is yielded
+  to. Here only a long prefill yields, only while a short one waits, and of what the decodes leave.
+- A request that is passed over now has its first token ``(depth + 1)`` budgets later at the latest. So policies are
+  asked for the order at the time so far ahead; else LARS holds a short request until it is late by just as much.
 - What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
 - Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group,
@@ -43,8 +41,8 @@ from medha.sched.decision import Prediction
 from medha.sched.policy import SHORTEST_S, load_policy, order, sort_rows
 from medha.sched.queue import Queue, State
 
-# Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it
-# is. An empty one goes on until every request has been tried, so that whatever can run does.
+# Requests of the order that are looked at in one round, and the most rounds of a batch that has something, and of an
+# empty one: there every request is tried, so that whatever can run does.
 _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
@@ -96,7 +94,10 @@ class MedhaPacker(Packer):
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         favoured = self._make_room(queue, builder) if self._ranking.by_class else []
         builder.add_decodes()
-        self._groups = [self._group_time(queue, builder, group) for group in range(builder.memory.num_groups)]
+        self._groups = []
+        for index in range(builder.memory.num_groups):
+            tick, budget_s = self.predictor.tick(*builder.works(index)), self._budget_s(queue, builder, index)
+            self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds))
         if queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
@@ -115,8 +116,8 @@ class MedhaPacker(Packer):
     # -- phases ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, queue: Queue, builder: BatchBuilder) -> list[State]:
-        """Requests for which others of lower classes were preempted: of those refused memory in the batch before, and
-        where all places are taken the first of the highest class."""
+        """Requests for which lower classes were preempted: of those refused memory in the batch before, and where all
+        places are taken the first of the highest class."""
         builder.preemption.by_class = True
         states = [state for slot in self._refused[:_FIRST] if (state := queue.prefill(slot)) is not None]
         if len(queue.running) >= self.config.max_num_seqs:
@@ -215,21 +216,19 @@ class MedhaPacker(Packer):
         if builder.is_held(state) or (is_long and all(g.long_slot not in (None, state.slot) for g in self._groups)):
             return False
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
-        has_chunk = state.slot in builder.chunked
+        has_chunk, min_chunk = state.slot in builder.chunked, self.config.min_chunk
 
         def may_enter(first: int, count: int) -> bool:
             groups = self._groups[first : first + count]
             return not is_long or all(group.long_slot in (None, state.slot) for group in groups)
 
         def fitting(first: int, count: int, most: int) -> int:
-            if not may_enter(first, count):
-                return 0
-            tokens = self._fitting(state, builder, first, count, most, share)
-            return tokens if tokens == most or tokens >= self.config.min_chunk or has_chunk else 0
+            tokens = self._fitting(state, builder, first, count, most, share) if may_enter(first, count) else 0
+            return tokens if tokens == most or tokens >= min_chunk or has_chunk else 0
 
         def least(first: int, count: int, most: int) -> int:
             is_taken = any(builder.has_chunk[first : first + count])
-            return 0 if is_taken or not may_enter(first, count) else min(self.config.min_chunk, most)
+            return 0 if is_taken or not may_enter(first, count) else min(min_chunk, most)
 
         position = state.num_scheduled_tokens
         if builder.memory.num_groups > 1 and state.has_started and not has_chunk:
@@ -246,9 +245,8 @@ class MedhaPacker(Packer):
             kv = builder.memory.kv_before(state.slot, position, index)
             if index < row.writer:
                 kv += joined  # which attends with what is added, though its keys are elsewhere
-            group.tick.add(
-                q_len, kv, run=row.span if row.is_shared else None, samples=row.samples and index == row.group
-            )
+            run = row.span if row.is_shared else None
+            group.tick.add(q_len, kv, run=run, samples=row.samples and index == row.group)
             group.is_joined |= has_chunk
             if is_long:
                 group.long_slot = state.slot
@@ -297,44 +295,30 @@ class MedhaPacker(Packer):
             if index < first + count - 1:
                 kv += builder.chunk_tokens(state.slot)
             limit_s = group.decodes_s + (group.limit_s - group.decodes_s) * (1.0 - share)
-            tokens = min(
-                tokens,
-                group.tick.largest_chunk(
-                    kv,
-                    limit_s,
-                    tokens,
-                    self.config.chunk_granularity,
-                    run=run,
-                    samples=tokens == state.num_left and index == first,
-                ),
+            samples = tokens == state.num_left and index == first
+            tokens = group.tick.largest_chunk(
+                kv, limit_s, tokens, self.config.chunk_granularity, run=run, samples=samples
             )
-            if tokens == 0:
-                break
         return tokens
 
     def _has_room(self, builder: BatchBuilder, *, may_exceed: bool) -> bool:
         """Whether some group can take a chunk more."""
-        for group, left, has_chunk in zip(self._groups, builder.tokens_left, builder.has_chunk, strict=True):
-            if left > 0 and ((may_exceed and not has_chunk) or group.tick.largest_chunk(0, group.limit_s, 1) > 0):
-                return True
-        return False
+        groups = zip(self._groups, builder.tokens_left, builder.has_chunk, strict=True)
+        return any(
+            left > 0 and ((may_exceed and not has_chunk) or group.tick.largest_chunk(0, group.limit_s, 1) > 0)
+            for group, left, has_chunk in groups
+        )
 
     def _is_cramped(self, builder: BatchBuilder) -> bool:
         """Whether there is surely no time for the smallest chunk, so that many requests need not be tried; False where
         that is not sure: with several groups, and where tokens or the chunk size make chunks small."""
-        group, least, size = self._groups[0], self.config.min_chunk, self.config.chunk_size
-        if len(self._groups) > 1 or not builder.has_chunk[0] or builder.tokens_left[0] < least:
-            return False
-        if least > self.predictor.max_tokens or (size is not None and size < least):
+        group, least = self._groups[0], self.config.min_chunk
+        bounds = builder.tokens_left[0], self.predictor.max_tokens, self.config.chunk_size or least
+        if len(self._groups) > 1 or not builder.has_chunk[0] or min(bounds) < least:
             return False
         return group.tick.with_chunk(least, 0) > group.limit_s * (1 + 1e-9)  # however the sum is rounded
 
     # -- time --------------------------------------------------------------------------------------------------------
-
-    def _group_time(self, queue: Queue, builder: BatchBuilder, group: int) -> GroupTime:
-        tick = self.predictor.tick(*builder.works(group))
-        budget_s = self._budget_s(queue, builder, group)
-        return GroupTime(tick, budget_s, budget_s, tick.seconds)
 
     def _budget_s(self, queue: Queue, builder: BatchBuilder, group: int) -> float:
         """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the preemption quantum.
@@ -365,6 +349,5 @@ class MedhaPacker(Packer):
             for has_chunk, group in zip(builder.has_chunk, self._groups, strict=True)
         )
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
-        tick = slowest.tick
-        seconds = max(tick.seconds, builder.moved_s())
+        tick, seconds = slowest.tick, max(slowest.tick.seconds, builder.moved_s())
         self.prediction = Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)
