@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,7 +105,7 @@ def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) ->
 
 
 def meet(config: ParallelConfig, launch: Launch) -> Job:
-    """Join the other ranks at the launcher's address and begin to watch them. Every rank calls it, before all else."""
+    """Join the other ranks at the launcher's address and begin to watch them; every rank calls it, before all else."""
     interface = gloo_interface(launch)
     monitor = Monitor(launch, name=lambda rank: _place(config, rank))
     if not dist.is_initialized():
@@ -112,14 +113,14 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
     monitor.start()
     has_store = launch.rank == 0 and not launch.agent_has_store
     try:
-        whole = TCPStore(
-            launch.host,
-            launch.port,
-            is_master=has_store,
-            timeout=timedelta(seconds=config.dist_timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        timeout = timedelta(seconds=config.dist_timeout_s)
+        options: dict[str, Any] = {
+            "is_master": has_store,
+            "timeout": timeout,
+            "wait_for_workers": False,
+            "multi_tenant": True,
+        }
+        whole = TCPStore(launch.host, launch.port, **options)
         if has_store:
             atexit.register(lambda: whole)  # held to the end: the next LLM of this process meets at the same store
         # the launcher may start the ranks again, and a process may build one LLM after the other
@@ -157,8 +158,7 @@ def wait_for_all(job: Job, point: str, *, limit_s: float) -> None:
     while missing := [rank for rank in missing if not job.store.check([f"{point}/{rank}"])]:
         if job.monitor.has_failure:
             raise RankFailedError(job.monitor.first_error() or "a rank has failed")
-        waited_s = time.monotonic() - begin_s
-        speaks = all(rank in missing for rank in range(launch.rank))
+        waited_s, speaks = time.monotonic() - begin_s, all(rank in missing for rank in range(launch.rank))
         if speaks and not is_named and waited_s > BEHIND_S:
             is_named = True
             level = logging.ERROR if launch.rank else logging.WARNING  # other ranks than 0 write errors alone
@@ -172,10 +172,9 @@ def wait_for_all(job: Job, point: str, *, limit_s: float) -> None:
 
 
 def init_ranks(job: Job, device: torch.device) -> Ranks:
-    """Make the process groups, with explicit timeouts. Every rank calls it, and makes the same ones in the same order.
+    """Make the process groups, with explicit timeouts; every rank makes the same ones in the same order.
 
-    The groups of all ranks, and those of tensor parallelism, are made once and live as long as the process; the others
-    live until this job's :func:`leave`.
+    Those of all ranks and of tensor parallelism live as long as the process, the others until this job's :func:`leave`.
     """
     config, launch = job.config, job.launch
     timeout = timedelta(seconds=config.dist_timeout_s)
@@ -189,22 +188,13 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
                 world_size=launch.world_size,
                 timeout=timeout,
             )
-        group, stage, tp_rank = config.coordinates(launch.rank)
         tp_mesh = _tp_mesh(dist.group.WORLD, device.type, config.tp, timeout)
-        return Ranks(
-            config=config,
-            rank=launch.rank,
-            group=group,
-            stage=stage,
-            tp_rank=tp_rank,
-            tp_mesh=tp_mesh,
-            tp_group=tp_mesh.get_group(),
-            pipe_group=dist.new_group(timeout=timeout, backend="gloo"),
-            report_group=dist.new_group(timeout=timeout, backend="gloo"),
-            control_group=dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo"),
-            run_groups=_run_groups(config, launch.rank, timeout),
-            job=job,
+        pipe, report, control = (
+            dist.new_group(timeout=limit, backend="gloo") for limit in (timeout, timeout, _CONTROL_TIMEOUT)
         )
+        runs = _run_groups(config, launch.rank, timeout)
+        tp_group, place = tp_mesh.get_group(), config.coordinates(launch.rank)
+        return Ranks(config, launch.rank, *place, tp_mesh, tp_group, pipe, report, control, runs, job)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{job.monitor.place} could not connect to the others: {error}") from error
 
@@ -230,10 +220,8 @@ def _destroy_all() -> None:
 
 
 def leave(ranks: Ranks) -> None:
-    """Leave the job and its process groups; every rank calls it, within ``failures_named``.
-
-    No CUDA graph may be left that has captured a collective: NCCL would wait for its end for ever.
-    """
+    """Leave the job and its process groups; every rank calls it, within ``failures_named``, when no CUDA graph is left
+    that has captured a collective: NCCL would wait for its end for ever."""
     dist.barrier(group=ranks.report_group)
     ranks.monitor.leave()
     for group in (ranks.pipe_group, ranks.report_group, ranks.control_group, *ranks.run_groups.values()):
