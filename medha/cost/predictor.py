@@ -17,61 +17,40 @@ from typing import Literal, NamedTuple
 
 from medha.cost.coefficients import Coefficients, Line, Tiles
 
-MIN_SECONDS = 1e-6
-"""No batch is predicted to take less."""
-_ROUNDING = 1 - 1e-12
-"""Share of a budget that is used, so that what is found fits when it is predicted again."""
-
+MIN_SECONDS = 1e-6  # no batch is predicted to take less
+_ROUNDING = 1 - 1e-12  # share of a budget that is used, so that what is found fits when it is predicted again
 _TYPICAL_CHUNK, _TYPICAL_KV = 512, 8192
 
 Kind = Literal["decode", "mixed", "prefill"]
 KINDS: tuple[Kind, ...] = ("decode", "mixed", "prefill")
 """A batch of decodes alone, of decodes and chunks, of chunks alone."""
-
-_GAIN = 0.15
-"""Of the present observation once there are many: a slow-down is followed with a time constant of 7 steps."""
-_MAX_STEP = 0.05
-"""Largest change of a factor's natural logarithm at one observation then; a stall of a minute is no new speed."""
-_MAX_RATIO = 1e4
-"""Observations further than this from the uncorrected prediction, either way, are ignored."""
-
 Run = tuple[int, int]
+
+# How a correction learns: the share of the present observation once there are many (a slow-down is followed with a time
+# constant of 7 steps), the largest change of a factor's logarithm at one then (a stall of a minute is no new speed),
+# and the ratio to the uncorrected prediction, either way, beyond which an observation is ignored.
+_GAIN, _MAX_STEP, _MAX_RATIO = 0.15, 0.05, 1e4
 
 
 class Work(NamedTuple):
-    """One row of a batch as a group sees it.
+    """One row of a batch as a group sees it."""
 
-    Attributes:
-        q_len: query tokens, at least 1.
-        kv_before: tokens cached before them on this group.
-        is_decode: a decode, otherwise a chunk of a prompt.
-        run: first and last group of a request spread over several; None where this group holds all of it. A group
-            that holds earlier KV only is charged the causal part as well, at most a chunk too much.
-        samples: a chunk that ends its prompt, so that the head runs on it; a decode always samples.
-    """
-
-    q_len: int
-    kv_before: int
-    is_decode: bool
-    run: Run | None = None
-    samples: bool = False
+    q_len: int  # query tokens, at least 1
+    kv_before: int  # tokens cached before them on this group
+    is_decode: bool  # otherwise a chunk of a prompt
+    run: Run | None = None  # first and last group of a request on several, each charged the causal part; else None
+    samples: bool = False  # a chunk that ends its prompt, so that the head runs on it; a decode always samples
 
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """At least one decode of a batch, summed up as a group sees them.
-
-    Attributes:
-        num_tokens: query tokens of all.
-        total_kv, max_kv: tokens cached before them, of all and of the longest.
-        runs: of each that is spread over several groups, with its query tokens.
-    """
+    """At least one decode of a batch, summed up as a group sees them."""
 
     count: int
-    num_tokens: int
-    total_kv: int
-    max_kv: int
-    runs: tuple[tuple[Run, int], ...] = ()
+    num_tokens: int  # query tokens of all
+    total_kv: int  # tokens cached before them
+    max_kv: int  # of the longest
+    runs: tuple[tuple[Run, int], ...] = ()  # of each that is spread over several groups, with its query tokens
 
     @classmethod
     def of(cls, rows: Sequence[Work]) -> Decodes:
@@ -93,7 +72,7 @@ class Predictor:
         self._tiles = Tiles(coefficients.chunks, max_tokens)
         self._head = None if coefficients.head is None else Line(coefficients.head)
         self._decode_line = cache(coefficients.decodes.line)
-        self._steady: dict[int, Callable[[float, int], float]] = {}
+        self.steady_decodes = cache(self._steady_decodes)
 
     def tick(self, decodes: Sequence[Work] | Decodes | None = (), chunks: Sequence[Work] = ()) -> Tick:
         """A batch of these decodes and chunks, to which chunks can be added."""
@@ -108,23 +87,16 @@ class Predictor:
         """Corrected seconds of a batch; 0.0 for no rows."""
         return self.tick(*split(rows)).seconds
 
-    def steady_decodes(self, count: int) -> Callable[[float, int], float]:
+    def _steady_decodes(self, count: int) -> Callable[[float, int], float]:
         """Uncorrected seconds of so many decodes, none on several groups, by their mean and their longest KV length.
 
         Times the factor they are to the bit what :meth:`predict` says.
         """
-        if (known := self._steady.get(count)) is not None:
-            return known
         fixed_s = _fixed_s(self.coefficients)
         if self._head is not None:
             fixed_s += self._head.at(count)
         fixed_s += self._line.at(count)
-
-        def seconds(mean_kv: float, max_kv: int) -> float:
-            return fixed_s + self._decodes_alone_s(count, mean_kv, max_kv)
-
-        self._steady[count] = seconds
-        return seconds
+        return lambda mean_kv, max_kv: fixed_s + self._decodes_alone_s(count, mean_kv, max_kv)
 
     def _decodes_alone_s(self, count: int, mean_kv: float, max_kv: int) -> float:
         """Attention of a batch's decodes, nothing else in the launch."""
@@ -312,7 +284,7 @@ class Tick:
 
 
 class Correction:
-    """One factor a kind, on every prediction.
+    """What running teaches: one factor a kind, on every prediction, fed by a stage's own busy time.
 
     The logarithm of the ratio of busy to uncorrected time is averaged: plainly over the first observations, then
     exponentially. As the target does not contain the factor itself, batches in flight cause no feedback, and a change
@@ -351,9 +323,8 @@ class Correction:
 
         Args:
             kind: what was in it.
-            predicted_s: as predicted before dispatch, corrected.
+            predicted_s: as predicted before dispatch, corrected by ``factor``; None is the present one.
             busy_s: what the stage took, waits excluded.
-            factor: the correction within ``predicted_s``; None is the present one.
         """
         start = self._log[self._source(kind)]
         if predicted_s == busy_s and factor == 1.0 and start == 0.0 and 0 < busy_s < math.inf:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,13 +113,7 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
     has_store = launch.rank == 0 and not launch.agent_has_store
     try:
         timeout = timedelta(seconds=config.dist_timeout_s)
-        options: dict[str, Any] = {
-            "is_master": has_store,
-            "timeout": timeout,
-            "wait_for_workers": False,
-            "multi_tenant": True,
-        }
-        whole = TCPStore(launch.host, launch.port, **options)
+        whole = TCPStore(launch.host, launch.port, None, has_store, timeout, wait_for_workers=False, multi_tenant=True)
         if has_store:
             atexit.register(lambda: whole)  # held to the end: the next LLM of this process meets at the same store
         # the launcher may start the ranks again, and a process may build one LLM after the other

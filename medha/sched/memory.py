@@ -28,22 +28,14 @@ _Blocks = list[tuple[int, int]]  # (group, blocks)
 
 @dataclass(slots=True)
 class _Account:
-    """What is reserved for a request and what it holds on each group of its span, in blocks.
+    """What is reserved for a request and what it holds on each group of its span, in blocks."""
 
-    Attributes:
-        first: first group of the span.
-        reserved, held: by group of the span.
-        starts: position at which each shard begun so far begins.
-        end: position at which the last of them was told to end, before it is full.
-        is_set_aside: nobody else may take the rest of its reservation.
-    """
-
-    first: int
-    reserved: list[int]
-    held: list[int]
-    starts: list[int] = field(default_factory=list)
-    end: int | None = None
-    is_set_aside: bool = False
+    first: int  # group of the span
+    reserved: list[int]  # by group of the span
+    held: list[int]  # likewise
+    starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
+    end: int | None = None  # position at which the last of them was told to end, before it is full
+    is_set_aside: bool = False  # nobody else may take the rest of its reservation
 
     def rest(self) -> _Blocks:
         """Reserved and not yet held."""

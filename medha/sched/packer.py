@@ -21,10 +21,10 @@ Departures from the paper, and why:
   asked for the order at the time so far ahead; else LARS holds a short request until it is late by just as much.
 - What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
-- Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group,
-  counted in ``num_grown`` (growth for latency, v5 section 3.3).
+- Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
+  (growth for latency, v5 section 3.3).
 - Where decodes alone, or the KV all the same, leave no room for one, the first prefill of a group gets the least
-  efficient one, and the batch is counted in ``num_over_budget``: else nothing would ever be read.
+  efficient one, beyond the budget: else nothing would ever be read.
 """
 
 from __future__ import annotations
@@ -50,39 +50,23 @@ _MAX_ROUNDS = 1 << 20
 
 @dataclass(slots=True)
 class GroupTime:
-    """Time of one group in the batch that is being filled.
+    """Time of one group in the batch that is being filled."""
 
-    Attributes:
-        tick: what is in it, predicted.
-        budget_s: for the whole batch.
-        limit_s: what the present phase may fill.
-        decodes_s: what the decodes take.
-        long_slot: the long prefill in it, if any.
-        is_joined: a chunk in it was made longer, and is in ``tick`` as two.
-    """
-
-    tick: Tick
-    budget_s: float
-    limit_s: float
-    decodes_s: float
-    long_slot: int | None = None
-    is_joined: bool = False
+    tick: Tick  # what is in it, predicted
+    budget_s: float  # for the whole batch
+    limit_s: float  # what the present phase may fill
+    decodes_s: float  # what the decodes take
+    long_slot: int | None = None  # the long prefill in it, if any
+    is_joined: bool = False  # a chunk in it was made longer, and is in ``tick`` as two
 
 
 class MedhaPacker(Packer):
-    """The paper's packer.
-
-    Attributes:
-        num_over_budget: batches with a chunk beyond their budget.
-        num_grown: how often a request took its next group before its shard was full.
-    """
+    """The paper's packer."""
 
     def __init__(self, config: SchedulerConfig, predictor: Predictor, depth: int) -> None:
         self.config = config
         self.predictor = predictor
         self.depth = depth
-        self.num_over_budget = 0
-        self.num_grown = 0
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
         self._owed_s: list[float] = []
@@ -272,7 +256,7 @@ class MedhaPacker(Packer):
         if builder.has_chunk[last] or fits(last, kv_on(last) + margin) or not fits(last, 0):
             return
         if all(fits(index, kv_on(index)) for index in others):  # else it would not help
-            self.num_grown += memory.grow(state.slot, position, state.request.num_kv_tokens)
+            memory.grow(state.slot, position, state.request.num_kv_tokens)
 
     def _yielded(self, state: State, queue: Queue, builder: BatchBuilder) -> float:
         """The share of the time after decodes that a long request leaves to short ones (Algorithm 2, space sharing)."""
@@ -344,10 +328,6 @@ class MedhaPacker(Packer):
         for index, group in enumerate(self._groups):
             if group.is_joined:  # as one chunk it costs a little more or less than as two
                 group.tick = self.predictor.tick(*builder.works(index))
-        self.num_over_budget += any(
-            has_chunk and group.tick.seconds > group.budget_s
-            for has_chunk, group in zip(builder.has_chunk, self._groups, strict=True)
-        )
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
         tick, seconds = slowest.tick, max(slowest.tick.seconds, builder.moved_s())
         self.prediction = Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)

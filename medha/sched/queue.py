@@ -23,28 +23,18 @@ from medha.sched.policy import COLUMN_NAMES, Columns, sort_rows
 
 @dataclass(slots=True)
 class State:
-    """Progress of one request.
-
-    Attributes:
-        num_known_tokens: the prompt and the tokens sampled so far, with async scheduling also those being sampled: a
-            request has work to schedule while fewer are scheduled than known.
-        num_prefill_tokens: of its prompt, and after it was preempted all that it had by then.
-        num_scheduled_tokens, num_computed_tokens: sent in some batch; in a batch that is complete, or swapped out.
-        deadline_s: seconds from arrival to when its first token is due; inf is none.
-        has_started: it is bound to a group and may hold memory.
-        ended: it finished or was cancelled; it is closed once nothing of it is in flight.
-    """
+    """Progress of one request."""
 
     request: SchedulerRequest
-    num_known_tokens: int
-    num_prefill_tokens: int
-    deadline_s: float = math.inf
-    num_scheduled_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_in_flight: int = 0
+    num_known_tokens: int  # the prompt and the tokens sampled so far; with async scheduling also those being sampled
+    num_prefill_tokens: int  # of its prompt, and after it was preempted all that it had by then
+    deadline_s: float = math.inf  # seconds from arrival to when its first token is due; inf is none
+    num_scheduled_tokens: int = 0  # sent in some batch; there is work while it is fewer than the known
+    num_computed_tokens: int = 0  # in a batch that is complete, or swapped out
+    num_in_flight: int = 0  # batches
     last_batch: int = -1  # the newest that it is in
-    has_started: bool = False
-    ended: bool = False
+    has_started: bool = False  # it is bound to a group and may hold memory
+    ended: bool = False  # it finished or was cancelled; it is closed once nothing of it is in flight
     num_preempted: int = 0
     slot: int = field(init=False)
 
