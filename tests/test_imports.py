@@ -93,7 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cost": _GROUND,
     "sched": {*_GROUND, "cost"},
     "worker": {*_GROUND, "models", "attention", "parallel"},
-    "cli": {*_GROUND, "cost.machine", "parallel.launch", "models.json_fields"},
+    "cli": {*_GROUND, "cost.hardware", "parallel.launch", "models.json_fields"},
     "workload": {*_GROUND, "cli"},
     "engine": {*_GROUND, "sched", "worker", "text", "cost", "cli", "models", "attention", "parallel"},
     "sim": {*_GROUND, "sched", "cost", "workload", "cli", "models.hf_config"},

@@ -20,8 +20,8 @@ from torch.distributed import ReduceOp
 
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
-from medha.cost.machine import load_coefficients
 from medha.cost.predictor import Predictor
+from medha.cost.roofline import load_coefficients
 from medha.engine.distributed import Caller, DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits

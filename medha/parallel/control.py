@@ -64,11 +64,10 @@ def decode(ints: npt.NDArray[np.int32]) -> Message:
     PlanDivergenceError where the batch is not the one that was sent; within a tensor-parallel group nothing else tells.
     """
     kind, num_bytes, num_batch, num_ids, crc = ints[:_HEADER].tolist()
-    if not 0 <= kind < len(_KINDS) or min(num_bytes, num_batch, num_ids) < 0:
-        raise ValueError(f"a control message with header {ints[:_HEADER].tolist()} has no known kind or size")
     batch_end, ids_end = _HEADER + num_batch, _HEADER + num_batch + num_ids
-    if len(ints) != ids_end + -(-num_bytes // 4):
-        raise ValueError(f"a control message with header {ints[:_HEADER].tolist()} cannot have {len(ints)} integers")
+    is_known = 0 <= kind < len(_KINDS) and min(num_bytes, num_batch, num_ids) >= 0
+    if not is_known or len(ints) != ids_end + -(-num_bytes // 4):
+        raise ValueError(f"a control message cannot have header {ints[:_HEADER].tolist()} and {len(ints)} integers")
     arrived = _signed_crc(ints[_HEADER:batch_end])
     if arrived != crc:
         what = f"batch {ints[_HEADER]}" if num_batch else "no batch"
@@ -95,10 +94,9 @@ class ControlSender:
         self._sends: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = {rank: deque() for rank in ranks}
 
     def send(self, message: Message, *, only: Sequence[int] | None = None) -> None:
-        """Send a message to every rank, or only to some; returns before it has arrived.
+        """Send a message to every rank, or only to some; waits only for a rank that is a ring of buffers behind.
 
-        Messages to different ranks may differ, their order may not. Waits only for a rank that is more than a ring of
-        buffers behind.
+        Messages to different ranks may differ, their order may not.
         """
         if message.batch is None:
             self.before_calls()
