@@ -26,8 +26,8 @@ from medha.engine.distributed import Caller, DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
+from medha.models.folder import resolve_model
 from medha.models.hf_config import load_generation_config, load_model_config
-from medha.models.hub import resolve_model
 from medha.parallel.control import ControlSender
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.launch import read_launch

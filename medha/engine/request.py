@@ -49,7 +49,6 @@ class Request:
     """A request that has been tokenised and checked; once it is queued it has completions.
 
     Args:
-        request_id: the id that the user gave.
         prompt: its text, that of messages as the chat template wrote it; None where ids were given.
         prompt_ids: its tokens, a copy of our own; 10M of them are 40 MB. The runner reads this array, without a copy.
         params: every field has a value, and ``max_tokens`` fits the room after the prompt.
@@ -100,8 +99,7 @@ class Request:
         tokenizer: Tokenizer | None,
         sink: Callable[[RequestOutput], None],
     ) -> None:
-        """Enter the engine, which it did at ``arrival_s`` on the engine's clock: with a completion for each slot, and
-        ``sink`` to take its outputs."""
+        """Enter the engine with a completion for each slot and ``sink`` to take its outputs."""
         self._sink = sink
         self.completions = tuple(Completion(self, *at, arrival_s, limits, tokenizer) for at in enumerate(slots))
 
@@ -181,10 +179,8 @@ class Completion:
         self.slot = slot
         self._eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
         self.end_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
-        num_prompt = len(request.prompt_ids)
-        self.metrics = RequestMetrics(
-            arrival_s, num_prompt_tokens=num_prompt, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s
-        )
+        self.metrics = RequestMetrics(arrival_s, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
+        self.metrics.num_prompt_tokens = len(request.prompt_ids)
         self.token_ids: list[int] = []
         self.num_computed_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -206,8 +202,8 @@ class Completion:
     @property
     def name(self) -> str:
         """What people call it: the request's id, with the index where there are several."""
-        is_one = self.request.params.n == 1
-        return self.request.request_id if is_one else f"{self.request.request_id}[{self.index}]"
+        request = self.request
+        return request.request_id if request.params.n == 1 else f"{request.request_id}[{self.index}]"
 
     def __str__(self) -> str:
         return (
@@ -302,12 +298,11 @@ class Completion:
 
     def _take_logprobs(self, logprobs: Sequence[tuple[int, float, int]]) -> None:
         """Add what was asked for of one token: the drawn one, then the likeliest."""
-
-        def text(token_id: int) -> str | None:
-            return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
-
-        self._logprobs.append({i: Logprob(value, rank, text(i)) for i, value, rank in logprobs})
         self._cumulative_logprob += logprobs[0][1]
+        self._logprobs.append({})
+        for token_id, value, rank in logprobs:
+            text = None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._logprobs[-1][token_id] = Logprob(value, rank, text)
 
 
 def pieces(length: int) -> Iterator[slice]:

@@ -26,7 +26,7 @@ from medha.attention.staging import packed_bytes, to_device
 from medha.batch import Batch
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder
-from medha.models.rope import cos_sin
+from medha.models.layers import cos_sin
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import Greedy, likeliest
 from medha.worker.step_input import StepInput

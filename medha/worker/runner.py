@@ -32,7 +32,7 @@ from medha.attention.interface import AttentionBackend
 from medha.attention.staging import record_event
 from medha.batch import Batch
 from medha.models.decoder import Decoder, LayerAttendFn
-from medha.models.rope import cos_sin, inverse_frequencies
+from medha.models.layers import cos_sin, inverse_frequencies
 from medha.parallel.kvp import Merge, shared_rows
 from medha.parallel.spp import StagePipe
 from medha.params import SamplingParams

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.errors import ConfigError, ParallelConfigError
+from medha.models.folder import resolve_model
 from medha.models.hf_config import load_model_config
-from medha.models.hub import resolve_model
 from medha.parallel.launch import Launch, read_launch
 from medha.parallel.mesh import check_layout
 from medha.worker.shard import ModelShard, pick_device, torch_dtype
