@@ -135,14 +135,6 @@ def _argmax(logits_SV: torch.Tensor) -> torch.Tensor:
     return logits_SV.argmax(dim=-1)
 
 
-def sample(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> list[Sampled]:
-    """Draw one token a row, and wait for it; arguments as of :func:`draw`."""
-    drawing = draw(logits_SV, slots, indices)
-    if logits_SV.is_cuda:
-        torch.cuda.current_stream(logits_SV.device).synchronize()
-    return drawing.read()
-
-
 def draw(
     logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int], greedy: Greedy | None = None
 ) -> Drawing:
