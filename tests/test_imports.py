@@ -100,7 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": {*_GROUND, "engine", "parallel", "text"},
     "profile": {*_GROUND, "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
     "verify": {*_GROUND, "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
-    "generate": {*_GROUND, "engine", "verify", "cli", "models", "parallel", "text", "worker.sizing", "workload"},
+    "generate": {*_GROUND, "engine", "verify", "cli", "models", "parallel", "text", "worker.shard", "workload"},
     "bench": {
         *(*_GROUND, "llm", "engine", "worker", "sched", "cost", "profile", "workload"),
         *("cli", "models", "attention", "parallel"),

@@ -52,11 +52,12 @@ from medha.worker.shard import (
     capture_graphs,
     checkpoint_facts,
     choose_backend,
+    num_kv_blocks,
+    num_swap_blocks,
     own_device,
     pick_device,
     torch_dtype,
 )
-from medha.worker.sizing import num_kv_blocks, num_swap_blocks
 
 logger = logging.getLogger("medha")
 
