@@ -118,7 +118,7 @@ class RequestMetrics:
         return all(value is None or value <= limit for limit, value in given)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """The generated part of a request, or one of its ``n``."""
 
@@ -131,7 +131,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # sum over the generated tokens, if asked for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """State of one request as a user sees it."""
 

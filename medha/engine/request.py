@@ -74,6 +74,7 @@ class Request:
         self.slo = slo
         self.priority = priority
         self.completions: tuple[Completion, ...] = ()
+        self.num_running = params.n  # completions that have not ended
 
     @property
     def max_tokens(self) -> int:
@@ -111,13 +112,15 @@ class Request:
     @property
     def first(self) -> Completion:
         """The completion with the first token, or that of index 0."""
+        if len(self.completions) == 1:
+            return self.completions[0]
         times = [completion.metrics.first_token for completion in self.completions]
         return self.completions[times.index(min((time for time in times if time is not None), default=None))]
 
     @property
     def has_ended(self) -> bool:
         """Whether all of its completions have."""
-        return all(completion.finish_reason is not None for completion in self.completions)
+        return self.num_running == 0
 
     @property
     def reports_progress(self) -> bool:
@@ -127,31 +130,27 @@ class Request:
     def emit(self) -> None:
         """Hand out the request as it is now; with ``output_kind`` ``delta``, what was not handed out before."""
         is_delta = self.params.output_kind == "delta"
-        chosen = [c for c in self.completions if c.has_news] if is_delta else self.completions
-        self._sink(
-            RequestOutput(
-                self.request_id,
-                self.prompt,
-                self.prompt_token_ids,
-                [completion.output(is_delta=is_delta) for completion in chosen],
-                self.has_ended,
-                self._metrics(),
-                next((c.error for c in self.completions if c.error is not None), None),
-            )
-        )
+        chosen: Sequence[Completion] = self.completions
+        if is_delta and len(chosen) > 1:
+            chosen = [completion for completion in chosen if completion.has_news]
+        outputs = [completion.output(is_delta=is_delta) for completion in chosen]
+        errors = [completion.error for completion in self.completions if completion.error is not None]
+        ids, ended, error = self.prompt_token_ids, self.num_running == 0, errors[0] if errors else None
+        self._sink(RequestOutput(self.request_id, self.prompt, ids, outputs, ended, self._metrics(), error))
 
     def _metrics(self) -> RequestMetrics:
         """Of all completions together, a copy."""
-        parts = [completion.metrics for completion in self.completions]
         total = RequestMetrics(*_METRICS(self.first.metrics))
-        if len(parts) > 1:
-            begun = [part.first_scheduled for part in parts if part.first_scheduled is not None]
-            ends = [part.finished for part in parts if part.finished is not None]
-            total.first_scheduled = min(begun, default=None)
-            total.finished = max(ends) if len(ends) == len(parts) else None
-            for name in _SUMS:
-                setattr(total, name, sum(getattr(part, name) for part in parts))
-            total.num_completions = len(parts)
+        if len(self.completions) == 1:
+            return total
+        parts = [completion.metrics for completion in self.completions]
+        begun = [part.first_scheduled for part in parts if part.first_scheduled is not None]
+        ends = [part.finished for part in parts if part.finished is not None]
+        total.first_scheduled = min(begun, default=None)
+        total.finished = max(ends) if len(ends) == len(parts) else None
+        for name in _SUMS:
+            setattr(total, name, sum(getattr(part, name) for part in parts))
+        total.num_completions = len(parts)
         return total
 
 
@@ -259,6 +258,7 @@ class Completion:
         if self.finish_reason is not None:
             return
         self.finish_reason = reason
+        self.request.num_running -= 1
         self.metrics.finished = now_s
         self.error = error
         if self._detokenizer is None or not flush_text:
@@ -276,13 +276,13 @@ class Completion:
         self._reported = self._progress()
         has_logprobs = self.request.params.logprobs is not None
         return CompletionOutput(
-            index=self.index,
-            text=None if self._detokenizer is None else "".join(self._pieces[first_piece:]),
-            token_ids=self.token_ids[first:],
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            logprobs=self._logprobs[first:] if has_logprobs else None,
-            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
+            self.index,
+            None if self._detokenizer is None else "".join(self._pieces[first_piece:]),
+            self.token_ids[first:],
+            self.finish_reason,
+            self._stop_reason,
+            self._logprobs[first:] if has_logprobs else None,
+            self._cumulative_logprob if has_logprobs else None,
         )
 
     def _add_text(self, piece: str) -> None:

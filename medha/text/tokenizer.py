@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ from medha.errors import ChatTemplateError, TokenizerError, ValidationError
 from medha.models.folder import read_json_object
 from medha.text.chat_template import ChatTemplate, check_utf8, map_strings, template_variables
 
+TokenKind = Literal["none", "special", "byte", "text"]
+
 logger = logging.getLogger("medha")
 
 MAX_FILE_BYTES = 100_000_000
@@ -33,6 +35,7 @@ MAX_FILE_BYTES = 100_000_000
 _LONG_TEXT = 100_000
 
 _MARK = "\U0010fffdmedha\U0010fffd"  # no text of a model or of a user
+_BYTE_TOKEN = re.compile(r"<0x..>")
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -94,7 +97,17 @@ class Tokenizer:
         self.eos_token_id = self._named_id("eos_token")
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._kinds: dict[int, TokenKind] = {}
         self._special_texts = [token.content for token in added.values() if token.special]
+
+    def kind(self, token_id: int) -> TokenKind:
+        """What a token id, not negative, stands for; ``none`` where it does not exist."""
+        kind = self._kinds.get(token_id)
+        if kind is None:
+            token = self.backend.id_to_token(token_id)
+            kind = "none" if token is None else "byte" if _BYTE_TOKEN.fullmatch(token) else "text"
+            kind = self._kinds[token_id] = "special" if token_id in self.special_ids else kind
+        return kind
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise TokenizerError where an id that this tokenizer can produce has no row in an embedding of that many."""
@@ -218,11 +231,16 @@ def failures_named(name: str, what: str) -> Iterator[None]:
     """Within, whatever a tokenizer raises is a TokenizerError; a panic of its Rust code is no Exception."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
     except BaseException as error:
-        kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
-        raise TokenizerError(f"{name} cannot {what} this: {kind}{str(error)[:500]}") from error
+        raise tokenizer_error(name, what, error) from error
+
+
+def tokenizer_error(name: str, what: str, error: BaseException) -> TokenizerError:
+    """What a tokenizer raised, as a TokenizerError; raises an interrupt again."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
+    kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
+    return TokenizerError(f"{name} cannot {what} this: {kind}{str(error)[:500]}")
 
 
 def _read(file: Path) -> str:
@@ -259,9 +277,6 @@ def _configured_template(value: Any, file: Path) -> str | None:
     raise TokenizerError(f"{file}: chat_template must be a str or a list of objects with name and template")
 
 
-_BYTE_TOKEN = re.compile(r"<0x..>")
-
-
 class Detokenizer:
     """Decode one request's tokens as they come; everything returned, joined, is ``tokenizer.decode`` of all ids.
 
@@ -288,15 +303,19 @@ class Detokenizer:
         self._ids.append(token_id)
         if not self._streams:
             return ""
-        token = self._tokenizer.backend.id_to_token(token_id)
-        if token is None or (self._skip_special_tokens and token_id in self._tokenizer.special_ids):
+        kind = self._tokenizer.kind(token_id)
+        if kind == "none" or (kind == "special" and self._skip_special_tokens):
             return ""
-        self._run.append(token_id)
-        if _BYTE_TOKEN.fullmatch(token):
+        if kind == "byte":
+            self._run.append(token_id)
             return ""
-        with failures_named(self._tokenizer.name, "decode"):
-            text: str = self._stream.step(self._tokenizer.backend, self._run) or ""
-        self._run = []
+        ids: int | list[int] = token_id
+        if self._run:
+            ids, self._run = [*self._run, token_id], []
+        try:
+            text: str = self._stream.step(self._tokenizer.backend, ids) or ""
+        except BaseException as error:
+            raise tokenizer_error(self._tokenizer.name, "decode", error) from error
         self._num_emitted += len(text)
         return text
 
@@ -326,6 +345,8 @@ class StopChecker:
     def push(self, piece: str) -> tuple[str, str | None]:
         """Add the next text of the stream; returns text safe to emit, and the stop string found, or None. Once found,
         later text is dropped."""
+        if not self._stops:
+            return piece, None
         if self.matched is not None:
             return "", self.matched
         safe, self._held = self._split(self._held + piece, is_end=False)

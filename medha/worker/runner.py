@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch.profiler import record_function
 
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend
@@ -41,7 +40,7 @@ from medha.timeline import Recorder
 from medha.worker.graphs import CudaGraphs, DecodeGraphs
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import SlotSampling, draw
-from medha.worker.step import InOrder, PendingStep, StepResult
+from medha.worker.step import InOrder, PendingStep, StepResult, phase
 from medha.worker.step_input import DeviceStep, Slots, StepInput
 from medha.worker.swap import HostCache, SwapCopies
 
@@ -176,7 +175,7 @@ class Runner:
             batch: the part of the plan that concerns this rank's group; without rows tables change and blocks move.
             chunk_ids: tokens of the rows that are no decodes, in order, where tokens are embedded.
         """
-        with record_function("medha.prepare"):
+        with phase("medha.prepare"):
             step = self.slots.prepare(batch)
             if self.model.has_embedding and batch.rows:
                 assert chunk_ids is not None, "a rank with the embedding gets tokens"
@@ -208,14 +207,14 @@ class Runner:
         if not self.model.has_head:
             assert self.pipe is not None, "a stage without the head passes its hidden states on"
             self.recorder.end(batch)
-            with record_function("medha.send"):
+            with phase("medha.send"):
                 with self.recorder.waiting("send"):
                     self.pipe.reserve()
                 self.pipe.send(batch, out)
             return None
         drawing = None
         if step.drawn_rows and self.samples:
-            with record_function("medha.sample"):
+            with phase("medha.sample"):
                 drawing = draw(out, *self._draws(step))
                 self.last_tokens[slots] = drawing.tokens
         record = self.recorder.end(batch)
@@ -241,8 +240,9 @@ class Runner:
 
     def _draws(self, step: StepInput) -> tuple[list[SlotSampling], list[int]]:
         """Of each row that samples: its request's parameters, and the index of the token to draw."""
-        slots = [self._sampling[row.slot] for row in step.drawn_rows]
-        return slots, [row.kv_len - slot.num_prompt_tokens for row, slot in zip(step.drawn_rows, slots, strict=True)]
+        slots = [self._sampling[slot] for slot in step.drawn_slots.tolist()]
+        ends = step.positions[step.drawn_tokens].tolist()
+        return slots, [end + 1 - slot.num_prompt_tokens for end, slot in zip(ends, slots, strict=True)]
 
     @torch.inference_mode()
     def note_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
@@ -283,7 +283,7 @@ class Runner:
         if copies is not None:
             copies.wait()
         hidden = None if self.model.has_embedding else self._received(step.batch)
-        with record_function("medha.forward"):
+        with phase("medha.forward"):
             out = self.graphs.run(step, hidden_TD=hidden, last_tokens=self.last_tokens)
         return out, self.graphs.slots[: len(step.batch.rows)]
 
@@ -300,7 +300,7 @@ class Runner:
             x_TD = self.model.embed(ids_T)
         else:
             x_TD = self._received(step.batch)
-        with record_function("medha.forward"):
+        with phase("medha.forward"):
             x_TD = self.model(x_TD, cos, sin, attend)
             if self.model.has_head and step.drawn_rows:
                 x_TD = self.model.logits(x_TD[sent.drawn_tokens])
@@ -309,7 +309,7 @@ class Runner:
     def _received(self, batch: Batch) -> torch.Tensor:
         """Hidden states of the stage before, [T, D] on the device; the compute begins when they are here."""
         assert self.pipe is not None, "a stage without the embedding receives hidden states"
-        with record_function("medha.receive"), self.recorder.waiting("hidden"):
+        with phase("medha.receive"), self.recorder.waiting("hidden"):
             x_TD = self.pipe.receive(batch).to(self.device)
         self.recorder.begin()
         self._began = record_event(self.device, timing=True)
