@@ -34,7 +34,7 @@ from medha.engine.request import Request
 from medha.errors import DeadlineError, EngineDeadError, UnsupportedFeatureError, ValidationError
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
-from medha.params import SLO, SamplingParams
+from medha.params import CHAT_OPTIONS, SLO, SamplingParams
 from medha.text import Tokenizer
 from medha.timeline import Timeline
 
@@ -119,8 +119,8 @@ class LLM:
         """Complete prompts; all are checked before any is queued.
 
         Args:
-            prompts: one prompt or several; each is text, token ids, or a mapping with ``prompt``,
-                ``prompt_token_ids`` or ``messages``.
+            prompts: one or several; each is text, token ids, or a mapping with ``prompt``, ``prompt_token_ids`` or
+                ``messages``.
             sampling_params, slo, priority: for all, or one for each; the class is ``realtime``, ``high``, ``normal``
                 or ``low``.
             use_tqdm: show a progress bar on a terminal.
@@ -171,11 +171,7 @@ class LLM:
             tools: functions that the model may call, for templates that describe them.
             chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
         """
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
+        options = dict(zip(CHAT_OPTIONS, (add_generation_prompt, tools, chat_template_kwargs), strict=True))
         several = isinstance(messages, (list, tuple)) and not (messages and isinstance(messages[0], Mapping))
         prompts: list[Prompt] = [{"messages": one, **options} for one in (messages if several else [messages])]
         return self.generate(prompts, sampling_params, slo=slo, priority=priority, use_tqdm=use_tqdm)
