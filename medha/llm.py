@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,11 +26,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from medha.config import EngineConfig
 from medha.engine.admission import Prompt, is_prompt, listed, spread
-from medha.engine.arrivals import prepared_beside
 from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
+from medha.engine.files import emptied, opened
 from medha.engine.journal import check_recordable
-from medha.engine.jsonl import emptied, opened
 from medha.engine.request import Request
 from medha.errors import DeadlineError, EngineDeadError, UnsupportedFeatureError, ValidationError
 from medha.outputs import RequestOutput
@@ -233,7 +233,7 @@ class LLM:
         """Serve what is prepared beside the running engine, on the rank that drives."""
         engine = self.engine
         arrival_s = engine.now()
-        requests = prepared_beside(engine, prepare)
+        requests = _prepared_beside(engine, prepare)
         outputs: dict[str, RequestOutput | None] = {request.request_id: None for request in requests}
         box: deque[RequestOutput] = deque()
         added: list[str] = []
@@ -302,6 +302,25 @@ class LLM:
         if isinstance(error, EngineDeadError):  # another thread stepped
             raise _own_error(error, []) from error
         return box.popleft()
+
+
+def _prepared_beside(engine: Engine, prepare: Callable[[], list[Request]]) -> list[Request]:
+    """What ``prepare`` returns; in a thread where the engine runs something already, which goes on meanwhile."""
+    if not engine.num_unfinished:
+        return prepare()
+    thread = futures.ThreadPoolExecutor(1, "medha-prepare")
+    prepared = thread.submit(prepare)
+    try:
+        while not prepared.done():
+            if engine.num_unfinished:
+                engine.advance()
+            else:
+                futures.wait([prepared])
+        return prepared.result()
+    finally:
+        if not prepared.done() and engine.tokenizer is not None:
+            engine.tokenizer.interrupt()  # the end of the process would wait for it
+        thread.shutdown(wait=False)
 
 
 def _end(engine: Engine, request_ids: Iterable[str]) -> None:
