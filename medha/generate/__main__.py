@@ -44,7 +44,8 @@ from medha.cli.options import (
 from medha.cli.table import report_console
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
-from medha.engine.jsonl import OutputLines, emptied, opened, unwritable_reported
+from medha.engine.files import emptied, opened, unwritable_reported
+from medha.engine.jsonl import OutputLines
 from medha.errors import ConfigError
 from medha.generate.work import requested
 from medha.parallel.launch import is_first_rank, is_launched, own_ranks, read_launch

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from medha.cli.options import SAMPLING
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival
-from medha.engine.jsonl import STDIN, read_input, read_requests
+from medha.engine.files import STDIN, read_input
+from medha.engine.jsonl import read_requests
 from medha.errors import ConfigError, ValidationError
 from medha.generate.resume import Earlier, drop_lines, read_earlier
 from medha.parallel.launch import is_launched
