@@ -24,8 +24,7 @@ from medha import LLM, SLO, RequestOutput, SamplingParams
 from medha.engine.journal import replay
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
 from medha.models.needle import write_needle
-from tests.checkpoints import reference_greedy
-from tests.serving import ANSWER, GREEDY, assert_empty, question, write_byte_model
+from tests.serving import ANSWER, GREEDY, assert_empty, fail_in_run, finish, greedy_of, question, write_byte_model
 
 SMALL: dict[str, Any] = {"num_kv_blocks": 32, "block_size": 64, "chunk_size": 64, "max_batch_tokens": 128}
 TEXTS = ["Hello", "It was a dark and stormy night", "x", "The vault code of Priya is"]
@@ -57,9 +56,7 @@ def llm(byte_folder: tuple[Path, Any]) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def expected(byte_folder: tuple[Path, Any]) -> list[list[int]]:
     """Greedy tokens of transformers for TEXTS, clear of rounding."""
-    found = [reference_greedy(byte_folder[1], list(text.encode()), GREEDY.max_tokens) for text in TEXTS]
-    assert min(gap for _, _, gap in found) > 1e-3
-    return [tokens for tokens, _, _ in found]
+    return greedy_of(byte_folder[1], [list(text.encode()) for text in TEXTS], 16)
 
 
 def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -213,13 +210,6 @@ def test_chat_options_reach_the_template(byte_folder: tuple[Path, Any], tmp_path
             llm.chat(conversation, add_generation_prompt="no")  # type: ignore[arg-type]
 
 
-class Terminal(io.StringIO):
-    """A stderr that is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 def test_a_refused_request_leaves_the_others_be(needle_folder: Path) -> None:
     with LLM(str(needle_folder), admission="refuse", **SMALL) as llm:
         slo = [None, SLO(ttft_s=1e-9), SLO(ttft_s=600.0)]
@@ -258,22 +248,22 @@ def test_a_journal_that_cannot_be_is_an_error_before_the_model_is_loaded(
     assert not (tmp_path / "run.journal").exists()
 
 
-@pytest.mark.parametrize(("stream", "use_tqdm", "shown"), [(Terminal, True, True), (Terminal, False, False)])
-def test_progress_bar(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], use_tqdm: bool, shown: bool
-) -> None:
-    screen = stream()
+@pytest.mark.parametrize("use_tqdm", [True, False])
+def test_progress_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch, use_tqdm: bool) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     llm.generate(TEXTS, GREEDY, use_tqdm=use_tqdm)
-    assert ("Processed prompts" in screen.getvalue() and "4/4" in screen.getvalue()) == shown
+    assert ("Processed prompts" in screen.getvalue() and "4/4" in screen.getvalue()) == use_tqdm
 
 
 @pytest.mark.parametrize(
     ("generation", "defaults"),
     [
         (None, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}),
-        ({"temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
-        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
         ({"min_p": 0.1, "repetition_penalty": 1.2}, {"min_p": 0.1, "repetition_penalty": 1.2, "temperature": 1.0}),
     ],
 )
@@ -360,37 +350,19 @@ def test_a_stream_goes_on_while_generate_tokenises(
     assert tokens + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[0]
 
 
-def test_requests_of_ones_own_go_on_beside_others(llm: LLM, expected: list[list[int]]) -> None:
-    """Outputs go to whoever they belong to, whoever steps."""
-    llm.engine.add_request("mine", TEXTS[0], GREEDY.reported("delta"))
-    stream = llm.stream(TEXTS[1], GREEDY)
-    first = next(stream).outputs[0].token_ids
-    assert token_ids(llm.generate(TEXTS[2:], GREEDY)) == expected[2:]
-    mine = []
-    while llm.engine.has_unfinished:
-        mine += llm.engine.step()
-    assert {output.request_id for output in mine} == {"mine"}
-    assert [token for output in mine for token in output.outputs[0].token_ids] == expected[0]
-    assert first + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[1]
-    assert_empty(llm.engine)
-
-
-@pytest.mark.parametrize("when", ["running", "aborted"])
-def test_ones_own_ids_are_not_mistaken_for_those_of_generate(
-    byte_folder: tuple[Path, Any], expected: list[list[int]], when: str
-) -> None:
-    """The ids that generate gives its requests begin at 0, too."""
+def test_requests_of_ones_own_go_on_beside_others(byte_folder: tuple[Path, Any], expected: list[list[int]]) -> None:
+    """Outputs go to whoever they belong to, whoever steps. The ids of generate's requests begin at 0, too."""
     with LLM(str(byte_folder[0]), **SMALL) as llm:
-        llm.engine.add_request("0", TEXTS[0], GREEDY)
-        if when == "aborted":
-            llm.engine.abort("0")
+        for own in "01":
+            llm.engine.add_request(own, TEXTS[0], GREEDY)
+        llm.engine.abort("1")
+        stream = llm.stream(TEXTS[1], GREEDY)
+        first = next(stream).outputs[0].token_ids
         assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
-        outputs = []
-        while llm.engine.has_unfinished:
-            outputs += llm.engine.step()
-        (mine,) = [output for output in outputs if output.finished]
-    assert (mine.request_id, mine.outputs[0].finish_reason) == ("0", "abort" if when == "aborted" else "length")
-    assert mine.outputs[0].token_ids == (expected[0] if when == "running" else [])
+        assert first + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[1]
+        mine = finish(llm.engine)
+    ends = {name: (output.outputs[0].finish_reason, output.outputs[0].token_ids) for name, output in mine.items()}
+    assert ends == {"0": ("length", expected[0]), "1": ("abort", [])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -525,15 +497,6 @@ def test_use_after_close(needle_folder: Path) -> None:
         next(open_stream)
 
 
-def test_two_at_once(needle_folder: Path, byte_folder: tuple[Path, Any], expected: list[list[int]]) -> None:
-    with LLM(str(needle_folder), **SMALL) as first, LLM(str(byte_folder[0]), **SMALL) as second:
-        stream = first.stream(question())
-        text = next(stream).outputs[0].text or ""
-        assert token_ids(second.generate(TEXTS, GREEDY)) == expected
-        text += "".join(piece.outputs[0].text or "" for piece in stream)
-    assert text == ANSWER
-
-
 def test_close_frees_everything(needle_folder: Path) -> None:
     def count() -> tuple[int, int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
@@ -558,19 +521,6 @@ def test_close_frees_everything(needle_folder: Path) -> None:
 # Failures
 
 
-def fail_in_run(llm: LLM, patch: pytest.MonkeyPatch, *, at: int, error: BaseException) -> None:
-    """Let the ``at``-th batch raise, once."""
-    run = llm.engine.runner.run
-    calls = iter(range(10**9))
-
-    def failing(step: Any) -> Any:
-        if next(calls) == at:
-            raise error
-        return run(step)
-
-    patch.setattr(llm.engine.runner, "run", failing)
-
-
 PARTIAL = [SamplingParams(temperature=0.0, max_tokens=n) for n in (16, 3, 16, 16)]
 
 
@@ -583,23 +533,15 @@ def check_partial(outputs: list[RequestOutput], expected: list[list[int]], reaso
 
 
 def test_interrupt(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_in_run(llm, monkeypatch, at=4, error=KeyboardInterrupt())
+    fail_in_run(llm.engine, monkeypatch, at=5, error=KeyboardInterrupt())
+    stream = llm.stream(TEXTS[1], GREEDY)
+    next(stream)
     with pytest.raises(KeyboardInterrupt) as caught:
         llm.generate(TEXTS, PARTIAL)
     check_partial(caught.value.outputs, expected, "abort")  # type: ignore[attr-defined]
     assert_empty(llm.engine)
+    assert [piece.outputs[0].finish_reason for piece in stream][-1] == "abort"
     assert not llm.engine.has_unfinished
-    assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
-
-
-def test_interrupt_while_streaming(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_in_run(llm, monkeypatch, at=4, error=KeyboardInterrupt())
-    stream, other = llm.stream(TEXTS[0], GREEDY), llm.stream(TEXTS[1], GREEDY)
-    next(other)
-    with pytest.raises(KeyboardInterrupt):
-        list(stream)
-    assert_empty(llm.engine)
-    assert [piece.outputs[0].finish_reason for piece in other][-1] == "abort"
     assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
 
 
@@ -654,7 +596,7 @@ def test_interrupt_at_any_line_of_a_step(byte_folder: tuple[Path, Any], expected
 
 def test_a_step_that_fails(byte_folder: tuple[Path, Any], expected: list[list[int]]) -> None:
     with LLM(str(byte_folder[0]), **SMALL) as llm, pytest.MonkeyPatch.context() as patch:
-        fail_in_run(llm, patch, at=4, error=RuntimeError("lost"))
+        fail_in_run(llm.engine, patch, at=4, error=RuntimeError("lost"))
         with pytest.raises(EngineDeadError, match="a step failed: RuntimeError: lost") as caught:
             llm.generate(TEXTS, PARTIAL)
         check_partial(caught.value.outputs, expected, "error")

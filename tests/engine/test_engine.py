@@ -17,14 +17,16 @@ from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
 from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
-from tests.checkpoints import reference_greedy, reference_logits
+from tests.checkpoints import reference_logits
 from tests.sched.virtual import make_predictor
 from tests.serving import (
     ANSWER,
     GREEDY,
     Model,
     assert_empty,
+    fail_in_run,
     finish,
+    greedy_of,
     make_byte_model,
     make_needle_model,
     question,
@@ -51,9 +53,7 @@ def needle(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture(scope="module")
 def expected(bytes_model: Model) -> list[list[int]]:
     """Greedy tokens of transformers for PROMPTS, clear of rounding."""
-    found = [reference_greedy(bytes_model.reference, prompt, NUM_TOKENS) for prompt in PROMPTS]
-    assert min(gap for _, _, gap in found) > 1e-3
-    return [tokens for tokens, _, _ in found]
+    return greedy_of(bytes_model.reference, PROMPTS, NUM_TOKENS)
 
 
 def add_all(engine: Engine, params: SamplingParams = PARAMS) -> None:
@@ -193,21 +193,6 @@ def test_abort_ends_all_completions(bytes_model: Model, expected: list[list[int]
     for seed, completion in enumerate(whole.outputs, start=7):
         assert completion.token_ids == drawn_alone(bytes_model, PROMPTS[0], seed)[: len(completion.token_ids)]
     assert [output.outputs[0].token_ids for output in outputs if output.request_id == "b"][-1] == expected[1]
-
-
-def test_completions_without_a_seed_are_all_different_and_repeat(bytes_model: Model) -> None:
-    params = replace(DRAWN, seed=None)
-
-    def run() -> list[list[int]]:
-        engine = bytes_model.engine(**SMALL)
-        for name in "ab":
-            engine.add_request(name, PROMPTS[0], params)
-        ends = finish(engine)
-        return [completion.token_ids for name in "ab" for completion in ends[name].outputs]
-
-    first = run()
-    assert len({tuple(tokens) for tokens in first}) == 6
-    assert run() == first
 
 
 def test_bad_logits_end_one_completion(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,18 +366,6 @@ def test_id_of_an_aborted_request_may_be_used_while_it_is_in_flight(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Memory
-
-
-def test_what_a_block_held_before_does_not_matter(bytes_model: Model, expected: list[list[int]]) -> None:
-    engine = bytes_model.engine(**SMALL)
-    for pool in engine.runner.cache.k + engine.runner.cache.v:
-        pool.fill_(torch.nan)
-    add_all(engine)
-    assert tokens_of(finish(engine)) == expected
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Metrics
 
 
@@ -443,22 +416,6 @@ def test_metrics(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Where the TTFT went
-
-
-def check_explained(output: RequestOutput) -> None:
-    """The parts are a TTFT, or the time until an end without a first token."""
-    metrics, explained = output.metrics, output.metrics.explanation
-    assert explained is not None
-    assert explained.request_id == output.request_id
-    assert explained.has_first_token == (metrics.ttft is not None)
-    assert min(explained.parts_s.values()) >= 0
-    assert sum(explained.parts_s.values()) == pytest.approx(explained.total_s, abs=1e-6)
-    if metrics.ttft is not None:
-        assert explained.total_s == pytest.approx(metrics.ttft, abs=1e-6)
-        assert explained.own_s > 0
-    else:
-        assert metrics.e2e is not None and explained.total_s <= metrics.e2e
-    assert sum(seconds for _, seconds in explained.others) <= explained.others_s + 1e-6
 
 
 def test_an_explanation_comes_with_the_first_token_and_stays(bytes_model: Model) -> None:
@@ -602,19 +559,6 @@ def test_bad_logits_of_one_request(bytes_model: Model, expected: list[list[int]]
     assert serve_one(engine, PROMPTS[0], PARAMS).outputs[0].token_ids == expected[0]
 
 
-def fail_in_run(engine: Engine, patch: pytest.MonkeyPatch, *, at: int, error: BaseException) -> None:
-    """Let the ``at``-th batch raise."""
-    run = engine.runner.run
-    calls = iter(range(10**9))
-
-    def failing(step: Any) -> Any:
-        if next(calls) == at:
-            raise error
-        return run(step)
-
-    patch.setattr(engine.runner, "run", failing)
-
-
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("at", [0, 1, 6, 9])
 def test_a_step_that_fails_ends_everything(
@@ -674,33 +618,6 @@ def test_a_scheduler_that_runs_nothing_is_an_error_and_not_a_hang(
     monkeypatch.setattr(engine.scheduler, "schedule", lambda now_s: Decision())
     with pytest.raises(EngineDeadError, match="the scheduler runs none of the unfinished requests:\n1 unfinished"):
         engine.step()
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_an_interrupt_aborts_everything_and_the_engine_goes_on(
-    bytes_model: Model, expected: list[list[int]], depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = bytes_model.engine(depth=depth, max_num_seqs=3, **SMALL)
-    fail_in_run(engine, monkeypatch, at=8, error=KeyboardInterrupt())
-    add_all(engine)
-    outputs: dict[str, RequestOutput] = {}
-    with pytest.raises(KeyboardInterrupt):
-        step_forever(engine, outputs)
-    assert_empty(engine)
-    aborted = finish(engine)
-    assert aborted
-    assert {o.outputs[0].finish_reason for o in aborted.values()} == {"abort"}
-    for output in aborted.values():
-        check_explained(output)
-    outputs.update(aborted)
-    assert any(o.outputs[0].token_ids for o in outputs.values())
-    for i, output in outputs.items():
-        assert output.outputs[0].token_ids == expected[int(i)][: len(output.outputs[0].token_ids)]
-    add_all(engine)
-    outputs = finish(engine)
-    assert tokens_of(outputs) == expected
-    for output in outputs.values():
-        check_explained(output)
 
 
 def test_duplicate_id_in_flight(bytes_model: Model, expected: list[list[int]]) -> None:

@@ -40,9 +40,6 @@ PAIRS = [
     ("qwen3", True, (2, 2, "local")),
     ("llama-bias", True, (2, 2, "dtensor")),
 ]
-EVERYTHING = [
-    case for case in itertools.product(FAMILIES, (False, True), LAYOUTS) if case not in {(f, t, x) for f, t, x in PAIRS}
-]
 
 
 def generate(folder: str, options: dict[str, Any], prompts: list[list[int]], num_tokens: int) -> Any:
@@ -89,16 +86,14 @@ def reference(
     raise AssertionError("no seed gives gaps that rounding cannot close")
 
 
-@pytest.mark.parametrize(("family", "tied", "layout"), PAIRS)
+@pytest.mark.parametrize(
+    ("family", "tied", "layout"),
+    [
+        pytest.param(*case, marks=() if case in PAIRS else pytest.mark.slow)
+        for case in itertools.product(FAMILIES, (False, True), LAYOUTS)
+    ],
+)
 def test_layout_matches_transformers(
-    workers: WorkerPool, tmp_path: Path, family: str, tied: bool, layout: tuple[int, int, str]
-) -> None:
-    check_layout(workers, tmp_path, family, tied, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "tied", "layout"), EVERYTHING)
-def test_every_layout_matches_transformers(
     workers: WorkerPool, tmp_path: Path, family: str, tied: bool, layout: tuple[int, int, str]
 ) -> None:
     check_layout(workers, tmp_path, family, tied, layout)
