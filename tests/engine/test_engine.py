@@ -308,13 +308,15 @@ def test_no_text(bytes_model: Model, expected: list[list[int]], how: str) -> Non
 # Aborts
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("options", [{"depth": 1}, {"depth": 2}, {"depth": 4}, {"async_scheduling": True}], ids=str)
 @pytest.mark.parametrize("victim", ["0", "2", "3"])
-def test_abort_at_any_step_harms_nobody(bytes_model: Model, expected: list[list[int]], depth: int, victim: str) -> None:
+def test_abort_at_any_step_harms_nobody(
+    bytes_model: Model, expected: list[list[int]], options: dict[str, int], victim: str
+) -> None:
     """Queued, between chunks, while decoding, and after the end; with one request waiting for a place."""
     reasons = []
-    for abort_step in range(0, 36, 2 if depth == 2 else 5):
-        engine = bytes_model.engine(depth=depth, max_num_seqs=3, num_blocks=16, **SMALL)
+    for abort_step in range(0, 36, 2 if options == {"depth": 2} else 5):
+        engine = bytes_model.engine(max_num_seqs=3, num_blocks=16, **options, **SMALL)
         add_all(engine)
         finished: dict[str, RequestOutput] = {}
         step = 0
@@ -536,14 +538,16 @@ def poison(patch: pytest.MonkeyPatch, *, seed: int, index: int, value: float) ->
     return logits
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("value", "is_async"), [(torch.nan, False), (torch.nan, True), (torch.inf, False)])
 @pytest.mark.parametrize("index", [0, 2, NUM_TOKENS - 1])
-def test_bad_logits_of_one_request(bytes_model: Model, expected: list[list[int]], index: int, value: float) -> None:
+def test_bad_logits_of_one_request(
+    bytes_model: Model, expected: list[list[int]], index: int, value: float, is_async: bool
+) -> None:
     runs = []
     for victim in (2, -1):
         with pytest.MonkeyPatch.context() as patch:
             logits = poison(patch, seed=victim, index=index, value=value)
-            engine = bytes_model.engine(**SMALL)
+            engine = bytes_model.engine(**SMALL, async_scheduling=is_async)
             add_all(engine)
             runs.append((finish(engine), logits))
     (outputs, bad), (_, good) = runs
