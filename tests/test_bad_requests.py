@@ -129,14 +129,8 @@ def test_request_that_never_fits_the_pool(model: Model, length: int, max_tokens:
     )
     assert (caught.value.param, caught.value.value) == (param, max_tokens if param == "max_tokens" else length)
     assert_empty(engine)
-    assert len(serve_one(engine, [1] * 10).outputs[0].token_ids) == 16
-
-
-@pytest.mark.parametrize(("length", "max_tokens"), [(10, 247), (250, 7), (256, 1)])
-def test_request_that_just_fits_the_pool(model: Model, length: int, max_tokens: int) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    completion = serve_one(make_engine(model), [1] * length, params).outputs[0]
-    assert len(completion.token_ids) == max_tokens
+    fitting = SamplingParams(temperature=0.0, max_tokens=max_tokens - 1 or 1)
+    assert serve_one(engine, [1] * (256 - fitting.max_tokens + 1), fitting).outputs[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("name", ["", None, 5])
@@ -237,18 +231,15 @@ def test_max_tokens_of_none_is_what_there_is_room_for(model: Model, length: int,
         make_engine(model).add_request("bad", [1] * 257, SamplingParams(max_tokens=None))
 
 
-@pytest.mark.parametrize("bad", ["prompt", "context", "pool"])
-@pytest.mark.parametrize("index", [0, 777])
-def test_one_bad_prompt_among_a_thousand(llm: LLM, index: int, bad: str) -> None:
-    prompts: list[Any] = [f"prompt number {i}" for i in range(1000)]
-    prompts[index] = {"prompt": [7, -1], "context": [1] * 500, "pool": [1] * 300}[bad]
-    kinds = {"prompt": ValidationError, "context": ContextLengthError, "pool": KVCapacityError}
-    with pytest.raises(kinds[bad], match=rf"^prompt {index}: ") as caught:
-        llm.generate(prompts, SamplingParams(max_tokens=1))
-    assert type(caught.value) is kinds[bad]
-    assert caught.value.index == index
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [([7, -1], ValidationError), ([1] * 500, ContextLengthError), ([1] * 300, KVCapacityError)],
+)
+def test_one_bad_prompt_among_many(llm: LLM, bad: list[int], kind: type[ValidationError]) -> None:
+    with pytest.raises(kind, match=r"^prompt 77: ") as caught:
+        llm.generate([*["good"] * 77, bad, "good"], SamplingParams(max_tokens=1))
+    assert (type(caught.value), caught.value.index) == (kind, 77)
     assert_empty(llm.engine)
-    assert not llm.engine.has_unfinished
     assert llm.generate("good", GREEDY)[0].finished
 
 

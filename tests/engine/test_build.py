@@ -14,14 +14,13 @@ import torch
 import medha.worker.sizing
 from medha import LLM, SamplingParams
 from medha.attention.flashinfer_backend import FlashInferBackend
-from medha.attention.interface import LayerShape
 from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig
 from medha.engine.build import _with_async, build_engine
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.parallel.launch import Launch
-from medha.worker.shard import choose_backend, own_device, pick_device, wants_graphs
+from medha.worker.shard import own_device, pick_device, wants_graphs
 from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
 from tests.serving import GREEDY, write_byte_model
 
@@ -164,15 +163,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(ConfigError, match=r"accepted on this machine: cpu, cuda:0, cuda:1$"):
         pick_device("cuda:2")
-
-
-def test_backends(good: Path) -> None:
-    shape, cpu = LayerShape(8, 2, 64, torch.bfloat16), torch.device("cpu")
-    assert [choose_backend(name, shape, cpu)[0].name for name in ("auto", "torch")] == ["torch", "torch"]
-    with pytest.raises(ConfigError, match=r"needs a CUDA device, not cpu; accepted here: auto, torch"):
-        choose_backend("flashinfer", shape, cpu)
-    with pytest.raises(ConfigError, match=r"attention_backend='flashinfer' needs a CUDA device"):
-        build(good, attention_backend="flashinfer", device="cpu", num_kv_blocks=2)
 
 
 def test_each_rank_of_a_node_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
