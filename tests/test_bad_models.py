@@ -28,21 +28,14 @@ from medha.errors import (
     exit_code,
 )
 from tests.checkpoints import make_checkpoint
-from tests.serving import GREEDY, write_byte_model
+from tests.serving import GREEDY, Model
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 4, "block_size": 64}
 
 
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good")
-    write_byte_model(folder)
-    return folder
-
-
 @pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(good, tmp_path / "model")
+def folder(bytes_model: Model, tmp_path: Path) -> Path:
+    return shutil.copytree(bytes_model.folder, tmp_path / "model")
 
 
 @pytest.fixture

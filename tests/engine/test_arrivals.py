@@ -6,7 +6,6 @@ import io
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,11 @@ from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
 from medha.errors import ContextLengthError, EngineDeadError, RankFailedError, ValidationError
-from medha.models.needle import write_needle
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer
 from medha.worker.step import PendingStep
+from tests.serving import Model
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
 
@@ -45,17 +44,12 @@ class VirtualClock:
         self.time += seconds
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_needle(tmp_path_factory.mktemp("needle"))
-
-
 @pytest.fixture
-def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(needle: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine on a clock of its own, which must be empty again at the end."""
     clock = VirtualClock()
     monkeypatch.setattr(medha.engine.arrivals.time, "sleep", clock.sleep)
-    built = build_engine(EngineConfig.from_flat(str(folder), max_model_len=256, num_kv_blocks=8, chunk_size=32))
+    built = build_engine(EngineConfig.from_flat(str(needle.folder), max_model_len=256, num_kv_blocks=8, chunk_size=32))
     engine = Engine(built.runner, built.scheduler, built.limits, tokenizer=built.tokenizer, clock=clock)
     yield engine
     assert not engine.has_unfinished

@@ -27,8 +27,6 @@ from tests.serving import (
     fail_in_run,
     finish,
     greedy_of,
-    make_byte_model,
-    make_needle_model,
     question,
     random_ids,
     serve_one,
@@ -38,16 +36,6 @@ NUM_TOKENS = 6
 PROMPTS = [random_ids(length, seed=4) for length in (40, 3, 70, 25)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 SMALL = {"chunk_size": 16, "max_batch_tokens": 24, "block_size": 16}
-
-
-@pytest.fixture(scope="module")
-def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return make_byte_model(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture(scope="module")
-def needle(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return make_needle_model(tmp_path_factory.mktemp("needle"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import pytest
 
 from medha.__main__ import app
 from medha.cli.command import run_app
-from medha.models.needle import make_haystack, write_needle
+from medha.models.needle import make_haystack
+from tests.serving import Model
 
 ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
 ROWS = [
@@ -18,11 +19,6 @@ ROWS = [
     {"id": "wrong", "prompt": ""},
     {"id": "later", "prompt": ADA, "arrival_s": 0.3, "priority": "high"},
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_needle(tmp_path_factory.mktemp("models") / "needle")
 
 
 def generate(folder: Path, tmp_path: Path, *options: str | Path) -> int:
@@ -46,11 +42,11 @@ def calls_of(path: Path) -> list[str | None]:
     ids=["medha", "sarathi"],
 )
 def test_a_recorded_run_replays(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+    needle: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     journal = tmp_path / "run.journal"
     journal.write_text("what an earlier run left\n")
-    assert generate(folder, tmp_path, "--journal", journal, *options) == 3  # a line is wrong
+    assert generate(needle.folder, tmp_path, "--journal", journal, *options) == 3  # a line is wrong
     calls = calls_of(journal)
     assert calls[0] is None
     assert calls.count("add") == 3
