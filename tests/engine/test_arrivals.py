@@ -19,7 +19,7 @@ from medha.engine.arrivals import LONG_PROMPT, Arrival, drive
 from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
-from medha.errors import ContextLengthError, EngineDeadError, RankFailedError, ValidationError
+from medha.errors import ContextLengthError, RankFailedError, ValidationError
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer
@@ -210,25 +210,6 @@ def test_a_stop_returns_every_request(engine: Engine) -> None:
     assert ends_of(ends) == {"short": "length", "long": "abort", "future": "abort", "wrong": "error"}
     assert sum(len(o.outputs[0].token_ids) for o in outputs if o.request_id == "long") >= 5
     assert ends["future"].metrics.e2e is None
-
-
-def test_a_dead_engine_returns_every_request_and_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = engine.runner.run
-
-    def run_twice(step: Any) -> Any:
-        if step.batch.batch_id >= 2:
-            raise RuntimeError("the device fell off")
-        return run(step)
-
-    monkeypatch.setattr(engine.runner, "run", run_twice)
-    outputs: list[RequestOutput] = []
-    arrivals = [Arrival("running", "hello", DELTA), Arrival("future", "hello", DELTA, arrival_s=1000.0)]
-    with pytest.raises(EngineDeadError, match="RuntimeError: the device fell off"):
-        outputs.extend(drive(engine, arrivals))
-    ends = final(outputs)
-    assert ends_of(ends) == {"running": "error", "future": "error"}
-    assert all(isinstance(o.error, EngineDeadError) for o in ends.values())
-    engine.scheduler.memory.release(0)  # a dead engine keeps its blocks
 
 
 def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

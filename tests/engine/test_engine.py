@@ -144,25 +144,6 @@ def test_n_completions_are_n_requests_under_one_id(bytes_model: Model, kind: str
     assert [completion.text for completion in whole.outputs] == [bytes_model.tokenizer.decode(t) for t in wanted]
 
 
-def test_metrics_of_n_completions(bytes_model: Model) -> None:
-    end = drawn_alone(bytes_model, PROMPTS[0], 8)[2]  # one of them ends with its third token
-    engine = bytes_model.engine(**SMALL, eos=(end,))
-    engine.add_request("a", PROMPTS[0], DRAWN, slo=SLO(ttft_s=60.0))
-    running = [engine._live["a"].completions[i] for i in range(3)]
-    output = finish(engine)["a"]
-    assert len(output.outputs[1].token_ids) == 3
-    metrics, parts = output.metrics, [one.metrics for one in running]
-    assert metrics.num_completions == 3
-    assert (metrics.arrival, metrics.num_prompt_tokens) == (parts[0].arrival, len(PROMPTS[0]))
-    joined = {"first_scheduled": min, "first_token": min, "finished": max, "num_chunks": sum, "num_output_tokens": sum}
-    for name, join in joined.items():
-        assert getattr(metrics, name) == join([getattr(part, name) for part in parts]), name
-    assert metrics.explanation is not None and metrics.met_slo is True
-    assert metrics.tpot == pytest.approx(
-        (metrics.finished - metrics.first_token) / (metrics.num_output_tokens / 3 - 1)  # type: ignore[operator]
-    )
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_abort_ends_all_completions(bytes_model: Model, expected: list[list[int]], depth: int) -> None:
     engine = bytes_model.engine(**SMALL, depth=depth)
@@ -242,33 +223,6 @@ def test_ends(needle: Model, case: str, kind: str) -> None:
     ids = [token for piece in pieces for token in piece.token_ids]
     assert ids == list(whole[: len(ids)])
     assert outputs[-1].metrics.num_output_tokens == len(ids)
-
-
-@pytest.mark.parametrize("field", ["eos", "stop_token_ids"])
-def test_min_tokens_holds_end_ids_back(bytes_model: Model, field: str) -> None:
-    """The likeliest first token is an end id: it may come only as the fourth token or later."""
-    prompt = PROMPTS[0]
-    reference = bytes_model.reference
-    end_id = int(reference_logits(reference, prompt)[-1].argmax())
-    ids = list(prompt)
-    for _ in range(3):
-        first, second = reference_logits(reference, ids)[-1].topk(2).indices.tolist()
-        ids.append(second if first == end_id else first)
-    for _ in range(3):
-        if ids[-1] != end_id:
-            ids.append(int(reference_logits(reference, ids)[-1].argmax()))
-    engine = bytes_model.engine(eos=(end_id,) if field == "eos" else ())
-    stop_ids = [end_id] if field == "stop_token_ids" else None
-    params = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=3, stop_token_ids=stop_ids)
-    assert serve_one(engine, prompt, params).outputs[0].token_ids == ids[len(prompt) :]
-    assert serve_one(engine, prompt, replace(params, min_tokens=0)).outputs[0].token_ids == [end_id]
-
-
-def test_only_allowed_ids_come_out(bytes_model: Model) -> None:
-    params = SamplingParams(
-        temperature=1.0, seed=3, max_tokens=12, allowed_token_ids=[65, 66, 67], logit_bias={67: -100}
-    )
-    assert set(serve_one(bytes_model.engine(), PROMPTS[0], params).outputs[0].token_ids) == {65, 66}
 
 
 def test_max_tokens_is_capped_to_the_room(bytes_model: Model, caplog: pytest.LogCaptureFixture) -> None:
@@ -451,22 +405,6 @@ def test_a_request_that_cannot_be_in_time_is_refused(bytes_model: Model, expecte
     assert {i: o.outputs[0].token_ids for i, o in outputs.items()} == {"fine": expected[1], "hopeless": expected[0]}
 
 
-def test_a_request_that_cannot_be_in_time_is_relegated(bytes_model: Model, expected: list[list[int]]) -> None:
-    engine = admitting_engine(bytes_model, "relegate")
-    engine.add_request("hopeless", PROMPTS[2], PARAMS, slo=SLO(ttft_s=1e-3))
-    engine.add_request("fine", PROMPTS[0], PARAMS, slo=SLO(ttft_s=600.0))
-    engine.add_request("derived", PROMPTS[3], PARAMS)
-    outputs = finish(engine)
-    metrics = {name: output.metrics for name, output in outputs.items()}
-    assert {name: m.is_relegated for name, m in metrics.items()} == {"hopeless": True, "fine": False, "derived": False}
-    hopeless, fine, derived = (metrics[name] for name in ("hopeless", "fine", "derived"))
-    assert (hopeless.deadline_s, hopeless.deadline_is_derived, hopeless.met_slo) == (None, False, False)
-    assert (fine.deadline_s, fine.met_slo, derived.deadline_is_derived) == (600.0, True, True)
-    assert hopeless.first_token > max(fine.first_token, derived.first_token)
-    tokens = {name: output.outputs[0].token_ids for name, output in outputs.items()}
-    assert tokens == {"hopeless": expected[2], "fine": expected[0], "derived": expected[3]}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling
 
@@ -491,19 +429,6 @@ def test_logprobs_are_those_of_transformers(bytes_model: Model, temperature: flo
     assert completion.cumulative_logprob == pytest.approx(float(truth[range(8), tokens].sum()), abs=1e-3)
     alone = serve_one(bytes_model.engine(), PROMPTS[1], replace(params, logprobs=0)).outputs[0]
     assert [[*step] for step in alone.logprobs or []] == [[token] for token in tokens]
-
-
-SAMPLED = SamplingParams(temperature=0.8, seed=1234, max_tokens=NUM_TOKENS)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
-def test_seeded_sampling_is_the_same_in_any_company(bytes_model: Model, chunk_size: int, depth: int) -> None:
-    alone = [serve_one(bytes_model.engine(), prompt, SAMPLED).outputs[0].token_ids for prompt in PROMPTS]
-    engine = bytes_model.engine(chunk_size=chunk_size, depth=depth, max_batch_tokens=32, block_size=16)
-    engine.add_request("stranger", PROMPTS[2], SamplingParams(temperature=2.0, max_tokens=9))
-    add_all(engine, SAMPLED)
-    assert tokens_of(finish(engine)) == alone
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -100,37 +100,6 @@ def test_stopped_rank_0_is_noticed(model: Path, tmp_path: Path, jobs: list[Job])
     assert written(tmp_path)["short"]["finish_reason"] == "length"
 
 
-def test_every_request_has_a_line_when_a_rank_is_stopped(model: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    """Rank 0's main thread waits for the stopped rank for ever, so another thread writes what is unfinished."""
-    options = arguments(tmp_path, model, "--json")
-    requests = [
-        *REQUESTS,
-        {"id": "unread", "prompt": "c" * 3500, "max_tokens": 10},
-        {"id": "late", "prompt": "a", "arrival_s": 3600.0},
-        {"id": "short", "prompt": "an id that is taken"},
-    ]
-    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in requests))
-    fault = Fault(1, "decode", "stop", after=8)
-    jobs.append(job := start(tmp_path, 2, command, options, fault=fault))
-    said = check_ends(job, fault)
-    assert job.processes[0].exitcode == 4, said
-    assert "could not be saved" not in said
-    text = (tmp_path / "out.jsonl").read_text()
-    assert (tmp_path / "stdout-0").read_text() == text
-    rows = [json.loads(line) for line in text.splitlines()]
-    (short, wrong), unfinished = sorted(rows[:2], key=lambda row: row["id"] == "line-5"), rows[2:]
-    assert (wrong["id"], wrong["error"]["type"]) == ("line-5", "ValidationError")
-    assert (short["id"], short["finish_reason"], short["error"]) == ("short", "length", None)
-    assert [row["id"] for row in unfinished] == ["long", "unread", "late"]
-    for row in unfinished:
-        assert row["finish_reason"] == "error"
-        assert row["error"]["type"] == "RankFailedError"
-        assert row["error"]["message"].startswith("rank 1 (stage 1) is stopped")
-    assert unfinished[0]["num_output_tokens"] >= 3
-    assert len(unfinished[0]["text"]) >= 3
-    assert unfinished[1]["token_ids"] == unfinished[2]["token_ids"] == []
-
-
 # -- ranks that disagree ---------------------------------------------------------------------------------------------
 
 

@@ -53,25 +53,6 @@ def test_outputs_are_those_of_a_run_in_which_nobody_gives_way(
             assert chosen(output) == pytest.approx(chosen(undisturbed[name]), abs=1e-4)
 
 
-def test_a_request_that_gave_way_can_be_aborted(bytes_model: Model) -> None:
-    engine = bytes_model.engine(**(SMALL | {"overcommit": True}))
-    for i, length in enumerate(LENGTHS):
-        engine.add_request(str(i), random_ids(length, seed=4), PARAMS["greedy"])
-    aborted: set[str] = set()
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.finished:
-                outputs[output.request_id] = output
-        for request_id, live in list(engine._live.items()):
-            if live.first.metrics.num_preemptions and not aborted:
-                aborted.add(request_id)
-                engine.abort(request_id)
-    assert aborted and all(outputs[request_id].outputs[0].finish_reason == "abort" for request_id in aborted)
-    assert engine.scheduler.memory.num_used == 0
-    assert {len(outputs[i].outputs[0].token_ids) for i in outputs if i not in aborted} == {50}
-
-
 def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], int, int, int]:
     """On each rank: tokens; on rank 0 also how often somebody gave way, was swapped, and the tokens computed."""
     from medha import LLM

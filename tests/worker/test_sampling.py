@@ -152,22 +152,6 @@ def test_equal_tokens_stay_together(params: dict[str, Any]) -> None:
     assert set(drawn) == {2, 5, 11}
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
-@given(seed=st.integers(0, 2**31), scale=st.floats(0.0, 60.0), share=st.floats(0.0, 1.0))
-def test_a_threshold_without_a_sort_is_that_of_a_sort(seed: int, scale: float, share: float) -> None:
-    shares = torch.exp(-scale * torch.rand(3, 5000, generator=torch.Generator().manual_seed(seed)))
-    weights = (shares * 2.0**44).long()
-    weights[1] //= 2**30  # many are equal
-    mass = (share * weights.sum(dim=-1, keepdim=True).double()).long().clamp(min=1)
-    with pytest.MonkeyPatch.context() as patch:
-        plain, fast = (
-            (patch.setattr(sampling, "_FEW", few), sampling._threshold(weights, mass))[1] for few in (10_000, 0)
-        )
-    assert torch.equal(plain, fast)
-    for row, least, enough in zip(weights, fast, mass, strict=True):
-        assert row[row >= least].sum() >= enough > row[row > least].sum()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What a draw depends on
 
@@ -363,12 +347,6 @@ def test_a_row_that_is_not_finite_is_flagged_and_harms_nobody(everywhere: bool, 
                 assert 0 <= result.token_id < VOCAB
             else:
                 assert result == clean[row]
-
-
-def test_infinities_of_both_signs_are_flagged() -> None:
-    logits = logits_of(13)
-    logits[0, 1], logits[0, 2] = math.inf, -math.inf
-    assert not sample(logits, [slot()], [0])[0].finite
 
 
 @pytest.mark.parametrize("sign", [1, -1])
