@@ -135,15 +135,6 @@ def test_generations_disagree(tmp_path: Path, changes: dict[str, Any]) -> None:
     refused(tmp_path, ConfigError, changes, ["config.json: rope_", "disagree"])
 
 
-@pytest.mark.parametrize("name", ["rope_theta", "rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_theta_that_is_no_number(tmp_path: Path, name: str, value: float) -> None:
-    theta: dict[str, Any] = {"rope_theta": value}
-    given = theta if name == "rope_theta" else {name: {**YARN, **theta}}
-    for changes in (given, {"rope_scaling": YARN, **given}):
-        refused(tmp_path, ConfigError, changes, ["config.json", f"rope_theta={value}"])
-
-
 def test_keys_of_another_type_have_no_effect(tmp_path: Path) -> None:
     config = load(tmp_path, {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32, "mscale": None}})
     assert config.rope == RopeConfig("linear", factor=2.0)
