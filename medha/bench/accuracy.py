@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from medha.batch import Batch
-from medha.bench.harness import Local, Report, Shown, Subject, on_ranks
-from medha.bench.verb import COUNT, SUBJECT, asked, verb
+from medha.bench.cli import COUNT, SUBJECT, Report, Shown, asked, verb
+from medha.bench.harness import Local, Subject, on_ranks
 from medha.cli.options import pick
 from medha.config.fields import finite
 from medha.cost.correction import KINDS, Kind
