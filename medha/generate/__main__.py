@@ -41,7 +41,7 @@ from medha.cli.options import (
     engine_options,
     takes,
 )
-from medha.cli.table import report_console
+from medha.cli.report import report_console
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
 from medha.engine.files import emptied, opened, unwritable_reported

@@ -19,7 +19,6 @@ from rich.console import Console
 from medha.attention.interface import LayerShape
 from medha.cli.command import FAILED_REQUESTS, first_interrupt, ignore_signals
 from medha.cli.report import deliver, stamp
-from medha.cli.table import counted
 from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
 from medha.parallel.health import failures_named
@@ -102,9 +101,10 @@ def _deliver(setting: Setting, rows: Sequence[Row], seconds: float, output_json:
         return
     parallel, counts = setting.parallel, Counter(row.verdict for row in rows)
     layout = f"kvp={parallel.kvp} x spp={parallel.spp} x tp={parallel.tp}"
+    ranks = f"{parallel.world_size} rank" + "s" * (parallel.world_size > 1)
     told = f"{counts[PASS]} passed, {counts[FAIL]} failed, {counts[NOT_RUN]} not run; {seconds:.0f} s."
     report = {
-        "title": f"medha verify: {layout}, {counted(parallel.world_size, 'rank')}, {setting.dtype}",
+        "title": f"medha verify: {layout}, {ranks}, {setting.dtype}",
         "options": asdict(setting),
         "checks": [row.shown() for row in rows],
         "needles": [row.details for row in rows if row.details is not None],
