@@ -43,8 +43,7 @@ def profile(
     """Measure what steps cost here; medha generate --profile FILE predicts with it. With several ranks: by torchrun."""
     from medha.cli.report import check_writable, progress, stamp
     from medha.cli.table import print_report
-    from medha.profile.calibrate import QUICK, Effort
-    from medha.profile.measure import measure
+    from medha.profile.calibrate import QUICK, Effort, measure
 
     start_logging(log_level)
     # max_num_seqs bounds the pool: a long row and a batch beside it
