@@ -84,9 +84,9 @@ def test_no_path(model: Any) -> None:
 def test_wrong_path(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", ModelLoadError, "nowhere", "no such folder", "config.json and *.safetensors")
     (tmp_path / "file").write_text("")
-    refused(tmp_path / "file", ModelLoadError, "is a file, not a folder")
+    refused(tmp_path / "file", ModelLoadError, "is a file or a dangling symlink")
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    refused(str(tmp_path / "link"), ModelLoadError, "dangling symlink", "gone")
+    refused(str(tmp_path / "link"), ModelLoadError, "dangling symlink")
 
 
 @pytest.mark.usefixtures("_no_weight_is_read")

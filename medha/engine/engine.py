@@ -19,8 +19,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
 
-from torch.profiler import record_function
-
 from medha.batch import Batch
 from medha.engine.admission import Prompt, check_type, prepare_request
 from medha.engine.explain import Explainer
@@ -34,7 +32,7 @@ from medha.sched.decision import Decision, Observer, Prediction, SchedulerReques
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
 from medha.timeline import Timeline
-from medha.worker.step import BatchRunner, PendingStep
+from medha.worker.step import BatchRunner, PendingStep, phase
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -357,7 +355,7 @@ class Engine:
 
     def _schedule(self, now: float) -> Decision:
         """Ask for the next batch; note who was preempted for it."""
-        with record_function("medha.schedule"):
+        with phase("medha.schedule"):
             decision = self.scheduler.schedule(now)
         for observer in self.observers:
             observer.scheduled(now, decision)
@@ -403,12 +401,12 @@ class Engine:
         for one in changed:
             if one.metrics.explanation is None:
                 self._keep_explanation(one)
-        told = (one for one in changed if one.finish_reason is not None or one.request.reports_progress)
-        requests = {one.request.request_id: one.request for one in told}
-        for request in requests.values():
+        told = [one.request for one in changed if one.request.reports_progress or one.finish_reason is not None]
+        requests = dict.fromkeys(told)  # of several completions once
+        for request in requests:
             if request.has_ended:
                 self._retire(request)
-        for request in requests.values():
+        for request in requests:
             if not request.has_ended and request.reports_progress:
                 request.emit()
 

@@ -49,7 +49,6 @@ class Request:
     """A request that has been tokenised and checked; once it is queued it has completions.
 
     Args:
-        request_id: the id that the user gave.
         prompt: its text, that of messages as the chat template wrote it; None where ids were given.
         prompt_ids: its tokens, a copy of our own; 10M of them are 40 MB. The runner reads this array, without a copy.
         params: every field has a value, and ``max_tokens`` fits the room after the prompt.
@@ -75,6 +74,7 @@ class Request:
         self.slo = slo
         self.priority = priority
         self.completions: tuple[Completion, ...] = ()
+        self.num_running = params.n  # completions that have not ended
 
     @property
     def max_tokens(self) -> int:
@@ -99,8 +99,7 @@ class Request:
         tokenizer: Tokenizer | None,
         sink: Callable[[RequestOutput], None],
     ) -> None:
-        """Enter the engine, which it did at ``arrival_s`` on the engine's clock: with a completion for each slot, and
-        ``sink`` to take its outputs."""
+        """Enter the engine with a completion for each slot and ``sink`` to take its outputs."""
         self._sink = sink
         self.completions = tuple(Completion(self, *at, arrival_s, limits, tokenizer) for at in enumerate(slots))
 
@@ -113,13 +112,15 @@ class Request:
     @property
     def first(self) -> Completion:
         """The completion with the first token, or that of index 0."""
+        if len(self.completions) == 1:
+            return self.completions[0]
         times = [completion.metrics.first_token for completion in self.completions]
         return self.completions[times.index(min((time for time in times if time is not None), default=None))]
 
     @property
     def has_ended(self) -> bool:
         """Whether all of its completions have."""
-        return all(completion.finish_reason is not None for completion in self.completions)
+        return self.num_running == 0
 
     @property
     def reports_progress(self) -> bool:
@@ -129,25 +130,20 @@ class Request:
     def emit(self) -> None:
         """Hand out the request as it is now; with ``output_kind`` ``delta``, what was not handed out before."""
         is_delta = self.params.output_kind == "delta"
-        chosen = [c for c in self.completions if c.has_news] if is_delta else self.completions
-        self._sink(
-            RequestOutput(
-                self.request_id,
-                self.prompt,
-                self.prompt_token_ids,
-                [completion.output(is_delta=is_delta) for completion in chosen],
-                self.has_ended,
-                self._metrics(),
-                next((c.error for c in self.completions if c.error is not None), None),
-            )
-        )
+        chosen: Sequence[Completion] = self.completions
+        if is_delta and len(chosen) > 1:
+            chosen = [completion for completion in chosen if completion.has_news]
+        outputs = [completion.output(is_delta=is_delta) for completion in chosen]
+        errors = [completion.error for completion in self.completions if completion.error is not None]
+        ids, ended, error = self.prompt_token_ids, self.num_running == 0, errors[0] if errors else None
+        self._sink(RequestOutput(self.request_id, self.prompt, ids, outputs, ended, self._metrics(), error))
 
     def _metrics(self) -> RequestMetrics:
         """Of all completions together, a copy."""
-        parts = [completion.metrics for completion in self.completions]
         total = RequestMetrics(*_METRICS(self.first.metrics))
-        if len(parts) == 1:
+        if len(self.completions) == 1:
             return total
+        parts = [completion.metrics for completion in self.completions]
         begun = [part.first_scheduled for part in parts if part.first_scheduled is not None]
         ends = [part.finished for part in parts if part.finished is not None]
         total.first_scheduled = min(begun, default=None)
@@ -183,20 +179,20 @@ class Completion:
         self.slot = slot
         self._eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
         self.end_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
-        num_prompt = len(request.prompt_ids)
-        self.metrics = RequestMetrics(
-            arrival_s, num_prompt_tokens=num_prompt, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s
-        )
+        self.metrics = RequestMetrics(arrival_s, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
+        self.metrics.num_prompt_tokens = len(request.prompt_ids)
         self.token_ids: list[int] = []
         self.num_computed_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self._stop_reason: str | int | None = None
         self._tokenizer = tokenizer
+        self._max_tokens = request.max_tokens
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
-            streams = params.output_kind != "final_only" or bool(params.stop_strings)
-            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, streams=streams)
+            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._streams_text = request.reports_progress or bool(params.stop_strings)  # else it is decoded at the end
+        self._hides_end = False  # its last token is not part of the text
         self._stops = StopChecker(params.stop_strings, include_stop_str_in_output=params.include_stop_str_in_output)
         self._pieces: list[str] = []  # of the text, one or more a token
         self._logprobs: list[dict[int, Logprob]] = []
@@ -206,8 +202,8 @@ class Completion:
     @property
     def name(self) -> str:
         """What people call it: the request's id, with the index where there are several."""
-        is_one = self.request.params.n == 1
-        return self.request.request_id if is_one else f"{self.request.request_id}[{self.index}]"
+        request = self.request
+        return request.request_id if request.params.n == 1 else f"{request.request_id}[{self.index}]"
 
     def __str__(self) -> str:
         return (
@@ -231,28 +227,30 @@ class Completion:
 
     def take(self, sampled: Sampled, now_s: float) -> bool:
         """Append a sampled token; returns whether this has ended with it."""
-        if not sampled.finite:
+        token, is_finite, logprobs = sampled
+        if not is_finite:
             error = NonFiniteLogitsError(
                 f"request {self.name!r}: the model returned NaN or infinite logits for token {len(self.token_ids)}"
             )
             self.finish("error", now_s, error=error)
             return True
-        params, token = self.request.params, sampled.token_id
+        metrics = self.metrics
         self.token_ids.append(token)
-        self.metrics.num_output_tokens += 1
-        if self.metrics.first_token is None:
-            self.metrics.first_token = now_s
-        if sampled.logprobs is not None:
-            self._take_logprobs(sampled.logprobs)
+        metrics.num_output_tokens += 1
+        if metrics.first_token is None:
+            metrics.first_token = now_s
+        if logprobs is not None:
+            self._take_logprobs(logprobs)
         ends = token in self.end_ids
-        if self._detokenizer is not None and (not ends or params.include_stop_str_in_output):
+        self._hides_end = ends and not self.request.params.include_stop_str_in_output
+        if self._streams_text and self._detokenizer is not None and not self._hides_end:
             piece = self._detokenizer.push(token)
             if piece:
                 self._add_text(piece)
         if ends or self._stops.matched is not None:
             self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
             self.finish("stop", now_s)
-        elif len(self.token_ids) >= self.request.max_tokens:
+        elif len(self.token_ids) >= self._max_tokens:
             self.finish("length", now_s)
         return self.finish_reason is not None
 
@@ -264,12 +262,14 @@ class Completion:
         if self.finish_reason is not None:
             return
         self.finish_reason = reason
+        self.request.num_running -= 1
         self.metrics.finished = now_s
         self.error = error
         if self._detokenizer is None or not flush_text:
             return
         if self._stops.matched is None:
-            self._add_text(self._detokenizer.finish())
+            ids = self.token_ids[:-1] if self._hides_end else self.token_ids
+            self._add_text(self._detokenizer.finish(ids))
         if self._stops.matched is None:
             self._pieces.append(self._stops.finish())
         if self._stops.matched is not None and reason in ("stop", "length"):
@@ -281,13 +281,13 @@ class Completion:
         self._reported = self._progress()
         has_logprobs = self.request.params.logprobs is not None
         return CompletionOutput(
-            index=self.index,
-            text=None if self._detokenizer is None else "".join(self._pieces[first_piece:]),
-            token_ids=self.token_ids[first:],
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            logprobs=self._logprobs[first:] if has_logprobs else None,
-            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
+            self.index,
+            None if self._detokenizer is None else "".join(self._pieces[first_piece:]),
+            self.token_ids[first:],
+            self.finish_reason,
+            self._stop_reason,
+            self._logprobs[first:] if has_logprobs else None,
+            self._cumulative_logprob if has_logprobs else None,
         )
 
     def _add_text(self, piece: str) -> None:
@@ -298,12 +298,11 @@ class Completion:
 
     def _take_logprobs(self, logprobs: Sequence[tuple[int, float, int]]) -> None:
         """Add what was asked for of one token: the drawn one, then the likeliest."""
-
-        def text(token_id: int) -> str | None:
-            return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
-
-        self._logprobs.append({i: Logprob(value, rank, text(i)) for i, value, rank in logprobs})
         self._cumulative_logprob += logprobs[0][1]
+        self._logprobs.append({})
+        for token_id, value, rank in logprobs:
+            text = None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._logprobs[-1][token_id] = Logprob(value, rank, text)
 
 
 def pieces(length: int) -> Iterator[slice]:

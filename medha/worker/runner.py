@@ -26,14 +26,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch.profiler import record_function
 
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend
 from medha.attention.staging import record_event
 from medha.batch import Batch
 from medha.models.decoder import Decoder, LayerAttendFn
-from medha.models.rope import cos_sin, inverse_frequencies
+from medha.models.layers import cos_sin, inverse_frequencies
 from medha.parallel.kvp import Merge, shared_rows
 from medha.parallel.spp import StagePipe
 from medha.params import SamplingParams
@@ -41,7 +40,7 @@ from medha.timeline import Recorder
 from medha.worker.graphs import CudaGraphs, DecodeGraphs
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import SlotSampling, draw
-from medha.worker.step import InOrder, PendingStep, StepResult
+from medha.worker.step import InOrder, PendingStep, StepResult, phase
 from medha.worker.step_input import DeviceStep, Slots, StepInput
 from medha.worker.swap import HostCache, SwapCopies
 
@@ -176,7 +175,7 @@ class Runner:
             batch: the part of the plan that concerns this rank's group; without rows tables change and blocks move.
             chunk_ids: tokens of the rows that are no decodes, in order, where tokens are embedded.
         """
-        with record_function("medha.prepare"):
+        with phase("medha.prepare"):
             step = self.slots.prepare(batch)
             if self.model.has_embedding and batch.rows:
                 assert chunk_ids is not None, "a rank with the embedding gets tokens"
@@ -204,19 +203,20 @@ class Runner:
                 copies.wait()
             return None
         self._make_room(1 + max(row.slot for row in batch.rows))
-        out, slots = self._forward(step, copies)
+        graphs = self._graphs_for(step)
+        out, slots = self._eager(step, copies) if graphs is None else self._replay(graphs, step, copies)
         if not self.model.has_head:
             assert self.pipe is not None, "a stage without the head passes its hidden states on"
             self.recorder.end(batch)
-            with record_function("medha.send"):
+            with phase("medha.send"):
                 with self.recorder.waiting("send"):
                     self.pipe.reserve()
                 self.pipe.send(batch, out)
             return None
         drawing = None
         if step.drawn_rows and self.samples:
-            with record_function("medha.sample"):
-                drawing = draw(out, *self._draws(step))
+            with phase("medha.sample"):
+                drawing = draw(out, *self._draws(step), None if graphs is None else graphs.greedy_of(len(out)))
                 self.last_tokens[slots] = drawing.tokens
         record = self.recorder.end(batch)
         if not self.samples:
@@ -241,8 +241,9 @@ class Runner:
 
     def _draws(self, step: StepInput) -> tuple[list[SlotSampling], list[int]]:
         """Of each row that samples: its request's parameters, and the index of the token to draw."""
-        slots = [self._sampling[row.slot] for row in step.drawn_rows]
-        return slots, [row.kv_len - slot.num_prompt_tokens for row, slot in zip(step.drawn_rows, slots, strict=True)]
+        slots = [self._sampling[slot] for slot in step.drawn_slots.tolist()]
+        ends = step.positions[step.drawn_tokens].tolist()
+        return slots, [end + 1 - slot.num_prompt_tokens for end, slot in zip(ends, slots, strict=True)]
 
     @torch.inference_mode()
     def note_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
@@ -267,28 +268,34 @@ class Runner:
                     parts.append(np.array(self._drawn[row.slot][first : row.kv_len - len(prompt)], np.int32))
         return np.concatenate(parts)
 
-    def _forward(self, step: StepInput, copies: SwapCopies | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layers held here, from a graph or one kernel after the other.
+    def _graphs_for(self, step: StepInput) -> DecodeGraphs | None:
+        """The graphs, if one of them holds a step."""
+        if self.graphs is None or not step.is_of_decodes or self.graphs.size_for(len(step.batch.rows)) is None:
+            return None
+        return self.graphs
+
+    def _replay(
+        self, graphs: DecodeGraphs, step: StepInput, copies: SwapCopies | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`_eager`, from a graph, which waits for all copies."""
+        if copies is not None:
+            copies.wait()
+        hidden = None if self.model.has_embedding else self._received(step.batch)
+        with phase("medha.forward"):
+            out = graphs.run(step, hidden_TD=hidden, last_tokens=self.last_tokens)
+        return out, graphs.slots[: len(step.batch.rows)]
+
+    def _eager(self, step: StepInput, copies: SwapCopies | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layers held here, one kernel after the other.
 
         Args:
             step: with rows.
-            copies: of blocks that are swapped meanwhile; a layer waits for its own, a graph for all.
+            copies: of blocks that are swapped meanwhile; a layer waits for its own.
 
         Returns:
             Logits [S, V] of the rows that sample, float32, where the head is and some do; else hidden states [T, D].
             The slots of the rows that sample, int64 [S] on the device.
         """
-        if self.graphs is None or not step.is_of_decodes or self.graphs.size_for(len(step.batch.rows)) is None:
-            return self._eager(step, copies)
-        if copies is not None:
-            copies.wait()
-        hidden = None if self.model.has_embedding else self._received(step.batch)
-        with record_function("medha.forward"):
-            out = self.graphs.run(step, hidden_TD=hidden, last_tokens=self.last_tokens)
-        return out, self.graphs.slots[: len(step.batch.rows)]
-
-    def _eager(self, step: StepInput, copies: SwapCopies | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`_forward`, one kernel after the other."""
         sent = DeviceStep.of(step, self.device, with_pages=self.backend.reads_pages)
         attend = self._attention(step, sent)
         if copies is not None:
@@ -300,7 +307,7 @@ class Runner:
             x_TD = self.model.embed(ids_T)
         else:
             x_TD = self._received(step.batch)
-        with record_function("medha.forward"):
+        with phase("medha.forward"):
             x_TD = self.model(x_TD, cos, sin, attend)
             if self.model.has_head and step.drawn_rows:
                 x_TD = self.model.logits(x_TD[sent.drawn_tokens])
@@ -309,7 +316,7 @@ class Runner:
     def _received(self, batch: Batch) -> torch.Tensor:
         """Hidden states of the stage before, [T, D] on the device; the compute begins when they are here."""
         assert self.pipe is not None, "a stage without the embedding receives hidden states"
-        with record_function("medha.receive"), self.recorder.waiting("hidden"):
+        with phase("medha.receive"), self.recorder.waiting("hidden"):
             x_TD = self.pipe.receive(batch).to(self.device)
         self.recorder.begin()
         self._began = record_event(self.device, timing=True)

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from medha.params import SamplingParams
+
+Greedy = tuple[torch.Tensor, torch.Tensor]
 
 _LOGITS_AT_A_TIME = 1 << 19  # on a CPU: what is worked on stays in its cache
 _FEW = 4096  # tokens that are sorted at once
@@ -43,6 +46,8 @@ class SlotSampling:
         output_ids: tokens drawn before the first draw here, given only when a penalty needs them.
         history: int32 [V] where the logits are, made by the first draw that has penalties: how often each token is in
             the output, and whether it is in the prompt.
+        has_penalties: whether any penalty changes the logits.
+        held_until: draws of a lower index may not end the request.
     """
 
     params: SamplingParams
@@ -52,6 +57,15 @@ class SlotSampling:
     prompt_ids: torch.Tensor | None = None
     output_ids: list[int] = field(default_factory=list)
     history: torch.Tensor | None = field(default=None, compare=False)
+    has_penalties: bool = field(init=False, compare=False)
+    held_until: int = field(init=False, compare=False)
+    _always_draws: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        p = self.params
+        self.has_penalties = bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+        self.held_until = p.min_tokens if self.end_ids else 0
+        self._always_draws = bool(p.logit_bias or p.allowed_token_ids or self.has_penalties or not p.is_greedy)
 
     @classmethod
     def of(
@@ -62,29 +76,16 @@ class SlotSampling:
         distinct = torch.bincount(prompt).nonzero().view(-1).to(torch.int32) if has_penalty else None
         return cls(params, seed, end_ids, num_prompt_tokens, distinct)
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether any penalty changes the logits."""
-        p = self.params
-        return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
-
     def begin_output(self, output_ids: Sequence[int]) -> None:
         """Take the tokens drawn so far, wherever they were."""
         self.output_ids, self.history = list(output_ids), None
 
-    def holds_back(self, index: int) -> bool:
-        """Whether draw ``index`` may not end the request."""
-        return index < self.params.min_tokens and bool(self.end_ids)
-
     def needs_more(self, index: int) -> bool:
         """Whether draw ``index`` is more than taking the largest logit."""
-        p = self.params
-        changes = p.logit_bias or p.allowed_token_ids or self.has_penalties or self.holds_back(index)
-        return bool(changes) or not p.is_greedy
+        return self._always_draws or index < self.held_until
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The token drawn for one row.
 
     Attributes:
@@ -113,31 +114,39 @@ class Drawing:
     def read(self) -> list[Sampled]:
         """The tokens; to be called when the device has done what it had to do by the time of :func:`draw`."""
         tokens, finite = self._ids_and_finite.tolist()
-        logprobs = self._logprobs.read() if self._logprobs else {}
+        if self._logprobs is None:
+            return [Sampled(token, ok == 1) for token, ok in zip(tokens, finite, strict=True)]
+        logprobs = self._logprobs.read()
         return [
-            Sampled(token, bool(ok), logprobs.get(row) if ok else None)
+            Sampled(token, ok == 1, logprobs.get(row) if ok else None)
             for row, (token, ok) in enumerate(zip(tokens, finite, strict=True))
         ]
 
 
-def sample(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> list[Sampled]:
-    """Draw one token a row, and wait for it; arguments as of :func:`draw`."""
-    drawing = draw(logits_SV, slots, indices)
-    if logits_SV.is_cuda:
-        torch.cuda.current_stream(logits_SV.device).synchronize()
-    return drawing.read()
+def likeliest(logits_SV: torch.Tensor) -> Greedy:
+    """Of each row the token of the largest logit, int64 [S], and whether all logits are finite, bool [S]."""
+    finite_S = (logits_SV.amax(dim=-1) < torch.inf) & (logits_SV.amin(dim=-1) > -torch.inf)  # neither holds of a NaN
+    return _argmax(logits_SV), finite_S
 
 
-def draw(logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int]) -> Drawing:
+def _argmax(logits_SV: torch.Tensor) -> torch.Tensor:
+    if logits_SV.is_cpu:  # torch takes 7 to 50 times as long
+        return torch.from_numpy(logits_SV.numpy().argmax(axis=-1))
+    return logits_SV.argmax(dim=-1)
+
+
+def draw(
+    logits_SV: torch.Tensor, slots: Sequence[SlotSampling], indices: Sequence[int], greedy: Greedy | None = None
+) -> Drawing:
     """Draw one token a row; the host does not wait for the device.
 
     Args:
         logits_SV: float32, left as it is.
         slots: the request of each row.
         indices: index of the token to draw among the request's generated tokens, from 0.
+        greedy: :func:`likeliest` of the logits, where it is there already; the tokens are changed.
     """
-    tokens_S = logits_SV.argmax(dim=-1)
-    finite_S = torch.isfinite(logits_SV.amax(dim=-1)) & torch.isfinite(logits_SV.amin(dim=-1))  # a NaN is both
+    tokens_S, finite_S = greedy or likeliest(logits_SV)
     rows = [row for row, (slot, index) in enumerate(zip(slots, indices, strict=True)) if slot.needs_more(index)]
     step = max(1, len(rows) if logits_SV.is_cuda else _LOGITS_AT_A_TIME // logits_SV.shape[-1])
     for part in (rows[first : first + step] for first in range(0, len(rows), step)):
@@ -193,7 +202,7 @@ def _draw(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices: Seque
     _penalise_(logits_DV, slots)
     _constrain_(logits_DV, slots, indices)
     wanted = [slot.params for slot in slots]
-    likeliest_D = logits_DV.argmax(dim=-1) if any(p.is_greedy for p in wanted) else None
+    likeliest_D = _argmax(logits_DV) if any(p.is_greedy for p in wanted) else None
     if likeliest_D is not None and all(p.is_greedy for p in wanted):
         return likeliest_D
 
@@ -313,7 +322,7 @@ def _constrain_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices:
     held_back = [
         (row, token)
         for row, (slot, index) in enumerate(zip(slots, indices, strict=True))
-        if slot.holds_back(index)
+        if index < slot.held_until
         for token in slot.end_ids
     ]
     if held_back:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch.autograd.profiler as profiler
 
 from medha.batch import Batch, Row
 from medha.params import SamplingParams
@@ -16,6 +18,7 @@ from medha.worker.sampling import Sampled
 from medha.worker.step_input import StepInput
 
 T = TypeVar("T")
+_NO_PHASE = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,11 @@ class InOrder(Generic[T]):
         self._waiting: deque[StepInput] = deque()
         self._results: dict[int, Callable[[], T]] = {}
 
+    @property
+    def num_waiting(self) -> int:
+        """Steps that have not run."""
+        return len(self._waiting)
+
     def add(self, step: StepInput) -> Callable[[], T]:
         """Take the next step; returns what runs it, if it has not yet, and waits for its result; called once."""
         self._waiting.append(step)
@@ -111,6 +119,11 @@ class InOrder(Generic[T]):
     def _run_next(self) -> None:
         step = self._waiting.popleft()
         self._results[step.batch.batch_id] = self._run(step)
+
+
+def phase(name: str) -> AbstractContextManager[object]:
+    """Names a phase of a step for PyTorch's profiler, if it runs."""
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_PHASE
 
 
 def sampling_rows(batch: Batch, group: int) -> tuple[Row, ...]:

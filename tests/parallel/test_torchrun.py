@@ -18,9 +18,9 @@ import pytest
 from medha.cli.command import run_app
 from medha.config import EngineConfig
 from medha.generate.__main__ import app
+from medha.generate.layout import choose_layout
 from medha.models.needle import write_needle
 from medha.parallel.launch import Launch, reserved_port
-from medha.worker.sizing import choose_layout
 from tests.parallel.faults import Job, command
 from tests.parallel.faults import start as forked
 from tests.parallel.test_faults import arguments, written
