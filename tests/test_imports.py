@@ -135,7 +135,7 @@ def test_light_modules_load_no_torch() -> None:
         "medha.sched.scheduler",
         "medha.engine.jsonl",
         "medha.cost.hardware",
-        "medha.sim.known_models",
+        "medha.sim.replica",
         "medha.timeline",
         "medha.workload.io",
         "medha.workload.synth",

@@ -28,8 +28,7 @@ from medha.cost.predictor import KINDS, Kind
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
-from medha.profile.calibrate import QUICK
-from medha.profile.measure import measure
+from medha.profile.calibrate import QUICK, measure
 from medha.profile.steps import Step, step_of
 from medha.sched.decision import Prediction
 

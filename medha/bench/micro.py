@@ -61,7 +61,7 @@ from medha.profile.steps import Step, StepRunner, decodes, fill_pools
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler
-from medha.sim.known_models import KNOWN_MODELS
+from medha.sim.replica import KNOWN_MODELS
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import SlotSampling, draw
 from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
