@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generate": {*_GROUND, "engine", "verify", "cli", "models", "parallel", "text", "worker.shard", "workload"},
     "bench": {
         *(*_GROUND, "llm", "engine", "worker", "sched", "cost", "profile", "workload"),
-        "sim.known_models",
+        "sim.replica",
         *("cli", "models", "attention", "parallel"),
     },
     "": {"llm", "engine", "params", "outputs"},
