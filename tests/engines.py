@@ -113,10 +113,10 @@ def run_with_logits(
     logits: dict[int, list[torch.Tensor]] = {}
     original = medha.worker.runner.draw
 
-    def recording(logits_SV, slots, indices):  # type: ignore[no-untyped-def]
+    def recording(logits_SV, slots, *rest):  # type: ignore[no-untyped-def]
         for row, slot in zip(logits_SV, slots, strict=True):
             logits.setdefault(slot.seed, []).append(row.clone())
-        return original(logits_SV, slots, indices)
+        return original(logits_SV, slots, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(medha.worker.runner, "draw", recording)

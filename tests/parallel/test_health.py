@@ -58,10 +58,9 @@ class Ranks:
             monitor._heard.set()
             monitor._wake.set()
         for monitor in self._monitors:
-            for thread in (monitor._watcher, monitor._talker):
-                assert thread is not None
-                thread.join(10.0)
-                assert not thread.is_alive()
+            assert monitor._talker is not None
+            monitor._talker.join(10.0)
+            assert not monitor._talker.is_alive()
 
 
 @pytest.fixture
