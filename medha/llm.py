@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from medha.config import EngineConfig
-from medha.engine.admission import Prompt, is_conversation, is_prompt, listed, spread
+from medha.engine.admission import Prompt, is_prompt, listed, spread
 from medha.engine.arrivals import prepared_beside
 from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
@@ -135,10 +135,19 @@ class LLM:
             KeyboardInterrupt: with ``outputs``: everything produced so far; the LLM can be used again.
         """
 
-        def asked() -> Sequence[Prompt]:
-            return listed("prompts", prompts, is_prompt, "a prompt or a list of prompts")
+        def run() -> list[RequestOutput]:
+            given = {"sampling_params": sampling_params, "slo": slo, "priority": priority}
+            return self._serve(lambda: self._prepare(listed(prompts), **given), use_tqdm)
 
-        return self._complete("generate", asked, use_tqdm, sampling_params=sampling_params, slo=slo, priority=priority)
+        role = self._open_role
+        if role.is_alone:
+            return run()
+        with self._calls:
+            if role.caller is not None:
+                return role.caller.call("generate", run)
+            assert role.follower is not None, "whoever is not rank 0 follows it"
+            role.follower.join("generate")
+            return []
 
     def chat(
         self,
@@ -167,12 +176,9 @@ class LLM:
             "tools": tools,
             "chat_template_kwargs": chat_template_kwargs,
         }
-
-        def asked() -> Sequence[Prompt]:
-            accepted = "a list of messages, or a list of such lists"
-            return [{"messages": one, **options} for one in listed("messages", messages, is_conversation, accepted)]
-
-        return self._complete("chat", asked, use_tqdm, sampling_params=sampling_params, slo=slo, priority=priority)
+        several = isinstance(messages, (list, tuple)) and not (messages and isinstance(messages[0], Mapping))
+        prompts: list[Prompt] = [{"messages": one, **options} for one in (messages if several else [messages])]
+        return self.generate(prompts, sampling_params, slo=slo, priority=priority, use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, slo: SLO | None = None
@@ -226,24 +232,6 @@ class LLM:
         if self._role is None:
             raise EngineDeadError("this LLM is closed")
         return self._role
-
-    def _complete(
-        self, name: str, asked: Callable[[], Sequence[Prompt]], use_tqdm: bool, **given: Any
-    ) -> list[RequestOutput]:
-        """Run a call where the engine is, and take part in it elsewhere; all raise the same."""
-
-        def run() -> list[RequestOutput]:
-            return self._serve(lambda: self._prepare(asked(), **given), use_tqdm)
-
-        role = self._open_role
-        if role.is_alone:
-            return run()
-        with self._calls:
-            if role.caller is not None:
-                return role.caller.call(name, run)
-            assert role.follower is not None, "whoever is not rank 0 follows it"
-            role.follower.join(name)
-            return []
 
     def _serve(self, prepare: Callable[[], list[Request]], use_tqdm: bool) -> list[RequestOutput]:
         """Serve what is prepared beside the running engine, on the rank that drives."""

@@ -12,7 +12,7 @@ from tests.house import MODULES, ROOT, imported
 
 PLAIN = {
     *("medha.errors", "medha.config", "medha.params", "medha.batch", "medha.outputs"),
-    *(f"medha.config.{name}" for name in ("engine_config", "fields", "foreign_options", "model_config", "sections")),
+    *(f"medha.config.{name}" for name in ("engine_config", "fields", "model_config", "sections")),
 }
 TOP = {"medha.engine.build", "medha.engine", "medha.llm", "medha.worker.runner"}
 
@@ -45,20 +45,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{name: _GROUND - {name} for name in sorted(_GROUND)},
     "attention": set(),
     "child": set(),
-    "text": {*_GROUND, "child", "models.json_fields"},
+    "text": {*_GROUND, "child", "models.folder"},
     "models": _GROUND,
     "parallel": {*_GROUND, "attention.merge", "child"},
     "cost": _GROUND,
     "sched": {*_GROUND, "cost"},
     "worker": {*_GROUND, "models", "attention", "parallel"},
-    "cli": {*_GROUND, "cost.machine", "parallel.launch", "models.json_fields"},
+    "cli": {*_GROUND, "cost.hardware", "parallel.launch", "models.folder"},
     "workload": {*_GROUND, "cli"},
     "engine": {*_GROUND, "sched", "worker", "text", "cost", "cli", "models", "attention", "parallel"},
     "sim": {*_GROUND, "sched", "cost", "workload", "cli", "models.hf_config"},
     "llm": {*_GROUND, "engine", "parallel", "text"},
     "profile": {*_GROUND, "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
     "verify": {*_GROUND, "engine", "worker", "cost", "cli", "models", "attention", "parallel"},
-    "generate": {*_GROUND, "engine", "verify", "cli", "models", "parallel", "text", "worker.sizing", "workload"},
+    "generate": {*_GROUND, "engine", "verify", "cli", "models", "parallel", "text", "worker.shard", "workload"},
     "bench": {
         *(*_GROUND, "llm", "engine", "worker", "sched", "cost", "profile", "workload"),
         *("cli", "models", "attention", "parallel"),

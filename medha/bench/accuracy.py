@@ -25,7 +25,7 @@ from medha.bench.harness import Local, Report, Shown, Subject, on_ranks
 from medha.bench.verb import COUNT, SUBJECT, asked, verb
 from medha.cli.options import pick
 from medha.config.fields import finite
-from medha.cost.correction import KINDS, Kind
+from medha.cost.predictor import KINDS, Kind
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams

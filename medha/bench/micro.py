@@ -34,7 +34,7 @@ from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.profile.steps import Step, StepRunner, decodes, fill_pools
 from medha.worker.kv_cache import KVCache
-from medha.worker.sampling import SlotSampling, sample
+from medha.worker.sampling import SlotSampling, draw
 from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
 
 TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"
@@ -255,7 +255,7 @@ def sampling(options: SamplingOptions, *, on_run: Callable[[], None] = lambda: N
     for batch, way in cells:
         logits_SV = torch.randn(batch, model.vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
         slots = [SlotSampling.of(WAYS[way].resolve({}), i, (), len(prompt), prompt) for i in range(batch)]
-        runs[f"{batch} {way}"] = partial(timed, partial(sample, logits_SV, slots, [0] * batch))
+        runs[f"{batch} {way}"] = partial(timed, waited(partial(draw, logits_SV, slots, [0] * batch), device))
     found = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
     results = [
         {"batch_size": batch, "way": way, "timing": asdict(timing), "per_token_s": timing.median_s / batch}

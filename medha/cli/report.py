@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from medha.cost.machine import cpu_name
+from medha.cost.hardware import cpu_name
 from medha.errors import ConfigError
 from medha.parallel.launch import read_launch
 

@@ -20,15 +20,15 @@ from torch.distributed import ReduceOp
 
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.cost.coefficients import Coefficients
-from medha.cost.machine import load_coefficients
 from medha.cost.predictor import Predictor
+from medha.cost.roofline import load_coefficients
 from medha.engine.distributed import Caller, DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.errors import ConfigError, ParallelConfigError, TokenizerError
+from medha.models.folder import resolve_model
 from medha.models.hf_config import load_generation_config, load_model_config
-from medha.models.hub import resolve_model
-from medha.parallel.control import ControlReceiver, ControlSender
+from medha.parallel.control import ControlSender
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.launch import read_launch
 from medha.parallel.mesh import (
@@ -52,11 +52,12 @@ from medha.worker.shard import (
     capture_graphs,
     checkpoint_facts,
     choose_backend,
+    num_kv_blocks,
+    num_swap_blocks,
     own_device,
     pick_device,
     torch_dtype,
 )
-from medha.worker.sizing import num_kv_blocks, num_swap_blocks
 
 logger = logging.getLogger("medha")
 
@@ -184,7 +185,7 @@ def _build(
     if runner.cache.has_scratch:
         capture_graphs(runner, config, captured)
     if ranks is not None and ranks.rank != 0:
-        follower = Follower(runner, ranks, ControlReceiver(ranks.control_group))
+        follower = Follower(runner, ranks)
         ranks.monitor.describe = follower.describe
         return RankHandle(limits, tokenizer, runner, follower=follower)
     scheduler = _build_scheduler(config, coefficients, limits, num_blocks)

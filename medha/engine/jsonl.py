@@ -101,13 +101,11 @@ def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> 
 
 
 class OutputLines:
-    """Puts what a run of ``arrivals`` yields, as deltas, together and writes one line for each to all ``files``,
-    once."""
+    """Puts what a run of ``arrivals`` yields, as deltas, together and writes one line for each to all ``files``."""
 
     def __init__(self, engine: Engine, arrivals: Sequence[Arrival], files: Sequence[TextIO]) -> None:
         self._engine = engine
-        # lines of a request file may have one id, if all but one of them are wrong
-        self._unwritten: dict[tuple[str, Exception | None], Arrival] = {(a.request_id, a.error): a for a in arrivals}
+        self._unwritten = {arrival.request_id: arrival for arrival in arrivals}
         self._custom_ids = {a.request_id: a.custom_id for a in arrivals}
         self._files = files
         self._joiner = Joiner()
@@ -123,8 +121,7 @@ class OutputLines:
             if whole is not None:
                 for file in self._files:
                     self._write(file, whole)
-                if self._unwritten.pop((whole.request_id, whole.error), None) is None:
-                    self._unwritten.pop((whole.request_id, None), None)
+                self._unwritten.pop(whole.request_id, None)
             return whole
 
     def fail(self, message: str) -> None:
@@ -137,10 +134,7 @@ class OutputLines:
         dead = self._engine.fail(RankFailedError(message))
         ended = {output.request_id: output for output in dead.outputs}
         # the times of an unserved request do not show in its line
-        last = (
-            (arrival.error is None and ended.get(arrival.request_id)) or arrival.unserved(0.0, error=dead)
-            for arrival in self._unwritten.values()
-        )
+        last = [ended.get(name) or arrival.unserved(0.0, error=dead) for name, arrival in self._unwritten.items()]
         wholes = [whole for output in last if (whole := self._joiner.add(output)) is not None]
         for file in self._files:  # the first in full, should the second not take it
             for whole in wholes:
@@ -187,8 +181,7 @@ def opened(path: Path) -> Iterator[TextIO]:
 
     Each line goes to the file as it is written, whole or not at all.
     """
-    try:
-        # unbuffered: a line that failed must not be tried again when the file is closed
+    try:  # unbuffered: a line that failed must not be tried again when the file is closed
         raw: Any = _WholeWrites(str(path), "a")
     except OSError as error:
         raise ConfigError(f"output file {path}: {error.strerror}") from error
@@ -207,9 +200,7 @@ def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[
     """The output line of a finished request; times in seconds, null where there is none.
 
     With ``n`` completions ``text`` and the like are those of the first, and ``outputs`` has all of them.
-
-    ``ttft_parts_s`` says where the time to the first token went, ``held_up_by`` which other requests took most of it;
-    ``met_slo`` is null without an objective, and false for a request that was refused, aborted or relegated.
+    ``ttft_parts_s`` says where the time to the first token went, ``held_up_by`` which other requests took most of it.
     """
     completion, metrics, error = output.outputs[0], output.metrics, output.error
     explanation = metrics.explanation
@@ -264,7 +255,12 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
     seed = (run_seed * 1_000_003 + number - 1) * MOST_COMPLETIONS  # each completion of a line has one of its own
     seed = (seed + 2**63) % 2**64 - 2**63  # as SamplingParams takes them
     try:
-        fields = _parsed(line)
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValidationError(f"not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValidationError(f"{type(fields).__name__}; accepted: a JSON object")
         ids = {name: fields[name] for name in _ID_FIELDS if fields.get(name) is not None}
         for name, value in ids.items():
             if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
@@ -287,16 +283,6 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
         return Arrival(request_id, {form: prompt} | options, params, slo, arrival_s, priority, custom_id=custom_id)
     except MedhaError as error:
         return Arrival(request_id, "", error=error, custom_id=custom_id)
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValidationError(f"not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValidationError(f"{type(fields).__name__}; accepted: a JSON object")
-    return fields
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:

@@ -115,12 +115,12 @@ def generate(
     options = engine_options(given) | {"model": _model(model_argument, given["model"])}
     launch = read_launch()
     if launch is not None and launch.world_size > 1 and not _given(context, "tp", "spp", "kvp"):
-        from medha.worker.sizing import choose_layout
+        from medha.generate.layout import choose_layout
 
         options |= choose_layout(EngineConfig.from_flat(**options), launch)
     config = EngineConfig.from_flat(**options)
     if dry_run:
-        from medha.worker.sizing import run_dry
+        from medha.generate.layout import run_dry
 
         return run_dry(config, report_console())
     if not is_first_rank():

@@ -81,8 +81,8 @@ def _checked(config: EngineConfig, arrivals: list[Arrival]) -> list[Arrival]:
     Raises:
         ConfigError: the model's folder is wrong.
     """
+    from medha.models.folder import resolve_model
     from medha.models.hf_config import load_model_config
-    from medha.models.hub import resolve_model
     from medha.text import load_tokenizer  # here because it loads tokenizers
 
     if not arrivals or (is_launched() and not Path(config.model).is_dir()):

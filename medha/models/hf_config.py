@@ -17,8 +17,8 @@ from typing import Any
 from medha.config import DTYPES, ModelConfig
 from medha.config.fields import finite, integer
 from medha.errors import ConfigError, UnsupportedModelError, short_repr
+from medha.models.folder import LENGTH, Fields, read_json_object
 from medha.models.hf_rope import ROPE_FIELDS, merge_rope, read_rope
-from medha.models.json_fields import LENGTH, Fields, read_json_object
 
 logger = logging.getLogger("medha")
 

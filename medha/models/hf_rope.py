@@ -16,7 +16,7 @@ from typing import Any
 from medha.config import RopeConfig
 from medha.config.fields import finite
 from medha.errors import ConfigError, UnsupportedModelError, short_repr
-from medha.models.json_fields import LENGTH, MAX_LENGTH, Fields
+from medha.models.folder import LENGTH, MAX_LENGTH, Fields
 
 logger = logging.getLogger("medha")
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from medha.config import ModelConfig
 from medha.errors import WeightsError, short_repr
 from medha.models.decoder import Decoder
-from medha.models.json_fields import parse_json_object, read_json_object
+from medha.models.folder import parse_json_object, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -227,7 +227,7 @@ def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch:
     wrong = ValidationError("the line is wrong")
     arrivals = [
         Arrival("running", "hello", DELTA),
-        Arrival("running", "", error=wrong),
+        Arrival("wrong", "", error=wrong),
         Arrival("future", "hello", DELTA, arrival_s=1000.0),
     ]
     lines = OutputLines(engine, arrivals, [file := io.StringIO()])

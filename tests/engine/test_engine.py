@@ -440,12 +440,12 @@ def poison(patch: pytest.MonkeyPatch, *, seed: int, index: int, value: float) ->
     logits: dict[int, list[torch.Tensor]] = {}
     original = medha.worker.runner.draw
 
-    def poisoned(logits_SV: torch.Tensor, slots: Any, indices: Any) -> Any:
+    def poisoned(logits_SV: torch.Tensor, slots: Any, indices: Any, greedy: Any) -> Any:
         for row, slot, i in zip(logits_SV, slots, indices, strict=True):
             logits.setdefault(slot.seed, []).append(row.clone())
             if (slot.seed, i) == (seed, index):
                 row[11] = value
-        return original(logits_SV, slots, indices)
+        return original(logits_SV, slots, indices, greedy)
 
     patch.setattr(medha.worker.runner, "draw", poisoned)
     return logits

@@ -69,11 +69,11 @@ def test_a_recorded_run_replays(
     ("content", "message"),
     [
         (None, "error: ConfigError: journal {path}: No such file or directory"),
-        (b"", "error: ConfigError: {path} is not a medha journal; accepted: what medha generate --journal wrote"),
-        (b"[" * 100_000, "error: ConfigError: {path} is not a medha journal; "),
+        (b"", "error: ConfigError: {path} is not a medha journal, or is truncated in its first line; accepted: "),
+        (b"[" * 100_000, "error: ConfigError: {path} is not a medha journal, or "),
         (
             b'{"format":"medha-journal","version":1,',
-            "error: ConfigError: journal {path} is truncated in its first line",
+            "error: ConfigError: {path} is not a medha journal, or is truncated in its first line",
         ),
         (b'{"format":"medha-journal","version":9}\n', "error: ConfigError: journal line 1 cannot be read: ValueError"),
     ],

@@ -19,7 +19,7 @@ from medha.config import ModelConfig
 from medha.models import layers
 from medha.models.decoder import Decoder, build_decoder, fill_random_
 from medha.models.hf_config import load_model_config
-from medha.models.rope import cos_sin, inverse_frequencies
+from medha.models.layers import cos_sin, inverse_frequencies
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, random_prompt, reference_logits
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ import transformers
 
 from medha.config import RopeConfig
 from medha.errors import ConfigError, UnsupportedModelError
+from medha.models.folder import read_json_object
 from medha.models.hf_config import _NEUTRAL_VALUES, load_generation_config, load_model_config
-from medha.models.json_fields import read_json_object
 from tests.models.hf_folders import LLAMA, REMOVE, YARN, family, load, refused
 
 CUSTOM = {"AutoModel": "custom.Model"}
@@ -36,7 +36,7 @@ def test_no_such_file(tmp_path: Path, make: Any) -> None:
         (b"[]", "holds a list, []"),
         (b'{"a": "\xff"}', "can't decode byte 0xff in position 7"),
         (b'{"x": {"deep": 1, "b": 2, "deep": 3}}', "key 'deep' is given twice"),
-        (b'{"a":' * 100_000, "nested too deep"),
+        (b'{"a":' * 100_000, "recursion"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "integer"),
         (b'{"a": "' + b"x" * 10_000_000 + b'"}', "larger than 10000000 bytes"),
     ],

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from medha.config import RopeConfig
-from medha.models.rope import cos_sin, inverse_frequencies, rotate
+from medha.models.layers import cos_sin, inverse_frequencies, rotate
 
 LLAMA3 = {"rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4096}

@@ -34,7 +34,7 @@ from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
 from medha.errors import PlanDivergenceError
 from medha.outputs import RequestOutput
-from medha.parallel.control import ControlReceiver, ControlSender, Message
+from medha.parallel.control import ControlSender, Message
 from medha.parallel.kvp import Merge, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import StagePipe
@@ -341,7 +341,7 @@ def on_ranks(
             merges={run: Merge(members, 1 + run[1] - run[0]) for run, members in ranks.run_groups.items()},
         )
         if rank != 0:
-            follower = Follower(runner, ranks, ControlReceiver(ranks.control_group))
+            follower = Follower(runner, ranks)
             follower.join("generate")
             follower.close()
             return

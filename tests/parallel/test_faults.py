@@ -140,8 +140,6 @@ def calls(rank: int, model: str, names: list[list[str]]) -> None:
         for name in names[rank]:
             if name == "generate":
                 llm.generate("a", params)
-            elif name == "chat":
-                llm.chat([{"role": "user", "content": "a"}], params)
             elif name == "raise":
                 raise KeyError("mine")
     print("closed")
@@ -150,7 +148,6 @@ def calls(rank: int, model: str, names: list[list[str]]) -> None:
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        pytest.param([["generate"], ["chat"]], "called chat where rank 0 called generate", marks=pytest.mark.slow),
         ([["generate"], []], "called close where rank 0 called generate"),
         pytest.param(
             [["generate", "raise"], ["generate"]], "rank 0 (stage 0): KeyError: 'mine'", marks=pytest.mark.slow

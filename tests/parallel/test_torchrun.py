@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from medha.config import EngineConfig
+from medha.generate.layout import choose_layout
 from medha.models.needle import write_needle
 from medha.parallel.launch import Launch, reserved_port
-from medha.worker.sizing import choose_layout
 from tests.parallel.faults import Job, command
 from tests.parallel.faults import start as forked
 

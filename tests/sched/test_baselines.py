@@ -7,14 +7,12 @@ import math
 import pytest
 
 from medha.batch import Batch, Row
-from medha.config import SCHEDULERS, SchedulerConfig
-from medha.cost.predictor import Work
+from medha.config import SchedulerConfig
 from medha.params import SLO
 from medha.sched.baselines import TokenBudgetPacker
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.sched.test_scheduler import Play
-from tests.sched.virtual import make_predictor
 
 
 class Classical(Play):
@@ -54,18 +52,6 @@ def shown(row: Row) -> str:
     if row.is_decode:
         return f"{row.slot}@{row.position}{span}"
     return f"{row.slot}[{row.position}:{row.kv_len}]{'.' * row.samples}{span}"
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "medha"])
-def test_what_is_in_flight_is_predicted(name: str) -> None:
-    """For whoever waits for it; the schedulers do not look at it."""
-    predictor = make_predictor()
-    sched = Scheduler(SchedulerConfig(name, chunk_size=8), num_blocks=16, block_size=4, predictor=predictor)
-    assert sched.longest_s() == 0.0
-    sched.add(SchedulerRequest(0, 40, 2, 0.0))
-    batch = sched.schedule(0.0).batch
-    assert batch is not None and batch.num_tokens in (8, 40)
-    assert sched.longest_s() == predictor.predict([Work(batch.num_tokens, 0, False, None, batch.num_tokens == 40)])
 
 
 # -- static -----------------------------------------------------------------------------------------------

@@ -78,7 +78,6 @@ def test_a_request_grows_along_its_span() -> None:
     assert [memory.kv_before(5, 35, group) for group in (1, 2)] == [24, 11]
     memory.release(5)
     assert memory.num_used == 0
-    memory.release(5)
     assert memory.frees == [5]
 
 

@@ -197,14 +197,6 @@ def test_add_with_a_slot_in_use_is_refused() -> None:
     play.add((0, 1, 1))
 
 
-@pytest.mark.parametrize(("num_prompt", "num_new"), [(0, 1), (1, 0), (-1, 1), (1, -1)])
-def test_lengths_below_one_are_refused(num_prompt: int, num_new: int) -> None:
-    play = Play()
-    with pytest.raises(ValueError, match="lengths must be at least 1"):
-        play.add((0, num_prompt, num_new))
-    assert play.sched.num_waiting == 0
-
-
 def test_a_reservation_beyond_the_pool_is_refused() -> None:
     play = Play(num_blocks=5)
     play.add((0, 20, 1), (1, 1, 20))  # the last token sampled is never written, so 20 tokens fill 5 blocks

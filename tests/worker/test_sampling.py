@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from medha.params import SamplingParams
 from medha.worker import sampling
-from medha.worker.sampling import Sampled, SlotSampling, draw, sample, uniforms
+from medha.worker.sampling import Sampled, SlotSampling, draw, uniforms
 
 VOCAB = 16
 PEAKED = 5000  # a vocabulary of which few tokens are in a nucleus, and of which more than are sorted can be
@@ -32,6 +32,10 @@ FILTERS: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_k": 10, "top_p": 0.95, "min_p": 0.05},
     {"temperature": 1.5, "top_p": 0.9, "min_p": 0.1},
 ]
+
+
+def sample(*args: Any) -> list[Sampled]:
+    return draw(*args).read()
 
 
 def slot(seed: int = 0, *, end_ids: tuple[int, ...] = (), prompt: Sequence[int] = (), **params: Any) -> SlotSampling:

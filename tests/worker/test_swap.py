@@ -145,16 +145,16 @@ def test_what_comes_after_an_interrupt_comes_after_its_copies(
     """It struck when copies had begun, and before the compute that would have waited for them."""
     line = Late()
     engine = bytes_model.engine(**(SMALL | SWAP), stream=line)
-    forward = Runner._forward
+    eager = Runner._eager
 
     def interrupted(runner: Runner, step: StepInput, copies: SwapCopies | None) -> Any:
         if copies is not None:
             assert line.queued
             raise KeyboardInterrupt
-        return forward(runner, step, copies)
+        return eager(runner, step, copies)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "_forward", interrupted)
+        patch.setattr(Runner, "_eager", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(engine, GREEDY)
     assert not line.queued
