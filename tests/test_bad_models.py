@@ -63,8 +63,7 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**fields, **changes}))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The path
+# -- the path --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_no_weight_is_read")
@@ -78,8 +77,7 @@ def test_hub_id_without_network() -> None:
     refused("nobody/nothing-of-that-name", ModelLoadError, "nobody/nothing-of-that-name", "no such folder here")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files beside the weights; the weights are not even there
+# -- files beside the weights; the weights are not even there --------------------------------------------------
 
 Spoil = Callable[[Path], object]
 
@@ -133,8 +131,7 @@ def test_wrong_override(folder: Path) -> None:
     refused(folder, ConfigError, "hidden_sise", "did you mean hidden_size?", hf_overrides={"hidden_sise": 64})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights
+# -- weights ---------------------------------------------------------------------------------------------------
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -183,8 +180,7 @@ def test_weights_of_another_shape(folder: Path) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is allowed, or shows only when it runs
+# -- what is allowed, or shows only when it runs ---------------------------------------------------------------
 
 
 def test_nan_in_the_weights_loads_and_fails_each_request(folder: Path) -> None:

@@ -39,8 +39,7 @@ def in_blocks(
     return build(model, shapes, page_size=block_size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Plans and wrappers
+# -- plans and wrappers ----------------------------------------------------------------------------------------
 
 
 def test_one_plan_serves_all_layers() -> None:
@@ -133,8 +132,7 @@ def test_fixed_decodes_are_planned_in_place() -> None:
         fixed.plan(in_blocks([5], 64)[1])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Choice
+# -- choice ----------------------------------------------------------------------------------------------------
 
 SHAPE = LayerShape(8, 2, 128, torch.bfloat16)
 CUDA = torch.device("cuda", 0)
@@ -184,8 +182,7 @@ def test_flashinfer_asked_for_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch
         choose_on(monkeypatch, "flashinfer", SHAPE, installed=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The package itself
+# -- the package itself ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["__init__", "plan", "run"])

@@ -50,8 +50,7 @@ def test_wrong_json(tmp_path: Path, data: bytes, reason: str) -> None:
     assert reason in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Families (A3, A5) and dimensions (A4)
+# -- families (A3, A5) and dimensions (A4) ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,8 +203,7 @@ def test_window_without_effect(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert load(tmp_path, changes).max_position_embeddings == 8192
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# hf_overrides (A19)
+# -- hf_overrides (A19) ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,8 +246,7 @@ def test_wrong_overrides(tmp_path: Path, overrides: dict[str, Any], parts: list[
     refused(tmp_path, ConfigError, {}, ["hf_overrides", *parts], hf_overrides=overrides)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# generation_config.json (A18)
+# -- generation_config.json (A18) ------------------------------------------------------------------------------
 
 
 def generation(folder: Path, raw: dict[str, Any]) -> tuple[dict[str, float | int], tuple[int, ...]]:

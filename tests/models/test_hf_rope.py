@@ -145,8 +145,7 @@ def test_keys_of_another_type_are_warned_about(tmp_path: Path, caplog: pytest.Lo
     assert "mscale" not in caplog.text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# rope_scaling as an option
+# -- rope_scaling as an option ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
