@@ -69,7 +69,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """What else is no journal: tests/engine/test_journal.py."""
     gone, other = tmp_path / "gone.journal", tmp_path / "other.journal"
     other.write_bytes(b"[" * 100_000)
-    said = "is not a medha journal; accepted: what medha generate --journal wrote"
+    said = "is not a medha journal, or is truncated in its first line; accepted: what medha generate --journal wrote"
     for path, message in ((gone, f"journal {gone}: No such file or directory"), (other, f"{other} {said}")):
         assert replay(path) == 2
         captured = capsys.readouterr()
