@@ -61,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generate": {*_GROUND, "engine", "verify", "cli", "models", "parallel", "text", "worker.shard", "workload"},
     "bench": {
         *(*_GROUND, "llm", "engine", "worker", "sched", "cost", "profile", "workload"),
+        "sim.replica",
         *("cli", "models", "attention", "parallel"),
     },
     "": {"llm", "engine", "params", "outputs"},
@@ -134,7 +135,7 @@ def test_light_modules_load_no_torch() -> None:
         "medha.sched.scheduler",
         "medha.engine.jsonl",
         "medha.cost.hardware",
-        "medha.sim.known_models",
+        "medha.sim.replica",
         "medha.timeline",
         "medha.workload.io",
         "medha.workload.synth",

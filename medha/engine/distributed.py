@@ -352,7 +352,7 @@ class Follower:
         """How many messages have come that were not followed, and the last one; for another thread."""
         last = "none" if self._newest is None else f"{self._newest.kind} {dict(self._newest.fields)!r:.200}"
         num_here = self._receiver.num_arrived
-        return f"{self.ranks.monitor.place}: {num_here} messages are here; the last one: {last}"
+        return f"{self.ranks.monitor.place}: {num_here} messages are here; last message: {last}"
 
     def follow(self) -> Message:
         """Run batches until a message of another kind comes; returns that message.

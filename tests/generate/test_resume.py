@@ -18,7 +18,7 @@ from medha.cli.command import run_app
 from medha.engine.jsonl import read_requests
 from medha.errors import ConfigError
 from medha.generate.__main__ import app
-from medha.generate.resume import read_earlier
+from medha.generate.work import read_earlier
 from tests.serving import Model
 
 ROWS = [{"id": f"r{i}", "prompt": f"Question {i}", "max_tokens": 10 + i % 7, "temperature": 1.0} for i in range(24)]

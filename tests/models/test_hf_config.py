@@ -136,7 +136,6 @@ def test_wrong_dimension(tmp_path: Path, field: str) -> None:
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings='yes'", "true or false"]),
         ({"attention_bias": 1}, ["attention_bias=1"]),
         ({"dtype": "float64"}, ["dtype='float64'", "float32, bfloat16, float16"]),
-        ({"model_type": "qwen2"}, ["architectures=['LlamaForCausalLM']", "model_type='qwen2'"]),
         ({"bos_token_id": 128}, ["bos_token_id=128", "from 0 to 127"]),
         ({"eos_token_id": 128}, ["eos_token_id=128", "from 0 to 127"]),
         ({"eos_token_id": [1, -1]}, ["eos_token_id=[1, -1]"]),

@@ -226,7 +226,7 @@ def test_other_formats_are_refused_unopened(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(WeightsError) as caught:
         Checkpoint(tmp_path)
-    for part in (file, str(tmp_path), "never opened", "safe_serialization=True"):
+    for part in (file, str(tmp_path), "never opened", "model.save_pretrained(folder)"):
         assert part in str(caught.value)
 
 

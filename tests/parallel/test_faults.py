@@ -111,11 +111,11 @@ def tampered(rank: int, arguments: list[str]) -> None:
 
     take = Follower._take
 
-    def take_other(self: Follower, message: Any) -> None:
+    def take_other(self: Follower, message: Any) -> Any:
         if message.batch is not None and message.batch.batch_id == 5:
             row = message.batch.rows[0]._replace(position=message.batch.rows[0].position - 1)
             message = dataclasses.replace(message, batch=dataclasses.replace(message.batch, rows=(row,)))
-        take(self, message)
+        return take(self, message)
 
     if rank == 1:
         Follower._take = take_other  # type: ignore[method-assign]
