@@ -5,7 +5,6 @@ A defect is a function of a :class:`pytest.MonkeyPatch`; its docstring says what
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -116,9 +115,8 @@ def min_tokens_counted_anew(patch: Patch) -> None:
     def anew(self: Runner, step: StepInput) -> Any:
         slots, indices = draws(self, step)
         for slot, row, index in zip(slots, step.drawn_rows, indices, strict=True):
-            if index and not row.is_decode:
-                slot.params = copy.copy(slot.params)
-                object.__setattr__(slot.params, "min_tokens", slot.params.min_tokens + index)
+            if index and not row.is_decode and slot.end_ids:
+                slot.held_until += index
         return slots, indices
 
     patch.setattr(Runner, "_draws", anew)
