@@ -66,12 +66,6 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 @pytest.mark.usefixtures("_no_weight_is_read")
-@pytest.mark.parametrize("model", [None, "", 5, ["a"]])
-def test_no_path(model: Any) -> None:
-    refused(model, ConfigError, "accepted: a folder or a hub id")
-
-
-@pytest.mark.usefixtures("_no_weight_is_read")
 def test_hub_id_without_network() -> None:
     refused("nobody/nothing-of-that-name", ModelLoadError, "nobody/nothing-of-that-name", "no such folder here")
 

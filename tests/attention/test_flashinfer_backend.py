@@ -42,15 +42,6 @@ def in_blocks(
 # -- plans and wrappers ----------------------------------------------------------------------------------------
 
 
-def test_one_plan_serves_all_layers() -> None:
-    qkv, rows = in_blocks([700, 300], 256, q_lens=[1, 40])
-    backend = make_flashinfer()
-    plan = backend.plan(rows)
-    for _ in range(5):
-        backend.run(*qkv, plan)
-    assert [(w.num_plans, w.num_runs) for w in backend.api.made] == [(1, 5), (1, 5)]
-
-
 def test_plans_of_one_step_do_not_disturb_each_other_and_the_next_step_takes_their_wrappers() -> None:
     """As with KV parallelism: a plan for the rows of one group, and one for those of several."""
     parts = [in_blocks(lengths, 256) for lengths in ([700, 300], [90, 512])]
