@@ -251,7 +251,7 @@ import resource, sys
 from pathlib import Path
 from medha.errors import RequestError
 from medha.engine.arrivals import Arrival
-from medha.engine.jsonl import opened, unwritable_reported
+from medha.engine.files import opened, unwritable_reported
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 path = Path(sys.argv[1])
 try:

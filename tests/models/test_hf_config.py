@@ -57,7 +57,10 @@ def test_wrong_json(tmp_path: Path, data: bytes, reason: str) -> None:
     ("changes", "expected"),
     [
         ({}, {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "rope": RopeConfig()}),
-        ({}, {"vocab_size": 128, "intermediate_size": 96, "bos_token_id": 1, "eos_token_ids": (2,), "dtype": None}),
+        (
+            {},
+            {"vocab_size": 128, "intermediate_size": 96, "bos_token_id": 1, "eos_token_ids": (2,), "dtype": "float32"},
+        ),
         ({"num_key_value_heads": REMOVE}, {"num_kv_heads": 4}),
         ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
         (family("mistral", sliding_window=None, num_key_value_heads=None), {"num_kv_heads": 4}),

@@ -57,9 +57,8 @@ class Ranks:
             monitor._left.set()
             monitor._heard.set()
             monitor._wake.set()
-        for monitor in self._monitors:
-            for thread in (monitor._watcher, monitor._talker):
-                assert thread is not None
+        for thread in threading.enumerate():
+            if thread.name in ("medha-watch", "medha-talk"):
                 thread.join(10.0)
                 assert not thread.is_alive()
 
