@@ -33,7 +33,7 @@ test-fast: $(VENV)/installed-dev
 test-full: $(VENV)/installed-dev lint
 	$(BIN)/python -m pytest -q -m "not gpu"
 
-# Random cases against transformers, to a log in runs/fuzz; Ctrl-C stops it, the same command goes on.
+# Random cases against transformers; Ctrl-C stops it and says with which FIRST to go on.
 fuzz: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz run --runs $(RUNS) --first $(FIRST) --ranks $(RANKS)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
@@ -36,18 +35,6 @@ ANSWER = " 7429-amber."
 def question(num_tokens: int = 200, *, depth: float = 0.5, seed: int = 0) -> str:
     """A text with the needle in it that ends in the question."""
     return make_haystack(num_tokens, depth=depth, seed=seed).prompt
-
-
-def write_byte_model(folder: Path, *, seed: int = 1) -> transformers.PreTrainedModel:
-    """A random Llama whose tokens are bytes, with a tokenizer and a chat template; returns transformers' model."""
-    model = make_checkpoint(folder, "llama", seed=seed, vocab_size=256)
-    needle = write_needle(folder / "needle")
-    shutil.copy(needle / "tokenizer.json", folder)
-    shutil.rmtree(needle)
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    (folder / "generation_config.json").unlink()
-    return model
 
 
 @dataclass(frozen=True)
@@ -78,21 +65,27 @@ class Model:
         return Engine(made.runner, made.scheduler, limits, tokenizer=tokenizer, clock=clock)
 
 
-def load_model(folder: Path, reference: Any = None) -> Model:
-    """Load what is in a folder."""
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer is not None
-    return Model(folder, load_decoder(folder), tokenizer, reference)
-
-
 def make_byte_model(folder: Path) -> Model:
-    """The byte model, written and loaded."""
-    return load_model(folder, write_byte_model(folder))
+    """A random Llama whose tokens are bytes, with a tokenizer and a chat template, written and loaded."""
+    reference = make_checkpoint(folder, "llama", seed=1, vocab_size=256)
+    shutil.copy(write_needle(folder / "needle") / "tokenizer.json", folder)
+    shutil.rmtree(folder / "needle")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (folder / "generation_config.json").unlink()
+    return load_model(folder, reference)
 
 
 def make_needle_model(folder: Path) -> Model:
     """The needle model, written and loaded."""
     return load_model(write_needle(folder))
+
+
+def load_model(folder: Path, reference: Any = None) -> Model:
+    """What is in a folder."""
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    return Model(folder, load_decoder(folder), tokenizer, reference)
 
 
 def finish(engine: Engine) -> dict[str, RequestOutput]:

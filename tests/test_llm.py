@@ -51,8 +51,7 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# generate
+# -- generate --------------------------------------------------------------------------------------------------
 
 
 def test_the_first_five_minutes(needle: Model, capfd: pytest.CaptureFixture[str]) -> None:
@@ -225,17 +224,6 @@ def test_journal(needle: Model, tmp_path: Path) -> None:
     assert (recorded.mismatch, recorded.num_batches > 30) == (None, True)
 
 
-def test_a_journal_that_cannot_be_is_an_error_before_the_model_is_loaded(
-    needle: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("medha.llm.build_role", lambda *_, **__: pytest.fail("the model is loaded"))
-    with pytest.raises(ConfigError, match=r"run\.journal: No such file or directory"):
-        LLM(str(needle.folder), journal=tmp_path / "gone" / "run.journal")
-    with pytest.raises(ConfigError, match="cannot be recorded; accepted: a name"):
-        LLM(str(needle.folder), journal=tmp_path / "run.journal", policy=lambda columns, now_s: columns.arrival_s)
-    assert not (tmp_path / "run.journal").exists()
-
-
 @pytest.mark.parametrize("use_tqdm", [True, False])
 def test_progress_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch, use_tqdm: bool) -> None:
     class Terminal(io.StringIO):
@@ -271,8 +259,7 @@ def test_default_sampling_params(
     assert implicit.outputs != other.outputs
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# stream
+# -- stream ----------------------------------------------------------------------------------------------------
 
 
 def test_stream(needle_llm: LLM) -> None:
@@ -351,8 +338,7 @@ def test_requests_of_ones_own_go_on_beside_others(bytes_model: Model, expected: 
     assert ends == {"0": ("length", expected[0]), "1": ("abort", [])}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Threads
+# -- threads ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -455,8 +441,7 @@ def test_every_thread_hears_of_the_engines_death(
         assert [output.prompt for output in error.outputs] == texts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Life and death
+# -- life and death --------------------------------------------------------------------------------------------
 
 
 USES: dict[str, Callable[[LLM], Any]] = {
@@ -503,8 +488,7 @@ def test_close_frees_everything(needle: Model) -> None:
     assert counts[1:] == [counts[0]] * 9
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Failures
+# -- failures --------------------------------------------------------------------------------------------------
 
 
 PARTIAL = [SamplingParams(temperature=0.0, max_tokens=n) for n in (16, 3, 16, 16)]

@@ -39,17 +39,7 @@ def in_blocks(
     return build(model, shapes, page_size=block_size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Plans and wrappers
-
-
-def test_one_plan_serves_all_layers() -> None:
-    qkv, rows = in_blocks([700, 300], 256, q_lens=[1, 40])
-    backend = make_flashinfer()
-    plan = backend.plan(rows)
-    for _ in range(5):
-        backend.run(*qkv, plan)
-    assert [(w.num_plans, w.num_runs) for w in backend.api.made] == [(1, 5), (1, 5)]
+# -- plans and wrappers ----------------------------------------------------------------------------------------
 
 
 def test_plans_of_one_step_do_not_disturb_each_other_and_the_next_step_takes_their_wrappers() -> None:
@@ -133,8 +123,7 @@ def test_fixed_decodes_are_planned_in_place() -> None:
         fixed.plan(in_blocks([5], 64)[1])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Choice
+# -- choice ----------------------------------------------------------------------------------------------------
 
 SHAPE = LayerShape(8, 2, 128, torch.bfloat16)
 CUDA = torch.device("cuda", 0)
@@ -184,8 +173,7 @@ def test_flashinfer_asked_for_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch
         choose_on(monkeypatch, "flashinfer", SHAPE, installed=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The package itself
+# -- the package itself ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["__init__", "plan", "run"])

@@ -119,8 +119,7 @@ def run(
     return backend.run(*qkv, backend.plan(rows))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All backends
+# -- all backends ----------------------------------------------------------------------------------------------
 
 BACKENDS = {"torch": TorchBackend, "fa2": make_flashinfer, "fa3": lambda: make_flashinfer(has_fa3=True)}
 
@@ -165,8 +164,7 @@ def test_queries_may_have_any_strides(name: str) -> None:
         assert_rows_close(run((q, *qkv[1:]), rows, BACKENDS[name]()), (q, *qkv[1:]), rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows
+# -- rows ------------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_runs() -> None:
@@ -190,8 +188,7 @@ def test_a_causal_row_needs_as_many_keys_as_queries(q_len: int, kv_len: int) -> 
         AttentionRows.over([(1, [(0, 3)], True), (q_len, [(3, kv_len)], True)], 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# TorchBackend
+# -- torchBackend ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

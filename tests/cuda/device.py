@@ -60,13 +60,12 @@ class Access:
 
 
 class Memory:
-    """An allocation of the device, or pinned: who used it, and on which other streams it may be used until it goes."""
+    """An allocation of the device, or pinned, and who used it."""
 
     def __init__(self, raw: torch.Tensor) -> None:
         self.raw = raw
         self.graph: Graph | None = None
         self.accesses: list[Access] = []
-        self.recorded: list[Stream] = []
         self.num_plans = [0]
 
 
@@ -273,10 +272,10 @@ class Device:
         if self.capturing is not None:
             memory.graph = self.capturing
             self.capturing.owned.append(weakref.ref(memory))
-        weakref.finalize(memory, self._freed, raw, self.current, memory.accesses, memory.recorded, self.capturing)
+        weakref.finalize(memory, self._freed, raw, self.current, memory.accesses, self.capturing)
         return memory
 
-    def _freed(self, raw: Any, stream: Stream, accesses: list[Access], recorded: list[Stream], graph: Any) -> None:
+    def _freed(self, raw: Any, stream: Stream, accesses: list[Access], graph: Any) -> None:
         """Memory nobody refers to is used again in the order of the stream that it was allocated on."""
         if sys.is_finalizing():
             return
@@ -288,8 +287,7 @@ class Device:
         with self.lock:
             stream.launched += 1
             clock = dict(stream.clock)
-            for other in (self.host, *(s.clock for s in recorded)):
-                _merge(clock, other)
+            _merge(clock, self.host)
             stream.queue.append(op)
             with contextlib.suppress(DeviceError):  # raised, it would be lost
                 clock[stream] = stream.launched
@@ -357,10 +355,6 @@ class Stream:
 
     def synchronize(self) -> None:
         self.owner.sync("Stream.synchronize", self)
-
-    def query(self) -> bool:
-        self.owner.step()
-        return not self.queue
 
 
 class Event:
@@ -540,8 +534,7 @@ def _place() -> str:
     return "?"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# torch.cuda
+# -- torch.cuda ------------------------------------------------------------------------------------------------
 
 
 def install(
@@ -556,15 +549,14 @@ def install(
     )
     names: dict[str, Any] = {
         "Stream": Stream, "Event": Event, "stream": stream_of, "CUDAGraph": Graph, "graph": capture,
-        "graph_pool_handle": list, "_lazy_init": lambda: None, "is_initialized": lambda: True,
+        "_lazy_init": lambda: None, "is_initialized": lambda: True,
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
         "set_device": lambda device: None, "current_stream": lambda at=None: device.current,
         "default_stream": lambda at=None: device.default, "empty_cache": lambda: None,
         "synchronize": lambda at=None: device.sync("torch.cuda.synchronize", *device.streams),
         "is_current_stream_capturing": lambda: device.capturing is not None,
         "mem_get_info": lambda at=None: (8 * gib, 8 * gib), "get_device_capability": lambda at=None: capability,
-        "get_device_properties": lambda at=None: properties, "memory_allocated": lambda at=None: 0,
-        "max_memory_allocated": lambda at=None: 0, "reset_peak_memory_stats": lambda at=None: None,
+        "get_device_properties": lambda at=None: properties,
     }  # fmt: skip
     for name, value in names.items():
         patch.setattr(torch.cuda, name, value)

@@ -42,9 +42,6 @@ class Emulated(torch.Tensor):
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
 
-    def record_stream(self, stream: Any) -> None:
-        self.memory.recorded.append(stream)
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Emulated({tuple(self.shape)}, {self.dtype})"
 

@@ -24,7 +24,7 @@ def memory_dropped_early(is_right: bool) -> None:
     with torch.cuda.stream(aside):
         x.mul_(2)
     if is_right:
-        x.record_stream(aside)
+        torch.cuda.current_stream().wait_stream(aside)
     del x
 
 

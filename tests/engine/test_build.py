@@ -40,8 +40,7 @@ def build(folder: Path, **options: Any) -> Engine:
     return engine
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# KV pool
+# -- KV pool ---------------------------------------------------------------------------------------------------
 
 
 def pool(engine: Engine) -> tuple[int, int]:
@@ -83,8 +82,7 @@ def test_pool_that_the_system_cannot_give(bytes_model: Model) -> None:
         build(bytes_model.folder, num_kv_blocks=2**31 - 1, block_size=65536)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Context
+# -- context ---------------------------------------------------------------------------------------------------
 
 
 def test_context_is_the_models_own_or_less(bytes_model: Model) -> None:
@@ -111,8 +109,7 @@ def test_context_of_ten_million_by_yarn(tmp_path: Path) -> None:
     assert unstretched.outputs[0].token_ids != expected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights, device, dtype
+# -- weights, device, dtype ------------------------------------------------------------------------------------
 
 
 def test_dummy_weights_need_no_file(folder: Path) -> None:
@@ -192,8 +189,7 @@ def test_graphs_are_for_cuda_and_flashinfer() -> None:
     assert not wants_graphs(EngineConfig.from_flat("m", cuda_graphs=False), flashinfer, cuda)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizer, defaults, end of sequence
+# -- tokenizer, defaults, end of sequence ----------------------------------------------------------------------
 
 
 def test_tokenizer_of_another_folder(folder: Path, bytes_model: Model) -> None:

@@ -59,8 +59,7 @@ def tokens_of(outputs: dict[str, RequestOutput]) -> list[list[int]]:
     return [outputs[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Outputs
+# -- outputs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -106,8 +105,7 @@ def test_an_output_does_not_change_later_and_the_callers_list_is_his_own(bytes_m
     assert (first.prompt, first.error, first.num_cached_tokens) == (None, None, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several completions
+# -- several completions ---------------------------------------------------------------------------------------
 
 
 DRAWN = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=NUM_TOKENS)
@@ -173,8 +171,7 @@ def test_bad_logits_end_one_completion(bytes_model: Model, monkeypatch: pytest.M
     assert isinstance(output.error, NonFiniteLogitsError) and "'one[1]'" in str(output.error)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ends
+# -- ends ------------------------------------------------------------------------------------------------------
 
 DOT, DASH, SEVEN, NEWLINE = (ord(c) for c in ".-7\n")
 ENDS: dict[str, tuple[dict[str, Any], str, str, str | int | None]] = {
@@ -246,8 +243,7 @@ def test_no_text(bytes_model: Model, expected: list[list[int]], how: str) -> Non
         assert {entry.decoded_token for step in completion.logprobs for entry in step.values()} == {None}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Aborts
+# -- aborts ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"depth": 1}, {"depth": 2}, {"depth": 4}, {"async_scheduling": True}], ids=str)
@@ -309,8 +305,7 @@ def test_id_of_an_aborted_request_may_be_used_while_it_is_in_flight(
     assert_empty(engine)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Metrics
+# -- metrics ---------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -358,8 +353,7 @@ def test_metrics(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (c.arrival, c.queue_time, c.ttft, c.tpot, c.met_slo) == (0.5, 7.5, 8.5, 1.0, None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where the TTFT went
+# -- where the TTFT went ---------------------------------------------------------------------------------------
 
 
 def test_an_explanation_comes_with_the_first_token_and_stays(bytes_model: Model) -> None:
@@ -376,8 +370,7 @@ def test_an_explanation_comes_with_the_first_token_and_stays(bytes_model: Model)
         engine.explain("0")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Admission
+# -- admission -------------------------------------------------------------------------------------------------
 
 
 def admitting_engine(model: Model, admission: str) -> Engine:
@@ -405,8 +398,7 @@ def test_a_request_that_cannot_be_in_time_is_refused(bytes_model: Model, expecte
     assert {i: o.outputs[0].token_ids for i, o in outputs.items()} == {"fine": expected[1], "hopeless": expected[0]}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling
+# -- sampling --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
@@ -431,8 +423,7 @@ def test_logprobs_are_those_of_transformers(bytes_model: Model, temperature: flo
     assert [[*step] for step in alone.logprobs or []] == [[token] for token in tokens]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Failures
+# -- failures --------------------------------------------------------------------------------------------------
 
 
 def poison(patch: pytest.MonkeyPatch, *, seed: int, index: int, value: float) -> dict[int, list[torch.Tensor]]:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pprint import pprint
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -20,7 +21,7 @@ from tests.fuzz.cases import Case, draw
 from tests.fuzz.drive import check_case
 from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.reference import Failure
-from tests.fuzz.shrink import as_test, shrink
+from tests.fuzz.shrink import shrink
 from tests.parallel.workers import WorkerPool
 
 SEEDS = Path(__file__).with_name("seeds.txt")
@@ -45,8 +46,8 @@ def recorded() -> Iterator[tuple[int, int]]:
             yield int(fields[0]), int(fields[1])
 
 
-def run(seeds: Sequence[tuple[int, int]], failures: Path) -> int:
-    """Run (seed, ranks); a failure is shrunk, written down and recorded. Returns how many failed."""
+def run(seeds: Sequence[tuple[int, int]]) -> int:
+    """Run (seed, ranks); a failure is shrunk, printed and recorded. Returns how many failed."""
     num_failed = 0
     workers = WorkerPool()
     try:
@@ -54,7 +55,7 @@ def run(seeds: Sequence[tuple[int, int]], failures: Path) -> int:
             failure = failure_of(draw(seed, ranks), workers)
             if failure is not None:
                 num_failed += 1
-                _keep(seed, ranks, failure, workers, failures)
+                _keep(seed, ranks, failure, workers)
             if number % 20 == 0 or number == len(seeds):
                 print(f"{number} of {len(seeds)}, to seed {seed}, {num_failed} failed", flush=True)
             if number % _RENEWED_AFTER == 0:
@@ -66,8 +67,8 @@ def run(seeds: Sequence[tuple[int, int]], failures: Path) -> int:
     return num_failed
 
 
-def _keep(seed: int, ranks: int, failure: Failure, workers: WorkerPool, folder: Path) -> None:
-    """Shrink a failing case, print it and write it down as a test; its seed joins the recorded ones."""
+def _keep(seed: int, ranks: int, failure: Failure, workers: WorkerPool) -> None:
+    """Shrink a failing case and print it, for :func:`tests.fuzz.drive.check_case`; its seed joins the recorded ones."""
     print(f"seed {seed} on {ranks} ranks: {failure}\nshrinking for up to {_SHRINK_S:.0f} s", flush=True)
     with SEEDS.open("a") as file:
         file.write(f"{seed} {ranks}  # {failure.kind}\n")
@@ -76,12 +77,7 @@ def _keep(seed: int, ranks: int, failure: Failure, workers: WorkerPool, folder: 
         found = failure_of(case, workers)
         return found is not None and found.kind == failure.kind
 
-    case = shrink(draw(seed, ranks), fails, limit_s=_SHRINK_S)
-    text = as_test(case, f"Found by tests.fuzz, seed {seed} on {ranks} ranks: {failure.kind}.")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"test_seed_{seed}_ranks_{ranks}.py"
-    path.write_text(text)
-    print(f"{text}\nwritten to {path}", flush=True)
+    pprint(shrink(draw(seed, ranks), fails, limit_s=_SHRINK_S), width=118, sort_dicts=False)
 
 
 def find(name: str, workers: WorkerPool, *, first: int, limit_s: float) -> str:
@@ -117,7 +113,6 @@ def main() -> None:
         "--ranks", type=_range, default=range(1, 2), help="a number, or two as in 2-8: one after the other"
     )
     long.add_argument("--first", type=int, default=0, help="the first seed")
-    long.add_argument("--failures", type=Path, default=Path("runs/fuzz"), help="where failing cases are written")
     search = commands.add_parser("mutations", help="put defects in and look for them")
     search.add_argument("names", nargs="*", default=list(MUTATIONS))
     search.add_argument("--first", type=int, help="the first seed; a random one by default")
@@ -127,7 +122,7 @@ def main() -> None:
     disable_progress_bar()
     if given.command == "run":
         seeds = [(seed, given.ranks[seed % len(given.ranks)]) for seed in range(given.first, given.first + given.runs)]
-        raise SystemExit(run(seeds, given.failures) > 0)
+        raise SystemExit(run(seeds) > 0)
     first = random.SystemRandom().randrange(2**32) if given.first is None else given.first
     workers = WorkerPool()
     for name in given.names:

@@ -115,7 +115,7 @@ def min_tokens_counted_anew(patch: Patch) -> None:
     def anew(self: Runner, step: StepInput) -> Any:
         slots, indices = draws(self, step)
         for slot, row, index in zip(slots, step.drawn_rows, indices, strict=True):
-            if index and not row.is_decode:
+            if index and not row.is_decode and slot.end_ids:
                 slot.held_until += index
         return slots, indices
 

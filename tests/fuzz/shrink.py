@@ -1,30 +1,15 @@
-"""A failing case made smaller, and written down as a test."""
+"""A failing case made smaller."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pprint import pformat
 from typing import Any
 
 from tests.fuzz.cases import Ask, Case, Model
 
 _KEPT = ("temperature", "seed", "max_tokens")  # without them there is more, or what no reference tells
-_TEST = '''"""{title}"""
-
-from pathlib import Path
-{imports}
-from tests.fuzz.cases import Ask, Case, Model
-from tests.fuzz.drive import check_case
-from tests.parallel.workers import WorkerPool
-
-CASE = {case}
-
-
-def test_case(tmp_path: Path{parameter}) -> None:
-    check_case(CASE, tmp_path{argument})
-'''
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], *, limit_s: float) -> Case:
@@ -89,16 +74,3 @@ def _smaller_asks(ask: Ask) -> Iterator[Ask]:
 
 def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key != name}
-
-
-def as_test(case: Case, title: str) -> str:
-    """A module for pytest that runs a case."""
-    text = pformat(case, width=118, sort_dicts=False)
-    is_one = case.world == 1
-    return _TEST.format(
-        title=title,
-        imports="from math import inf\n" if "inf" in text.replace("'inf", "") else "",
-        case=text,
-        parameter="" if is_one else ", workers: WorkerPool",
-        argument="" if is_one else ", workers",
-    )

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.__main__ import failure_of, find, recorded
-from tests.fuzz.cases import Ask, draw
+from tests.fuzz.cases import Ask, Case, Model, draw  # noqa: F401 - the names of a printed case
 from tests.fuzz.drive import check_case
-from tests.fuzz.shrink import as_test, shrink
+from tests.fuzz.shrink import shrink
 from tests.parallel.workers import WorkerPool
 
 FRESH_S = {1: 20.0, 2: 5.0, 3: 5.0, 4: 5.0}
@@ -58,13 +58,11 @@ def test_a_seed_draws_the_same_again() -> None:
     assert draw(7, 4) == draw(7, 4) != draw(8, 4)
 
 
-def test_shrinking_leaves_what_fails(tmp_path: Path) -> None:
+def test_shrinking_leaves_what_fails() -> None:
     case = replace(
         draw(3, 4), asks=(Ask(9), Ask(30, params={"temperature": 0.0, "logprobs": 1, "max_tokens": 7}), Ask(2))
     )
     small = shrink(case, lambda case: any(ask.params.get("logprobs") for ask in case.asks), limit_s=60.0)
     assert small.world == 1 and not small.options
     assert small.asks == (Ask(1, params={"temperature": 0.0, "logprobs": 1, "max_tokens": 1}),)
-    scope: dict[str, object] = {}
-    exec(as_test(small, "A title."), scope)
-    assert scope["CASE"] == small
+    assert eval(repr(small)) == small  # as which it is printed

@@ -74,8 +74,7 @@ def assert_logits_close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert torch.equal(got.argmax(-1), want.argmax(-1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The whole model
+# -- the whole model -------------------------------------------------------------------------------------------
 
 
 def test_logits_of_transformers(checkpoint: Checkpoint) -> None:
@@ -94,8 +93,7 @@ def test_packed_logits_of_transformers(checkpoint: Checkpoint) -> None:
         assert_logits_close(logits([decoder], ids), reference_logits(checkpoint.reference, ids))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stages
+# -- stages ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -126,8 +124,7 @@ def test_a_stage_holds_only_its_own_weights(tied: bool, tmp_path: Path) -> None:
     assert ["lm_head.weight" in held for held in names] == [False, False, not tied]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Building and layers
+# -- building and layers ---------------------------------------------------------------------------------------
 
 
 def test_build_and_random_fill(tmp_path: Path) -> None:

@@ -50,15 +50,17 @@ def test_wrong_json(tmp_path: Path, data: bytes, reason: str) -> None:
     assert reason in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Families (A3, A5) and dimensions (A4)
+# -- families (A3, A5) and dimensions (A4) ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "rope": RopeConfig()}),
-        ({}, {"vocab_size": 128, "intermediate_size": 96, "bos_token_id": 1, "eos_token_ids": (2,), "dtype": "float32"}),
+        (
+            {},
+            {"vocab_size": 128, "intermediate_size": 96, "bos_token_id": 1, "eos_token_ids": (2,), "dtype": "float32"},
+        ),
         ({"num_key_value_heads": REMOVE}, {"num_kv_heads": 4}),
         ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
         (family("mistral", sliding_window=None, num_key_value_heads=None), {"num_kv_heads": 4}),
@@ -203,8 +205,7 @@ def test_window_without_effect(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert load(tmp_path, changes).max_position_embeddings == 8192
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# hf_overrides (A19)
+# -- hf_overrides (A19) ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,8 +248,7 @@ def test_wrong_overrides(tmp_path: Path, overrides: dict[str, Any], parts: list[
     refused(tmp_path, ConfigError, {}, ["hf_overrides", *parts], hf_overrides=overrides)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# generation_config.json (A18)
+# -- generation_config.json (A18) ------------------------------------------------------------------------------
 
 
 def generation(folder: Path, raw: dict[str, Any]) -> tuple[dict[str, float | int], tuple[int, ...]]:

@@ -140,8 +140,7 @@ def test_keys_of_another_type_have_no_effect(tmp_path: Path) -> None:
     assert config.rope == RopeConfig("linear", factor=2.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# rope_scaling as an option
+# -- rope_scaling as an option ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from medha.errors import ModelLoadError
 from medha.models.folder import ALLOW_PATTERNS, IGNORE_PATTERNS, resolve_model
@@ -78,21 +78,13 @@ def test_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.M
     assert calls == [("org/name-1.5", {"revision": "v2", **patterns})]
 
 
-@pytest.mark.parametrize(
-    ("file", "wanted"),
-    [
-        ("model-00001-of-00002.safetensors", True),
-        ("tokenizer.json", True),
-        ("additional_chat_templates/tool.jinja", True),
-        ("pytorch_model.bin", False),
-        ("modeling_custom.py", False),
-        ("original/model.safetensors", False),
-    ],
-)
-def test_patterns(file: str, wanted: bool) -> None:
-    allowed = any(fnmatch.fnmatch(file, pattern) for pattern in ALLOW_PATTERNS)
-    ignored = any(fnmatch.fnmatch(file, pattern) for pattern in IGNORE_PATTERNS)
-    assert (allowed and not ignored) is wanted
+def test_patterns() -> None:
+    wanted = ["model-00001-of-00002.safetensors", "tokenizer.json", "additional_chat_templates/tool.jinja"]
+    others = ["pytorch_model.bin", "modeling_custom.py", "original/model.safetensors"]
+    assert (
+        list(filter_repo_objects([*wanted, *others], allow_patterns=ALLOW_PATTERNS, ignore_patterns=IGNORE_PATTERNS))
+        == wanted
+    )
 
 
 def test_hub_failure_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,7 @@ def test_frequencies_cos_and_sin_of_transformers(rope: dict[str, Any], head_dim:
         torch.testing.assert_close(torch.cat([got, got], dim=-1), want[0], rtol=0, atol=2e-4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Far positions
+# -- far positions ---------------------------------------------------------------------------------------------
 
 
 def exact_angle(position: int, theta: float, i: int, head_dim: int) -> float:
@@ -101,8 +100,7 @@ def test_chunks_of_any_size_agree_to_the_bit(start: int, pieces: list[int], head
         assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rotation
+# -- rotation --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

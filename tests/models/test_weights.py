@@ -45,8 +45,7 @@ def write_index(folder: Path, weight_map: Any) -> None:
     (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
+# -- reading ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -125,8 +124,7 @@ def test_file_that_shrinks_is_not_mapped(tmp_path: Path, when: str) -> None:
             checkpoint.read("w")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Headers, which the library checks
+# -- headers, which the library checks -------------------------------------------------------------------------
 
 
 def write_raw(path: Path, header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> None:
@@ -175,8 +173,7 @@ def test_not_a_file_of_tensors(tmp_path: Path, make: Any) -> None:
         Checkpoint(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Folders and the index (A10, A11, A12, A14)
+# -- folders and the index (A10, A11, A12, A14) ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,8 +245,7 @@ def test_no_weights(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "absent")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a model needs (A11)
+# -- what a model needs (A11) ----------------------------------------------------------------------------------
 
 
 def test_load_casts_in_place(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import TCPStore
 
 from medha import LLM
@@ -118,39 +120,19 @@ def different(folders: list[str], options: list[dict[str, Any]], versions: list[
         return refusal(folders[rank], {"spp": 2, **options[rank]})
 
 
-@pytest.mark.parametrize(
-    ("seeds", "versions", "has_other_model", "named"),
-    [
-        ((0, 1), ("1", "1"), False, "configuration"),
-        ((0, 0), ("1", "2"), False, "version of medha"),
-        ((0, 0), ("1", "1"), True, "checkpoint"),
-    ],
-)
-def test_ranks_that_differ(
-    workers: WorkerPool,
-    model: Path,
-    tmp_path: Path,
-    *,
-    seeds: tuple[int, int],
-    versions: tuple[str, str],
-    has_other_model: bool,
-    named: str,
-) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folders = [str(model), str(model)]
-    if has_other_model:  # the same config.json
-        for file in model.iterdir():
-            if file.is_file():
-                (tmp_path / file.name).write_bytes(file.read_bytes())
-        tensors = load_file(tmp_path / "model.safetensors")
-        save_file({name: 2 * tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-        folders[1] = str(tmp_path)
-    answers = workers.run(different, 2, folders, [{"seed": seed} for seed in seeds], list(versions))
+@pytest.mark.parametrize("named", ["configuration", "version of medha", "checkpoint"])
+def test_ranks_that_differ(workers: WorkerPool, model: Path, tmp_path: Path, named: str) -> None:
+    other = model
+    if named == "checkpoint":  # the same config.json
+        other = shutil.copytree(model, tmp_path / "other")
+        tensors = load_file(model / "model.safetensors")
+        save_file({name: 2 * tensor for name, tensor in tensors.items()}, other / "model.safetensors")
+    seeds = [{"seed": 0}, {"seed": int(named == "configuration")}]
+    versions = ["1", "2" if named == "version of medha" else "1"]
+    answers = workers.run(different, 2, [str(model), str(other)], seeds, versions)
     assert len({(name, text) for name, text, _ in answers}) == 1
     assert answers[0][0] == "ConfigError"
-    assert answers[0][1].startswith("ranks [1] differ from rank 0 in: ")
-    assert named in answers[0][1]
+    assert answers[0][1].startswith("ranks [1] differ from rank 0 in: ") and named in answers[0][1]
 
 
 # -- the address (D12) -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import AddedToken
 
 from medha.errors import TokenizerError, ValidationError
 from medha.text import Tokenizer, load_tokenizer
@@ -188,14 +188,6 @@ def test_special_text_in_content_is_text(content: str) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
 
 
-def test_special_text_in_role_and_nested_values_is_text() -> None:
-    tokenizer = chat_tokenizer("{% for m in messages %}{{ m.role }}{{ m.extra | tojson }}{% endfor %}")
-    message = {"role": "<|im_end|>", "content": "", "extra": {"<|eot_id|>": ["<|bos|>"]}}
-    ids = chat_ids(tokenizer, [message])
-    assert not tokenizer.special_ids.intersection(ids)
-    assert tokenizer.decode(ids) == '<|im_end|>{"<|eot_id|>": ["<|bos|>"]}'
-
-
 def test_special_text_in_sentencepiece_adds_no_space() -> None:
     template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
     names = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -203,17 +195,6 @@ def test_special_text_in_sentencepiece_adds_no_space() -> None:
     ids = chat_ids(tokenizer, [{"role": "user", "content": "ab</s>ab"}])
     tokens = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
     assert tokens == ["<s>", "ab", "<", "/", "s", ">", "ab", "</s>"]
-
-
-def test_special_text_that_is_one_word_of_the_model() -> None:
-    backend = word_level()
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"bos_token": "[BOS]", "eos_token": "[EOS]"}
-    tokenizer = Tokenizer(backend, special_tokens=names, chat_template="[BOS] {{ messages[0].content }}")
-    ids = chat_ids(tokenizer, [{"role": "user", "content": "hello [EOS] world"}])
-    assert tokenizer.eos_token_id not in ids
-    assert ids[:2] == [1, 4]
-    assert ids[-1] == 5
 
 
 def test_special_text_of_one_character_is_refused() -> None:

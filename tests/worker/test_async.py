@@ -44,8 +44,7 @@ def drained(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
     return ends
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The scheduler
+# -- the scheduler ---------------------------------------------------------------------------------------------
 
 
 def make_scheduler(**options: int) -> Scheduler:
@@ -112,8 +111,7 @@ def test_a_decode_comes_round_after_a_batch_for_each_stage(stages: int) -> None:
     assert all(1 in slots for slots in found)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The engine
+# -- the engine ------------------------------------------------------------------------------------------------
 
 
 def test_tokens_are_those_of_waiting_for_each_and_batches_overlap(case: Case) -> None:  # noqa: F811
@@ -197,5 +195,4 @@ def test_an_interrupted_engine_serves_again(case: Case) -> None:  # noqa: F811
     assert run_to_end(engine, case.prompts[:3], NUM_TOKENS) == case.expected[:3]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Options
+# -- options ---------------------------------------------------------------------------------------------------

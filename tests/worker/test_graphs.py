@@ -21,8 +21,10 @@ from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, graph_sizes
+from medha.worker.swap import HostCache
 from tests.attention.test_torch_backend import make_flashinfer
-from tests.engines import make_engine, run_to_end
+from tests.engines import Preemptions, make_engine, run_to_end
+from tests.serving import Model
 from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
 
 SIZES = (1, 2, 4, 8)
@@ -87,8 +89,7 @@ def drain(engine: Engine) -> None:
         engine.step()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# FlashInfer's substitute below the engine, without graphs
+# -- flashInfer's substitute below the engine, without graphs --------------------------------------------------
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -101,8 +102,7 @@ def test_parity_through_flashinfers_wrappers(case: Case, block_size: int, async_
     assert run_to_end(engine, case.prompts, NUM_TOKENS) == case.expected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Graphs
+# -- graphs ----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -203,44 +203,34 @@ def test_graph_sizes(most: int, want: tuple[int, ...]) -> None:
 
 
 def test_options() -> None:
-    assert EngineConfig.from_flat("m").cuda_graphs
-    assert not EngineConfig.from_flat("m", enforce_eager=True).cuda_graphs
-    assert EngineConfig.from_flat("m", enforce_eager=False).cuda_graphs
+    assert [EngineConfig.from_flat("m", enforce_eager=eager).cuda_graphs for eager in (True, False)] == [False, True]
     with pytest.raises(ConfigError, match="cuda_graphs is given twice"):
         EngineConfig.from_flat("m", enforce_eager=True, cuda_graphs=False)
-    for value in (None, 1, "yes"):
-        with pytest.raises(ConfigError, match=r"cuda_graphs=.*; accepted: True or False"):
-            EngineConfig.from_flat("m", cuda_graphs=value)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# CUDA
+# -- CUDA ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_graphs_and_eager_execution_agree_on_a_gpu(async_scheduling: bool, tmp_path: Path) -> None:
+def test_graphs_eager_execution_and_swapping_agree_on_a_gpu(
+    async_scheduling: bool, needle: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The needle model continues a repetition with a wide margin, so that no rounding decides a token."""
     pytest.importorskip("flashinfer")
-    from medha.models.needle import write_needle
-
-    folder = write_needle(tmp_path)
+    monkeypatch.setattr(HostCache, "measure_block_s", lambda self: 0.0)
     prompts = [[65 + (i * j) % 26 for j in range(40 + 97 * i)] for i in range(6)]
-    found = []
-    for graphs in (True, False):
-        config = EngineConfig.from_flat(
-            str(folder),
-            device="cuda",
-            dtype="bfloat16",
-            num_kv_blocks=64,
-            cuda_graphs=graphs,
-            async_scheduling=async_scheduling,
-        )
+    shared = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "async_scheduling": async_scheduling}
+    found, num_swaps = [], 0
+    for options in ({}, {"cuda_graphs": False}, {"num_kv_blocks": 48, "overcommit": True, "swap_space": "64MiB"}):
+        config = EngineConfig.from_flat(str(needle.folder), **{"num_kv_blocks": 1024, **shared, **options})
         engine = build_engine(config)
-        assert (engine.runner.graphs is not None) == graphs  # type: ignore[attr-defined]
-        found.append(run_to_end(engine, prompts, 16))
-    assert found[0] == found[1]
+        assert (engine.runner.graphs is not None) == ("cuda_graphs" not in options)  # type: ignore[attr-defined]
+        counts = Preemptions.of(engine)
+        found.append(run_to_end(engine, prompts, 60))
+        num_swaps += counts.num_swaps
+    assert found[0] == found[1] == found[2] and num_swaps > 0
 
 
 @pytest.mark.gpu

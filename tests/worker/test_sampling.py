@@ -75,8 +75,7 @@ def filtered(logits_V: torch.Tensor, params: SamplingParams) -> list[float]:
     return [weights[i] / total if i in kept else 0.0 for i in range(len(weights))]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Greedy and the distribution
+# -- greedy and the distribution -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 9e-6])
@@ -156,8 +155,7 @@ def test_equal_tokens_stay_together(params: dict[str, Any]) -> None:
     assert set(drawn) == {2, 5, 11}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a draw depends on
+# -- what a draw depends on ------------------------------------------------------------------------------------
 
 
 def mixed_slots() -> list[Callable[[], SlotSampling]]:
@@ -224,8 +222,7 @@ def test_uniform_takes_every_seed_and_index() -> None:
     assert uniform(-1, 0) != uniform(1, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# min_tokens and penalties
+# -- min_tokens and penalties ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -297,8 +294,7 @@ def test_penalties_against_a_plain_reference(params: dict[str, Any], temperature
     assert len(set(output)) > 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Log-probabilities
+# -- log-probabilities -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
@@ -324,8 +320,7 @@ def test_no_logprobs_unless_asked() -> None:
     assert sample(logits_of(11), [slot()], [0])[0].logprobs is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Logits that are not finite
+# -- logits that are not finite --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,8 +37,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 PENALTIES = SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, max_tokens=50, ignore_eos=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Blocks
+# -- blocks ----------------------------------------------------------------------------------------------------
 
 
 def test_the_hosts_pools_are_laid_out_as_the_devices() -> None:
@@ -69,8 +67,7 @@ def test_each_layer_waits_for_its_own_copies_alone() -> None:
     assert waited == [0, 10, 1, 11, 2, 12, 2]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The engine
+# -- the engine ------------------------------------------------------------------------------------------------
 
 
 def run(engine: Engine, params: SamplingParams) -> tuple[list[list[int]], list[Batch]]:
@@ -175,8 +172,7 @@ def test_a_graph_comes_after_all_copies(bytes_model: Model) -> None:
     assert len(maker.replayed) == sum(batch.num_decodes == len(batch.rows) for batch in batches)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Configuration
+# -- configuration ---------------------------------------------------------------------------------------------
 
 
 def build(bytes_model: Model, **options: Any) -> Engine:
@@ -225,42 +221,7 @@ def test_a_number_as_swap_space_is_gib_as_in_vllm(value: Any, size: int) -> None
     assert EngineConfig.from_flat("m", swap_space=value).cache.swap_bytes == size
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# CUDA
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_swapping_changes_no_token_on_a_gpu(
-    async_scheduling: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The needle model continues a repetition with a wide margin, so that no rounding decides a token."""
-    from medha.models.needle import write_needle
-
-    monkeypatch.setattr(HostCache, "measure_block_s", lambda self: 0.0)
-    folder = write_needle(tmp_path)
-    prompts = [[65 + (i * j) % 26 for j in range(40 + 97 * i)] for i in range(6)]
-    found = []
-    for options in ({"num_kv_blocks": 64 * 16}, {"num_kv_blocks": 48, "overcommit": True, "swap_space": "64MiB"}):
-        engine = build_engine(
-            EngineConfig.from_flat(
-                str(folder),
-                device="cuda",
-                dtype="bfloat16",
-                block_size=16,
-                async_scheduling=async_scheduling,
-                **options,
-            )
-        )
-        counts = Preemptions.of(engine)
-        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, params)
-        outputs = finish(engine)
-        found.append([outputs[str(i)].outputs[0].token_ids for i in range(len(prompts))])
-    assert counts.num_swaps > 0
-    assert found[0] == found[1]
+# -- CUDA ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
