@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 from medha.batch import Batch
 from medha.errors import PlanDivergenceError
+
+T = TypeVar("T")
 
 FRAME_INTS = 1 << 17
 _POSTED = 4  # receives that a rank keeps posted ahead
@@ -115,22 +117,27 @@ class ControlSender:
                 sends.popleft()[0].wait()
 
 
-class ControlReceiver:
-    """Another rank's end: a thread that keeps receives posted ahead and puts what arrives into a queue. The timeout of
-    the group must outlast any pause between messages."""
+class ControlReceiver(Generic[T]):
+    """Another rank's end: a thread that keeps receives posted ahead, prepares what arrives and puts it into a queue.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: its timeout must outlast any pause between messages.
+        prepare: what is done with each message, in order, while the rank computes; it raises nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, prepare: Callable[[Message], T]) -> None:
         self._group = group
-        self._arrived: queue.SimpleQueue[Message | Exception] = queue.SimpleQueue()
+        self._prepare = prepare
+        self._arrived: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="medha-control", daemon=True).start()
 
     @property
-    def has_message(self) -> bool:
-        """Whether a message is here."""
-        return not self._arrived.empty()
+    def num_arrived(self) -> int:
+        """Messages that are here and prepared."""
+        return self._arrived.qsize()
 
-    def receive(self) -> Message:
-        """The next message; waits for it. Raises what broke the stream."""
+    def receive(self) -> T:
+        """What came of the next message; waits for it. Raises what broke the stream."""
         message = self._arrived.get()
         if isinstance(message, Exception):
             raise message
@@ -149,7 +156,7 @@ class ControlReceiver:
                 if continues:
                     continue
                 message, parts = decode(np.concatenate(parts)), []
-                self._arrived.put(message)
+                self._arrived.put(self._prepare(message))
                 if message.kind == "stop":
                     return
         except Exception as error:
