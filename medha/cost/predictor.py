@@ -157,13 +157,13 @@ class Tick:
         return self._decode_factor if self.kind == "decode" else self._chunk_factor
 
     def with_chunk(self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False) -> float:
-        """Corrected seconds of the batch if this chunk were added; ValueError if it exceeds the predictor's tables."""
-        return self._corrected(self._raw(self._checked(q_len), *self._of_chunk(kv_before, run, samples)))
+        """Corrected seconds of the batch if this chunk, of at most ``max_tokens`` of the predictor, were added."""
+        return self._corrected(self._raw(q_len, *self._of_chunk(kv_before, run, samples)))
 
     def add(self, q_len: int, kv_before: int, *, run: Run | None = None, samples: bool = False) -> None:
-        """Add a chunk; arguments and errors as of :meth:`with_chunk`."""
+        """Add a chunk; arguments as of :meth:`with_chunk`."""
         parts = a, kv, merge_s, fixed_s = self._of_chunk(kv_before, run, samples)
-        self.seconds = self._corrected(self._raw(self._checked(q_len), *parts))
+        self.seconds = self._corrected(self._raw(q_len, *parts))
         tile = -(-q_len // self._tiles.tile)
         self._chunks_s += a[tile] + kv * self._tiles.b[tile]
         self._fixed_s += fixed_s + merge_s * tile
@@ -223,11 +223,6 @@ class Tick:
         self.num_tokens = decodes.num_tokens
         raw_s = self._fixed_s + self._line.at(self.num_tokens) + alone_s
         self.seconds = max(raw_s * self._decode_factor, MIN_SECONDS)
-
-    def _checked(self, q_len: int) -> int:
-        if not 1 <= q_len <= self._tiles.max_tokens:
-            raise ValueError(f"q_len={q_len}; accepted: 1 to {self._tiles.max_tokens} tokens")
-        return q_len
 
     def _of_chunk(self, kv_before: int, run: Run | None, samples: bool) -> tuple[list[float], float, float, float]:
         """Offsets by tile, the KV that slopes are multiplied by, merge seconds a tile, and seconds once."""

@@ -87,13 +87,14 @@ class Monitor:
         self._heard = threading.Event()  # by the main thread
         self._told = threading.Event()  # rank 0 knows too; on rank 0: all do
         self._left = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="medha-watch", daemon=True)
         self._talker: threading.Thread | None = None
 
     # -- for the main thread; none of these waits for the store itself -------------------------------------------------
 
     def start(self) -> None:
         """Begin to watch the launcher; no store is needed."""
-        threading.Thread(target=self._watch, name="medha-watch", daemon=True).start()
+        self._watcher.start()
 
     def stop(self) -> None:
         """Watch and talk no more, after a failure. Whoever has met others still leaves them at once when it ends."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from medha.cost.coefficients import Coefficients, Curve, DecodeAttention
 from medha.errors import ConfigError
-from tests.sched.costs import KEY, PLAIN, coefficients
+from tests.sched.costs import KEY, PLAIN, changed, coefficients
 
 
 @settings(deadline=None)
@@ -36,36 +34,29 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     )
 
 
-def changed(path: str, value: Any) -> str:
-    tree = json.loads(PLAIN.to_json())
-    node = tree
-    *parents, last = path.split(".")
-    for name in parents:
-        node = node[name]
-    if value is ...:
-        del node[last]
-    else:
-        node[last] = value
-    return json.dumps(tree)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "is not JSON"),
         ("[]", "accepted: a file of format 'medha-coefficients', version 1"),
-        (changed("version", 2), "version 1"),
-        (changed("linear", ...), "the file lacks linear"),
-        (changed("linear", None), "linear is None; accepted: an object"),
-        (changed("linear.z", 1), "linear has unknown fields z; known: x, y"),
-        (changed("linear.y", [1.0]), r"curve\.y=\(1\.0,\); accepted: 4 numbers"),
-        (changed("chunks.a_s", [1e-3, 0.0, 1.0, 1.0]), r"chunks\.a_s falls"),
-        (changed("chunks.b_s", [1e-3, "x", 1.0, 1.0]), r"chunks\.b_s='x'; accepted: a finite number of at least 0"),
-        (changed("chunks.tile", 0), r"chunks\.tile=0"),
-        (changed("chunks.tokens", [0.0, 2.0, 3.0, 4.0]), r"chunks\.tokens=0\.0; accepted: a finite number above 0"),
-        (changed("host_s", math.nan), "host_s=nan"),
-        (changed("splits_kv", 1), "splits_kv=1; accepted: true or false"),
-        (changed("key.num_threads", "2"), "num_threads='2'; accepted: a whole number"),
+        (changed(PLAIN, "version", 2), "version 1"),
+        (changed(PLAIN, "linear", ...), "the file lacks linear"),
+        (changed(PLAIN, "linear", None), "linear is None; accepted: an object"),
+        (changed(PLAIN, "linear.z", 1), "linear has unknown fields z; known: x, y"),
+        (changed(PLAIN, "linear.y", [1.0]), r"curve\.y=\(1\.0,\); accepted: 4 numbers"),
+        (changed(PLAIN, "chunks.a_s", [1e-3, 0.0, 1.0, 1.0]), r"chunks\.a_s falls"),
+        (
+            changed(PLAIN, "chunks.b_s", [1e-3, "x", 1.0, 1.0]),
+            r"chunks\.b_s='x'; accepted: a finite number of",
+        ),
+        (changed(PLAIN, "chunks.tile", 0), r"chunks\.tile=0"),
+        (
+            changed(PLAIN, "chunks.tokens", [0.0, 2.0, 3.0, 4.0]),
+            r"chunks\.tokens=0\.0; accepted: a finite number",
+        ),
+        (changed(PLAIN, "host_s", math.nan), "host_s=nan"),
+        (changed(PLAIN, "splits_kv", 1), "splits_kv=1; accepted: true or false"),
+        (changed(PLAIN, "key.num_threads", "2"), "num_threads='2'; accepted: a whole number"),
     ],
 )
 def test_a_bad_file_is_a_named_error(text: str, message: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from hypothesis import strategies as st
 
 from medha.cost.coefficients import (
@@ -13,17 +16,9 @@ from medha.cost.coefficients import (
     MixedAttention,
     ProfileKey,
 )
+from medha.cost.json_form import JsonFile
 
-KEY = ProfileKey(
-    machine="a machine",
-    model="llama 4x64",
-    dtype="float32",
-    layout="tp1 spp1 kvp1 stage 0",
-    backend="torch",
-    num_threads=2,
-    block_size=256,
-    torch_version="2.13.0",
-)
+KEY = ProfileKey("a machine", "llama 4x64", "float32", "tp1 spp1 kvp1 stage 0", "torch", 2, 256, "2.13.0")
 
 PLAIN = Coefficients(
     key=KEY,
@@ -39,6 +34,20 @@ PLAIN = Coefficients(
     host_s=1e-3,
 )
 """A stage that runs segments one after the other."""
+
+
+def changed(file: JsonFile, path: str, value: Any) -> str:
+    """The text of a file with another value at a path of names and indices; ``...`` deletes it."""
+    tree: Any = json.loads(file.to_json())
+    node = tree
+    *parents, last = path.split(".")
+    for name in parents:
+        node = node[int(name) if name.isdigit() else name]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return json.dumps(tree)
 
 
 def rising(count: int, scale: float) -> st.SearchStrategy[tuple[float, ...]]:
