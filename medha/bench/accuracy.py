@@ -124,8 +124,7 @@ def accuracy(options: AccuracyOptions, *, on_run: Callable[[], None] = lambda: N
     engine["num_kv_blocks"] = options.num_blocks
     with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
         if subject.engine.get("profile") is None:
-            with subject.folder(longest) as model:
-                found = measure(subject.config(model, longest=longest, **engine), QUICK, max_kv=options.long_len)
+            found = measure(subject.config(longest=longest, **engine), QUICK, max_kv=options.long_len)
             assert found is not None, "one process measures"
             engine["profile"] = str(Path(folder) / "profile.json")
             Path(engine["profile"]).write_text(found.to_json())

@@ -39,7 +39,7 @@ _PRODUCT = "matrix product"
 
 @dataclass(frozen=True, slots=True)
 class LatencyOptions:
-    """What is measured; lengths that the model does not take are left out."""
+    """What is measured."""
 
     subject: Subject = field(default_factory=Subject)
     input_lens: tuple[int, ...] = lengths("input_len", "128,1024,4096", "Prompt tokens, comma separated.")
@@ -52,8 +52,6 @@ class LatencyOptions:
     def __post_init__(self) -> None:
         if len(set(self.input_lens)) < len(self.input_lens):
             raise ConfigError(f"input_len={','.join(map(str, self.input_lens))}; accepted: different lengths")
-        fitting = self.subject.fitting("input_len", self.input_lens, more=self.output_len)
-        object.__setattr__(self, "input_lens", fitting)
 
     @property
     def num_runs(self) -> int:

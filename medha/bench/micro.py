@@ -161,7 +161,7 @@ def _attention(
         dtype=dtype, device=device,
     )  # fmt: skip
     fill_pools(cache, max(options.kv_lens), seed=0)
-    wanted = options.subject.options.get("attention_backend", "auto")
+    wanted = options.subject.engine.get("attention_backend") or "auto"
     layer = LayerShape(model.num_heads, *shape, dtype)
     backend = choose_backend(wanted, layer, device, block_size=_BLOCK_SIZE)[0]
 
@@ -177,16 +177,13 @@ def _attention(
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """What is measured: every batch size at every context; contexts that the model does not take are left out."""
+    """What is measured: every batch size at every context."""
 
     subject: Subject = field(default_factory=Subject)
     batch_sizes: tuple[int, ...] = lengths("batch_size", "1,4,16", "Requests that decode together, comma separated.")
     contexts: tuple[int, ...] = lengths("input_len", "1024,8192", "Tokens of each in the KV cache.")
     warmup: int = warmups(2, "Steps")
     runs: int = counted(10, "Steps")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "contexts", self.subject.fitting("input_len", self.contexts, more=1))
 
     @property
     def cells(self) -> list[tuple[int, int]]:
@@ -292,9 +289,9 @@ def sampling(options: SamplingOptions, *, on_run: Callable[[], None] = lambda: N
 
 def _device(subject: Subject) -> torch.device:
     """Where the part runs, on as many threads as are asked for."""
-    if subject.options.get("num_threads") is not None:
-        torch.set_num_threads(subject.options["num_threads"])
-    return pick_device(subject.options.get("device", "auto"))
+    if subject.engine.get("num_threads") is not None:
+        torch.set_num_threads(subject.engine["num_threads"])
+    return pick_device(subject.engine.get("device") or "auto")
 
 
 @dataclass(frozen=True, slots=True)
