@@ -65,11 +65,6 @@ class AccuracyOptions:
     shapes: int = 3
 
     @property
-    def num_runs(self) -> int:
-        """Calibration and rounds."""
-        return 2 + self.num_rounds
-
-    @property
     def max_model_len(self) -> int:
         """Tokens of the longest request."""
         return max(self.long_len, self.middle_lens[1], self.short_lens[1]) + self.output_lens[1]

@@ -45,13 +45,12 @@ from medha.bench.cli import (
     lengths,
     verb,
     warmups,
-    words,
 )
 from medha.bench.harness import Local, Subject, count_parameters, median_text, on_ranks, report_head, rows_of
 from medha.bench.timing import in_turn, matrix_product, memory_read, timed, timing_of, waited
 from medha.cli.options import PARALLEL
 from medha.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from medha.config.fields import integer
+from medha.config.fields import choice, integer
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
@@ -77,7 +76,7 @@ _LONGEST_SHORT = SchedulerConfig().long_threshold - 1  # tokens of a prompt that
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What is measured: chunks over KV lengths in each dtype. Of the engine's options only those of :data:`ALONE`."""
+    """What is measured: chunks over KV lengths. Of the engine's options only those of :data:`ALONE`."""
 
     subject: Subject = field(default_factory=Subject)
     chunks: tuple[int, ...] = lengths(
@@ -86,60 +85,40 @@ class AttentionOptions:
     kv_lens: tuple[int, ...] = lengths(
         "kv_lens", "4096,16384,65536", "Keys that the last query sees, the chunk's own included."
     )
-    dtypes: tuple[str, ...] = words("float32,bfloat16", "Comma separated.", name="dtype")
+    dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
     warmup: int = warmups(1)
     runs: int = counted(3)
 
     def __post_init__(self) -> None:
-        wrong = [name for name in self.dtypes if name not in TORCH_DTYPES]
-        if wrong:
-            raise ConfigError(f"dtype={wrong[0]!r}; accepted: {', '.join(TORCH_DTYPES)}, comma separated")
         if min(self.kv_lens) < min(self.chunks):
             raise ConfigError(f"kv_lens={self.kv_lens} with chunks={self.chunks}; accepted: none below every chunk")
-
-    @property
-    def cells(self) -> list[tuple[int, list[int]]]:
-        """Each KV length with the chunks that it has room for, from small to large."""
-        return [(kv, [c for c in sorted(set(self.chunks)) if c <= kv]) for kv in sorted(set(self.kv_lens))]
-
-    @property
-    def num_runs(self) -> int:
-        """Calls and products, warm-up included."""
-        return sum(1 + len(chunks) for _, chunks in self.cells) * (self.warmup + self.runs) * len(self.dtypes)
 
 
 def attention(options: AttentionOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
     """Attention of one layer, chunks over KV lengths: its rate, against the matrix products of this machine."""
-    load, device = os.getloadavg()[0], _device(options.subject)
+    load, device, dtype = os.getloadavg()[0], _device(options.subject), TORCH_DTYPES[options.dtype]
     model = options.subject.model_config(longest=max(options.kv_lens))
-    backends: dict[str, str] = {}
+    backend, attend = _attention(options, model, dtype, device)
+    product = matrix_product(dtype, device)
     results: list[Report] = []
     rates: list[Report] = []
-    for name in options.dtypes:
-        dtype = TORCH_DTYPES[name]
-        backends[name], attend = _attention(options, model, dtype, device)
-        product = matrix_product(dtype, device)
-        for kv_len, chunks in options.cells:
-            runs = {_YARDSTICK: product.seconds}
-            runs |= {str(chunk): partial(timed, attend(chunk, kv_len)) for chunk in chunks}
-            seconds = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
-            rate = product.rate(seconds.pop(_YARDSTICK))
-            rates.append({"dtype": name, "kv_len": kv_len, **rate})
-            lines: list[Report] = []
-            for chunk, timing in zip(chunks, map(timing_of, seconds.values()), strict=True):
-                flops = attention_flops(model, chunk, kv_len)
-                per_s = flops / timing["median_s"]
-                cell = {"dtype": name, "kv_len": kv_len, "chunk": chunk, "timing": timing, "flops": flops}
-                lines.append(cell | {"flops_per_s": per_s, "share": per_s / rate["per_s"]})
-            results += [one | {"overhead": lines[-1]["flops_per_s"] / one["flops_per_s"] - 1} for one in lines]
-    return options.subject.head("micro attention", asdict(options), load, model) | {
-        "dtype": " and ".join(options.dtypes),
-        "device": str(device),
-        "backend": backends,
-        **{name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
-        "results": results,
-        "matrix_rates": rates,
-    }
+    for kv_len in sorted(set(options.kv_lens)):
+        chunks = [chunk for chunk in sorted(set(options.chunks)) if chunk <= kv_len]
+        runs = {_YARDSTICK: product.seconds}
+        runs |= {str(chunk): partial(timed, attend(chunk, kv_len)) for chunk in chunks}
+        seconds = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
+        rate = product.rate(seconds.pop(_YARDSTICK))
+        rates.append({"kv_len": kv_len, **rate})
+        lines: list[Report] = []
+        for chunk, timing in zip(chunks, map(timing_of, seconds.values()), strict=True):
+            flops = attention_flops(model, chunk, kv_len)
+            per_s = flops / timing["median_s"]
+            cell = {"kv_len": kv_len, "chunk": chunk, "timing": timing, "flops": flops, "flops_per_s": per_s}
+            lines.append(cell | {"share": per_s / rate["per_s"]})
+        results += [one | {"overhead": lines[-1]["flops_per_s"] / one["flops_per_s"] - 1} for one in lines]
+    head = options.subject.head("micro attention", asdict(options), load, model)
+    head |= {"dtype": options.dtype, "device": str(device), "backend": backend}
+    return head | {"results": results, "matrix_rates": rates}
 
 
 def attention_flops(model: ModelConfig, chunk: int, kv_len: int) -> float:
@@ -194,11 +173,6 @@ class DecodeOptions:
     def num_blocks(self) -> int:
         """Blocks of the largest cell; a step adds one token to each request."""
         return max(batch * -(-(context + 1) // _BLOCK_SIZE) for context, batch in self.cells)
-
-    @property
-    def num_runs(self) -> int:
-        """Steps and reads, warm-up included."""
-        return (1 + len(self.cells)) * (self.warmup + self.runs)
 
 
 def decode(options: DecodeOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
@@ -262,11 +236,6 @@ class SamplingOptions:
     warmup: int = warmups(2)
     runs: int = counted(10)
 
-    @property
-    def num_runs(self) -> int:
-        """Of all, warm-up included."""
-        return len(WAYS) * len(self.batch_sizes) * (self.warmup + self.runs)
-
 
 def sampling(options: SamplingOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
     """From random logits to tokens on the host, over batch sizes and ways of drawing."""
@@ -316,11 +285,6 @@ class SchedulerOptions:
     def __post_init__(self) -> None:
         for policy in self.policies:
             load_policy(policy)  # an unknown one is an error before anything is measured
-
-    @property
-    def num_runs(self) -> int:
-        """Queues."""
-        return len(self.waiting) * len(self.policies)
 
 
 def scheduler(options: SchedulerOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
@@ -409,7 +373,7 @@ class Queue:
 
 
 def _attention_shown(report: Report) -> Shown:
-    columns = ("dtype", "kv_len", "chunk", "timing", "flops_per_s", "share", "overhead")
+    columns = ("kv_len", "chunk", "timing", "flops_per_s", "share", "overhead")
     return {"results": rows_of(report["results"], columns)}, [
         f"one layer; {median_text(report)}, in turn; share: of the matrix product's rate; operations: those under the "
         "causal mask; overhead: seconds for each of them against the largest chunk over the same KV cache, less 1"

@@ -81,11 +81,6 @@ class ScalingOptions:
         """One rank, and the others."""
         return {ONE_RANK: ParallelConfig(), **{name: parse_layout(name) for name in self.layouts}}
 
-    @property
-    def num_runs(self) -> int:
-        """Turns of all layouts over all lengths, warm-up included."""
-        return len(self.lengths) * len(self.all_layouts) * (self.warmup + self.runs)
-
 
 def parse_layout(text: str) -> ParallelConfig:
     """``kvp2``, ``tp2`` or ``kvp2spp2`` as degrees, the axes in any order; raises ConfigError for any other."""
