@@ -56,7 +56,7 @@ from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.params import SLO, SamplingParams
-from medha.profile.steps import Step, StepRunner, decodes, fill_pools
+from medha.profile.steps import decodes, fill_pools
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler
@@ -65,7 +65,6 @@ from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import SlotSampling, sample
 from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
 
-TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"
 _BLOCK_SIZE = 256
 _YARDSTICK = "yardstick"
 _MAX_NEW_TOKENS = 1 << 16  # more than anybody decodes before it ends
@@ -187,7 +186,8 @@ def _decode(local: Local, options: DecodeOptions, on_run: Callable[[], None]) ->
     memory, hand, size = memory_read(local.device), local.hand, local.dtype.itemsize
     runs: dict[str, Callable[[], float]] = {_YARDSTICK: memory.seconds}
     for context, batch in options.cells:
-        runs[f"{batch} at {context}"] = partial(_busy_s, hand, decodes(batch, context))
+        step = decodes(batch, context)
+        runs[f"{batch} at {context}"] = lambda step=step: hand.run(step)[1]  # type: ignore[misc]
     seconds = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
     rate = memory.rate(seconds.pop(_YARDSTICK))
     weight_bytes, is_whole = step_parameters(local.model) * size, local.config.parallel.world_size == 1
@@ -199,19 +199,11 @@ def _decode(local: Local, options: DecodeOptions, on_run: Callable[[], None]) ->
         cell |= {"kv_bytes": kv_bytes, "bytes_per_s": per_s, "mbu": per_s / rate["per_s"] if is_whole else None}
         cells.append(cell | {"tokens_per_s": batch / timing["median_s"]})
     head = local.report("micro decode", asdict(options))
-    return head | {"timed": TIMED, "memory_read": rate, "results": cells}
-
-
-def _busy_s(hand: StepRunner, step: Step) -> float:
-    """Runs the step; its busy seconds end when its tokens are on the host."""
-    return hand.run(step)[1]
+    return head | {"memory_read": rate, "results": cells}
 
 
 def step_parameters(model: ModelConfig) -> int:
-    """Parameters that a decode step reads: layers, last norm and head; of an embedding some rows, which are left out.
-
-    Where the embedding is tied, it is the head.
-    """
+    """Parameters that a decode step reads: all but an embedding that is not the head too."""
     return count_parameters(model, lambda name: name != "model.embed_tokens.weight" or model.tie_word_embeddings)
 
 
@@ -384,7 +376,8 @@ def _decode_shown(report: Report) -> Shown:
     columns = ("context", "batch_size", "timing", "weight_bytes", "kv_bytes", "mbu", "tokens_per_s")
     entries = {"memory_read": report["memory_read"], "results": rows_of(report["results"], columns)}
     mbu = "bytes that a step has to read (weights and KV) over its time, of the memory's rate"
-    notes = [f"timed: {report['timed']}; MBU: {mbu}", f"{median_text(report)}, in turn; KV cache of random numbers"]
+    timed = "a step of the runner, from the batch to its tokens; without scheduler and engine"
+    notes = [f"timed: {timed}; MBU: {mbu}", f"{median_text(report)}, in turn; KV cache of random numbers"]
     return entries, notes
 
 

@@ -62,7 +62,7 @@ def test_useful_operations_are_those_under_the_mask() -> None:
 def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, size: int) -> None:
     grid = ["--batch-size", "3,1", "--input-len", "10,300", "--dtype", dtype]
     report = report_of("decode", tmp_path / "decode.json", *grid)
-    assert report["timed"].startswith("a step of the runner") and report["dtype"] == dtype
+    assert report["dtype"] == dtype
     rate = report["memory_read"]["per_s"]
     assert report["memory_read"]["timing"]["runs"] == 2
     cells = report["results"]
