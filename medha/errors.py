@@ -73,7 +73,7 @@ class KVCapacityError(ValidationError):
 
 
 class DeadlineError(ValidationError):
-    """The request's first token would come after its TTFT objective, even if it ran next: both in seconds or None."""
+    """The request's first token would come after its TTFT objective, even if it ran next."""
 
     predicted_s: float | None = None
     objective_s: float | None = None
@@ -84,13 +84,10 @@ class UnsupportedFeatureError(_FieldError):
 
 
 class PolicyError(_FieldError):
-    """A user's scheduling policy, by its name, raised, or returned something else than one number a request.
+    """A user's scheduling policy raised, or returned something else than one number a request."""
 
-    ``slot`` is that of the request concerned, or None where it is not a single one.
-    """
-
-    policy: str | None = None
-    slot: int | None = None
+    policy: str | None = None  # its name
+    slot: int | None = None  # of the request concerned, where it is a single one
 
 
 class RequestError(MedhaError, RuntimeError):

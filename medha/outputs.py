@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from medha.params import SLO
 
@@ -36,19 +36,13 @@ class Explanation:
         what = "TTFT" if self.has_first_token else "no first token after"
         top = ", ".join(f"{name(request_id)} {seconds:.3f}" for request_id, seconds in self.others)
         samples = ", ".join(f"{slack_s:+.3f} at {at_s:.3f}" for at_s, slack_s in self.slack_s)
-        return (
-            f"{name(self.request_id)}: {what} {self.total_s:.3f} s\n"
+        lines = [
+            f"{name(self.request_id)}: {what} {self.total_s:.3f} s",
             f"  own compute {self.own_s:.3f}, decodes {self.decodes_s:.3f}, other prefills {self.others_s:.3f}"
-            + (f" ({top})" if top else "")
-            + f"\n  memory {self.memory_s:.3f}, pipeline {self.pipeline_s:.3f}, idle {self.idle_s:.3f}"
-            + (f"\n  slack {samples}" if samples else "")
-        )
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Explanation:
-        """The inverse of :func:`dataclasses.asdict` after JSON has made lists of its tuples."""
-        pairs = {name: tuple(map(tuple, fields[name])) for name in ("others", "slack_s")}
-        return cls(**{**fields, **pairs})
+            + (f" ({top})" if top else ""),
+            f"  memory {self.memory_s:.3f}, pipeline {self.pipeline_s:.3f}, idle {self.idle_s:.3f}",
+        ]
+        return "\n".join([*lines, *([f"  slack {samples}"] if samples else [])])
 
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -56,30 +50,18 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural logarithm of one token's probability under the model's own distribution, before any sampling transform.
-
-    ``rank`` is 1 for the likeliest token, ``decoded_token`` its text, or None without a tokenizer.
-    """
+    """Natural logarithm of a token's probability under the model's own distribution, before any sampling transform."""
 
     logprob: float
-    rank: int
-    decoded_token: str | None = None
+    rank: int  # 1 for the likeliest
+    decoded_token: str | None = None  # its text; None without a tokenizer
 
 
 @dataclass(slots=True)
 class RequestMetrics:
     """When things happened to one request: seconds of one monotonic clock whose zero is the engine's start.
 
-    ``ttft`` runs from arrival to the first token, queueing included. ``tpot`` is (last - first token) / (tokens - 1),
-    None with fewer than two tokens. ``queue_time`` runs from arrival to the first chunk. ``deadline_s`` is what the
-    scheduler went by, seconds from arrival to the first token: the TTFT objective, or where ``deadline_is_derived`` a
-    multiple of the predicted prefill time; None is no deadline. ``num_preemptions`` counts how often it gave up its KV
-    memory, ``num_swaps`` how many of these moved what was computed to host memory, and ``work_lost_s`` the predicted
-    seconds of computing it again or moving it. ``explanation`` says where the time to the first token went, or to the
-    end of a request without one; None before, and where the request was refused or the engine failed. ``is_relegated``
-    says that it was served without a deadline, because its TTFT objective could not be met, and counts as missed.
-
-    Of ``num_completions`` the first token is that of any, the end that of the last, counts are sums, and ``tpot`` is
+    Of several completions the first token is that of any, the end that of the last, counts are sums, and ``tpot`` is
     over the tokens that a completion has on average.
     """
 
@@ -90,15 +72,15 @@ class RequestMetrics:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_chunks: int = 0
-    num_preemptions: int = 0
-    num_swaps: int = 0
-    work_lost_s: float = 0.0
+    num_preemptions: int = 0  # how often it gave up its KV memory
+    num_swaps: int = 0  # how many of these moved what was computed to host memory
+    work_lost_s: float = 0.0  # predicted, of computing it again or moving it
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
-    deadline_s: float | None = None
-    deadline_is_derived: bool = False
-    is_relegated: bool = False
-    explanation: Explanation | None = None
+    deadline_s: float | None = None  # by which the scheduler went, from arrival to first token; None is no deadline
+    deadline_is_derived: bool = False  # from the predicted prefill time, as there is no TTFT objective
+    is_relegated: bool = False  # served without a deadline, as its objective could not be met, which counts as missed
+    explanation: Explanation | None = None  # once it has a first token or has ended, unless refused or lost
     num_completions: int = 1
 
     @property

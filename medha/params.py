@@ -7,7 +7,6 @@ refused with :class:`~medha.errors.UnsupportedFeatureError`, never ignored.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from numbers import Number
 from typing import Any, Literal, TypeVar, get_args
 
 from medha.config.fields import BOOLEAN, POSITIVE, SAMPLING, Check, check_options, choice, finite, integer, option
-from medha.errors import UnsupportedFeatureError, ValidationError, short_repr
+from medha.errors import UnsupportedFeatureError, ValidationError, hint, short_repr
 
 T = TypeVar("T")
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -48,8 +47,6 @@ def _unlisted(default: Any, check: Check, name: str = "") -> Any:
     return option("", default, "", check, name=name)
 
 
-_OUTPUT_KIND = choice(*get_args(OutputKind))
-
 PROMPT_FORMS = {
     "prompt": "text",
     "prompt_token_ids": "a list of token ids, or text as prompt",
@@ -71,16 +68,47 @@ def _names_checked(cls: type[T]) -> type[T]:
     @wraps(init)
     def checked(self: T, *args: Any, **fields: Any) -> None:
         for name in fields.keys() - set(names):
-            refuse_unsupported(name, fields[name])
+            value = fields.pop(name)
+            asks = value is not None and value is not False and value not in ([], {}, "")
+            if name in UNSUPPORTED_FIELDS and asks:
+                raise UnsupportedFeatureError(f"{name} is not implemented; leave it out", param=name, value=value)
             if name not in UNSUPPORTED_FIELDS:
-                near = [FIELD_ALIASES[name]] if name in FIELD_ALIASES else difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"accepted: one of {', '.join(sorted(names))}"
-                raise ValidationError(f"{name}={short_repr(fields[name])}; {hint}", param=name, value=fields[name])
-            del fields[name]  # asks for nothing
+                meant = f"; did you mean {FIELD_ALIASES[name]}?" if name in FIELD_ALIASES else hint(name, names)
+                more = meant or f"; accepted: one of {', '.join(sorted(names))}"
+                raise ValidationError(f"{name}={short_repr(value)}{more}", param=name, value=value)
         init(self, *args, **fields)
 
     cls.__init__ = checked  # type: ignore[assignment]
     return cls
+
+
+_IS_ID, _IS_BIAS = integer(0, 2**31 - 1), finite(-100, 100)
+
+
+def _is_stop(value: Any) -> bool:
+    stops = [value] if isinstance(value, str) else value
+    is_list = isinstance(stops, (list, tuple)) and len(stops) <= MAX_STOP_STRINGS
+    return is_list and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in stops)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_IS_ID.holds, value))
+
+
+def _bias_id(key: Any) -> Any:
+    """A token id; JSON has it as text."""
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 12 else key
+
+
+def _are_biases(value: Any) -> bool:
+    are_ids = isinstance(value, Mapping) and all(_IS_ID.holds(_bias_id(key)) for key in value)
+    return are_ids and all(map(_IS_BIAS.holds, value.values()))
+
+
+_STOPS = Check(f"a string or at most {MAX_STOP_STRINGS}, of 1 to {MAX_STOP_CHARS} characters", _is_stop)
+_IDS = Check(f"a list of token ids, each {_IS_ID.accepted}", _are_ids)
+_SOME_IDS = Check(f"at least one token id, each {_IS_ID.accepted}", lambda ids: _are_ids(ids) and len(ids) > 0)
+_BIASES = Check(f"an object of token ids and biases, each {_IS_BIAS.accepted}", _are_biases)
 
 
 @_names_checked
@@ -129,10 +157,10 @@ class SamplingParams:
         None, "Above 1 discourages tokens of prompt and answer.", finite(1e-6, 1e6)
     )
     seed: int | None = _unlisted(None, integer(-(2**63), 2**63 - 1))
-    stop: str | Sequence[str] | None = _listed(None, "End at this text; may be repeated.", kind=list[str])
-    stop_token_ids: Sequence[int] | None = None
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] | None = _listed(None, "End at this text; may be repeated.", _STOPS, kind=list[str])
+    stop_token_ids: Sequence[int] | None = _unlisted(None, _IDS)
+    logit_bias: Mapping[int, float] | None = _unlisted(None, _BIASES)
+    allowed_token_ids: Sequence[int] | None = _unlisted(None, _SOME_IDS)
     ignore_eos: bool = _listed(False, "Go on after end-of-sequence.", BOOLEAN, flags=("--ignore-eos",))
     min_tokens: int = _listed(0, "Least tokens to generate.", integer(0, 2**31 - 1))
     max_tokens: int | None = _listed(16, "Most tokens to generate.", integer(1, 2**31 - 1))
@@ -140,24 +168,21 @@ class SamplingParams:
     detokenize: bool = _unlisted(True, BOOLEAN)
     skip_special_tokens: bool = _unlisted(True, BOOLEAN)
     include_stop_str_in_output: bool = _unlisted(False, BOOLEAN)
-    output_kind: OutputKind = _unlisted("cumulative", _OUTPUT_KIND)
+    output_kind: OutputKind = _unlisted("cumulative", choice(*get_args(OutputKind)))
 
     def __post_init__(self) -> None:
-        if self.logprobs == -1:
-            raise _bad("logprobs", -1, f"0 to {MAX_LOGPROBS}; the whole vocabulary at each token is not implemented")
         check_options(self, _bad)
         if self.n > 1 and self.is_greedy:
             raise _bad("n", self.n, "1 with temperature=0: the completions would all be the same")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             message = f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}"
             raise ValidationError(message, param="min_tokens", value=self.min_tokens)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        biases = {_bias_id(key): float(bias) for key, bias in (self.logit_bias or {}).items()}
+        object.__setattr__(self, "logit_bias", biases or None)
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
-            if not self.allowed_token_ids:
-                raise _bad("allowed_token_ids", self.allowed_token_ids, "at least one token id")
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.stop and not self.detokenize:
             raise _bad("stop", self.stop, "no stop strings when detokenize is false")
 
@@ -197,13 +222,6 @@ class SamplingParams:
 _RESOLVED_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-def refuse_unsupported(name: str, value: Any) -> None:
-    """Raise UnsupportedFeatureError when ``name`` is a known field that medha lacks and ``value`` asks for it."""
-    asks = value is not None and value is not False and value not in ([], {}, "")
-    if name in UNSUPPORTED_FIELDS and asks:
-        raise UnsupportedFeatureError(f"{name} is not implemented; leave it out", param=name, value=value)
-
-
 @dataclass(frozen=True, slots=True)
 class SLO:
     """Objectives of one request, in seconds, each a finite number above 0 or None: ``ttft_s`` from arrival to first
@@ -226,44 +244,6 @@ def check_seconds(name: str, value: Any) -> float:
 
 def _bad(name: str, value: Any, accepted: str) -> ValidationError:
     return ValidationError(f"{name}={short_repr(value)}; accepted: {accepted}", param=name, value=value)
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else () if stop is None else stop
-    if not isinstance(stops, (list, tuple)) or len(stops) > MAX_STOP_STRINGS:
-        raise _bad("stop", stop, f"a string or at most {MAX_STOP_STRINGS} strings")
-    for text in stops:
-        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
-            raise _bad("stop", text, f"strings of 1 to {MAX_STOP_CHARS} characters")
-    return tuple(stops)
-
-
-_IS_ID, _IS_BIAS = integer(0, 2**31 - 1), finite(-100, 100)
-
-
-def _ids(name: str, ids: Any) -> tuple[int, ...]:
-    ids = () if ids is None else ids
-    if not isinstance(ids, (list, tuple)):
-        raise _bad(name, ids, "a list of token ids")
-    for token_id in ids:
-        if not _IS_ID.holds(token_id):
-            raise _bad(name, token_id, _IS_ID.accepted)
-    return tuple(ids)
-
-
-def _biases(given: Any) -> dict[int, float] | None:
-    """The biases by id; JSON has ids as text."""
-    if given is not None and not isinstance(given, Mapping):
-        raise _bad("logit_bias", given, "an object of token ids and numbers")
-    biases = {}
-    for key, bias in (given or {}).items():
-        token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 12 else key
-        if not _IS_ID.holds(token_id):
-            raise _bad("logit_bias", key, f"token ids, {_IS_ID.accepted}")
-        if not _IS_BIAS.holds(bias):
-            raise _bad("logit_bias", {key: bias}, f"biases, {_IS_BIAS.accepted}")
-        biases[token_id] = float(bias)
-    return biases or None
 
 
 def check_priority(value: Any) -> str:

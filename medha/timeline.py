@@ -41,7 +41,7 @@ class BatchRecord:
     Attributes:
         start_s, end_s: compute, from when the input was there to before the output was sent; the collectives of a
             tensor-parallel group are part of it.
-        control_ready: the batch's message was here when the batch before ended.
+        control_ready: the batch had arrived and was prepared when the batch before had run.
         control_wait_s, hidden_wait_s: waited for that message, and for hidden states of the stage before.
         report_wait_s: waited for sampled tokens; on rank 0 for the end of the oldest batch in the pipeline.
         send_wait_s: waited for a free buffer to send the hidden states of the batch before.

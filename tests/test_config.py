@@ -19,7 +19,7 @@ from medha.config import (
     SchedulerConfig,
     parse_size,
 )
-from medha.config.foreign_options import FOREIGN_OPTIONS
+from medha.config.engine_config import FOREIGN_OPTIONS
 from medha.errors import ConfigError
 
 

@@ -27,7 +27,7 @@ from medha.attention.torch_backend import TorchBackend
 from medha.batch import Batch
 from medha.config import RopeConfig
 from medha.models.decoder import Decoder
-from medha.models.rope import inverse_frequencies
+from medha.models.layers import inverse_frequencies
 from medha.params import SamplingParams
 from medha.worker.step_input import Slots, StepInput
 from tests.checkpoints import FAMILIES, make_checkpoint, random_prompt, reference_greedy

@@ -31,12 +31,10 @@ from medha.cli.command import end_process, make_app, run_app
 from medha.cli.report import check_writable, deliver, stamp
 from medha.config import EngineConfig
 from medha.cost.coefficients import Coefficients
-from medha.cost.correction import KINDS
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import KINDS, Predictor
 from medha.engine.arrivals import drive
 from medha.engine.engine import Engine
-from medha.profile.calibrate import QUICK
-from medha.profile.measure import measure
+from medha.profile.calibrate import QUICK, measure
 from medha.sched.decision import Prediction
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline

@@ -24,12 +24,11 @@ from medha.bench.cli import COUNT, SUBJECT, Report, Shown, asked, verb
 from medha.bench.harness import Local, Subject, on_ranks
 from medha.cli.options import pick
 from medha.config.fields import finite
-from medha.cost.correction import KINDS, Kind
+from medha.cost.predictor import KINDS, Kind
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
-from medha.profile.calibrate import QUICK
-from medha.profile.measure import measure
+from medha.profile.calibrate import QUICK, measure
 from medha.profile.steps import Step, step_of
 from medha.sched.decision import Prediction
 

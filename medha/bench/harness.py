@@ -32,8 +32,8 @@ from medha.engine.admission import Prompt
 from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
+from medha.models.folder import resolve_model
 from medha.models.hf_config import load_model_config
-from medha.models.hub import resolve_model
 from medha.models.weights import expected_tensors
 from medha.parallel.launch import own_ranks, read_launch
 from medha.profile.steps import StepRunner, fill_pools

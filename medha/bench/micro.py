@@ -60,9 +60,9 @@ from medha.profile.steps import decodes, fill_pools
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler
-from medha.sim.known_models import KNOWN_MODELS
+from medha.sim.replica import KNOWN_MODELS
 from medha.worker.kv_cache import KVCache
-from medha.worker.sampling import SlotSampling, sample
+from medha.worker.sampling import SlotSampling, draw
 from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
 
 _BLOCK_SIZE = 256
@@ -238,7 +238,7 @@ def sampling(options: SamplingOptions, *, on_run: Callable[[], None] = lambda: N
     for batch, way in cells:
         logits_SV = torch.randn(batch, model.vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
         slots = [SlotSampling.of(WAYS[way].resolve({}), i, (), len(prompt), prompt) for i in range(batch)]
-        runs[f"{batch} {way}"] = partial(timed, partial(sample, logits_SV, slots, [0] * batch))
+        runs[f"{batch} {way}"] = partial(timed, waited(partial(draw, logits_SV, slots, [0] * batch), device))
     found = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
     results = [
         {"batch_size": batch, "way": way, "timing": timing, "per_token_s": timing["median_s"] / batch}

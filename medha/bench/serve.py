@@ -32,7 +32,7 @@ from medha.bench.load import ArrivingWorkload, arrivals_of, described, fixed_out
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
 from medha.cli.report import check_writable
 from medha.config.fields import choice, finite
-from medha.cost.correction import KINDS
+from medha.cost.predictor import KINDS
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError

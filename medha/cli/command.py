@@ -26,7 +26,7 @@ import typer.core
 from typer.models import OptionInfo
 
 from medha.config import OPTION_ALIASES, parse_size
-from medha.config.foreign_options import FOREIGN_OPTIONS, is_flag, note_foreign
+from medha.config.engine_config import FOREIGN_OPTIONS, is_flag, note_foreign
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
 from medha.parallel.launch import (
     exit_at_once,

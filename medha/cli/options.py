@@ -20,7 +20,7 @@ from medha.config import fields as panels
 from medha.config import option_of, parse_size
 from medha.config.engine_config import SECTIONS
 from medha.errors import ConfigError, short_repr
-from medha.models.json_fields import parse_json_object
+from medha.models.folder import parse_json_object
 from medha.params import SamplingParams
 
 Group = Mapping[str, tuple[Any, Any]]

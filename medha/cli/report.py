@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from medha.cost.machine import cpu_name
+from medha.cost.hardware import cpu_name
 from medha.errors import ConfigError
 from medha.parallel.launch import read_launch
 

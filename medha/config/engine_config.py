@@ -31,7 +31,6 @@ from medha.config.fields import (
     option_of,
     parsed_size,
 )
-from medha.config.foreign_options import FOREIGN_OPTIONS, note_foreign
 from medha.config.model_config import DTYPES
 from medha.config.sections import CacheConfig, ParallelConfig, SchedulerConfig
 from medha.errors import ConfigError
@@ -116,7 +115,7 @@ class EngineConfig:
 
         vLLM's names are accepted as aliases (``max_num_batched_tokens``, ``num_gpu_blocks_override``, ...), and its
         ``enforce_eager`` as the opposite of ``cuda_graphs``; what only others have is in
-        :mod:`medha.config.foreign_options`. ``kv_memory`` is bytes, ``swap_space`` GiB as in vLLM, or both text
+        :data:`FOREIGN_OPTIONS`. ``kv_memory`` is bytes, ``swap_space`` GiB as in vLLM, or both text
         (``4GiB``); lengths in tokens may be text, too (``128K``).
         """
         sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
@@ -193,6 +192,48 @@ OPTION_ALIASES = {
     "schedule_policy": "policy",
 }
 
+_FLAG, _ANY = (True, False), None
+
+FOREIGN_OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
+    **dict.fromkeys(
+        ("api_key", "host", "port"), ((), "there is no server; medha generate --requests FILE serves a file")
+    ),
+    **dict.fromkeys(("num_speculative_tokens", "speculative_config"), ((), "speculative decoding is not implemented")),
+    "compilation_config": (("0",), "nothing is compiled; cuda_graphs=True captures decodes"),
+    "cpu_offload_gb": ((0, "0"), "weights stay on their device; spread the model with tp or spp"),
+    "cuda_graph_sizes": (_ANY, "graphs are captured for the batch sizes up to max_num_seqs"),
+    "data_parallel_size": ((1, "1"), "start a job for each replica"),
+    "decode_context_parallel_size": ((1, "1"), "kvp splits the KV cache of long requests, over ranks of its own"),
+    "disable_custom_all_reduce": (_FLAG, "collectives are those of torch.distributed"),
+    "disable_log_requests": (_FLAG, "requests are not logged"),
+    "disable_log_stats": (_FLAG, "statistics are in the outputs alone"),
+    "disable_radix_cache": ((True,), "there is no prefix cache"),
+    "distributed_executor_backend": (("mp", "uni", "external_launcher"), "ranks are torchrun's, or the command's own"),
+    "download_dir": ((), "set HF_HOME"),
+    "enable_chunked_prefill": ((True,), "prompts are read in chunks; scheduler='orca' reads them whole"),
+    "enable_expert_parallel": ((False,), "mixtures of experts are not implemented"),
+    "enable_lora": ((False,), "adapters are not implemented; merge them into the checkpoint"),
+    "enable_prefix_caching": ((False,), "there is no prefix cache"),
+    "generation_config": (("auto",), "generation_config.json gives defaults; a request's own fields go before them"),
+    "hf_token": ((), "set HF_TOKEN"),
+    "kv_cache_dtype": (("auto",), "keys and values are kept in the model's dtype"),
+    "max_logprobs": (_ANY, "a request may ask for up to 20"),
+    "max_long_partial_prefills": ((1, "1"), "long_threshold and rho_max say what long prompts yield"),
+    "max_num_partial_prefills": ((1, "1"), "as many prefills share a batch as its time holds"),
+    "max_seq_len_to_capture": (_ANY, "graphs hold decodes of any length"),
+    "max_total_tokens": ((), "num_kv_blocks, of block_size tokens each, sizes the KV pool"),
+    "num_scheduler_steps": ((1, "1"), "every step is scheduled"),
+    "quantization": ((None,), "quantised weights are not implemented; load a float16 or bfloat16 checkpoint"),
+    "rope_theta": ((), "hf_overrides={'rope_theta': ...} changes config.json"),
+    "served_model_name": (_ANY, "there is no server that would need it"),
+    "skip_tokenizer_init": ((False,), "a folder without tokenizer.json serves token ids"),
+    "task": (("auto", "generate"), "models generate"),
+    "tokenizer_mode": (("auto", "hf"), "tokenizer.json is what is read"),
+    "trust_remote_code": (_FLAG, "no code of a checkpoint runs"),
+}
+"""Options of vLLM and SGLang that medha does not have: which values ask for nothing (None: any does), and why.
+One whose values are True or False is a flag of the command line; the others take a value there."""
+
 
 def whole_blocks(max_kv_per_group: int | None, block_size: int) -> int | None:
     """What of it blocks fill, one at least; says so where that is another number."""
@@ -212,3 +253,17 @@ def _swap_bytes(name: str, value: Any) -> int:
     if not 0 <= gib <= 2**30:
         raise ConfigError(f"{name}={value!r}; accepted: GiB from 0 to {2**30}, or text as in '512MiB'")
     return int(gib * 2**30)
+
+
+def note_foreign(name: str, value: Any, typed: str) -> str:
+    """What to tell of an option of this table that asks for nothing, which the user wrote as ``typed``; ConfigError
+    where it asks for something."""
+    idle, why = FOREIGN_OPTIONS[name]
+    if idle is None or any(value is one or (type(value) is type(one) and value == one) for one in idle):
+        return f"{typed} changes nothing: {why}"
+    raise ConfigError(f"{typed} is not among medha's options: {why}")
+
+
+def is_flag(name: str) -> bool:
+    """Whether an option of this table stands without a value in a command line."""
+    return any(isinstance(value, bool) for value in FOREIGN_OPTIONS[name][0] or ())

@@ -25,7 +25,8 @@ from medha.config.fields import (
     number,
     option,
 )
-from medha.errors import ConfigError
+from medha.config.model_config import ModelConfig
+from medha.errors import ConfigError, ParallelConfigError
 
 SCHEDULERS = ("medha", "static", "orca", "sarathi", "vllm", "token-budget")
 ADMISSIONS = ("all", "refuse", "relegate")
@@ -235,6 +236,21 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Refuse degrees that do not split a model."""
+        if self.spp > model.num_layers:
+            raise ParallelConfigError(
+                f"spp={self.spp} stages for {model.num_layers} layers; accepted: 1 to {model.num_layers}"
+            )
+        heads, kv_heads, features = model.num_heads, model.num_kv_heads, model.intermediate_size
+        divisors = [tp for tp in range(1, heads + 1) if heads % tp == 0 and features % tp == 0]
+        fitting = [tp for tp in divisors if kv_heads % tp == 0 or tp % kv_heads == 0]
+        if self.tp not in fitting:
+            raise ParallelConfigError(
+                f"tp={self.tp} does not divide {heads} query heads, {kv_heads} KV heads and {features} MLP features; "
+                f"accepted: {', '.join(map(str, fitting))}"
+            )
 
     @property
     def world_size(self) -> int:

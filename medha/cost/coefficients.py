@@ -2,32 +2,29 @@
 
 The form follows from public kernel measurements. Attention of a chunk of c queries behind kv > 0 cached tokens is
 ``A(c) + B(c) * kv``, kv = 0 is another kernel regime with a table of its own, and A and B are constant within a tile
-of queries (on an A100, 672 and 704 tokens cost the same, and so do 544 and 576). This form is the one that stays right
-beyond the KV it was fitted on; random forests (Vidur) and quadratics in the chunk (Tetris, SGLang) do not. Attention
-of a batch that mixes decodes and a chunk in one fused launch is not the sum of the two, see :class:`MixedAttention`.
+of queries (on an A100, 672 and 704 tokens cost the same, and so do 544 and 576). This form stays right beyond the KV it
+was fitted on; random forests (Vidur) and quadratics in the chunk (Tetris, SGLang) do not.
 
 Coefficients come from a hardware spec (:mod:`medha.cost.roofline`), or from a profile that was measured and fitted
-(:mod:`medha.profile.fit`). Every time is in seconds for the whole stage, that is for all of its layers. Look-ups are in
-plain Python lists: the packer asks for one number at a time, where numpy costs more than the arithmetic.
+(:mod:`medha.profile.fit`). Every time is in seconds for all layers of the stage. Look-ups are in plain Python lists:
+the packer asks for one number at a time, where numpy costs more than the arithmetic.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.cost.json_form import JsonFile, check_fields, check_number
+from medha.cost.json_form import JsonFile
 from medha.errors import ConfigError
 
 Floats = NDArray[np.float64]
-
-_MAX_TILES = 1 << 15
-"""Longest table of chunks; for larger batches the tile is doubled until it fits."""
+_MAX_TILES = 1 << 15  # longest table of chunks; for larger batches the tile is doubled until it fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,48 +47,33 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
-    """Attention of one prefill chunk: ``a_s + b_s * kv`` behind kv cached tokens, ``first_s`` behind none.
+    """Attention of one prefill chunk: ``a_s + b_s * kv`` behind kv cached tokens, ``first_s`` behind none."""
 
-    Attributes:
-        tokens: chunk sizes, increasing, at least 1; each stands for the tile of queries it lies in.
-        a_s, b_s, first_s: seconds, and seconds per cached token; none falls with the size.
-        tile: queries of a tile; between the given sizes the tables are interpolated by number of tiles.
-    """
-
-    tokens: tuple[float, ...]
-    a_s: tuple[float, ...]
-    b_s: tuple[float, ...]
+    tokens: tuple[float, ...]  # chunk sizes, increasing, at least 1; each stands for the tile of queries it lies in
+    a_s: tuple[float, ...]  # seconds; no column falls with the size
+    b_s: tuple[float, ...]  # seconds per cached token
     first_s: tuple[float, ...]
-    tile: int = 128
+    tile: int = 128  # queries of a tile; between the given sizes the tables are interpolated by number of tiles
 
     def __post_init__(self) -> None:
         _check_table("chunks", self.tokens, a_s=self.a_s, b_s=self.b_s, first_s=self.first_s)
-        check_fields("chunks", self)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """Attention of a batch of decodes: ``a_s + b_s * mean_kv``, with another line for short ones.
+    """Attention of a batch of decodes: ``a_s + b_s * mean_kv``, with another line for short ones, not split.
 
-    Kernels split the KV from some length on. With one line A100 tables are 4 to 11 % off in the median, with two 2 to
-    4 %. Seconds need not rise with the batch, as kernels change their split with it.
-
-    Attributes:
-        batch: numbers of decodes, increasing, at least 1.
-        a_s, b_s: seconds, and seconds per token of mean KV length.
-        short_kv: mean KV up to which the other line holds; 0 where there is one line.
-        short_a_s, short_b_s: that line, or empty. It never exceeds the long line's start.
+    Seconds need not rise with the batch, as kernels change their split with it.
     """
 
-    batch: tuple[float, ...]
-    a_s: tuple[float, ...]
-    b_s: tuple[float, ...]
-    short_kv: float = 0.0
-    short_a_s: tuple[float, ...] = ()
+    batch: tuple[float, ...]  # numbers of decodes, increasing, at least 1
+    a_s: tuple[float, ...]  # seconds
+    b_s: tuple[float, ...]  # seconds per token of mean KV length
+    short_kv: float = 0.0  # mean KV up to which the other line holds; 0 where there is one line
+    short_a_s: tuple[float, ...] = ()  # that line, or empty; it never exceeds the long line's start
     short_b_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields("decodes", self)
         short = {"short_a_s": self.short_a_s, "short_b_s": self.short_b_s} if self.short_kv else {}
         _check_table("decodes", self.batch, rising=False, a_s=self.a_s, b_s=self.b_s, **short)
 
@@ -115,8 +97,8 @@ class MixedAttention:
     """Decodes and chunks in one fused variable-length launch, in which decodes lose their KV split.
 
     ``max(prefill_factor * chunks + decodes(mean_kv), straggler_a_s + straggler_b_s * max_kv)``: the work of all, or the
-    longest decode, whose keys are read by one thread block a head. Over 18,960 measured mixed batches (vLLM 0.19, RTX
-    PRO 6000) the sum of both parts measured alone is 24 % off in the median and 52 % too low in total.
+    longest decode, whose keys are read by one thread block a head. Over 18,960 measured batches (vLLM 0.19, RTX PRO
+    6000) the sum of both parts measured alone is 24 % off in the median.
     """
 
     prefill_factor: float
@@ -124,24 +106,16 @@ class MixedAttention:
     straggler_a_s: float = 0.0
     straggler_b_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        check_fields("mixed", self)
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Calls of one collective or transfer in a step, each ``alpha_s + tokens * bytes_per_token / bytes_per_s``.
-
-    There are two all-reduces a layer with TP, one send a step with SPP, one merge a layer with KVP.
-    """
+    """Calls of one collective or transfer in a step, each ``alpha_s + tokens * bytes_per_token / bytes_per_s``: two
+    all-reduces a layer with TP, one send a step with SPP, one merge a layer with KVP."""
 
     calls: int
     alpha_s: float
     bytes_per_s: float
     bytes_per_token: float
-
-    def __post_init__(self) -> None:
-        check_fields("link", self)
 
     @property
     def fixed_s(self) -> float:
@@ -167,77 +141,45 @@ class ProfileKey:
     block_size: int
     torch_version: str
 
-    def __post_init__(self) -> None:
-        check_fields("key", self)
-
-    def check(self, expected: ProfileKey, *, source: str) -> None:
-        """Raise a ConfigError that names each field in which ``expected``, what is to be run, differs."""
-        differing = [
-            f"{item.name} is {getattr(self, item.name)!r}, running {getattr(expected, item.name)!r}"
-            for item in fields(self)
-            if getattr(self, item.name) != getattr(expected, item.name)
-        ]
-        if differing:
-            raise ConfigError(f"{source} was measured for something else: {'; '.join(differing)}")
-
 
 @dataclass(frozen=True, slots=True)
 class Coefficients(JsonFile):
-    """Costs of one stage of one group.
-
-    Attributes:
-        key: what they were measured for.
-        linear: everything that works a token at a time, over tokens of the step.
-        chunks, decodes: attention, each alone in a launch.
-        mixed: attention of both in one launch; None where the backend runs segments one after the other (a sum).
-        splits_kv: the decode kernel splits a long KV over the machine. If not, the longest decode of a batch is a
-            lower bound on its attention.
-        head: vocabulary projection and sampling over the number of decodes; None where the stage has no head.
-        host_s: seconds a step, whatever it contains.
-        tp, spp: all-reduces of the layers, and the send to the next stage.
-        kvp: merges of one run of groups; per token and group beyond the first.
-    """
+    """Costs of one stage of one group."""
 
     format = "medha-coefficients"
 
-    key: ProfileKey
-    linear: Curve
-    chunks: ChunkAttention
-    decodes: DecodeAttention
-    mixed: MixedAttention | None = None
-    splits_kv: bool = True
-    head: Curve | None = None
-    host_s: float = 0.0
-    tp: Link | None = None
-    spp: Link | None = None
-    kvp: Link | None = None
-
-    def __post_init__(self) -> None:
-        check_fields("stage", self)
+    key: ProfileKey  # what they were measured for
+    linear: Curve  # everything that works a token at a time, over tokens of the step
+    chunks: ChunkAttention  # alone in a launch
+    decodes: DecodeAttention  # likewise
+    mixed: MixedAttention | None = None  # both in one launch; None where segments run one after the other (a sum)
+    splits_kv: bool = True  # of a decode, over the machine; if not, a batch takes as long as its longest
+    head: Curve | None = None  # vocabulary projection and sampling over the decodes; None where the stage has no head
+    host_s: float = 0.0  # seconds a step, whatever it contains
+    tp: Link | None = None  # all-reduces of the layers
+    spp: Link | None = None  # the send to the next stage
+    kvp: Link | None = None  # merges of one run of groups; per token and group beyond the first
 
     @classmethod
     def load(cls, path: Path, *, expected: ProfileKey | None = None) -> Coefficients:
-        """Read a JSON file.
-
-        Raises:
-            ConfigError: not such a file, a bad value, or measured for something else than ``expected``.
-        """
+        """Read a JSON file; ConfigError where it is bad, or was measured for something else than ``expected``."""
         try:
             found = cls.from_json(path.read_text(), source=f"profile {path}")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"profile {path} cannot be read: {error}") from error
-        if expected is not None:
-            found.key.check(expected, source=f"profile {path}")
+        mine, theirs = asdict(found.key), asdict(expected or found.key)
+        if differing := [
+            f"{name} is {mine[name]!r}, running {theirs[name]!r}" for name in mine if mine[name] != theirs[name]
+        ]:
+            raise ConfigError(f"profile {path} was measured for something else: {'; '.join(differing)}")
         return found
 
 
 def _check_table(name: str, x: tuple[float, ...], *, rising: bool = True, **columns: tuple[float, ...]) -> None:
-    """A table has a point, increasing x above 0, and finite columns, which never fall unless they may."""
+    """A table has a point, increasing sizes, and as many seconds, which never fall unless they may."""
     for column, values in {"x": x, **columns}.items():
-        if not isinstance(values, tuple) or not values or len(values) != len(x):
+        if not values or len(values) != len(x):
             raise ConfigError(f"{name}.{column}={values!r}; accepted: {len(x) or 'some'} numbers")
-        for value in values:
-            check_number(f"{name}.{column}", value, None if column == "x" else 0.0)
         if ((rising or column == "x") and list(values) != sorted(values)) or len(set(x)) < len(x):
             raise ConfigError(
                 f"{name}.{column} falls; accepted: increasing sizes, and seconds that never fall with them"
@@ -323,12 +265,8 @@ def _monotone_cubic(at: NDArray[np.int64], x: Floats, y: Floats) -> Floats:
     inside = np.clip(at, x[0], x[-1])
     i = np.clip(np.searchsorted(x, inside, side="right") - 1, 0, len(rise) - 1)
     t = (inside - x[i]) / width[i]
-    curve = (
-        y[i] * (1 + 2 * t) * (1 - t) ** 2
-        + width[i] * slope[i] * t * (1 - t) ** 2
-        + y[i + 1] * t**2 * (3 - 2 * t)
-        - width[i] * slope[i + 1] * t**2 * (1 - t)
-    )
+    curve = y[i] * (1 + 2 * t) * (1 - t) ** 2 + width[i] * slope[i] * t * (1 - t) ** 2
+    curve = curve + y[i + 1] * t**2 * (3 - 2 * t) - width[i] * slope[i + 1] * t**2 * (1 - t)
     return np.asarray(np.maximum.accumulate(curve), dtype=np.float64)
 
 

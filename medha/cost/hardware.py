@@ -6,12 +6,12 @@ the errors; the other GPUs are derived from it by published ratios, not measured
 
 from __future__ import annotations
 
+import platform
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
-from medha.cost.json_form import JsonFile, check_fields, check_number
+from medha.cost.json_form import JsonFile
 from medha.errors import ConfigError, hint
 
 SPECS = Path(__file__).parent / "specs"
@@ -19,74 +19,42 @@ GEMM_TILES = ((64, 64), (128, 128), (128, 256))
 """Rows and columns of the output that one thread block of a GPU computes."""
 _PROVENANCES = ("measured", "derived", "assumed")
 _DEFAULT_GPU, _CPU = "a100-80g", "cpu"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class GemmRates:
-    """Matrix products.
+    """Matrix products."""
 
-    Attributes:
-        flops_per_s: of a machine full of tiles, for each kind of them.
-        bytes_per_s: of operands and result.
-        launch_s: of one product.
-        overlap_power: p of arithmetic beside bytes, at least 1.
-        wave_share: 1 where a last wave that is not full costs a full one, 0 where it costs its share.
-        tiles: rows and columns of the output that one thread block computes.
-    """
-
-    flops_per_s: tuple[float, ...]
-    bytes_per_s: float
-    launch_s: float
-    overlap_power: float
-    wave_share: float
-    tiles: tuple[tuple[int, int], ...] = GEMM_TILES
+    flops_per_s: tuple[float, ...]  # of a machine full of tiles, for each kind of them
+    bytes_per_s: float  # of operands and result
+    launch_s: float  # of one product
+    overlap_power: float  # p of arithmetic beside bytes, at least 1
+    wave_share: float  # 1 where a last wave that is not full costs a full one, 0 where it costs its share
+    tiles: tuple[tuple[int, int], ...] = GEMM_TILES  # rows and columns of the output that one thread block computes
 
     def __post_init__(self) -> None:
-        check_fields("gemm", self)
-        if any(not isinstance(tile, tuple) or len(tile) != 2 for tile in self.tiles):
-            raise ConfigError(f"gemm.tiles={self.tiles!r}; accepted: a list of pairs of rows and columns")
-        if not isinstance(self.flops_per_s, tuple) or len(self.flops_per_s) != len(self.tiles):
+        if len(self.flops_per_s) != len(self.tiles):
             raise ConfigError(f"gemm.flops_per_s={self.flops_per_s!r}; accepted: {len(self.tiles)} numbers")
-        for size in (*self.flops_per_s, *(size for tile in self.tiles for size in tile)):
-            check_number("gemm.flops_per_s and tiles", size)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRates:
-    """Attention.
+    """Attention."""
 
-    Attributes:
-        splits_kv: keys of one tile of queries, or of one decode, are spread over the machine.
-        flops_per_s, block_flops_per_s: of a machine full of tiles, and of one thread block that has a multiprocessor.
-        tile_rows: query rows of a tile; with a split KV the query heads of a KV head share a tile.
-        overlap_power: p of all the arithmetic beside the busiest block's (or beside the keys' bytes), at least 1.
-        launch_s, cached_launch_s: least time of a chunk with nothing cached, and of one behind cached tokens.
-        bytes_per_s: of keys and values.
-        decode_launch_s: of short decodes.
-        decode_split_s, decode_head_s: of decodes whose keys are split (one more for a batch of a single KV head), and
-            more for each decode and KV head.
-        short_kv: cached tokens up to which a decode counts as short.
-        short_bytes_per_s, block_bytes_per_s: of one KV head of one decode that is short, or whose keys are not split.
-    """
-
-    splits_kv: bool
-    flops_per_s: float
-    block_flops_per_s: float
-    tile_rows: int
-    overlap_power: float
-    launch_s: float
-    cached_launch_s: float
-    bytes_per_s: float
-    decode_launch_s: float
-    decode_split_s: float
-    decode_head_s: float
-    short_kv: float
-    short_bytes_per_s: float
-    block_bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        check_fields("attention", self)
+    splits_kv: bool  # keys of one tile of queries, or of one decode, are spread over the machine
+    flops_per_s: float  # of a machine full of tiles
+    block_flops_per_s: float  # of one thread block that has a multiprocessor
+    tile_rows: int  # query rows of a tile; with a split KV the query heads of a KV head share a tile
+    overlap_power: float  # p of all the arithmetic beside the busiest block's (or beside the keys' bytes), at least 1
+    launch_s: float  # least time of a chunk with nothing cached
+    cached_launch_s: float  # the same behind cached tokens
+    bytes_per_s: float  # of keys and values
+    decode_launch_s: float  # of short decodes
+    decode_split_s: float  # of decodes whose keys are split; one more for a batch of a single KV head
+    decode_head_s: float  # more for each decode and KV head
+    short_kv: float  # cached tokens up to which a decode counts as short
+    short_bytes_per_s: float  # of one KV head of one decode that is short
+    block_bytes_per_s: float  # of one KV head of one decode whose keys are not split
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +63,6 @@ class ElementwiseRates:
 
     bytes_per_s: float
     launch_s: float
-
-    def __post_init__(self) -> None:
-        check_fields("elementwise", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,77 +74,58 @@ class LinkRates:
     bytes_per_s: float
     ranks: int = 2
 
-    def __post_init__(self) -> None:
-        check_fields("link", self)
-
 
 @dataclass(frozen=True, slots=True)
 class HardwareSpec(JsonFile):
-    """One accelerator and its links.
-
-    Attributes:
-        machine: as its maker names it.
-        provenance: ``measured`` (fitted to measurements), ``derived`` (by published ratios) or ``assumed``.
-        peak_flops_per_s: published, dense bfloat16 (float32 of a CPU); what MFU is relative to.
-        hbm_bytes_per_s: published; what MBU is relative to.
-        memory_bytes: of one accelerator.
-        num_sms: multiprocessors.
-        gpus_per_node: accelerators that the fast links join.
-        host_s: seconds of a step on the host: scheduling, input, output.
-        sample_s: seconds of sampling a token.
-        all_reduce, all_gather, send: within a node, the first two by number of ranks.
-        node_all_reduce, node_send: where ranks span nodes, and from an accelerator to one of another node.
-        sources: of the fields above but the first three.
-    """
+    """One accelerator and its links."""
 
     format = "medha-hardware-spec"
 
     name: str
-    machine: str
-    provenance: str
-    peak_flops_per_s: float
-    hbm_bytes_per_s: float
-    memory_bytes: int
-    num_sms: int
-    gpus_per_node: int
+    machine: str  # as its maker names it
+    provenance: str  # measured (fitted to measurements), derived (by published ratios) or assumed
+    peak_flops_per_s: float  # published, dense bfloat16 (float32 of a CPU); what MFU is relative to
+    hbm_bytes_per_s: float  # published; what MBU is relative to
+    memory_bytes: int  # of one accelerator
+    num_sms: int  # multiprocessors
+    gpus_per_node: int  # accelerators that the fast links join
     gemm: GemmRates
     attention: AttentionRates
     elementwise: ElementwiseRates
-    host_s: float
-    sample_s: float
-    all_reduce: tuple[LinkRates, ...]
-    all_gather: tuple[LinkRates, ...]
-    send: LinkRates
-    node_all_reduce: LinkRates
-    node_send: LinkRates
-    sources: dict[str, str] = field(repr=False)
+    host_s: float  # seconds of a step on the host: scheduling, input, output
+    sample_s: float  # seconds of sampling a token
+    all_reduce: tuple[LinkRates, ...]  # within a node, by number of ranks
+    all_gather: tuple[LinkRates, ...]  # likewise
+    send: LinkRates  # within a node
+    node_all_reduce: LinkRates  # where ranks span nodes
+    node_send: LinkRates  # from an accelerator to one of another node
+    sources: dict[str, str] = field(repr=False)  # of the fields above but the first three
 
     def __post_init__(self) -> None:
-        check_fields("spec", self)
         if self.provenance not in _PROVENANCES:
-            raise ConfigError(f"spec.provenance={self.provenance!r}; accepted: {', '.join(_PROVENANCES)}")
+            raise ConfigError(f"provenance={self.provenance!r}; accepted: {', '.join(_PROVENANCES)}")
         for name in ("all_reduce", "all_gather"):
-            links = getattr(self, name)
-            ranks = [link.ranks for link in links] if isinstance(links, tuple) else []
+            ranks = [link.ranks for link in getattr(self, name)]
             if not ranks or ranks != sorted(set(ranks)):
-                raise ConfigError(f"spec.{name}: ranks {ranks}; accepted: a list of links by increasing ranks")
+                raise ConfigError(f"{name}: ranks {ranks}; accepted: a list of links by increasing ranks")
 
     def times(self, count: int) -> HardwareSpec:
         """So many of it as one machine: threads of a CPU, whose links stay as they are."""
-
-        def faster(part: T, *names: str) -> T:
-            """With some rates, which may be several, multiplied."""
-            rates = {name: getattr(part, name) for name in names}
-            return replace(
-                part,  # type: ignore[type-var]
-                **{n: tuple(x * count for x in v) if isinstance(v, tuple) else v * count for n, v in rates.items()},
-            )
-
+        gemm, attention, elementwise = self.gemm, self.attention, self.elementwise
         return replace(
-            faster(self, "peak_flops_per_s", "hbm_bytes_per_s", "num_sms"),
-            gemm=faster(self.gemm, "flops_per_s", "bytes_per_s"),
-            attention=faster(self.attention, "flops_per_s", "bytes_per_s"),
-            elementwise=faster(self.elementwise, "bytes_per_s"),
+            self,
+            peak_flops_per_s=self.peak_flops_per_s * count,
+            hbm_bytes_per_s=self.hbm_bytes_per_s * count,
+            num_sms=self.num_sms * count,
+            gemm=replace(
+                gemm,
+                flops_per_s=tuple(rate * count for rate in gemm.flops_per_s),
+                bytes_per_s=gemm.bytes_per_s * count,
+            ),
+            attention=replace(
+                attention, flops_per_s=attention.flops_per_s * count, bytes_per_s=attention.bytes_per_s * count
+            ),
+            elementwise=replace(elementwise, bytes_per_s=elementwise.bytes_per_s * count),
         )
 
 
@@ -210,3 +156,12 @@ def spec_of_device(name: str | None, num_threads: int) -> HardwareSpec:
     words = re.split(r"[^a-z0-9]+", name.lower())
     known = (path.stem for path in sorted(SPECS.glob("*.json")))
     return load_spec(next((stem for stem in known if stem.split("-")[0] in words), _DEFAULT_GPU))
+
+
+def cpu_name() -> str:
+    """The processor as its maker names it."""
+    try:
+        names = re.findall(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        names = []
+    return names[0].strip() if names else platform.processor()

@@ -1,22 +1,27 @@
-"""Frozen dataclasses as JSON files and back, and checks of their values, with errors that name the field."""
+"""Frozen dataclasses as JSON files and back, values checked by their declared types, with errors that name them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from types import UnionType
 from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from medha.errors import ConfigError
 
 _VERSION = 1
+_WORDS = {bool: "true or false", str: "a text", dict: "an object", tuple: "a list"}
+_MAY_BE_0 = (
+    *("wave_share", "host_s", "sample_s", "alpha_s", "bytes_per_token", "calls", "num_threads", "short_kv", "y"),
+    *("a_s", "b_s", "first_s", "short_a_s", "short_b_s", "prefill_factor", "straggler_a_s", "straggler_b_s"),
+)
+_LEAST: dict[str, float] = {**dict.fromkeys(_MAY_BE_0, 0), "overlap_power": 1, "ranks": 2}
 T = TypeVar("T", bound="JsonFile")
 
 
 class JsonFile:
-    """A dataclass that is a file of some format; it checks its own values."""
+    """A dataclass that is a file of some format."""
 
     __slots__ = ()
     format: ClassVar[str]
@@ -40,50 +45,42 @@ class JsonFile:
         if head != (cls.format, _VERSION):
             raise ConfigError(f"{source}; accepted: a file of format {cls.format!r}, version {_VERSION}")
         try:
-            return cast(T, _value(cls, tree, "the file"))
+            return cast(T, _value(cls, tree, ""))
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
 
 
 def _value(kind: Any, tree: Any, where: str) -> Any:
-    """A decoded value as its declared type: objects become dataclasses, lists tuples; others stay as they are."""
+    """A decoded value as its declared type: objects become dataclasses, lists tuples."""
     if isinstance(kind, UnionType):
         return None if tree is None else _value(get_args(kind)[0], tree, where)
-    if get_origin(kind) is tuple and isinstance(tree, list):
-        return tuple(_value(get_args(kind)[0], item, where) for item in tree)
-    if not is_dataclass(kind):
+    if is_dataclass(kind):
+        return _dataclass(kind, tree, where)
+    plain, least = get_origin(kind) or kind, _LEAST.get(where.rpartition(".")[2])
+    if plain is float:
+        check_number(where, tree, least, 1.0 if where.endswith("wave_share") else math.inf)
+    elif plain is int and (type(tree) is not int or tree < (1 if least is None else least)):
+        raise ConfigError(f"{where}={tree!r}; accepted: a whole number of at least {least or 1:g}")
+    elif plain in _WORDS and not isinstance(tree, list if plain is tuple else plain):
+        raise ConfigError(f"{where}={tree!r}; accepted: {_WORDS[plain]}")
+    if plain is not tuple:
         return tree
-    if not isinstance(tree, Mapping):
+    kinds = get_args(kind)
+    if kinds[-1] is not ... and len(tree) != len(kinds):
+        raise ConfigError(f"{where}={tree!r}; accepted: a list of {len(kinds)}")
+    return tuple(_value(kinds[0], item, where) for item in tree)
+
+
+def _dataclass(kind: Any, tree: Any, where: str) -> Any:
+    if not isinstance(tree, dict):
         raise ConfigError(f"{where} is {tree!r}; accepted: an object")
-    hints = get_type_hints(kind)
-    types = {item.name: hints[item.name] for item in fields(kind)}
+    types = {name: hint for name, hint in get_type_hints(kind).items() if name in kind.__dataclass_fields__}
+    what = where or "the file"
     if unknown := sorted(set(tree) - set(types)):
-        raise ConfigError(f"{where} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(types))}")
+        raise ConfigError(f"{what} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(types))}")
     if missing := sorted(set(types) - set(tree)):
-        raise ConfigError(f"{where} lacks {', '.join(missing)}")
-    return kind(**{name: _value(types[name], value, name) for name, value in tree.items()})  # type: ignore[operator]
-
-
-_OTHERS: dict[Any, tuple[type, str]] = {"bool": (bool, "true or false"), "str": (str, "a text")}
-_MAY_BE_0 = (
-    *("wave_share", "host_s", "sample_s", "alpha_s", "bytes_per_token", "calls", "num_threads"),
-    *("short_kv", "prefill_factor", "straggler_a_s", "straggler_b_s"),
-)
-_LEAST: dict[str, float] = {**dict.fromkeys(_MAY_BE_0, 0), "overlap_power": 1, "ranks": 2}
-
-
-def check_fields(where: str, thing: Any) -> None:
-    """Refuse a field that is not of its declared type, or a number that is not finite and above 0 (or its least)."""
-    for item in fields(thing):
-        name, value, least = f"{where}.{item.name}", getattr(thing, item.name), _LEAST.get(item.name)
-        if item.type == "int":
-            whole = 1 if least is None else int(least)
-            if not isinstance(value, int) or isinstance(value, bool) or value < whole:
-                raise ConfigError(f"{name}={value!r}; accepted: a whole number of at least {whole}")
-        elif item.type == "float":
-            check_number(name, value, least, 1.0 if item.name == "wave_share" else math.inf)
-        elif item.type in _OTHERS and not isinstance(value, _OTHERS[item.type][0]):
-            raise ConfigError(f"{name}={value!r}; accepted: {_OTHERS[item.type][1]}")
+        raise ConfigError(f"{what} lacks {', '.join(missing)}")
+    return kind(**{name: _value(types[name], value, f"{where}.{name}".lstrip(".")) for name, value in tree.items()})
 
 
 def check_number(name: str, value: object, least: float | None = None, most: float = math.inf) -> None:

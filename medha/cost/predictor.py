@@ -8,59 +8,49 @@ and in KV, and affine in KV, so that 10M tokens are predicted by the same line a
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from medha.cost.coefficients import Coefficients, Line, Tiles
-from medha.cost.correction import Correction, Kind
 
-MIN_SECONDS = 1e-6
-"""No batch is predicted to take less."""
-_ROUNDING = 1 - 1e-12
-"""Share of a budget that is used, so that what is found fits when it is predicted again."""
-
+MIN_SECONDS = 1e-6  # no batch is predicted to take less
+_ROUNDING = 1 - 1e-12  # share of a budget that is used, so that what is found fits when it is predicted again
 _TYPICAL_CHUNK, _TYPICAL_KV = 512, 8192
 
+Kind = Literal["decode", "mixed", "prefill"]
+KINDS: tuple[Kind, ...] = ("decode", "mixed", "prefill")
+"""A batch of decodes alone, of decodes and chunks, of chunks alone."""
 Run = tuple[int, int]
+
+# How a correction learns: the share of the present observation once there are many (a slow-down is followed with a time
+# constant of 7 steps), the largest change of a factor's logarithm at one then (a stall of a minute is no new speed),
+# and the ratio to the uncorrected prediction, either way, beyond which an observation is ignored.
+_GAIN, _MAX_STEP, _MAX_RATIO = 0.15, 0.05, 1e4
 
 
 class Work(NamedTuple):
-    """One row of a batch as a group sees it.
+    """One row of a batch as a group sees it."""
 
-    Attributes:
-        q_len: query tokens, at least 1.
-        kv_before: tokens cached before them on this group.
-        is_decode: a decode, otherwise a chunk of a prompt.
-        run: first and last group of a request spread over several; None where this group holds all of it. A group
-            that holds earlier KV only is charged the causal part as well, at most a chunk too much.
-        samples: a chunk that ends its prompt, so that the head runs on it; a decode always samples.
-    """
-
-    q_len: int
-    kv_before: int
-    is_decode: bool
-    run: Run | None = None
-    samples: bool = False
+    q_len: int  # query tokens, at least 1
+    kv_before: int  # tokens cached before them on this group
+    is_decode: bool  # otherwise a chunk of a prompt
+    run: Run | None = None  # first and last group of a request on several, each charged the causal part; else None
+    samples: bool = False  # a chunk that ends its prompt, so that the head runs on it; a decode always samples
 
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """At least one decode of a batch, summed up as a group sees them.
-
-    Attributes:
-        num_tokens: query tokens of all.
-        total_kv, max_kv: tokens cached before them, of all and of the longest.
-        runs: of each that is spread over several groups, with its query tokens.
-    """
+    """At least one decode of a batch, summed up as a group sees them."""
 
     count: int
-    num_tokens: int
-    total_kv: int
-    max_kv: int
-    runs: tuple[tuple[Run, int], ...] = ()
+    num_tokens: int  # query tokens of all
+    total_kv: int  # tokens cached before them
+    max_kv: int  # of the longest
+    runs: tuple[tuple[Run, int], ...] = ()  # of each that is spread over several groups, with its query tokens
 
     @classmethod
     def of(cls, rows: Sequence[Work]) -> Decodes:
@@ -82,7 +72,7 @@ class Predictor:
         self._tiles = Tiles(coefficients.chunks, max_tokens)
         self._head = None if coefficients.head is None else Line(coefficients.head)
         self._decode_line = cache(coefficients.decodes.line)
-        self._steady: dict[int, Callable[[float, int], float]] = {}
+        self.steady_decodes = cache(self._steady_decodes)
 
     def tick(self, decodes: Sequence[Work] | Decodes | None = (), chunks: Sequence[Work] = ()) -> Tick:
         """A batch of these decodes and chunks, to which chunks can be added."""
@@ -97,23 +87,16 @@ class Predictor:
         """Corrected seconds of a batch; 0.0 for no rows."""
         return self.tick(*split(rows)).seconds
 
-    def steady_decodes(self, count: int) -> Callable[[float, int], float]:
+    def _steady_decodes(self, count: int) -> Callable[[float, int], float]:
         """Uncorrected seconds of so many decodes, none on several groups, by their mean and their longest KV length.
 
         Times the factor they are to the bit what :meth:`predict` says.
         """
-        if (known := self._steady.get(count)) is not None:
-            return known
         fixed_s = _fixed_s(self.coefficients)
         if self._head is not None:
             fixed_s += self._head.at(count)
         fixed_s += self._line.at(count)
-
-        def seconds(mean_kv: float, max_kv: int) -> float:
-            return fixed_s + self._decodes_alone_s(count, mean_kv, max_kv)
-
-        self._steady[count] = seconds
-        return seconds
+        return lambda mean_kv, max_kv: fixed_s + self._decodes_alone_s(count, mean_kv, max_kv)
 
     def _decodes_alone_s(self, count: int, mean_kv: float, max_kv: int) -> float:
         """Attention of a batch's decodes, nothing else in the launch."""
@@ -298,3 +281,64 @@ class Tick:
         attention_s = max(base_s + alpha * (a[high] + b[high] * kv), floor_s)
         tokens = line.inverse(left_s - attention_s - merge_s * high) - before
         return max(low * size, min(tokens, high * size, too_many))
+
+
+class Correction:
+    """What running teaches: one factor a kind, on every prediction, fed by a stage's own busy time.
+
+    The logarithm of the ratio of busy to uncorrected time is averaged: plainly over the first observations, then
+    exponentially. As the target does not contain the factor itself, batches in flight cause no feedback, and a change
+    of speed is approached from one side. A kind that has not been seen borrows the factor of the kind seen most.
+    """
+
+    def __init__(self) -> None:
+        self._log = dict.fromkeys(KINDS, 0.0)
+        self._seen = dict.fromkeys(KINDS, 0)
+
+    def factor(self, kind: Kind) -> float:
+        """What predictions of a kind are multiplied by."""
+        return math.exp(self._log[self._source(kind)])
+
+    def _source(self, kind: Kind) -> Kind:
+        """The kind whose factor a kind has."""
+        return kind if self._seen[kind] else max(KINDS, key=self._seen.__getitem__)
+
+    @property
+    def num_seen(self) -> int:
+        """Batches that taught it."""
+        return sum(self._seen.values())
+
+    @property
+    def learned(self) -> dict[str, tuple[float, int]]:
+        """What predictions go by: of each kind the logarithm of its factor, and how many batches taught it."""
+        return {kind: (self._log[kind], self._seen[kind]) for kind in KINDS}
+
+    def restore(self, learned: Mapping[str, tuple[float, int]]) -> None:
+        """Predict from now on as the correction whose :attr:`learned` this is."""
+        for kind in KINDS:
+            self._log[kind], self._seen[kind] = learned[kind]
+
+    def observe(self, kind: Kind, predicted_s: float, busy_s: float, *, factor: float | None = None) -> bool:
+        """Learn from one batch; False if that was ignored: not finite, not above 0 or absurd.
+
+        Args:
+            kind: what was in it.
+            predicted_s: as predicted before dispatch, corrected by ``factor``; None is the present one.
+            busy_s: what the stage took, waits excluded.
+        """
+        start = self._log[self._source(kind)]
+        if predicted_s == busy_s and factor == 1.0 and start == 0.0 and 0 < busy_s < math.inf:
+            self._seen[kind] += 1  # nothing to learn, as at every step of most simulations
+            self._log[kind] = 0.0
+            return True
+        within = math.exp(start) if factor is None else factor
+        if not (0 < predicted_s < math.inf and 0 < busy_s < math.inf and 0 < within < math.inf):
+            return False
+        target = math.log(busy_s) - math.log(predicted_s) + math.log(within)
+        if abs(target) > math.log(_MAX_RATIO):
+            return False
+        self._seen[kind] += 1
+        share = 1.0 / self._seen[kind]
+        step, most = max(_GAIN, share) * (target - start), max(_MAX_STEP, share)
+        self._log[kind] = start + min(max(step, -most), most)
+        return True

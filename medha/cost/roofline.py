@@ -17,24 +17,27 @@ of communication with arithmetic. Placement: ``tp`` fastest, then ``spp``, ``kvp
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import platform
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from medha.config import ModelConfig, ParallelConfig
+from medha.config import EngineConfig, ModelConfig, ParallelConfig
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, ProfileKey
-from medha.cost.hardware import HardwareSpec, LinkRates
-from medha.errors import ConfigError
+from medha.cost.hardware import HardwareSpec, LinkRates, cpu_name, spec_of_device
+from medha.cost.predictor import Predictor, slowest_of
+
+if TYPE_CHECKING:
+    import torch
 
 Floats = NDArray[np.float64]
 
-MAX_SAMPLES = 256
-"""Requests of a batch that sample a token at most, as far as tables and memory go."""
-_LAYER_KERNELS = 5
-"""Two norms, rotary embedding, activation and one residual addition; the other is fused into a norm."""
-_MAX_CHUNK = 1 << 18
-_MAX_BATCH = 1 << 16
+MAX_SAMPLES = 256  # requests of a batch that sample a token at most, as far as tables and memory go
+_LAYER_KERNELS = 5  # two norms, rotary embedding, activation and one residual addition; the other is fused into a norm
+_MAX_CHUNK, _MAX_BATCH = 1 << 18, 1 << 16
 _LSE_BYTES = 4
 _DTYPES = {1: "8 bits", 2: "bfloat16", 4: "float32"}
 
@@ -138,22 +141,20 @@ class Shard:
 
     @classmethod
     def of(cls, model: ModelConfig, parallel: ParallelConfig, stage: int, dtype_bytes: int = 2) -> Shard:
-        if not isinstance(stage, int) or not 0 <= stage < parallel.spp:
-            raise ConfigError(f"stage={stage!r}; accepted: 0 to {parallel.spp - 1}")
-        if parallel.spp > model.num_layers:
-            raise ConfigError(f"spp={parallel.spp} stages; accepted: 1 to {model.num_layers}, the layers of the model")
-        tp, own = parallel.tp, model.num_kv_heads
-        if model.num_heads % tp or model.intermediate_size % tp or max(tp, own) % min(tp, own):
-            raise ConfigError(
-                f"tp={tp}; accepted: a divisor of {model.num_heads} query heads and {model.intermediate_size} MLP "
-                f"features that divides {own} KV heads or is a multiple of them"
-            )
-        layers, inner = len(parallel.layers_of(stage, model.num_layers)), model.intermediate_size // tp
-        is_last = stage == parallel.spp - 1
-        return cls(model, layers, model.num_heads // tp, max(1, own // tp), inner, stage == 0, is_last, dtype_bytes)
+        """That of a stage; a ParallelConfigError where the layout does not split the model."""
+        parallel.check_model(model)
+        return cls(
+            model=model,
+            layers=len(parallel.layers_of(stage, model.num_layers)),
+            heads=model.num_heads // parallel.tp,
+            kv_heads=max(1, model.num_kv_heads // parallel.tp),
+            intermediate=model.intermediate_size // parallel.tp,
+            is_first=stage == 0,
+            is_last=stage == parallel.spp - 1,
+            dtype_bytes=dtype_bytes,
+        )
 
     def seconds(self, layer_s: Floats) -> tuple[float, ...]:
-        """Of all its layers."""
         return tuple((self.layers * layer_s).tolist())
 
 
@@ -162,35 +163,34 @@ def stage_coefficients(
 ) -> Coefficients:
     """Costs of one stage of one group, for :class:`medha.cost.predictor.Predictor`.
 
-    Where groups or tensor-parallel ranks lie differently on the nodes, the slowest counts. The last stage sends nothing
-    on. A merge's latency does not grow with its groups. The host's time is that of the first stage: what is to run is
-    known to the others before it reaches them, so they prepare it while those before them compute. ``dtype_bytes`` are
-    of weights, activations and KV, 1, 2 or 4; arithmetic takes what the spec says, whatever the type.
-
-    Raises:
-        ConfigError: no such stage, or the layout does not split the model.
+    Where groups or tensor-parallel ranks lie differently on the nodes, the slowest counts. A merge's latency does not
+    grow with its groups. The host's time is that of the first stage: the others know what is to run before it reaches
+    them. ``dtype_bytes`` are of weights, activations and KV, 1, 2 or 4; arithmetic takes what the spec says.
     """
-    if dtype_bytes not in _DTYPES:
-        raise ConfigError(f"dtype_bytes={dtype_bytes!r}; accepted: {', '.join(map(str, _DTYPES))}")
     shard = Shard.of(model, parallel, stage, dtype_bytes)
-    merged_bytes = shard.heads * (model.head_dim * dtype_bytes + _LSE_BYTES)
+    row_bytes, merged_bytes = model.hidden_size * dtype_bytes, shard.heads * (model.head_dim * dtype_bytes + _LSE_BYTES)
     tp, spp, kvp = _links(spec, parallel, stage)
     return Coefficients(
-        key=_key(spec, model, parallel, stage, dtype_bytes),
+        key=ProfileKey(
+            machine=f"{spec.machine} (hardware spec {spec.name}, {spec.provenance})",
+            model=_shape(model),
+            dtype=_DTYPES[dtype_bytes],
+            layout=f"{_layout(parallel)} stage {stage}",
+            backend="split-kv" if spec.attention.splits_kv else "no-split-kv",
+            num_threads=0,
+            block_size=1,
+            torch_version="none",
+        ),
         linear=_linear(spec, shard),
         chunks=_chunks(spec, shard),
         decodes=_decodes(spec, shard),
         splits_kv=spec.attention.splits_kv,
         head=_head(spec, shard, parallel.tp) if shard.is_last else None,
         host_s=spec.host_s if stage == 0 else 0.0,
-        tp=_link(tp, 2 * shard.layers, model.hidden_size * dtype_bytes),
-        spp=_link(spp, 1, model.hidden_size * dtype_bytes),
-        kvp=_link(kvp, shard.layers, merged_bytes),
+        tp=None if tp is None else Link(2 * shard.layers, tp.alpha_s, tp.bytes_per_s, row_bytes),
+        spp=None if spp is None else Link(1, spp.alpha_s, spp.bytes_per_s, row_bytes),
+        kvp=None if kvp is None else Link(shard.layers, kvp.alpha_s, kvp.bytes_per_s, merged_bytes),
     )
-
-
-def _link(rates: LinkRates | None, calls: int, bytes_per_token: float) -> Link | None:
-    return None if rates is None else Link(calls, rates.alpha_s, rates.bytes_per_s, bytes_per_token)
 
 
 def linear_layer_s(spec: HardwareSpec, tokens: ArrayLike, shard: Shard) -> Floats:
@@ -275,18 +275,43 @@ def _grid(most: int) -> Floats:
     return np.asarray(np.unique(np.minimum(2.0**octave * (1 + quarter / 4) // 1, most)), dtype=np.float64)
 
 
-def _key(spec: HardwareSpec, model: ModelConfig, parallel: ParallelConfig, stage: int, dtype_bytes: int) -> ProfileKey:
-    return ProfileKey(
-        machine=f"{spec.machine} (hardware spec {spec.name}, {spec.provenance})",
-        model=f"{shape_name(model)}, {model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}",
-        dtype=_DTYPES[dtype_bytes],
-        layout=f"tp{parallel.tp} spp{parallel.spp} kvp{parallel.kvp} stage {stage}",
-        backend="split-kv" if spec.attention.splits_kv else "no-split-kv",
-        num_threads=0,
-        block_size=1,
-        torch_version="none",
-    )
-
-
 def shape_name(model: ModelConfig) -> str:
     return f"{model.architecture} {model.num_layers}x{model.hidden_size}"
+
+
+def _shape(model: ModelConfig) -> str:
+    return f"{shape_name(model)}, {model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
+
+
+def _layout(parallel: ParallelConfig) -> str:
+    return f"tp{parallel.tp} spp{parallel.spp} kvp{parallel.kvp}"
+
+
+def load_coefficients(
+    config: EngineConfig, model: ModelConfig, *, backend: str, dtype: torch.dtype, device: torch.device
+) -> Coefficients:
+    """Coefficients of the slowest stage of a group: of ``config.profile``, or of a spec for hardware of this kind.
+
+    Raises:
+        ConfigError: the profile cannot be read, or was measured for something else.
+    """
+    import torch  # here because simulation does without
+
+    parallel, num_threads = config.parallel, torch.get_num_threads()
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    shape = f"{_shape(model)}, MLP {model.intermediate_size}, vocabulary {model.vocab_size}"
+    key = ProfileKey(
+        machine=gpu or cpu_name() or platform.machine(),
+        model=shape,
+        dtype=str(dtype).removeprefix("torch."),
+        layout=_layout(parallel),
+        backend=backend,
+        num_threads=num_threads,
+        block_size=config.cache.block_size,
+        torch_version=torch.__version__,
+    )
+    if config.profile is not None:
+        return Coefficients.load(Path(config.profile), expected=key)
+    spec = spec_of_device(gpu, num_threads)
+    stages = [stage_coefficients(spec, model, parallel, s, dtype_bytes=dtype.itemsize) for s in range(parallel.spp)]
+    return replace(slowest_of([Predictor(stage) for stage in stages]).coefficients, key=key)

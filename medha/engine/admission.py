@@ -6,7 +6,7 @@ Nothing here changes state: a request that is refused leaves no trace.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -37,16 +37,7 @@ def prepare_request(
     tokenizer: Tokenizer | None,
     kv: KVMemory,
 ) -> Request:
-    """Tokenise and check a request.
-
-    Args:
-        request_id: any string but the empty one.
-        prompt: in any of its forms.
-        params: None for the model's defaults.
-        slo, priority: objectives and class.
-        limits: of the model.
-        tokenizer: None takes token ids alone.
-        kv: the pools, which the request must be able to fit, however long it waits.
+    """Tokenise and check a request, which must be able to fit ``kv``, however long it waits.
 
     Raises:
         ValidationError, ContextLengthError, KVCapacityError: the request is wrong; ``param`` says where.
@@ -66,14 +57,10 @@ def prepare_request(
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         _checked_ids(list(getattr(params, name) or ()), name, limits.vocab_size)
     end_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else limits.eos_token_ids)}
-    if params.min_tokens and end_ids.issuperset(params.allowed_token_ids or range(limits.vocab_size)):
-        num_ids = len(params.allowed_token_ids or range(limits.vocab_size))
-        raise ValidationError(
-            f"min_tokens={params.min_tokens} leaves nothing to draw: each of the {num_ids} ids ends the "
-            "sequence; accepted: 0, or fewer stop_token_ids",
-            param="min_tokens",
-            value=params.min_tokens,
-        )
+    least = params.min_tokens
+    if least and end_ids.issuperset(params.allowed_token_ids or range(limits.vocab_size)):
+        message = f"min_tokens={least} leaves nothing to draw; accepted: 0, or fewer stop_token_ids"
+        raise ValidationError(message, param="min_tokens", value=least)
     params = _capped(params, len(ids), limits.max_model_len, kv)
     request = Request(request_id, text, ids, params, slo=slo, priority=priority)
     _check_pool(len(ids), request.max_tokens, kv)
@@ -127,12 +114,8 @@ def _capped(params: SamplingParams, num_prompt_tokens: int, max_model_len: int, 
     """``params`` with ``max_tokens`` capped to the room that the prompt leaves; where it is None, all of it."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise ContextLengthError(
-            f"the prompt has {num_prompt_tokens} tokens and max_model_len is {max_model_len}; "
-            f"accepted: at most {max_model_len - 1}",
-            param="prompt",
-            value=num_prompt_tokens,
-        )
+        message = f"the prompt has {num_prompt_tokens} tokens; accepted: fewer than max_model_len={max_model_len}"
+        raise ContextLengthError(message, param="prompt", value=num_prompt_tokens)
     if params.max_tokens is None:
         in_pool = kv.max_request_tokens + 1 - num_prompt_tokens
         return params.capped(max(1, min(room, in_pool)))
@@ -177,20 +160,15 @@ def is_prompt(value: Any) -> bool:
     return is_list and len(value) > 0 and isinstance(value[0], Number)
 
 
-def is_conversation(value: Any) -> bool:
-    """Whether it is one list of messages."""
-    return isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Mapping)
-
-
-def listed(name: str, value: Any, is_one: Callable[[Any], bool], accepted: str) -> list[Any]:
-    """One or several of something as a list; ``accepted`` says what that may be."""
-    if is_one(value):
-        return [value]
-    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-    if not is_list and getattr(value, "ndim", 0) < 2:
-        message = f"{name} of type {type(value).__name__}; accepted: {accepted}"
-        raise ValidationError(message, param=name, value=value)
-    return list(value)
+def listed(prompts: Any) -> list[Any]:
+    """One prompt or several as a list."""
+    if is_prompt(prompts):
+        return [prompts]
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, (bytes, bytearray))
+    if not is_list and getattr(prompts, "ndim", 0) < 2:
+        message = f"prompts of type {type(prompts).__name__}; accepted: a prompt or a list of prompts"
+        raise ValidationError(message, param="prompts", value=prompts)
+    return list(prompts)
 
 
 def spread(name: str, value: Any, count: int) -> list[Any]:

@@ -14,7 +14,8 @@ from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Self
 
 from medha.errors import EngineDeadError, MedhaError
 from medha.outputs import CompletionOutput, RequestOutput, unserved
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from medha.engine.admission import Prompt
     from medha.engine.engine import Engine
     from medha.engine.request import Request
-
-Item = TypeVar("Item")
-Prepared = TypeVar("Prepared")
 
 LONG_PROMPT = 100_000
 """Characters or ids of the longest prompt that is prepared among the short ones."""
@@ -68,8 +66,8 @@ def drive(
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[], None] = lambda: None,
 ) -> Iterator[RequestOutput]:
-    """Serve arrivals to the end, yielding outputs as they change; each arrival has one finished output, a refused one
-    with its error.
+    """Serve arrivals to the end, yielding outputs as they change; each has one finished output, a refused one with its
+    error.
 
     Args:
         engine: idle at the start.
@@ -82,7 +80,7 @@ def drive(
     """
     start = engine.now()
     upcoming = deque(arrivals)
-    with Preparing["Arrival", "Request"](engine) as preparing:
+    with _Preparing(engine) as preparing:
         while upcoming or preparing.pending or engine.has_unfinished:
             if should_stop():  # what is in flight runs to its end, on every rank
                 engine.abort_all()
@@ -105,8 +103,7 @@ def drive(
                         if isinstance(refusal, EngineDeadError):
                             raise
                 if engine.has_unfinished:
-                    outputs = engine.step()
-                    yield from outputs
+                    yield from engine.step()
                     on_step()
             except EngineDeadError as error:
                 yield from error.outputs
@@ -114,14 +111,14 @@ def drive(
                 raise
 
 
-class Preparing(Generic[Item, Prepared]):
+class _Preparing:
     """Prepares items in threads, long ones in one and the others in another; the engine goes on meanwhile."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._threads = [futures.ThreadPoolExecutor(1, "medha-prepare") for _ in range(2)]
-        self._pending: dict[futures.Future[Prepared], Item] = {}
-        self._done: queue.SimpleQueue[futures.Future[Prepared]] = queue.SimpleQueue()
+        self._pending: dict[futures.Future[Any], Any] = {}  # to its item
+        self._done: queue.SimpleQueue[futures.Future[Any]] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
         return self
@@ -136,13 +133,13 @@ class Preparing(Generic[Item, Prepared]):
         """Items begun that have not come out again."""
         return len(self._pending)
 
-    def begin(self, item: Item, prepare: Callable[[], Prepared], *, is_long: bool) -> None:
+    def begin(self, item: Any, prepare: Callable[[], Any], *, is_long: bool) -> None:
         """Prepare an item, after those that are as long or short."""
         prepared = self._threads[is_long].submit(prepare)
         self._pending[prepared] = item
         prepared.add_done_callback(self._done.put)
 
-    def ready(self, wait_s: float = 0.0) -> Iterator[tuple[Item, futures.Future[Prepared]]]:
+    def ready(self, wait_s: float = 0.0) -> Iterator[tuple[Any, futures.Future[Any]]]:
         """Those that are done; waits so long for the first of them."""
         if wait_s > 0 and not self._pending:
             time.sleep(wait_s)
@@ -153,7 +150,7 @@ class Preparing(Generic[Item, Prepared]):
                     wait_s = 0.0
                     yield self._pending.pop(prepared), prepared
 
-    def drop(self) -> list[Item]:
+    def drop(self) -> list[Any]:
         """Give up what is not done; returns it in the order in which it was begun."""
         for prepared in self._pending:
             if not prepared.cancel() and not prepared.done() and self._engine.tokenizer is not None:
@@ -161,19 +158,6 @@ class Preparing(Generic[Item, Prepared]):
         dropped = list(self._pending.values())
         self._pending.clear()
         return dropped
-
-
-def prepared_beside(engine: Engine, prepare: Callable[[], Prepared]) -> Prepared:
-    """What ``prepare`` returns; in a thread where the engine runs something already, which goes on meanwhile."""
-    if not engine.num_unfinished:
-        return prepare()
-    with Preparing[None, Prepared](engine) as preparing:
-        preparing.begin(None, prepare, is_long=True)
-        while True:
-            for _, prepared in preparing.ready(0.0 if engine.num_unfinished else _MAX_SLEEP_S):
-                return prepared.result()
-            if engine.num_unfinished:
-                engine.advance()
 
 
 def _prepare(engine: Engine, arrival: Arrival) -> Request:
@@ -185,14 +169,12 @@ def _prepare(engine: Engine, arrival: Arrival) -> Request:
 
 
 def _is_long(prompt: Any) -> bool:
-    """Whether a prompt has a text, or so many ids, that short ones should not wait for it."""
-    parts = [prompt]
+    """Whether a prompt, or what it holds at any depth that a form has, is longer than short ones should wait for."""
     if isinstance(prompt, Mapping):
-        parts = list(prompt.values())
-        messages = prompt.get("messages")
-        if isinstance(messages, list):
-            parts += [one.get("content") for one in messages if isinstance(one, Mapping)]
-    return any(getattr(part, "ndim", 1) and hasattr(part, "__len__") and len(part) > LONG_PROMPT for part in parts)
+        return any(map(_is_long, prompt.values()))
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+        return any(map(_is_long, prompt))
+    return getattr(prompt, "ndim", 1) > 0 and hasattr(prompt, "__len__") and len(prompt) > LONG_PROMPT
 
 
 class Joiner:
@@ -217,6 +199,6 @@ def _joined(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
     return replace(
         last,
         text=None if last.text is None else "".join(piece.text or "" for piece in pieces),
-        token_ids=[token for piece in pieces for token in piece.token_ids],
-        logprobs=None if last.logprobs is None else [step for piece in pieces for step in piece.logprobs or ()],
+        token_ids=list(chain.from_iterable(piece.token_ids for piece in pieces)),
+        logprobs=None if last.logprobs is None else list(chain.from_iterable(piece.logprobs or () for piece in pieces)),
     )

@@ -158,7 +158,7 @@ class TokenLine:
         wanted = set(step.decode_slots.tolist())
         before = (
             at
-            for at, (batch_id, slots, _) in enumerate(self._receives, start=1)
+            for at, (batch_id, slots, _) in enumerate(list(self._receives), start=1)
             if batch_id < step.batch.batch_id and not wanted.isdisjoint(slots)
         )
         return max(before, default=0)
@@ -280,6 +280,7 @@ class DrivingRunner:
 
     def _run_own(self, step: StepInput) -> Callable[[], StepResult | None]:
         result = self._tokens.run(step, "report")
+        self._runner.recorder.control_ready = self._steps.num_waiting > 0
         return lambda: result
 
     def _opened(self, part: Batch, group: int) -> tuple[list[dict[str, Any]], npt.NDArray[np.int32]]:
@@ -339,21 +340,19 @@ class DrivingRunner:
 class Follower:
     """What every rank but 0 does: run its stage of each batch in the order of the messages."""
 
-    def __init__(self, runner: Runner, ranks: Ranks, receiver: ControlReceiver) -> None:
+    def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self._runner = runner
         self.ranks = ranks
-        self._receiver = receiver
         self._reports = ReportLine(ranks, runner)
         self._tokens = TokenLine(ranks, runner)
-        self._queue: deque[StepInput] = deque()
-        self._last: Message | None = None
         self._newest: Message | None = None
+        self._receiver = ControlReceiver(ranks.control_group, self._take)
 
     def describe(self) -> str:
-        """The batches that have come and not run, and the last message; for another thread."""
-        queued = [str(step.batch) for step in list(self._queue)]
+        """How many messages have come that were not followed, and the last one; for another thread."""
         last = "none" if self._newest is None else f"{self._newest.kind} {dict(self._newest.fields)!r:.200}"
-        return "\n".join([f"{self.ranks.monitor.place}: {len(queued)} batches are here; last message: {last}", *queued])
+        num_here = self._receiver.num_arrived
+        return f"{self.ranks.monitor.place}: {num_here} messages are here; last message: {last}"
 
     def follow(self) -> Message:
         """Run batches until a message of another kind comes; returns that message.
@@ -362,30 +361,34 @@ class Follower:
             RankFailedError: another rank failed, or this one.
         """
         while True:
-            self._runner.recorder.control_ready = bool(self._queue) or self._receiver.has_message
-            while self._last is None and (self._receiver.has_message or not self._queue):
-                with failures_named(self.ranks.monitor), self._runner.recorder.waiting("control"):
-                    message = self._newest = self._receiver.receive()
-                with failures_named(self.ranks.monitor, message.batch):
-                    self._take(message)
-            if self._queue:
-                self._run(self._queue.popleft())
-                continue
-            other, self._last = self._last, None
-            assert other is not None, "the queue is empty and a message has come"
-            if other.kind != "records":
-                return other
-            with failures_named(self.ranks.monitor):
-                self._send_records()
+            self._runner.recorder.control_ready = self._receiver.num_arrived > 0
+            with failures_named(self.ranks.monitor), self._runner.recorder.waiting("control"):
+                message, step = self._receiver.receive()
+            with failures_named(self.ranks.monitor, message.batch):
+                if isinstance(step, Exception):
+                    raise step
+                if step is not None:
+                    self._run(step)
+                elif message.kind == "records":
+                    self._send_records()
+                else:
+                    return message
 
-    def _take(self, message: Message) -> None:
-        """Queue a batch and post what it will receive, so that the transfers run while something else computes."""
+    def _take(self, message: Message) -> tuple[Message, StepInput | Exception | None]:
+        """Prepare a batch while another one computes; what went wrong is raised in its turn."""
+        self._newest = message
         if message.batch is None:
-            self._last = message
-            return
+            return message, None
+        try:
+            return message, self._prepare(message, message.batch)
+        except Exception as error:
+            return message, error
+
+    def _prepare(self, message: Message, batch: Batch) -> StepInput:
+        """Prepare a batch and post what it will receive, so that the transfers run while something else computes."""
         for slot in message.fields.get("close", ()):
             self._runner.close(slot)
-        part = message.batch.part_of(self.ranks.group)
+        part = batch.part_of(self.ranks.group)
         num_ids = sum(row.q_len for row in part.rows if not row.is_decode) if self.ranks.is_first_stage else 0
         chunk_ids, ids = np.split(message.token_ids, [num_ids])
         for fields in message.fields.get("open", ()):
@@ -394,8 +397,8 @@ class Follower:
         if self._runner.pipe is not None and part.rows:
             self._runner.pipe.post(part)
         if self.ranks.is_first_stage:
-            self._tokens.post(message.batch)
-        self._queue.append(self._runner.prepare(part, chunk_ids))
+            self._tokens.post(batch)
+        return self._runner.prepare(part, chunk_ids)
 
     def _send_records(self) -> None:
         """Answer :meth:`DrivingRunner.gather_records`."""
@@ -404,10 +407,9 @@ class Follower:
             dist.send(tensor, dst=0, group=self.ranks.report_group, tag=_RECORDS_TAG)
 
     def _run(self, step: StepInput) -> None:
-        with failures_named(self.ranks.monitor, step.batch):
-            result = self._tokens.run(step, "control")
-            if result is not None:
-                self._reports.send(result)
+        result = self._tokens.run(step, "control")
+        if result is not None:
+            self._reports.send(result)
 
     def join(self, name: str) -> None:
         """Follow one call of the front door to its end; raises what rank 0's call raised.

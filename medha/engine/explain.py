@@ -10,18 +10,16 @@ batch ends later than the one before it (or than its own start, if nothing was i
 
 Between ticks nothing was in flight: idle. So the parts sum to the TTFT. A tick in which the request arrived counts in
 proportion. The seconds are of the group on which the request begins: what runs beside it elsewhere takes nothing of it.
-
-Kept are running totals and not one record a request and batch: O(rows) a batch, and bounded memory. Not in the paper.
+Not in the paper.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,67 +29,58 @@ from medha.outputs import Explanation
 from medha.sched.decision import Admitted, Decision, SchedulerRequest
 from medha.sched.policy import Floats
 
-_CHUNKS_KEPT = 1 << 13
-_TICKS_KEPT = 256
+_CHUNKS_KEPT = 2048
+_SPANS_KEPT = 256
 _MAX_SAMPLES = 12
 _TOP = 3
+_IDLE, _MEMORY, _DECODES = 0, 1, 2
+"""Kinds of seconds: columns of what a request has spent. Decodes of each group follow, then chunks of each group."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Account:
-    """One request.
-
-    Attributes:
-        deadline_s: time at which its first token is due.
-        number: of the request, unlike its slot never used again.
-        group: on which it begins, once it has.
-        start, end: totals at its arrival and at its first token or cancellation, once known.
-        uncounted: of the totals, what is not its: of ticks in which it waited for memory, and the difference of ticks
-            in which it ran on another group.
-        memory_s: of the ticks in which it waited for memory, ``waits`` the last of them.
-        slack: (seconds since arrival, slack in seconds) at its arrival, at its chunks and at the end.
-    """
+    """One request."""
 
     request: SchedulerRequest
     name: str
-    deadline_s: float
-    number: int
-    uncounted: Floats
-    group: int | None = None
-    start: Floats | None = None
-    end: Floats | None = None
-    end_s: float = math.inf
+    deadline_s: float  # time at which its first token is due
+    group: int | None = None  # on which it begins, once it has
+    end_s: float | None = None  # of its first token or cancellation, once known
     has_first_token: bool = False
     own_s: float = 0.0
-    memory_s: float = 0.0
-    waits: deque[int] = field(default_factory=lambda: deque(maxlen=_CHUNKS_KEPT))
-    slack: list[tuple[float, float]] = field(default_factory=list)
+    slack: list[tuple[float, float]] = field(default_factory=list)  # (seconds since arrival, slack in seconds)
 
     def sample(self, now_s: float, slack_s: float) -> None:
         """Keep its slack, if it has a deadline."""
         if slack_s != math.inf:
             self.slack.append((now_s - self.request.arrival_s, slack_s))
 
-    def samples(self) -> tuple[tuple[float, float], ...]:
-        """A few of its slack: the first, the last, and at even numbers of chunks between them."""
-        return (*self.slack[:-1][:: len(self.slack) // _MAX_SAMPLES + 1], *self.slack[-1:])
 
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(NamedTuple):
     """A batch in flight: when it was scheduled, predicted seconds of its rows, and who was refused."""
 
     batch: Batch
     start_s: float
-    decodes_s: Floats
+    decodes_s: Floats  # by group
     chunks: list[tuple[Row, float]]
-    refused: tuple[_Account, ...]
+    refused: frozenset[_Account]
+
+
+class _Chunk(NamedTuple):
+    """A chunk that ran in a tick from ``start_s`` to ``end_s``, for some seconds of it."""
+
+    account: _Account
+    groups: range
+    start_s: float
+    end_s: float
+    seconds: float
+    refused: frozenset[_Account]  # in that tick
 
 
 class Explainer:
     """Explains the TTFT of requests from what it is told of a scheduler (:class:`medha.sched.decision.Observer`).
 
-    It keeps an account for each slot ever used at once, and the last 8,192 chunks. The predictor says in what
+    It keeps an account for each slot ever used at once, and the last 2,048 chunks. The predictor says in what
     proportion rows take a batch's seconds; None goes by their tokens.
     """
 
@@ -103,28 +92,33 @@ class Explainer:
     def restarted(self, learned: object = None) -> None:
         """Forget every request."""
         self._accounts: dict[int, _Account] = {}
-        self._unplaced: list[_Account] = []  # arrived after the last tick kept
         self._in_flight: deque[_Sent] = deque()
-        self._totals = _Totals(self._num_groups)
-        self._chunks = _Chunks()
-        self._num_added = self._num_ticks = 0
+        self._chunks: deque[_Chunk] = deque(maxlen=_CHUNKS_KEPT)
+        self._spans: deque[tuple[float, float, Floats]] = deque(maxlen=_SPANS_KEPT)  # as _spend was told of them
+        self._time_s = -math.inf  # the end of the last span
+        self._arrival_s = np.full(64, np.inf)  # by slot; inf: nobody there waits for a first token
+        self._spent = np.zeros((64, _DECODES + 2 * self._num_groups))  # seconds by slot and kind
 
     def added(self, request: SchedulerRequest, now_s: float, admitted: Admitted, name: str) -> None:
         """A request was queued; whoever had its slot before is forgotten."""
-        arrival_s = request.arrival_s
-        account = _Account(request, name, arrival_s + admitted.deadline_s, self._num_added, self._totals.zeros())
-        self._accounts[request.slot] = account
-        self._num_added += 1
+        slot, arrival_s = request.slot, request.arrival_s
+        account = self._accounts[slot] = _Account(request, name, arrival_s + admitted.deadline_s)
         account.sample(arrival_s, admitted.slack_s)
-        account.start = self._totals.at(arrival_s)
-        if account.start is None:
-            self._unplaced.append(account)
+        if slot >= len(self._arrival_s):
+            self._arrival_s = np.concatenate([self._arrival_s, np.full(slot, np.inf)])
+            self._spent = np.concatenate([self._spent, np.zeros((slot, self._spent.shape[1]))])
+        self._arrival_s[slot], self._spent[slot] = arrival_s, 0.0
+        for start_s, end_s, rates in reversed(self._spans):  # it may have arrived before the scheduler heard of it
+            if end_s <= arrival_s:
+                break
+            self._spent[slot] += (end_s - max(start_s, arrival_s)) * rates
+        else:  # what was before the spans kept counts as idle
+            self._spent[slot, _IDLE] += max(self._spans[0][0] - arrival_s, 0.0) if self._spans else 0.0
 
     def cancelled(self, slot: int, closed: Sequence[int]) -> None:
         """A request was cancelled: its account ends with the last tick."""
-        account = self._accounts[slot]
-        if account.end is None:
-            account.end, account.end_s = self._totals.now, self._totals.time_s
+        if self._accounts[slot].end_s is None:
+            self._end(self._accounts[slot])
 
     def scheduled(self, now_s: float, decision: Decision) -> None:
         """A batch was scheduled, or nothing was."""
@@ -136,164 +130,100 @@ class Explainer:
             if account.group is None:
                 account.group = row.group
             account.sample(now_s, slack_s)
-        served = {row.slot for row, _ in chunks}
-        refused = tuple(self._accounts[slot] for slot in dict.fromkeys(decision.refused) if slot not in served)
-        self._in_flight.append(_Sent(batch, now_s, decodes_s, chunks, refused))
+        refused = {*decision.refused} - {row.slot for row, _ in chunks}
+        without = frozenset(self._accounts[slot] for slot in refused)
+        self._in_flight.append(_Sent(batch, now_s, decodes_s, chunks, without))
 
     def completed(self, batch: Batch, now_s: float, results: object, busy_s: float, closed: Sequence[int] = ()) -> None:
         """A batch is done in every stage."""
         sent = self._in_flight.popleft()
         assert sent.batch.batch_id == batch.batch_id, "batches complete in the order in which they were scheduled"
-        self._totals.idle_until(sent.start_s)
-        start_s = self._totals.time_s
-        length_s = max(now_s - start_s, 0.0)
+        if sent.start_s > self._time_s:
+            self._spend(sent.start_s, np.eye(1, self._spent.shape[1], _IDLE)[0])
+        start_s, length_s = self._time_s, max(now_s - self._time_s, 0.0)
         busy_s = min(max(busy_s, 0.0), length_s) if math.isfinite(busy_s) else length_s
         chunks_s = np.zeros(self._num_groups)
         for row, seconds in sent.chunks:
             chunks_s[row.group : row.writer + 1] += seconds
         slowest_s = float((sent.decodes_s + chunks_s).max())
         scale = busy_s / slowest_s if slowest_s > 0 else 0.0
-        tick = np.concatenate(([0.0], sent.decodes_s * scale, chunks_s * scale))
-        self._totals.add(now_s, tick)
-        waiting = [account for account in self._unplaced if account.end is None]
-        for account in waiting:
-            account.start = self._totals.at(account.request.arrival_s)
-        self._unplaced = [account for account in waiting if account.start is None]
-        for account in sent.refused:
-            if account.end is None and length_s > 0:
-                account.waits.append(self._num_ticks)
-                share = min((now_s - account.request.arrival_s) / length_s, 1.0)
-                account.uncounted += share * tick
-                account.memory_s += share * length_s
+        tick = np.concatenate(([0.0, 0.0], sent.decodes_s * scale, chunks_s * scale))
+        if length_s > 0:
+            shares = self._spend(now_s, tick / length_s) / length_s
+            for account in sent.refused:
+                if account.end_s is None:
+                    slot = account.request.slot
+                    self._spent[slot] -= shares[slot] * tick
+                    self._spent[slot, _MEMORY] += shares[slot] * length_s
         for row, seconds in sent.chunks:
-            self._count_chunk(row, seconds * scale, start_s, tick)
-        self._num_ticks += 1
+            account = self._accounts[row.slot]
+            if seconds * scale > 0:
+                self._chunks.append(_Chunk(account, row.groups, start_s, now_s, seconds * scale, sent.refused))
+            if account.end_s is None:
+                self._count_chunk(account, row, seconds * scale, tick)
+
+    def _count_chunk(self, account: _Account, row: Row, seconds: float, tick: Floats) -> None:
+        account.own_s += seconds
+        if account.group is not None and account.group not in row.groups:
+            for first in (_DECODES, _DECODES + self._num_groups):  # preempted, it began anew elsewhere: as there
+                self._spent[row.slot, first + account.group] += tick[first + row.group] - tick[first + account.group]
+        if row.samples:
+            self._end(account)
+            account.has_first_token = True
+            account.sample(self._time_s, account.deadline_s - self._time_s)
+
+    def _end(self, account: _Account) -> None:
+        account.end_s = self._time_s
+        self._arrival_s[account.request.slot] = np.inf
+
+    def _spend(self, end_s: float, rates: Floats) -> Floats:
+        """A span ends, in which those who wait spent ``rates`` of each second on each kind; seconds of it by slot."""
+        seconds: Floats = np.maximum(end_s - np.maximum(self._arrival_s, self._time_s), 0.0)
+        self._spent += seconds[:, None] * rates
+        self._spans.append((self._time_s, end_s, rates))
+        self._time_s = end_s
+        return seconds
 
     def of(self, slot: int) -> Explanation:
         """Where the time of the request that has a slot, or had it last, went; KeyError if none has had it."""
-        account = self._accounts[slot]
-        end = self._totals.now if account.end is None else account.end
-        spent = self._totals.zeros() if account.start is None else end - account.start
-        uncounted = account.uncounted
+        account, spent = self._accounts[slot], self._spent[slot]
+        decodes_s, chunks_s = spent[_DECODES:].reshape(2, -1)
         group = account.group
         if group is None:  # it has begun nowhere: the busiest
-            group = int((spent[1 : 1 + self._num_groups] + spent[1 + self._num_groups :]).argmax())
-        decodes, chunks = 1 + group, 1 + self._num_groups + group
-        end_s = min(account.end_s, self._totals.time_s)
-        total_s = 0.0 if account.start is None else end_s - account.request.arrival_s
+            group = int((decodes_s + chunks_s).argmax())
+        end_s = self._time_s if account.end_s is None else account.end_s
+        total_s = max(end_s - account.request.arrival_s, 0.0)
         parts = {
             "own_s": account.own_s,
-            "decodes_s": float(spent[decodes] - uncounted[decodes]),
-            "others_s": max(float(spent[chunks] - uncounted[chunks]) - account.own_s, 0.0),
-            "memory_s": account.memory_s,
-            "idle_s": float(spent[0]),
+            "decodes_s": float(decodes_s[group]),
+            "others_s": max(float(chunks_s[group]) - account.own_s, 0.0),
+            "memory_s": float(spent[_MEMORY]),
+            "idle_s": float(spent[_IDLE]),
         }
+        # of its slack a few: the first, the last, and at even numbers of chunks between them
+        samples = (*account.slack[:-1][:: len(account.slack) // _MAX_SAMPLES + 1], *account.slack[-1:])
         return Explanation(
             request_id=account.name,
             has_first_token=account.has_first_token,
             total_s=total_s,
             pipeline_s=max(total_s - sum(parts.values()), 0.0),
-            others=self._chunks.top(account, group, end_s),
-            slack_s=account.samples(),
+            others=self._others(account, group, end_s),
+            slack_s=samples,
             **parts,
         )
 
-    def _count_chunk(self, row: Row, seconds: float, start_s: float, tick: Floats) -> None:
-        account, now_s = self._accounts[row.slot], self._totals.time_s
-        if seconds > 0:
-            self._chunks.add((account.name, account.number, self._num_ticks, *row.span, start_s, now_s, seconds))
-        if account.end is not None:
-            return
-        account.own_s += seconds
-        if account.group is not None and not row.span[0] <= account.group <= row.span[1]:
-            for first in (1, 1 + self._num_groups):  # preempted, it began anew elsewhere: the tick counts as there
-                account.uncounted[first + account.group] += tick[first + account.group] - tick[first + row.group]
-        if row.samples:
-            account.end, account.end_s, account.has_first_token = self._totals.now, now_s, True
-            account.sample(now_s, account.deadline_s - now_s)
-
-
-class _Totals:
-    """Seconds so far as functions of time, linear between the points kept: idle, decodes and chunks by group."""
-
-    def __init__(self, num_groups: int) -> None:
-        self.zeros = partial(np.zeros, 1 + 2 * num_groups)
-        self._points: deque[tuple[float, Floats]] = deque(maxlen=_TICKS_KEPT)
-
-    @property
-    def time_s(self) -> float:
-        """Of the last point; -inf before the first."""
-        return self._points[-1][0] if self._points else -math.inf
-
-    @property
-    def now(self) -> Floats:
-        """At the last point."""
-        return self._points[-1][1] if self._points else self.zeros()
-
-    def idle_until(self, now_s: float) -> None:
-        """Nothing was in flight from the last point to ``now_s``, if that is later; the first call makes a point."""
-        if not self._points:
-            self._points.append((now_s, self.zeros()))
-        elif now_s > self.time_s:
-            totals = self.now.copy()
-            totals[0] += now_s - self.time_s
-            self._points.append((now_s, totals))
-
-    def add(self, now_s: float, tick: Floats) -> None:
-        """A tick ends, which began at the last point."""
-        if now_s > self.time_s:
-            self._points.append((now_s, self.now + tick))
-
-    def at(self, time_s: float) -> Floats | None:
-        """At a time; None after the last point. What was before the points kept counts as idle."""
-        if time_s > self.time_s:
-            return None
-        index = bisect_left(self._points, time_s, key=lambda point: point[0])
-        after_s, after = self._points[index]
-        if index == 0:
-            totals = after.copy()
-            totals[0] -= after_s - time_s
-            return totals
-        before_s, before = self._points[index - 1]
-        return before + (after - before) * ((time_s - before_s) / (after_s - before_s))
-
-
-_INTS, _FLOATS = ("number", "tick", "first", "last"), ("start_s", "end_s", "seconds")
-_CHUNK = np.dtype([("name", object), *((n, np.int64) for n in _INTS), *((n, np.float64) for n in _FLOATS)])
-
-
-class _Chunks:
-    """The last chunks that ran: whose, in which tick, on which groups, and for how many seconds of it."""
-
-    def __init__(self) -> None:
-        self._ring = np.zeros(_CHUNKS_KEPT, _CHUNK)
-        self._count = 0
-
-    def add(self, chunk: tuple[str, int, int, int, int, float, float, float]) -> None:
-        """Keep one, in place of the oldest."""
-        self._ring[self._count % _CHUNKS_KEPT] = chunk
-        self._count += 1
-
-    def top(self, account: _Account, group: int, end_s: float) -> tuple[tuple[str, float], ...]:
-        """(name, seconds) of the other requests that took most of a group between an arrival and ``end_s``."""
+    def _others(self, account: _Account, group: int, end_s: float) -> tuple[tuple[str, float], ...]:
+        """(name, seconds) of the other requests that took most of a group until ``end_s``."""
+        seconds: Counter[_Account] = Counter()
         arrival_s = account.request.arrival_s
-        kept = self._after(arrival_s)
-        during = (kept["end_s"] <= end_s) & (kept["number"] != account.number)
-        chunks = kept[during & (kept["first"] <= group) & (group <= kept["last"])]
-        if account.waits:
-            chunks = chunks[np.isin(chunks["tick"], list(account.waits), invert=True)]
-        since_s = chunks["end_s"] - np.maximum(chunks["start_s"], arrival_s)
-        seconds = chunks["seconds"] * since_s / (chunks["end_s"] - chunks["start_s"])
-        _, where, whose = np.unique(chunks["number"], return_index=True, return_inverse=True)
-        sums = np.bincount(whose, seconds, len(where))
-        largest = np.argsort(-sums, kind="stable")[:_TOP]
-        return tuple((chunks["name"][where[i]], float(sums[i])) for i in largest if sums[i] > 0)
-
-    def _after(self, time_s: float) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        """Those that ended after a time, oldest first: the ring in two pieces, each in order of time."""
-        oldest = self._count % _CHUNKS_KEPT
-        pieces = self._ring[oldest : self._count], self._ring[:oldest]
-        return np.concatenate([piece[piece["end_s"].searchsorted(time_s, "right") :] for piece in pieces])
+        for chunk in reversed(self._chunks):
+            if chunk.end_s <= arrival_s:
+                break
+            is_other = chunk.account is not account and account not in chunk.refused
+            if is_other and chunk.end_s <= end_s and group in chunk.groups:
+                share = (chunk.end_s - max(chunk.start_s, arrival_s)) / (chunk.end_s - chunk.start_s)
+                seconds[chunk.account] += chunk.seconds * share  # type: ignore[assignment]
+        return tuple((other.name, float(took_s)) for other, took_s in seconds.most_common(_TOP))
 
 
 def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> tuple[Floats, list[tuple[Row, float]]]:
@@ -304,12 +234,11 @@ def _row_seconds(batch: Batch, predictor: Predictor | None, num_groups: int) -> 
         return np.array([float(num_decodes)]), chunks  # one kind on one group: any number is the proportion
     decodes: list[list[Work]] = [[] for _ in range(num_groups)]
     for row in batch.rows[:num_decodes]:
-        if row.num_groups == 1:
+        if row.num_groups == 1:  # nearly all, so made without a call
             decodes[row.group].append(Work(1, row.position, True, None, True))
             continue
-        work = _work(row)
         for group in row.groups:
-            decodes[group].append(work)
+            decodes[group].append(_work(row))
     if predictor is None:
         return np.array([float(len(works)) for works in decodes]), chunks
     return np.array([predictor.tick(works).seconds for works in decodes]), chunks
@@ -324,8 +253,6 @@ def _work(row: Row) -> Work:
 def _seconds_alone(predictor: Predictor | None, chunk: Work) -> float:
     if predictor is None:
         return float(chunk.q_len)
-    whole, rest = divmod(chunk.q_len, predictor.max_tokens)  # a whole prompt may exceed the tables
-    tick = predictor.tick()
-    parts = [(predictor.max_tokens, i * predictor.max_tokens) for i in range(whole)]
-    parts += [(rest, whole * predictor.max_tokens)] * (rest > 0)
-    return sum(tick.with_chunk(q_len, chunk.kv_before + done, run=chunk.run) for q_len, done in parts)
+    tick, most = predictor.tick(), predictor.max_tokens  # a whole prompt may exceed the predictor's tables
+    parts = [(min(most, chunk.q_len - done), chunk.kv_before + done) for done in range(0, chunk.q_len, most)]
+    return sum(tick.with_chunk(q_len, kv_before, run=chunk.run) for q_len, kv_before in parts)

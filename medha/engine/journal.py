@@ -75,10 +75,8 @@ class Journal:
         self._write({**line, "busy_s": busy_s, "closed": closed})
 
     def restarted(self, learned: dict[str, tuple[float, int]] | None) -> None:
-        """A new scheduler took the place of the former one.
-
-        What its predictor has learned is written down: an interrupt may have struck between a call and its line.
-        """
+        """A new scheduler took the place of the former one; an interrupt may have struck between a call and its line,
+        so what its predictor has learned is written down."""
         self._num_in_flight = 0
         self._write({"call": "fresh", "learned": learned})
 
@@ -125,20 +123,15 @@ def replay(journal: Path | Iterable[str]) -> Replay:
         try:
             with journal.open(encoding="utf-8", errors="replace") as file:
                 head = file.readline()
-                if not re.match(rf'{{\s*"format"\s*:\s*"{_FORMAT}"', head):
-                    raise ConfigError(
-                        f"{journal} is not a medha journal; accepted: what medha generate --journal wrote"
-                    )
-                if not head.endswith("\n"):
-                    raise ConfigError(
-                        f"journal {journal} is truncated in its first line; accepted: one with at least that"
-                    )
+                if not re.match(rf'{{\s*"format"\s*:\s*"{_FORMAT}".*\n', head):
+                    what = f"{journal} is not a medha journal, or is truncated in its first line"
+                    raise ConfigError(f"{what}; accepted: what medha generate --journal wrote")
                 cut: list[str] = []
-                found = replay(chain([head], _whole_lines(file, cut)))
+                found = replay(_whole_lines(chain([head], file), cut))
                 return replace(found, is_truncated=bool(cut))
         except OSError as error:
             raise ConfigError(f"journal {journal}: {error.strerror}") from error
-    entries = _entries(journal)
+    entries = ((number, _parsed(number, line, json.loads)) for number, line in enumerate(journal, start=1))
     replayer = _Replayer(_parsed(1, next(entries, (1, {}))[1], _scheduler))
     num_calls = num_batches = 0
     for number, entry in entries:
@@ -157,9 +150,9 @@ def replay(journal: Path | Iterable[str]) -> Replay:
     return Replay(num_calls, num_batches)
 
 
-def _whole_lines(file: TextIO, cut: list[str]) -> Iterator[str]:
+def _whole_lines(lines: Iterable[str], cut: list[str]) -> Iterator[str]:
     """The lines that have their end; one that lacks it goes into ``cut``."""
-    for line in file:
+    for line in lines:
         if line.endswith("\n"):
             yield line
         else:
@@ -173,17 +166,13 @@ def _head(scheduler: Scheduler) -> dict[str, Any]:
     """What a scheduler is, as a line of a journal."""
     config, predictor = scheduler.config, scheduler.predictor
     check_recordable(config)
-    if predictor is not None and predictor.correction.num_seen:
-        raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
-    return {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "config": asdict(config),
-        **scheduler.sizes,
-        "predictor": None
-        if predictor is None
-        else {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())},
-    }
+    predicts = None
+    if predictor is not None:
+        if predictor.correction.num_seen:
+            raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
+        predicts = {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())}
+    head = {"format": _FORMAT, "version": _VERSION, "config": asdict(config)}
+    return {**head, **scheduler.sizes, "predictor": predicts}
 
 
 def _scheduler(head: dict[str, Any]) -> Scheduler:
@@ -240,11 +229,6 @@ class _Replayer:
             self._in_flight[batch.batch_id] = batch
             self.next_batch_id = batch.batch_id + 1
         return batch
-
-
-def _entries(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(lines, start=1):
-        yield number, _parsed(number, line, json.loads)
 
 
 def _parsed(number: int, value: Any, parse: Callable[[Any], Any]) -> Any:

@@ -9,23 +9,19 @@ ignored and named once in the log; known ones that medha does not implement are 
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
-import io
 import json
 import logging
 import math
-import os
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from medha.engine.arrivals import Arrival, Joiner
-from medha.errors import ConfigError, MedhaError, RankFailedError, RequestError, ValidationError
+from medha.engine.files import read_input, unwritable_reported
+from medha.errors import ConfigError, MedhaError, RankFailedError, ValidationError
 from medha.outputs import CompletionOutput, RequestOutput
 from medha.params import (
     CHAT_OPTIONS,
@@ -41,28 +37,15 @@ from medha.params import (
 )
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
-
     from medha.engine.engine import Engine
 
 logger = logging.getLogger("medha")
 
-STDIN = Path("-")
-"""What a user calls standard input."""
 
 _ID_FIELDS = ("id", "request_id", "custom_id")
 _OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority"}
 _URLS = ("/v1/chat/completions", "/v1/completions")
 _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
-
-
-def read_input(path: Path, what: str) -> bytes:
-    """What a user gives to read: a file, or with ``-`` standard input; a byte order mark is left out."""
-    try:
-        data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{what} {path}: {error.strerror}") from error
-    return data.removeprefix(codecs.BOM_UTF8)
 
 
 def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> list[Arrival]:
@@ -101,13 +84,11 @@ def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> 
 
 
 class OutputLines:
-    """Puts what a run of ``arrivals`` yields, as deltas, together and writes one line for each to all ``files``,
-    once."""
+    """Puts what a run of ``arrivals`` yields, as deltas, together and writes one line for each to all ``files``."""
 
     def __init__(self, engine: Engine, arrivals: Sequence[Arrival], files: Sequence[TextIO]) -> None:
         self._engine = engine
-        # lines of a request file may have one id, if all but one of them are wrong
-        self._unwritten: dict[tuple[str, Exception | None], Arrival] = {(a.request_id, a.error): a for a in arrivals}
+        self._unwritten = {arrival.request_id: arrival for arrival in arrivals}
         self._custom_ids = {a.request_id: a.custom_id for a in arrivals}
         self._files = files
         self._joiner = Joiner()
@@ -123,8 +104,7 @@ class OutputLines:
             if whole is not None:
                 for file in self._files:
                     self._write(file, whole)
-                if self._unwritten.pop((whole.request_id, whole.error), None) is None:
-                    self._unwritten.pop((whole.request_id, None), None)
+                self._unwritten.pop(whole.request_id, None)
             return whole
 
     def fail(self, message: str) -> None:
@@ -137,10 +117,7 @@ class OutputLines:
         dead = self._engine.fail(RankFailedError(message))
         ended = {output.request_id: output for output in dead.outputs}
         # the times of an unserved request do not show in its line
-        last = (
-            (arrival.error is None and ended.get(arrival.request_id)) or arrival.unserved(0.0, error=dead)
-            for arrival in self._unwritten.values()
-        )
+        last = [ended.get(name) or arrival.unserved(0.0, error=dead) for name, arrival in self._unwritten.items()]
         wholes = [whole for output in last if (whole := self._joiner.add(output)) is not None]
         for file in self._files:  # the first in full, should the second not take it
             for whole in wholes:
@@ -156,60 +133,11 @@ class OutputLines:
             write_line(file, whole, custom_id=self._custom_ids.get(whole.request_id))
 
 
-@contextmanager
-def unwritable_reported(path: str | Path) -> Iterator[None]:
-    """Within, a file that cannot be written is a RequestError with its path."""
-    try:
-        yield
-    except OSError as error:
-        raise RequestError(f"output file {path}: {error.strerror}; what was written before is kept") from error
-
-
-class _WholeWrites(io.FileIO):
-    """A file to append to, in which a write that fails half way leaves nothing."""
-
-    def write(self, data: Buffer, /) -> int:
-        rest = memoryview(data)
-        size = self.seek(0, os.SEEK_END) if self.seekable() else 0
-        try:
-            while rest:
-                rest = rest[super().write(rest) :]
-        except OSError:
-            if len(rest) < memoryview(data).nbytes and self.seekable():
-                self.truncate(size)
-            raise
-        return memoryview(data).nbytes
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[TextIO]:
-    """Open an output file without changing it yet, so that one that cannot be written is found before the run.
-
-    Each line goes to the file as it is written, whole or not at all.
-    """
-    try:
-        # unbuffered: a line that failed must not be tried again when the file is closed
-        raw: Any = _WholeWrites(str(path), "a")
-    except OSError as error:
-        raise ConfigError(f"output file {path}: {error.strerror}") from error
-    with io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True) as file:
-        yield file
-
-
-def emptied(file: TextIO) -> TextIO:
-    """A file of :func:`opened` without what an earlier run left; a device as it is."""
-    if Path(file.name).is_file():
-        file.truncate(0)
-    return file
-
-
 def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[str, Any]:
     """The output line of a finished request; times in seconds, null where there is none.
 
     With ``n`` completions ``text`` and the like are those of the first, and ``outputs`` has all of them.
-
-    ``ttft_parts_s`` says where the time to the first token went, ``held_up_by`` which other requests took most of it;
-    ``met_slo`` is null without an objective, and false for a request that was refused, aborted or relegated.
+    ``ttft_parts_s`` says where the time to the first token went, ``held_up_by`` which other requests took most of it.
     """
     completion, metrics, error = output.outputs[0], output.metrics, output.error
     explanation = metrics.explanation
@@ -264,7 +192,12 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
     seed = (run_seed * 1_000_003 + number - 1) * MOST_COMPLETIONS  # each completion of a line has one of its own
     seed = (seed + 2**63) % 2**64 - 2**63  # as SamplingParams takes them
     try:
-        fields = _parsed(line)
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValidationError(f"not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValidationError(f"{type(fields).__name__}; accepted: a JSON object")
         ids = {name: fields[name] for name in _ID_FIELDS if fields.get(name) is not None}
         for name, value in ids.items():
             if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
@@ -287,16 +220,6 @@ def _read_line(line: bytes, number: int, defaults: Mapping[str, Any], unknown: C
         return Arrival(request_id, {form: prompt} | options, params, slo, arrival_s, priority, custom_id=custom_id)
     except MedhaError as error:
         return Arrival(request_id, "", error=error, custom_id=custom_id)
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValidationError(f"not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValidationError(f"{type(fields).__name__}; accepted: a JSON object")
-    return fields
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,6 @@ class Request:
     """A request that has been tokenised and checked; once it is queued it has completions.
 
     Args:
-        request_id: the id that the user gave.
         prompt: its text, that of messages as the chat template wrote it; None where ids were given.
         prompt_ids: its tokens, a copy of our own; 10M of them are 40 MB. The runner reads this array, without a copy.
         params: every field has a value, and ``max_tokens`` fits the room after the prompt.
@@ -100,8 +99,7 @@ class Request:
         tokenizer: Tokenizer | None,
         sink: Callable[[RequestOutput], None],
     ) -> None:
-        """Enter the engine, which it did at ``arrival_s`` on the engine's clock: with a completion for each slot, and
-        ``sink`` to take its outputs."""
+        """Enter the engine with a completion for each slot and ``sink`` to take its outputs."""
         self._sink = sink
         self.completions = tuple(Completion(self, *at, arrival_s, limits, tokenizer) for at in enumerate(slots))
 
@@ -181,20 +179,20 @@ class Completion:
         self.slot = slot
         self._eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
         self.end_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
-        num_prompt = len(request.prompt_ids)
-        self.metrics = RequestMetrics(
-            arrival_s, num_prompt_tokens=num_prompt, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s
-        )
+        self.metrics = RequestMetrics(arrival_s, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
+        self.metrics.num_prompt_tokens = len(request.prompt_ids)
         self.token_ids: list[int] = []
         self.num_computed_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self._stop_reason: str | int | None = None
         self._tokenizer = tokenizer
+        self._max_tokens = request.max_tokens
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
-            streams = params.output_kind != "final_only" or bool(params.stop_strings)
-            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, streams=streams)
+            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._streams_text = request.reports_progress or bool(params.stop_strings)  # else it is decoded at the end
+        self._hides_end = False  # its last token is not part of the text
         self._stops = StopChecker(params.stop_strings, include_stop_str_in_output=params.include_stop_str_in_output)
         self._pieces: list[str] = []  # of the text, one or more a token
         self._logprobs: list[dict[int, Logprob]] = []
@@ -204,8 +202,8 @@ class Completion:
     @property
     def name(self) -> str:
         """What people call it: the request's id, with the index where there are several."""
-        is_one = self.request.params.n == 1
-        return self.request.request_id if is_one else f"{self.request.request_id}[{self.index}]"
+        request = self.request
+        return request.request_id if request.params.n == 1 else f"{request.request_id}[{self.index}]"
 
     def __str__(self) -> str:
         return (
@@ -229,28 +227,30 @@ class Completion:
 
     def take(self, sampled: Sampled, now_s: float) -> bool:
         """Append a sampled token; returns whether this has ended with it."""
-        if not sampled.finite:
+        token, is_finite, logprobs = sampled
+        if not is_finite:
             error = NonFiniteLogitsError(
                 f"request {self.name!r}: the model returned NaN or infinite logits for token {len(self.token_ids)}"
             )
             self.finish("error", now_s, error=error)
             return True
-        params, token = self.request.params, sampled.token_id
+        metrics = self.metrics
         self.token_ids.append(token)
-        self.metrics.num_output_tokens += 1
-        if self.metrics.first_token is None:
-            self.metrics.first_token = now_s
-        if sampled.logprobs is not None:
-            self._take_logprobs(sampled.logprobs)
+        metrics.num_output_tokens += 1
+        if metrics.first_token is None:
+            metrics.first_token = now_s
+        if logprobs is not None:
+            self._take_logprobs(logprobs)
         ends = token in self.end_ids
-        if self._detokenizer is not None and (not ends or params.include_stop_str_in_output):
+        self._hides_end = ends and not self.request.params.include_stop_str_in_output
+        if self._streams_text and self._detokenizer is not None and not self._hides_end:
             piece = self._detokenizer.push(token)
             if piece:
                 self._add_text(piece)
         if ends or self._stops.matched is not None:
             self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
             self.finish("stop", now_s)
-        elif len(self.token_ids) >= self.request.max_tokens:
+        elif len(self.token_ids) >= self._max_tokens:
             self.finish("length", now_s)
         return self.finish_reason is not None
 
@@ -268,7 +268,8 @@ class Completion:
         if self._detokenizer is None or not flush_text:
             return
         if self._stops.matched is None:
-            self._add_text(self._detokenizer.finish())
+            ids = self.token_ids[:-1] if self._hides_end else self.token_ids
+            self._add_text(self._detokenizer.finish(ids))
         if self._stops.matched is None:
             self._pieces.append(self._stops.finish())
         if self._stops.matched is not None and reason in ("stop", "length"):
@@ -297,12 +298,11 @@ class Completion:
 
     def _take_logprobs(self, logprobs: Sequence[tuple[int, float, int]]) -> None:
         """Add what was asked for of one token: the drawn one, then the likeliest."""
-
-        def text(token_id: int) -> str | None:
-            return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
-
-        self._logprobs.append({i: Logprob(value, rank, text(i)) for i, value, rank in logprobs})
         self._cumulative_logprob += logprobs[0][1]
+        self._logprobs.append({})
+        for token_id, value, rank in logprobs:
+            text = None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._logprobs[-1][token_id] = Logprob(value, rank, text)
 
 
 def pieces(length: int) -> Iterator[slice]:

@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 from medha.batch import Batch
 from medha.errors import PlanDivergenceError
+
+T = TypeVar("T")
 
 FRAME_INTS = 1 << 17
 _POSTED = 4  # receives that a rank keeps posted ahead
@@ -62,11 +64,10 @@ def decode(ints: npt.NDArray[np.int32]) -> Message:
     PlanDivergenceError where the batch is not the one that was sent; within a tensor-parallel group nothing else tells.
     """
     kind, num_bytes, num_batch, num_ids, crc = ints[:_HEADER].tolist()
-    if not 0 <= kind < len(_KINDS) or min(num_bytes, num_batch, num_ids) < 0:
-        raise ValueError(f"a control message with header {ints[:_HEADER].tolist()} has no known kind or size")
     batch_end, ids_end = _HEADER + num_batch, _HEADER + num_batch + num_ids
-    if len(ints) != ids_end + -(-num_bytes // 4):
-        raise ValueError(f"a control message with header {ints[:_HEADER].tolist()} cannot have {len(ints)} integers")
+    is_known = 0 <= kind < len(_KINDS) and min(num_bytes, num_batch, num_ids) >= 0
+    if not is_known or len(ints) != ids_end + -(-num_bytes // 4):
+        raise ValueError(f"a control message cannot have header {ints[:_HEADER].tolist()} and {len(ints)} integers")
     arrived = _signed_crc(ints[_HEADER:batch_end])
     if arrived != crc:
         what = f"batch {ints[_HEADER]}" if num_batch else "no batch"
@@ -93,10 +94,9 @@ class ControlSender:
         self._sends: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = {rank: deque() for rank in ranks}
 
     def send(self, message: Message, *, only: Sequence[int] | None = None) -> None:
-        """Send a message to every rank, or only to some; returns before it has arrived.
+        """Send a message to every rank, or only to some; waits only for a rank that is a ring of buffers behind.
 
-        Messages to different ranks may differ, their order may not. Waits only for a rank that is more than a ring of
-        buffers behind.
+        Messages to different ranks may differ, their order may not.
         """
         if message.batch is None:
             self.before_calls()
@@ -117,22 +117,27 @@ class ControlSender:
                 sends.popleft()[0].wait()
 
 
-class ControlReceiver:
-    """Another rank's end: a thread that keeps receives posted ahead and puts what arrives into a queue. The timeout of
-    the group must outlast any pause between messages."""
+class ControlReceiver(Generic[T]):
+    """Another rank's end: a thread that keeps receives posted ahead, prepares what arrives and puts it into a queue.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: its timeout must outlast any pause between messages.
+        prepare: what is done with each message, in order, while the rank computes; it raises nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, prepare: Callable[[Message], T]) -> None:
         self._group = group
-        self._arrived: queue.SimpleQueue[Message | Exception] = queue.SimpleQueue()
+        self._prepare = prepare
+        self._arrived: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="medha-control", daemon=True).start()
 
     @property
-    def has_message(self) -> bool:
-        """Whether a message is here."""
-        return not self._arrived.empty()
+    def num_arrived(self) -> int:
+        """Messages that are here and prepared."""
+        return self._arrived.qsize()
 
-    def receive(self) -> Message:
-        """The next message; waits for it. Raises what broke the stream."""
+    def receive(self) -> T:
+        """What came of the next message; waits for it. Raises what broke the stream."""
         message = self._arrived.get()
         if isinstance(message, Exception):
             raise message
@@ -151,7 +156,7 @@ class ControlReceiver:
                 if continues:
                     continue
                 message, parts = decode(np.concatenate(parts)), []
-                self._arrived.put(message)
+                self._arrived.put(self._prepare(message))
                 if message.kind == "stop":
                     return
         except Exception as error:

@@ -2,13 +2,13 @@
 
 torchrun ends the other ranks when a process has failed, before they can say why; it does not notice one that is
 stopped, behind or cut off. Here a rank has failed when its process is gone or stopped, which the ranks of its node see,
-or when it says so. One that runs has not failed, however long it says nothing: Python that holds the interpreter's lock
-for a minute stops the threads here, and nothing else. Such a rank is *named* in the log when others have waited for it
-for long; what ends the job is the timeout of the transfers, with that name.
+or when it says so. One that runs has not failed, however long it says nothing, as Python may hold the interpreter's
+lock for a minute. It is *named* in the log when others have waited for it for long; what ends the job is the timeout of
+the transfers, with that name.
 
 One thread talks with the other ranks through the job's key-value store, and may be stuck there. The other one waits for
-nobody: it notices that, and ends the process where the main thread does not come to know of a failure in time. A
-collective that waits for a missing rank cannot be undone, not even by aborting its group.
+nobody: it notices that, and ends the process where the main thread does not come to know of a failure in time, as a
+collective that waits for a missing rank cannot be undone.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Monitor:
         self.predicted_s: Callable[[], float] = lambda: 0.0  # that the longest batch in flight is predicted to take
         self.waits_for: Callable[[], str | None] = lambda: None  # what of other ranks; None while the main one computes
         self.describe: Callable[[], str] = str  # what this rank works on, for the log, when a rank is behind
-        self._agent_has_store = launch.agent_has_store
+        self._store_rank = None if launch.agent_has_store else 0
         self.store_holder = "torchrun's agent" if launch.agent_has_store else name(0)
         self._activity, self._since = "start", time.monotonic()
         self._mine: str | None = None  # this rank's error
@@ -87,14 +87,13 @@ class Monitor:
         self._heard = threading.Event()  # by the main thread
         self._told = threading.Event()  # rank 0 knows too; on rank 0: all do
         self._left = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="medha-watch", daemon=True)
         self._talker: threading.Thread | None = None
 
     # -- for the main thread; none of these waits for the store itself -------------------------------------------------
 
     def start(self) -> None:
         """Begin to watch the launcher; no store is needed."""
-        self._watcher.start()
+        threading.Thread(target=self._watch, name="medha-watch", daemon=True).start()
 
     def stop(self) -> None:
         """Watch and talk no more, after a failure. Whoever has met others still leaves them at once when it ends."""
@@ -139,7 +138,7 @@ class Monitor:
         """Before leaving with an error, wait until rank 0 knows it, and on rank 0 until all do; whether rank 0 does.
 
         A launcher ends every rank as soon as one has ended. Rank 0 is the one that speaks, and while it starts it does
-        not survive that, so others wait for its end then. It may also hold the store in which they read why.
+        not survive that, so others wait for its end then.
         """
         is_first = self._rank == 0
         self._wait(self._told.is_set, wait_s)
@@ -277,10 +276,8 @@ class Monitor:
             silence_s = silence_s + elapsed_s if is_talking and answers == self._num_answers else 0.0
             answers = self._num_answers
             if trouble := self._trouble_of_store(silence_s):
-                self.report(
-                    f"{self.store_holder} {trouble}: the store that it holds has not answered {self.place} for "
-                    f"{silence_s:.0f} s, in {self._activity}"
-                )
+                silent = f"the store that it holds has not answered {self.place} for {silence_s:.0f} s"
+                self.report(f"{self.store_holder} {trouble}: {silent}, in {self._activity}")
             if self._mine is not None and (not is_talking or silence_s >= 2 * _BEAT_S):  # nobody can be told
                 self._found(self._mine)
         if self._known.is_set() and not self._heard.wait(_GRACE_S) and not self._left.is_set():
@@ -288,7 +285,7 @@ class Monitor:
 
     def _trouble_of_store(self, silence_s: float) -> str | None:
         """What is wrong with who holds the store; where it can be seen to run it is slow, and has not failed."""
-        holder = None if self._agent_has_store else self._processes.get(0)
+        holder = None if self._store_rank is None else self._processes.get(self._store_rank)
         if holder is not None and holder.is_here:
             return holder.trouble if silence_s >= _TROUBLE_S else None
         return "is stopped or cannot be reached" if silence_s >= _STORE_S else None
@@ -325,10 +322,9 @@ def give_up(monitor: Monitor, error: BaseException) -> None:
 
 @contextmanager
 def failures_named(monitor: Monitor, batch: Batch | None = None, *, activity: str | None = None) -> Iterator[None]:
-    """Within, a failure of this rank is reported to all, and that of another rank is named.
+    """Within, where ``batch`` or ``activity`` runs, a failure of this rank is told to all, and that of another named.
 
-    What is run is ``batch``, or ``activity``. Raised is a RankFailedError with the first error that any rank reported,
-    and its rank, stage and batch; an error of medha's own is raised as it is.
+    Raised is a RankFailedError with the first error that any rank reported; one of medha's own is raised as it is.
     """
     activity = activity or ("idle" if batch is None else f"batch {batch.batch_id}")
     monitor.doing(activity)
@@ -360,11 +356,10 @@ def _linger(monitor: Monitor, first: str) -> None:
 
 def _is_lost_peer(error: Exception) -> bool:
     """Whether an error is only the echo of another rank's failure: gloo says so in words, NCCL by the class."""
-    if isinstance(error, MedhaError) or not isinstance(error, RuntimeError):
-        return False
     signs = ("closed by peer", "reset by peer", "Timed out waiting", "Broken pipe", "gloo", "NCCL")
     is_dist_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # torch's, not loaded here
-    return is_dist_error or any(sign in str(error) for sign in signs)
+    is_foreign = isinstance(error, RuntimeError) and not isinstance(error, MedhaError)
+    return is_foreign and (is_dist_error or any(sign in str(error) for sign in signs))
 
 
 def _end_at_once(message: str, speak: bool) -> None:

@@ -1,7 +1,7 @@
 """What the launcher (torchrun) says about this process, and ranks that a command starts itself in its place.
 
-The only module that reads or sets what torchrun sets, and that reads of ``/proc`` whether a rank of this machine is
-gone or stopped; where there is no ``/proc`` every process seems to run. Loads no torch.
+Here alone is read or set what torchrun sets, and read of ``/proc`` whether a rank of this machine is gone or stopped;
+where there is no ``/proc`` every process seems to run. Loads no torch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import faulthandler
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -69,28 +71,40 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
             f"the environment sets {', '.join(there)}, as torchrun does, but not {', '.join(missing)}; "
             "accepted: all of them (start with torchrun), or none for a single process"
         )
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     try:
-        launch = Launch(
-            rank=int(env["RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
-            host=env["MASTER_ADDR"],
-            port=int(env["MASTER_PORT"]),
-            agent_pid=_PARENT if _AGENT in env else None,
-            processes=dict(_own_processes),
-            agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        )
+        rank, size, local_rank, local_size, port = (int(env.get(n, env[n.removeprefix("LOCAL_")])) for n in names)
     except ValueError as error:
-        raise ConfigError(
-            f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT must be integers: {error}"
-        ) from error
-    if not 0 <= launch.rank < launch.world_size:
-        raise ConfigError(f"RANK={launch.rank} with WORLD_SIZE={launch.world_size}; accepted: 0 to WORLD_SIZE - 1")
-    if not 0 < launch.port < 65536:
-        raise ConfigError(f"MASTER_PORT={launch.port}; accepted: 1 to 65535")
-    return launch
+        raise ConfigError(f"{', '.join(names)} must be integers: {error}") from error
+    if not 0 <= rank < size:
+        raise ConfigError(f"RANK={rank} with WORLD_SIZE={size}; accepted: 0 to WORLD_SIZE - 1")
+    if not 0 < port < 65536:
+        raise ConfigError(f"MASTER_PORT={port}; accepted: 1 to 65535")
+    return Launch(
+        rank,
+        size,
+        local_rank,
+        local_size,
+        env["MASTER_ADDR"],
+        port,
+        agent_pid=_PARENT if _AGENT in env else None,
+        processes=dict(_own_processes),
+        agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+
+
+@contextmanager
+def job_folder(what: str) -> Iterator[Path]:
+    """A temporary folder of one name on all ranks of the job; each removes it with what it holds."""
+    launch = read_launch()
+    job = str(os.getpid()) if launch is None else f"{launch.address.replace(':', '-')}-{launch.attempt}"
+    folder = Path(tempfile.gettempdir()) / f"medha-{what}-{os.getuid()}-{job}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_first_rank() -> bool:
@@ -120,8 +134,8 @@ def tell_launcher(message: str) -> None:
 def reserved_port() -> Iterator[int]:
     """A port of the loopback that within the context nobody else is given, and the store may listen on.
 
-    It is bound and does not listen: the kernel gives it to no other socket, while one that sets ``SO_REUSEADDR``, as
-    the store's does, may bind it too. A rank that comes before the store listens cannot connect to itself either.
+    It is bound and does not listen: the kernel gives it to no other socket, but to one that sets ``SO_REUSEADDR``, as
+    the store's does. Nor can a rank that comes before the store listens connect to itself.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -141,9 +155,9 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
     with reserved_port() as port:
         try:
             for rank in reversed(range(size)):
-                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-                numbers["MASTER_PORT"] = port
-                environ = {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
+                places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+                environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                environ |= {name: str(number) for name, number in places.items()}
                 if rank == 0:
                     os.environ.update(environ)
                 else:  # none outlives this process, which alone gets Ctrl-C and ends them
@@ -162,11 +176,8 @@ def own_ranks(size: int, module: Sequence[str]) -> Iterator[None]:
 
 
 def gloo_interface(launch: Launch) -> str:
-    """The network interface that gloo listens on, for messages.
-
-    Where all ranks meet on the loopback and nobody chose one, sets ``GLOO_SOCKET_IFNAME`` to the loopback: gloo would
-    listen on whatever address the host name resolves to.
-    """
+    """The network interface that gloo listens on, for messages: where all ranks meet on the loopback and nobody chose
+    one, this sets the loopback, instead of whatever address the host name resolves to."""
     is_here = launch.host in ("localhost", "127.0.0.1", "::1") and launch.local_world_size == launch.world_size
     if is_here and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault(_GLOO_INTERFACE, "lo")
@@ -184,7 +195,7 @@ class Process(NamedTuple):
     def of(cls, pid: int) -> Process:
         """A process of this machine."""
         stat = _stat(pid)
-        return cls(_machine(), pid, 0 if stat is None else int(stat[19]))
+        return cls(_machine(), pid, int(stat[19]) if stat else 0)
 
     @property
     def is_here(self) -> bool:
@@ -214,8 +225,7 @@ def _machine() -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """State, parent, and further fields of ``/proc/PID/stat``; None for a process that is not there. An OSError where
-    that cannot be told, as without a file descriptor left."""
+    """State, parent, and further fields of ``/proc/PID/stat``; None for a process that is not there."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -100,22 +100,11 @@ def check_layout(config: ParallelConfig, model: ModelConfig, world_size: int) ->
             f"tp={config.tp} x spp={config.spp} x kvp={config.kvp} is {config.world_size} ranks, "
             f"and {world_size} were started; accepted: degrees whose product is {world_size}"
         )
-    if config.spp > model.num_layers:
-        raise ParallelConfigError(
-            f"spp={config.spp} stages for {model.num_layers} layers; accepted: 1 to {model.num_layers}"
-        )
-    heads, kv_heads, features = model.num_heads, model.num_kv_heads, model.intermediate_size
-    divisors = [tp for tp in range(1, heads + 1) if heads % tp == 0 and features % tp == 0]
-    fitting = [tp for tp in divisors if kv_heads % tp == 0 or tp % kv_heads == 0]
-    if config.tp not in fitting:
-        raise ParallelConfigError(
-            f"tp={config.tp} does not divide {heads} query heads, {kv_heads} KV heads and {features} MLP features; "
-            f"accepted: {', '.join(map(str, fitting))}"
-        )
+    config.check_model(model)
 
 
 def meet(config: ParallelConfig, launch: Launch) -> Job:
-    """Join the other ranks at the launcher's address and begin to watch them. Every rank calls it, before all else."""
+    """Join the other ranks at the launcher's address and begin to watch them; every rank calls it, before all else."""
     interface = gloo_interface(launch)
     monitor = Monitor(launch, name=lambda rank: _place(config, rank))
     if not dist.is_initialized():
@@ -123,14 +112,8 @@ def meet(config: ParallelConfig, launch: Launch) -> Job:
     monitor.start()
     has_store = launch.rank == 0 and not launch.agent_has_store
     try:
-        whole = TCPStore(
-            launch.host,
-            launch.port,
-            is_master=has_store,
-            timeout=timedelta(seconds=config.dist_timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        timeout = timedelta(seconds=config.dist_timeout_s)
+        whole = TCPStore(launch.host, launch.port, None, has_store, timeout, wait_for_workers=False, multi_tenant=True)
         if has_store:
             atexit.register(lambda: whole)  # held to the end: the next LLM of this process meets at the same store
         # the launcher may start the ranks again, and a process may build one LLM after the other
@@ -168,8 +151,7 @@ def wait_for_all(job: Job, point: str, *, limit_s: float) -> None:
     while missing := [rank for rank in missing if not job.store.check([f"{point}/{rank}"])]:
         if job.monitor.has_failure:
             raise RankFailedError(job.monitor.first_error() or "a rank has failed")
-        waited_s = time.monotonic() - begin_s
-        speaks = all(rank in missing for rank in range(launch.rank))
+        waited_s, speaks = time.monotonic() - begin_s, all(rank in missing for rank in range(launch.rank))
         if speaks and not is_named and waited_s > BEHIND_S:
             is_named = True
             level = logging.ERROR if launch.rank else logging.WARNING  # other ranks than 0 write errors alone
@@ -183,10 +165,9 @@ def wait_for_all(job: Job, point: str, *, limit_s: float) -> None:
 
 
 def init_ranks(job: Job, device: torch.device) -> Ranks:
-    """Make the process groups, with explicit timeouts. Every rank calls it, and makes the same ones in the same order.
+    """Make the process groups, with explicit timeouts; every rank makes the same ones in the same order.
 
-    The groups of all ranks, and those of tensor parallelism, are made once and live as long as the process; the others
-    live until this job's :func:`leave`.
+    Those of all ranks and of tensor parallelism live as long as the process, the others until this job's :func:`leave`.
     """
     config, launch = job.config, job.launch
     timeout = timedelta(seconds=config.dist_timeout_s)
@@ -200,22 +181,13 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
                 world_size=launch.world_size,
                 timeout=timeout,
             )
-        group, stage, tp_rank = config.coordinates(launch.rank)
         tp_mesh = _tp_mesh(dist.group.WORLD, device.type, config.tp, timeout)
-        return Ranks(
-            config=config,
-            rank=launch.rank,
-            group=group,
-            stage=stage,
-            tp_rank=tp_rank,
-            tp_mesh=tp_mesh,
-            tp_group=tp_mesh.get_group(),
-            pipe_group=dist.new_group(timeout=timeout, backend="gloo"),
-            report_group=dist.new_group(timeout=timeout, backend="gloo"),
-            control_group=dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo"),
-            run_groups=_run_groups(config, launch.rank, timeout),
-            job=job,
+        pipe, report, control = (
+            dist.new_group(timeout=limit, backend="gloo") for limit in (timeout, timeout, _CONTROL_TIMEOUT)
         )
+        runs = _run_groups(config, launch.rank, timeout)
+        tp_group, place = tp_mesh.get_group(), config.coordinates(launch.rank)
+        return Ranks(config, launch.rank, *place, tp_mesh, tp_group, pipe, report, control, runs, job)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{job.monitor.place} could not connect to the others: {error}") from error
 
@@ -241,10 +213,8 @@ def _destroy_all() -> None:
 
 
 def leave(ranks: Ranks) -> None:
-    """Leave the job and its process groups; every rank calls it, within ``failures_named``.
-
-    No CUDA graph may be left that has captured a collective: NCCL would wait for its end for ever.
-    """
+    """Leave the job and its process groups; every rank calls it, within ``failures_named``, when no CUDA graph is left
+    that has captured a collective: NCCL would wait for its end for ever."""
     dist.barrier(group=ranks.report_group)
     ranks.monitor.leave()
     for group in (ranks.pipe_group, ranks.report_group, ranks.control_group, *ranks.run_groups.values()):

@@ -1,8 +1,7 @@
-"""Classical schedulers under the same roof, as the literature describes them.
+"""Classical schedulers, as the literature describes them, as packers: each says whose rows come next.
 
-Each is a packer: it says whose rows come next; memory, groups and depth are the same for all. None looks at predicted
-time. With reservations of KV memory none has to preempt: where the original would recompute or swap, a request waits
-here, unless ``overcommit`` is set.
+Memory, groups and depth are the same for all; none looks at predicted time. With reservations of KV memory none has to
+preempt: where the original would recompute or swap, a request waits here, unless ``overcommit`` is set.
 
 ==============  ==========================================================================
 static          a batch starts together, and nobody joins until all of it has ended
@@ -43,8 +42,8 @@ def _continue_started(queue: Queue, builder: BatchBuilder, size: SizeFn = _all, 
 
 
 class StaticPacker(Packer):
-    """Static batching: up to ``max_num_seqs`` requests start in one batch with their whole prompts, and the next ones
-    once all of these have ended. ``max_batch_tokens`` does not bound the prompts: they start together."""
+    """Up to ``max_num_seqs`` requests start in one batch with their whole prompts, whatever ``max_batch_tokens``, and
+    the next ones once all of these have ended."""
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         if not queue.running:
@@ -55,11 +54,8 @@ class StaticPacker(Packer):
 
 
 class OrcaPacker(Packer):
-    """Iteration-level scheduling: decodes, and whole prompts beside them, first come first served (Orca, OSDI 2022).
-
-    The batch's tokens bound how many prompts it takes, but cut none: the first prompt of a batch goes whole whatever
-    its length, and the decodes beside it take as long.
-    """
+    """Decodes, and whole prompts beside them, first come first served (Orca, OSDI 2022). The batch's tokens bound how
+    many prompts it takes, but cut none: the first goes whole whatever its length."""
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
 
@@ -74,8 +70,8 @@ class OrcaPacker(Packer):
 
 
 class SarathiPacker(Packer):
-    """Chunked prefill, "stall free": decodes, then chunks of prefills that have begun, then new ones (Sarathi-Serve,
-    arXiv:2403.02310). The batch's tokens are bounded by ``max_batch_tokens``, a chunk's by ``chunk_size``."""
+    """Decodes, then chunks of prefills that have begun, then new ones (Sarathi-Serve, arXiv:2403.02310), bounded by
+    ``max_batch_tokens`` and ``chunk_size``."""
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         builder.add_decodes()
@@ -84,9 +80,8 @@ class SarathiPacker(Packer):
 
 
 class VllmPacker(Packer):
-    """Running first: what has started, in the order in which it started, decodes and chunks from one budget of
-    ``max_batch_tokens``; then what waits, in order of arrival (vLLM V1). ``chunk_size`` bounds a chunk, as
-    ``long_prefill_token_threshold`` does there. Unlike there nobody is preempted: reservations keep the memory."""
+    """What has started, in the order in which it started, decodes and chunks from one budget of ``max_batch_tokens``;
+    then what waits, in order of arrival (vLLM V1). ``chunk_size`` is ``long_prefill_token_threshold`` there."""
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         due = {state.slot for state in builder.due_decodes()}
@@ -109,12 +104,9 @@ class TokenBudgetPacker(Packer):
 
     ``target / (moving average of seconds a token)``, less the decodes, down to a multiple of 64: the scheme of the
     posts on iteration-level scheduling, with their constants (gain 0.1, 256 tokens before the first step). The target
-    is ``t_target_s``, or ``quantum_s`` where there is none. Departures, each because the published code stops there:
-
-    - A chunk is a multiple of 64 unless it ends its prompt. There a tail below 64 is rounded to 0 and never finishes;
-      the same where less than 64 is all that a shard or another bound leaves.
-    - The budget is 64 at least. There steps of few tokens, whose seconds a token are many, bring it to 0 for good.
-    - The average begins at the first step seen, and not at 0.
+    is ``t_target_s``, or ``quantum_s``. Departures, each because the published code stops there: a chunk that ends its
+    prompt, or is all that a bound leaves, need be no multiple of 64; the budget is 64 at least; the average begins at
+    the first step seen, and not at 0.
 
     Attributes:
         token_s: seconds a token, averaged; None before the first step.
@@ -129,10 +121,9 @@ class TokenBudgetPacker(Packer):
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         builder.add_decodes()
-        budgets = [self.budget(self._max_tokens - left) for left in builder.tokens_left]
-        admits = True
+        budgets, admits = [self.budget(self._max_tokens - left) for left in builder.tokens_left], True
         columns = queue.columns(1.0)
-        by = (columns.priority, columns.arrival_s + columns.deadline_s, columns.arrival_s, queue.slots)
+        by = (columns.priority, columns.arrival_s + columns.deadline_s, columns.arrival_s, queue.column("slot"))
         for state in queue.states_of_rows(sort_rows(by)):
             if max(budgets) <= 0:
                 return

@@ -13,9 +13,8 @@ from functools import partial
 
 from medha.batch import Batch, Extent, Row
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Decodes, Work
+from medha.cost.predictor import Decodes, Work, split
 from medha.sched.decision import Prediction
-from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption, fewest, oldest
 from medha.sched.queue import Queue, State, prefill_work
 
@@ -54,17 +53,10 @@ class BatchBuilder:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        queue: Queue,
-        memory: KVMemory,
-        *,
-        batch_id: int,
-        now_s: float,
-        preemption: Preemption,
+        self, config: SchedulerConfig, queue: Queue, preemption: Preemption, *, batch_id: int, now_s: float
     ) -> None:
         self.config = config
-        self.memory = memory
+        self.memory = memory = preemption.memory
         self.now_s = now_s
         self.preemption = preemption
         self.rows: list[Row] = []
@@ -103,16 +95,12 @@ class BatchBuilder:
         due = []
         for state, first, count in placed:
             groups = range(first, first + count)
-            if self._is_due(state) and all(shares[group] > 0 for group in groups):
+            is_known = not state.num_in_flight or self._batch_id - state.last_batch >= self._period  # its last token
+            if is_known and state.can_decode and all(shares[group] > 0 for group in groups):
                 for group in groups:
                     shares[group] -= 1
                 due.append(state)
         return due
-
-    def _is_due(self, state: State) -> bool:
-        """Whether a request's next token can be computed, and the last one will be known by then."""
-        is_behind = self._batch_id - state.last_batch >= self._period
-        return state.can_decode and (is_behind or not state.num_in_flight)
 
     def add_decode(self, state: State) -> bool:
         """The next token of a request that can decode; False if a group of its has no token left, or no block."""
@@ -146,8 +134,7 @@ class BatchBuilder:
 
     def chunk_tokens(self, slot: int) -> int:
         """Tokens of the chunk that a request has in the batch; 0 for none."""
-        index = self.chunked.get(slot)
-        return 0 if index is None else self.rows[index].q_len
+        return self.rows[self.chunked[slot]].q_len if slot in self.chunked else 0
 
     def make_room(self, state: State) -> bool:
         """Preempt lower classes for a prefill that was refused memory or a place; whether there were any."""
@@ -190,25 +177,19 @@ class BatchBuilder:
         if self._decodes is not None:
             chunks = [Work(row.q_len, row.position, False, None, row.samples) for row in self.rows if not row.is_decode]
             return self._decodes, chunks
-        decodes: list[Work] = []
-        chunks = []
+        works = []
         for row in self.rows:
             if row.concerns(group):
-                if row.num_groups == 1:
-                    work = Work(row.q_len, row.position, row.is_decode, None, row.samples)
-                else:
-                    kv = self.memory.kv_before(row.slot, row.position, group)
-                    samples = row.samples and group == row.group
-                    work = Work(row.q_len, kv, row.is_decode, row.span, samples)
-                (decodes if row.is_decode else chunks).append(work)
-        return decodes, chunks
+                kv = self.memory.kv_before(row.slot, row.position, group) if row.is_shared else row.position
+                samples = row.samples and group == row.group
+                works.append(Work(row.q_len, kv, row.is_decode, row.span if row.is_shared else None, samples))
+        return split(works)
 
     def _continue(self, state: State, size: SizeFn, is_whole: bool) -> int:
         position = state.num_scheduled_tokens
         first, count = self.memory.place(state.slot, position)
-        most = min(self._most(state, first, count, is_whole), self.memory.room(state.slot, position))
-        q_len = min(most, size(first, count, most)) if most > 0 else 0
-        if q_len <= 0:
+        q_len = self._tokens(state, first, count, size, is_whole, self.memory.room(state.slot, position))
+        if not q_len:
             return 0
         row = self._chunk_row(state, q_len, first, count)
         index = self.chunked.get(state.slot)
@@ -231,15 +212,13 @@ class BatchBuilder:
         if self.preemption.by_class and state.num_preempted and self._queue.has_prefill_above(state.request.priority):
             return 0  # it would be in the way again
         num_tokens = state.request.num_kv_tokens
-        firsts = self._firsts(state)
-        sizes: dict[int, int] = {}
-        for first in firsts:
-            room = self.memory.max_kv_per_group - state.num_scheduled_tokens
-            most = min(self._most(state, first, 1, is_whole), room)
-            sizes[first] = min(most, size(first, 1, most)) if most > 0 else 0
-        open_firsts = [first for first in firsts if sizes[first] > 0]
+        room = self.memory.max_kv_per_group - state.num_scheduled_tokens
+        sizes = {first: self._tokens(state, first, 1, size, is_whole, room) for first in self._firsts(state)}
+        open_firsts = [first for first, tokens in sizes.items() if tokens]
         if len(open_firsts) > 1:
-            open_firsts.sort(key=partial(self._load, self._pending_work(), len(self.memory.reservation(num_tokens))))
+            work, width = self._pending_work(), len(self.memory.reservation(num_tokens))
+            # what the span would have to do: the busiest of its groups, and all
+            open_firsts.sort(key=lambda g: (max(work[g : g + width]), sum(work[g : g + width])))
         chosen = next((first for first in open_firsts if self._can_start(state, first, sizes[first])), None)
         if chosen is None:
             if open_firsts:
@@ -267,7 +246,7 @@ class BatchBuilder:
         return self.memory.first_groups(state.request.num_kv_tokens) if swapped_on is None else (swapped_on,)
 
     def _least_kv(self, state: State) -> int:
-        """Tokens that must be free for a first chunk: with overcommit all that was lost, and a hundredth of the pool,
+        """Tokens that must be free for a first chunk: with overcommit a hundredth of the pool more than what was lost,
         so that a preempted request does not come back to be preempted at once."""
         if not self.memory.overcommit or not self._queue.running:
             return 0
@@ -295,19 +274,14 @@ class BatchBuilder:
                 work[group] += left / count
         return work
 
-    @staticmethod
-    def _load(pending: Sequence[float], width: int, first: int) -> tuple[float, float]:
-        """What the span of ``width`` groups from ``first`` on has to do: the busiest of them, and all."""
-        return max(pending[first : first + width]), sum(pending[first : first + width])
-
-    def _most(self, state: State, first: int, count: int, is_whole: bool) -> int:
-        """Tokens of a request's next chunk within the budgets of its groups, and what is left of its own."""
-        if is_whole:
-            return state.num_left
-        most = min(state.num_left, *self.tokens_left[first : first + count])
-        if self.config.chunk_size is None:
-            return most
-        return min(most, self.config.chunk_size - self.chunk_tokens(state.slot))
+    def _tokens(self, state: State, first: int, count: int, size: SizeFn, is_whole: bool, room: int) -> int:
+        """Tokens of a request's next chunk within the budgets of its groups, its own, its room and what it is given."""
+        most = min(state.num_left, room)
+        if not is_whole:
+            most = min(most, *self.tokens_left[first : first + count])
+            if self.config.chunk_size is not None:
+                most = min(most, self.config.chunk_size - self.chunk_tokens(state.slot))
+        return max(min(most, size(first, count, most)), 0) if most > 0 else 0
 
     def _chunk_row(self, state: State, q_len: int, first: int, count: int) -> Row:
         position = state.num_scheduled_tokens

@@ -3,9 +3,8 @@
 A request's block table is a short list of extents rather than a list of blocks, so that attention reads a long context
 in a few long slices. To keep it short, the first block of a request is placed in the smallest free run that holds its
 whole reservation, and the rest of that run is *promised* to it. A promise is not an allocation: when nothing else is
-free, half of the longest promise is given away, so no request is refused because of one.
-
-How many blocks a request may take in all is the scheduler's affair; this module only places them.
+free, half of the longest promise is given away, so no request is refused because of one. How many blocks a request
+may take in all is :mod:`medha.sched.memory`'s affair.
 """
 
 from __future__ import annotations
@@ -44,9 +43,6 @@ class BlockPool:
         """Give ``slot`` ``count`` more blocks, adjacent to its last ones where possible; in position order.
 
         ``reserved`` is how many blocks, these included, it may still ask for: the promise is made for so many.
-
-        Raises:
-            RuntimeError: fewer are free.
         """
         if count > self.num_free:
             raise RuntimeError(f"slot {slot} asks for {count} KV blocks, {self.num_free} are free")
@@ -66,9 +62,7 @@ class BlockPool:
 
     def release(self, slot: int) -> None:
         """Take back every block of ``slot``; does nothing when it holds none."""
-        holding = self._holdings.pop(slot, None)
-        if holding is None:
-            return
+        holding = self._holdings.pop(slot, _Holding())
         for first, count in holding.extents:
             self.num_used -= count
             self._put_back(first, first + count)
@@ -83,8 +77,9 @@ class BlockPool:
         if adjacent:
             first, end = adjacent[0]
         else:
-            fitting = [run for run in self._free if _length(run) >= want]
-            first, end = min(fitting, key=_length) if fitting else max(self._free, key=_length)
+            lengths = [end - first for first, end in self._free]
+            length = min((length for length in lengths if length >= want), default=max(lengths))
+            first, end = self._free[lengths.index(length)]
         self._free.remove((first, end))
         holding.next, holding.end = first, min(end, first + want)
         if holding.end < end:
@@ -93,9 +88,8 @@ class BlockPool:
     def _break_promise(self, holding: _Holding) -> None:
         """Hand the second half of the longest promise to ``holding``."""
         victim = max(self._holdings.values(), key=lambda h: h.end - h.next)
-        length = victim.end - victim.next
-        assert length > 0, "a free block is in no run and no promise"
-        cut = victim.next + length // 2
+        assert victim.next < victim.end, "a free block is in no run and no promise"
+        cut = victim.next + (victim.end - victim.next) // 2
         holding.next, holding.end, victim.end = cut, victim.end, cut
 
     def _put_back(self, first: int, end: int) -> None:
@@ -110,7 +104,3 @@ class BlockPool:
             first = self._free.pop(i - 1)[0]
             i -= 1
         self._free[i] = (first, end)
-
-
-def _length(run: tuple[int, int]) -> int:
-    return run[1] - run[0]

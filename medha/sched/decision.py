@@ -1,6 +1,6 @@
 """What crosses the scheduler's seam: a request as the scheduler knows it, and what the scheduler decides.
 
-Whoever looks on (the engine, explanations, the journal, a simulator) is handed these and asks the scheduler nothing.
+The engine, explanations, the journal and the simulator are handed these and ask the scheduler nothing.
 """
 
 from __future__ import annotations
@@ -10,30 +10,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from medha.batch import Batch
-from medha.cost.correction import Kind
+from medha.cost.predictor import Kind
 from medha.params import SLO
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerRequest:
-    """What the scheduler knows of a request at arrival.
+    """What the scheduler knows of a request at arrival."""
 
-    Attributes:
-        slot: integer handle; unique among requests not yet closed.
-        max_new_tokens: with the prompt it makes the reservation of KV memory.
-        arrival_s: when it arrived, in seconds of the engine's clock.
-        slo: its objectives, if any.
-        priority: class, 0 (realtime) to 3 (low).
-        is_relegated: it has no deadline, whatever its objectives, and comes after all others of its class.
-    """
-
-    slot: int
+    slot: int  # integer handle; unique among requests not yet closed
     num_prompt_tokens: int
-    max_new_tokens: int
-    arrival_s: float
+    max_new_tokens: int  # with the prompt it makes the reservation of KV memory
+    arrival_s: float  # in seconds of the engine's clock
     slo: SLO | None = None
-    priority: int = 2
-    is_relegated: bool = False
+    priority: int = 2  # class, 0 (realtime) to 3 (low)
+    is_relegated: bool = False  # no deadline, whatever its objectives, and after all others of its class
 
     @property
     def num_kv_tokens(self) -> int:
@@ -43,69 +34,42 @@ class SchedulerRequest:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """What the scheduler made of a request that was added.
+    """What the scheduler made of a request that was added."""
 
-    Attributes:
-        deadline_s: seconds from its arrival to when its first token is due, given or derived; inf for none.
-        slack_s: seconds for which it could wait at its arrival and have its first token in time; inf for no deadline.
-        is_relegated: the scheduler, or who added it, relegated it.
-    """
-
-    deadline_s: float
-    slack_s: float
-    is_relegated: bool
+    deadline_s: float  # seconds from its arrival to when its first token is due, given or derived; inf for none
+    slack_s: float  # for which it could wait at its arrival and have its first token in time; inf for no deadline
+    is_relegated: bool  # by the scheduler, or by who added it
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a batch was predicted to take, before it was sent.
+    """What a batch was predicted to take, before it was sent."""
 
-    Attributes:
-        kind: what it consists of, on the group that takes longest.
-        seconds: busy seconds of the slowest stage of that group; where blocks are swapped, of the copies if they take
-            longer, as the two overlap.
-        factor: the correction within ``seconds``.
-        budget_s: what the batch was to take at most.
-    """
-
-    kind: Kind
-    seconds: float
-    factor: float
-    budget_s: float
+    kind: Kind  # what it consists of, on the group that takes longest
+    seconds: float  # busy, of the slowest stage of that group; or of the copies of swapped blocks if they take longer
+    factor: float  # the correction within ``seconds``
+    budget_s: float  # what the batch was to take at most
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A request that gave up its KV memory.
-
-    Attributes:
-        lost_s: predicted seconds to compute again what it had, or to move it out and in; without a predictor, of what
-            is computed again tokens of short context.
-        swapped_tokens: tokens that go to host memory; 0 where they are computed again.
-    """
+    """A request that gave up its KV memory."""
 
     slot: int
-    lost_s: float
-    swapped_tokens: int = 0
+    lost_s: float  # predicted, to compute again or to move out and in; without a predictor, tokens of short context
+    swapped_tokens: int = 0  # tokens that go to host memory; 0 where they are computed again
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one call of :meth:`medha.sched.scheduler.Scheduler.schedule` decided.
+    """What one call of :meth:`medha.sched.scheduler.Scheduler.schedule` decided."""
 
-    Attributes:
-        batch: what runs next; None where nothing can enter the pipeline now.
-        prediction: of the batch, where the packer predicts.
-        preempted: who gave up KV memory, in order; also where no batch came of it.
-        refused: slots of prefills that found no KV memory.
-        slack_s: of each prefill chunk of the batch, in the order of its rows, the seconds for which its request could
-            still wait and have its first token in time; inf without a deadline.
-    """
-
-    batch: Batch | None = None
-    prediction: Prediction | None = None
-    preempted: tuple[Preempted, ...] = ()
-    refused: tuple[int, ...] = ()
+    batch: Batch | None = None  # what runs next; None where nothing can enter the pipeline now
+    prediction: Prediction | None = None  # of the batch, where the packer predicts
+    preempted: tuple[Preempted, ...] = ()  # who gave up KV memory, in order; also where no batch came of it
+    refused: tuple[int, ...] = ()  # slots of prefills that found no KV memory
+    # Of each prefill chunk of the batch, in the order of its rows: seconds for which its request could still wait and
+    # have its first token in time; inf without a deadline.
     slack_s: tuple[float, ...] = ()
 
 

@@ -7,10 +7,8 @@ fill, and a prefill gets more only if the state stays *safe*: there is an order 
 its end (Dijkstra's banker's algorithm). So memory is used before it is promised to anybody, and nobody waits for ever.
 
 A request that decodes never waits for memory: with the last chunk of its prompt the rest of its reservation is set
-aside.
-
-With ``overcommit`` reservations are not looked at: whatever is free may be taken. Then a decode can find nothing free,
-and somebody is preempted (:mod:`medha.sched.preempt`).
+aside. With ``overcommit`` reservations are not looked at: whatever is free may be taken. Then a decode can find
+nothing free, and somebody is preempted (:mod:`medha.sched.preempt`).
 
 The host may have a pool for each group as well: a preempted request that lies on one group can be *swapped out* to it,
 and comes back to the same group.
@@ -20,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import compress
 
 from medha.batch import Extent, Row
 from medha.sched.blocks import BlockPool
@@ -29,30 +28,20 @@ _Blocks = list[tuple[int, int]]  # (group, blocks)
 
 @dataclass(slots=True)
 class _Account:
-    """What is reserved for a request and what it holds on each group of its span, in blocks.
+    """What is reserved for a request and what it holds on each group of its span, in blocks."""
 
-    Attributes:
-        first: first group of the span.
-        reserved, held: by group of the span.
-        starts: position at which each shard begun so far begins.
-        end: position at which the last of them was told to end, before it is full.
-        is_set_aside: nobody else may take the rest of its reservation.
-    """
-
-    first: int
-    reserved: list[int]
-    held: list[int]
-    starts: list[int] = field(default_factory=list)
-    end: int | None = None
-    is_set_aside: bool = False
+    first: int  # group of the span
+    reserved: list[int]  # by group of the span
+    held: list[int]  # likewise
+    starts: list[int] = field(default_factory=list)  # position at which each shard begun so far begins
+    end: int | None = None  # position at which the last of them was told to end, before it is full
+    is_set_aside: bool = False  # nobody else may take the rest of its reservation
 
     def rest(self) -> _Blocks:
         """Reserved and not yet held."""
-        pairs = enumerate(zip(self.reserved, self.held, strict=True), self.first)
-        return [(group, reserved - held) for group, (reserved, held) in pairs]
+        return [(self.first + i, blocks - self.held[i]) for i, blocks in enumerate(self.reserved)]
 
     def holds(self) -> _Blocks:
-        """Held."""
         return list(enumerate(self.held, self.first))
 
 
@@ -129,6 +118,10 @@ class KVMemory:
         """The groups at which the span of a request of ``num_tokens`` may begin; empty if it can never fit."""
         return range(self.num_groups - len(self.reservation(num_tokens)) + 1)
 
+    def _account(self, first: int, num_tokens: int) -> _Account:
+        reserved = self.reservation(num_tokens)
+        return _Account(first, reserved, [0] * len(reserved))
+
     # -- one request -------------------------------------------------------------------------------------------------
 
     def can_start(
@@ -138,14 +131,8 @@ class KVMemory:
 
         ``set_aside``: these are all of its prompt; ``gone``: slots of requests that would be preempted for it.
         """
-        needed = -(-kv_len // self.block_size)
-        return self._is_safe(
-            self._account(first, num_tokens), first, needed, set_aside=set_aside, is_new=True, gone=gone
-        )
-
-    def _account(self, first: int, num_tokens: int) -> _Account:
-        reserved = self.reservation(num_tokens)
-        return _Account(first, reserved, [0] * len(reserved))
+        account, needed = self._account(first, num_tokens), -(-kv_len // self.block_size)
+        return self._is_safe(account, first, needed, set_aside=set_aside, is_new=True, gone=gone)
 
     def start(self, slot: int, first: int, num_tokens: int) -> None:
         """Bind a request to the span that begins at ``first``; it holds nothing yet."""
@@ -155,10 +142,9 @@ class KVMemory:
     def place(self, slot: int, position: int) -> tuple[int, int]:
         """(first group, number of groups) of a row that begins at ``position``; one more where a shard is full."""
         account = self._accounts[slot]
-        num_groups = len(account.starts)
-        if position == self._shard_end(account) and num_groups < len(account.reserved):  # else it has nothing to write
-            num_groups += 1
-        return account.first, num_groups
+        num_begun = len(account.starts)
+        is_next = position == self._shard_end(account) and num_begun < len(account.reserved)  # else nothing to write
+        return account.first, num_begun + is_next
 
     def span(self, slot: int) -> tuple[int, int]:
         """(first group, number of groups) of the whole span of a bound request."""
@@ -180,10 +166,8 @@ class KVMemory:
         return self.max_kv_per_group if position == end else end - position
 
     def grow(self, slot: int, position: int, num_tokens: int) -> bool:
-        """Let a prefill go on on the next group of its span from the end of the present block on (growth for latency).
-
-        Returns whether it will: not where the rest of its ``num_tokens`` would not fit or might never come to its end.
-        """
+        """Let a prefill go on on its next group from the end of the present block on (growth for latency); whether it
+        will: not where the rest of its ``num_tokens`` would not fit or might never come to its end."""
         account = self._accounts[slot]
         index = len(account.starts) - 1
         end = -(-position // self.block_size) * self.block_size
@@ -203,8 +187,7 @@ class KVMemory:
         return is_safe
 
     def can_take(self, row: Row, *, gone: Collection[int] = ()) -> bool:
-        """Whether a row finds its blocks and leaves a safe state, without the slots ``gone``; a decode always does,
-        unless memory is overcommitted."""
+        """Whether a row finds its blocks and leaves a safe state without the slots ``gone``."""
         account = self._accounts[row.slot]
         if account.is_set_aside and not self.overcommit:
             return True
@@ -237,12 +220,10 @@ class KVMemory:
         return extents
 
     def release(self, slot: int) -> None:
-        """Take everything back from a request; no-op for one that was never bound."""
-        account = self._accounts.pop(slot, None)
-        if account is None:
-            return
+        """Take everything back from a bound request."""
+        account = self._accounts.pop(slot)
         self._count(account, -1)
-        for group in range(account.first, account.first + len(account.reserved)):
+        for group, _ in account.holds():
             self.pools[group].release(slot)
         if any(account.held):
             self.frees.append(slot)
@@ -254,11 +235,9 @@ class KVMemory:
         if not self.host_pools:
             return 0
         account = self._accounts[slot]
-        if len(account.starts) != 1:
-            return 0
         blocks, room = account.held[0], self.host_pools[account.first].num_free
         is_full = len(account.reserved) > 1 and blocks * self.block_size >= self.max_kv_per_group
-        return 0 if is_full or blocks > room else blocks
+        return 0 if len(account.starts) != 1 or is_full or blocks > room else blocks
 
     def swap_out(self, slot: int) -> None:
         """Give a request that is :meth:`swappable` as many host blocks as it holds; its own are released next."""
@@ -272,8 +251,8 @@ class KVMemory:
         return self._swapped[slot][0] if slot in self._swapped else None
 
     def swap_in(self, slot: int, num_tokens: int) -> tuple[list[Extent], list[Extent]]:
-        """Bind a request of ``num_tokens`` in all that is swapped out to its group again; returns blocks for what it
-        has and the host blocks that fill them, its own until :meth:`batch_sent`, both in position order."""
+        """Bind a request that is swapped out to its group again; returns blocks for what it has, and the host blocks
+        that fill them, its own until :meth:`batch_sent`, both in position order."""
         group, host = self._swapped.pop(slot)
         blocks = sum(extent.count for extent in host)
         self.start(slot, group, num_tokens)
@@ -293,10 +272,8 @@ class KVMemory:
             self.swaps_out = [extent for extent in self.swaps_out if extent.slot != slot]  # not gone out yet
 
     def batch_sent(self) -> None:
-        """A batch takes ``frees`` and ``swaps_out`` along, and reads the host blocks of what was swapped in.
-
-        These are given back only now: no batch reads host blocks that it gives to another request.
-        """
+        """A batch takes ``frees`` and ``swaps_out`` along, and reads the host blocks of what was swapped in, which are
+        given back only now: no batch reads host blocks that it gives to another request."""
         for group, slot in self._swapped_in:
             self.host_pools[group].release(slot)
         self._swapped_in.clear()
@@ -322,15 +299,9 @@ class KVMemory:
     # -- the banker's test -------------------------------------------------------------------------------------------
 
     def _is_safe(
-        self,
-        taker: _Account,
-        group: int,
-        num_blocks: int,
-        *,
-        set_aside: bool,
-        is_new: bool = False,
+        self, taker: _Account, group: int, num_blocks: int, *, set_aside: bool, is_new: bool = False,
         gone: Collection[int] = (),
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Whether everybody can come to an end after ``taker`` gets blocks of ``group``.
 
         What decodes may still take must be free, all at once. Their blocks then come back, and the prefills, one after
@@ -349,15 +320,11 @@ class KVMemory:
         if self.overcommit:
             return True
         rest = taker.rest()
-        if is_new:
-            for g, blocks in rest:
-                wanted[g] += blocks
+        for g, blocks in rest if is_new else ():
+            wanted[g] += blocks
         if all(w <= f for w, f in zip(wanted, free, strict=True)):
             return True  # enough for everybody at once
-        if set_aside:
-            if any(promised[g] + blocks > free[g] for g, blocks in rest):
-                return False
-        elif promised[group] + num_blocks > free[group]:
+        if any(promised[g] + blocks > free[g] for g, blocks in (rest if set_aside else [(group, num_blocks)])):
             return False
         prefills = [
             (a.rest(), a.holds())
@@ -367,21 +334,16 @@ class KVMemory:
         if not set_aside:
             left = [(g, blocks - num_blocks * (g == group)) for g, blocks in rest]
             prefills.append((left, [(g, blocks + num_blocks * (g == group)) for g, blocks in taker.holds()]))
-        available = [pool.num_blocks for pool in self.pools]
+        available = [self.num_blocks] * self.num_groups
         for _, held in prefills:
             for g, blocks in held:
                 available[g] -= blocks
-        return _all_can_end(prefills, available)
-
-
-def _all_can_end(waiting: list[tuple[_Blocks, _Blocks]], available: list[int]) -> bool:
-    """Whether all can end one after the other: each takes its rest of what is available and gives back what it held."""
-    while waiting:
-        can = [all(blocks <= available[group] for group, blocks in rest) for rest, _ in waiting]
-        if not any(can):
-            return False
-        for (_, held), ends in zip(waiting, can, strict=True):
-            for group, blocks in held if ends else ():
-                available[group] += blocks
-        waiting = [one for one, ends in zip(waiting, can, strict=True) if not ends]
-    return True
+        while prefills:  # whoever can end gives back what it held
+            ending = [all(blocks <= available[g] for g, blocks in rest) for rest, _ in prefills]
+            if not any(ending):
+                return False
+            for _, held in compress(prefills, ending):
+                for g, blocks in held:
+                    available[g] += blocks
+            prefills = [prefill for prefill, ends in zip(prefills, ending, strict=True) if not ends]
+        return True

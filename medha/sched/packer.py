@@ -4,56 +4,69 @@ Decodes first, their predicted time counted; then prefills in the policy's order
 the budget. Chunks shrink as KV grows because the same budget holds fewer tokens: adaptive chunking needs no rule of its
 own. With KV parallelism every group has a budget, and a chunk that lies on several takes the least that any leaves.
 
+The guard: plain LARS can hold a short request for nearly its whole deadline, and an overload of short requests starves
+a long one for as long as it lasts. So a prefill that is late, or that has been passed over for ``patience_s``, is
+guarded until its prefill ends. In each batch the guarded are served first, by arrival, up to ``late_share`` of the
+prefill budget; a share of 0 turns that off. With time counted in seconds of prefill budget, B that of one batch, and s
+the share: a guarded request with w seconds of work left, and W left in the guarded that arrived before it, ends its
+prefill within (W + w) / s + B, whoever comes later; the policy's order runs as on a machine slower by at most
+1 / (1 - s). Where the share is too small for any chunk, or a second long prefill has no place, the oldest keeps its
+turn, and what it did not get is owed to the guarded, up to one budget: the first bound grows by B / s.
+
 Departures from the paper, and why:
 
-- Algorithm 2 read literally lets every request yield a share of the budget, also the short ones it is yielded to. Here
-  only a long prefill yields, and only while a short one waits.
-- It yields a share of the whole budget, decodes included; here of what the decodes leave.
-- A request that is passed over now has its first token in time only if it is in the next batch, and a batch and its way
-  through the pipeline take up to ``(depth + 1)`` budgets. So policies are asked for the order at the time so far ahead:
-  slack is what is left then. Else LARS holds a short request until it is late by just as much.
+- Algorithm 2 read literally lets every request yield a share of the whole budget, also the short ones it is yielded
+  to. Here only a long prefill yields, only while a short one waits, and of what the decodes leave.
+- A request that is passed over now has its first token ``(depth + 1)`` budgets later at the latest. So policies are
+  asked for the order at the time so far ahead; else LARS holds a short request until it is late by just as much.
 - What a long prefill yields and no short one takes goes back to it: a batch is not sent half empty.
 - A request that is refused (a second long one, no memory, no time) does not block those behind it.
-- Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group,
-  counted in ``num_grown`` (growth for latency, v5 section 3.3).
+- Where a deep KV cache leaves no room for an efficient chunk, a request first goes on on its next KV-parallel group
+  (growth for latency, v5 section 3.3).
 - Where decodes alone, or the KV all the same, leave no room for one, the first prefill of a group gets the least
-  efficient one, and the batch is counted in ``num_over_budget``: else nothing would ever be read.
+  efficient one, beyond the budget: else nothing would ever be read.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medha.config import SchedulerConfig
-from medha.cost.predictor import Predictor
+from medha.cost.predictor import Predictor, Tick
 from medha.sched.batch_builder import BatchBuilder, Packer
-from medha.sched.budget import GroupTime, batch_budget_s, guard_limit_s, guarded_rows, is_guarded
 from medha.sched.decision import Prediction
-from medha.sched.policy import SHORTEST_S, load_policy, order
+from medha.sched.policy import SHORTEST_S, load_policy, order, sort_rows
 from medha.sched.queue import Queue, State
 
-# Requests of the order that are looked at in one round, and rounds after which a batch that has something is left as it
-# is. An empty one goes on until every request has been tried, so that whatever can run does.
+# Requests of the order that are looked at in one round, and the most rounds of a batch that has something, and of an
+# empty one: there every request is tried, so that whatever can run does.
 _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
 
 
-class MedhaPacker(Packer):
-    """The paper's packer.
+@dataclass(slots=True)
+class GroupTime:
+    """Time of one group in the batch that is being filled."""
 
-    Attributes:
-        num_over_budget: batches with a chunk beyond their budget.
-        num_grown: how often a request took its next group before its shard was full.
-    """
+    tick: Tick  # what is in it, predicted
+    budget_s: float  # for the whole batch
+    limit_s: float  # what the present phase may fill
+    decodes_s: float  # what the decodes take
+    long_slot: int | None = None  # the long prefill in it, if any
+    is_joined: bool = False  # a chunk in it was made longer, and is in ``tick`` as two
+
+
+class MedhaPacker(Packer):
+    """The paper's packer."""
 
     def __init__(self, config: SchedulerConfig, predictor: Predictor, depth: int) -> None:
         self.config = config
         self.predictor = predictor
         self.depth = depth
-        self.num_over_budget = 0
-        self.num_grown = 0
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
         self._owed_s: list[float] = []
@@ -65,11 +78,14 @@ class MedhaPacker(Packer):
     def fill(self, queue: Queue, builder: BatchBuilder) -> None:
         favoured = self._make_room(queue, builder) if self._ranking.by_class else []
         builder.add_decodes()
-        self._groups = [self._group_time(queue, builder, group) for group in range(builder.memory.num_groups)]
+        self._groups = []
+        for index in range(builder.memory.num_groups):
+            tick, budget_s = self.predictor.tick(*builder.works(index)), self._budget_s(queue, builder, index)
+            self._groups.append(GroupTime(tick, budget_s, budget_s, tick.seconds))
         if queue.num_prefills:
             self._factor = self.predictor.factor("mixed" if builder.rows else "prefill")
             self._ahead_s = (self.depth + 1) * max(group.budget_s for group in self._groups)
-            is_short = queue.num_prompt_tokens < self.config.long_threshold
+            is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
             self._yields = self.config.rho_max > 0 and bool(is_short.any())
             for state in favoured:
                 self._give(state, queue, builder, may_exceed=True)
@@ -84,8 +100,8 @@ class MedhaPacker(Packer):
     # -- phases ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, queue: Queue, builder: BatchBuilder) -> list[State]:
-        """Requests for which others of lower classes were preempted: of those refused memory in the batch before, and
-        where all places are taken the first of the highest class."""
+        """Requests for which lower classes were preempted: of those refused memory in the batch before, and where all
+        places are taken the first of the highest class."""
         builder.preemption.by_class = True
         states = [state for slot in self._refused[:_FIRST] if (state := queue.prefill(slot)) is not None]
         if len(queue.running) >= self.config.max_num_seqs:
@@ -97,27 +113,21 @@ class MedhaPacker(Packer):
         share = self.config.late_share
         if not share:
             return
-        columns = queue.columns(self._factor)
-        queue.guarded[:] = is_guarded(
-            columns,
-            builder.now_s,
-            last_chunk_s=queue.last_chunk_s,
-            was_guarded=queue.guarded,
-            patience_s=self.config.patience_s,
-        )
-        if not queue.guarded.any():
+        columns, guarded = queue.columns(self._factor), queue.column("guarded")
+        guarded |= columns.arrival_s + columns.deadline_s < builder.now_s
+        guarded |= queue.column("last_chunk_s") + self.config.patience_s <= builder.now_s
+        if not guarded.any():
             self._owed_s = []
             return
         owed = self._owed_s or [0.0] * len(self._groups)
-        limits = [
-            guard_limit_s(group.prefill_s, late_share=share, owed_s=owed_s)
-            for group, owed_s in zip(self._groups, owed, strict=True)
-        ]
-        for group, limit in zip(self._groups, limits, strict=True):
-            group.limit_s = group.decodes_s + limit
+        limits = []
+        for group, owed_s in zip(self._groups, owed, strict=True):
+            prefill_s = max(0.0, group.budget_s - group.decodes_s)
+            limits.append(min(prefill_s, owed_s + share * prefill_s))
+            group.limit_s = group.decodes_s + limits[-1]
         is_whole = all(g.limit_s >= g.budget_s for g in self._groups)
         may_be_long = is_whole or np.count_nonzero(columns.num_prompt_tokens >= self.config.long_threshold) < 2
-        rows = guarded_rows(columns, queue.guarded, slots=queue.slots, first=_FIRST)
+        rows = sort_rows((columns.arrival_s, queue.column("slot")), first=_FIRST, among=guarded)
         for state in queue.states_of_rows(rows):
             if builder.is_held(state):
                 continue
@@ -138,11 +148,11 @@ class MedhaPacker(Packer):
             rows = order(
                 self._ranking,
                 queue.columns(self._factor),  # anew, as rows move when a prompt is scheduled whole
-                slots=queue.slots,
+                slots=queue.column("slot"),
                 now_s=builder.now_s + self._ahead_s,
                 first=_FIRST,
                 among=may_enter,
-                last=queue.relegated,
+                last=queue.column("relegated"),
             )
             states = queue.states_of_rows(rows)
             has_room, is_cramped = self._has_room(builder, may_exceed=True), self._is_cramped(builder)
@@ -173,9 +183,9 @@ class MedhaPacker(Packer):
 
         No new ones where all places are taken, no long ones where each group has one, none a second time.
         """
-        may_enter = queue.started if len(queue.running) >= self.config.max_num_seqs else None
+        may_enter = queue.column("started") if len(queue.running) >= self.config.max_num_seqs else None
         if all(group.long_slot is not None for group in self._groups):
-            is_short = queue.num_prompt_tokens < self.config.long_threshold
+            is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
             may_enter = is_short if may_enter is None else may_enter & is_short
         if tried:
             may_enter = np.ones(queue.num_prefills, np.bool_) if may_enter is None else may_enter.copy()
@@ -190,21 +200,19 @@ class MedhaPacker(Packer):
         if builder.is_held(state) or (is_long and all(g.long_slot not in (None, state.slot) for g in self._groups)):
             return False
         share = self._yielded(state, queue, builder) if is_long and self._yields else 0.0
-        has_chunk = state.slot in builder.chunked
+        has_chunk, min_chunk = state.slot in builder.chunked, self.config.min_chunk
 
         def may_enter(first: int, count: int) -> bool:
             groups = self._groups[first : first + count]
             return not is_long or all(group.long_slot in (None, state.slot) for group in groups)
 
         def fitting(first: int, count: int, most: int) -> int:
-            if not may_enter(first, count):
-                return 0
-            tokens = self._fitting(state, builder, first, count, most, share)
-            return tokens if tokens == most or tokens >= self.config.min_chunk or has_chunk else 0
+            tokens = self._fitting(state, builder, first, count, most, share) if may_enter(first, count) else 0
+            return tokens if tokens == most or tokens >= min_chunk or has_chunk else 0
 
         def least(first: int, count: int, most: int) -> int:
             is_taken = any(builder.has_chunk[first : first + count])
-            return 0 if is_taken or not may_enter(first, count) else min(self.config.min_chunk, most)
+            return 0 if is_taken or not may_enter(first, count) else min(min_chunk, most)
 
         position = state.num_scheduled_tokens
         if builder.memory.num_groups > 1 and state.has_started and not has_chunk:
@@ -221,9 +229,8 @@ class MedhaPacker(Packer):
             kv = builder.memory.kv_before(state.slot, position, index)
             if index < row.writer:
                 kv += joined  # which attends with what is added, though its keys are elsewhere
-            group.tick.add(
-                q_len, kv, run=row.span if row.is_shared else None, samples=row.samples and index == row.group
-            )
+            run = row.span if row.is_shared else None
+            group.tick.add(q_len, kv, run=run, samples=row.samples and index == row.group)
             group.is_joined |= has_chunk
             if is_long:
                 group.long_slot = state.slot
@@ -249,7 +256,7 @@ class MedhaPacker(Packer):
         if builder.has_chunk[last] or fits(last, kv_on(last) + margin) or not fits(last, 0):
             return
         if all(fits(index, kv_on(index)) for index in others):  # else it would not help
-            self.num_grown += memory.grow(state.slot, position, state.request.num_kv_tokens)
+            memory.grow(state.slot, position, state.request.num_kv_tokens)
 
     def _yielded(self, state: State, queue: Queue, builder: BatchBuilder) -> float:
         """The share of the time after decodes that a long request leaves to short ones (Algorithm 2, space sharing)."""
@@ -272,44 +279,46 @@ class MedhaPacker(Packer):
             if index < first + count - 1:
                 kv += builder.chunk_tokens(state.slot)
             limit_s = group.decodes_s + (group.limit_s - group.decodes_s) * (1.0 - share)
-            tokens = min(
-                tokens,
-                group.tick.largest_chunk(
-                    kv,
-                    limit_s,
-                    tokens,
-                    self.config.chunk_granularity,
-                    run=run,
-                    samples=tokens == state.num_left and index == first,
-                ),
+            samples = tokens == state.num_left and index == first
+            tokens = group.tick.largest_chunk(
+                kv, limit_s, tokens, self.config.chunk_granularity, run=run, samples=samples
             )
-            if tokens == 0:
-                break
         return tokens
 
     def _has_room(self, builder: BatchBuilder, *, may_exceed: bool) -> bool:
         """Whether some group can take a chunk more."""
-        for group, left, has_chunk in zip(self._groups, builder.tokens_left, builder.has_chunk, strict=True):
-            if left > 0 and ((may_exceed and not has_chunk) or group.tick.largest_chunk(0, group.limit_s, 1) > 0):
-                return True
-        return False
+        groups = zip(self._groups, builder.tokens_left, builder.has_chunk, strict=True)
+        return any(
+            left > 0 and ((may_exceed and not has_chunk) or group.tick.largest_chunk(0, group.limit_s, 1) > 0)
+            for group, left, has_chunk in groups
+        )
 
     def _is_cramped(self, builder: BatchBuilder) -> bool:
         """Whether there is surely no time for the smallest chunk, so that many requests need not be tried; False where
         that is not sure: with several groups, and where tokens or the chunk size make chunks small."""
-        group, least, size = self._groups[0], self.config.min_chunk, self.config.chunk_size
-        if len(self._groups) > 1 or not builder.has_chunk[0] or builder.tokens_left[0] < least:
-            return False
-        if least > self.predictor.max_tokens or (size is not None and size < least):
+        group, least = self._groups[0], self.config.min_chunk
+        bounds = builder.tokens_left[0], self.predictor.max_tokens, self.config.chunk_size or least
+        if len(self._groups) > 1 or not builder.has_chunk[0] or min(bounds) < least:
             return False
         return group.tick.with_chunk(least, 0) > group.limit_s * (1 + 1e-9)  # however the sum is rounded
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def _group_time(self, queue: Queue, builder: BatchBuilder, group: int) -> GroupTime:
-        tick = self.predictor.tick(*builder.works(group))
-        budget_s = batch_budget_s(self.config, queue, builder.memory, group)
-        return GroupTime(tick, budget_s, budget_s, tick.seconds)
+    def _budget_s(self, queue: Queue, builder: BatchBuilder, group: int) -> float:
+        """Seconds of a batch: as set, or what the tightest TPOT among its decodes allows, or the preemption quantum.
+
+        A decode comes round again after ``config.period`` batches, so each may take that share of the TPOT.
+        """
+        if self.config.t_target_s is not None:
+            return self.config.t_target_s
+        tightest = self.config.quantum_s * self.config.period
+        for state in queue.decoding.values():
+            slo = state.request.slo
+            if slo is not None and slo.tpot_s is not None and slo.tpot_s < tightest:
+                first, count = builder.memory.span(state.slot)
+                if first <= group < first + count:
+                    tightest = slo.tpot_s
+        return tightest / self.config.period
 
     def _note(self, builder: BatchBuilder) -> None:
         """Keep the prediction of the batch."""
@@ -319,11 +328,6 @@ class MedhaPacker(Packer):
         for index, group in enumerate(self._groups):
             if group.is_joined:  # as one chunk it costs a little more or less than as two
                 group.tick = self.predictor.tick(*builder.works(index))
-        self.num_over_budget += any(
-            has_chunk and group.tick.seconds > group.budget_s
-            for has_chunk, group in zip(builder.has_chunk, self._groups, strict=True)
-        )
         slowest = max(self._groups, key=lambda group: group.tick.seconds)
-        tick = slowest.tick
-        seconds = max(tick.seconds, builder.moved_s())
+        tick, seconds = slowest.tick, max(slowest.tick.seconds, builder.moved_s())
         self.prediction = Prediction(tick.kind, seconds, tick.factor, slowest.budget_s)

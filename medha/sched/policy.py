@@ -1,8 +1,8 @@
 """Who goes first: the policies, smallest key first, and the order that follows from one.
 
-A policy is a function of read-only columns (one row a waiting or partly read request) and the time. Keys are computed
-anew at each step, as those of different requests change at different rates. The time that a policy is given is when
-whoever is passed over now could have a first token: some batches ahead. What becomes of the order is the packer's.
+A policy is a function of read-only columns (one row a waiting or partly read request) and the time, which is when
+whoever is passed over now could have a first token: some batches ahead. Keys are computed anew at each step, as those
+of different requests change at different rates. What becomes of the order is the packer's.
 
 Source: arXiv:2409.17264, v5 section 4.1 (FCFS, EDF, LRS, LARS) and v4 eq. 7 (ILRS). Under overload by short requests
 LARS, too, starves a long one: the slack of a late short request falls faster, relative to its work.
@@ -49,7 +49,6 @@ class Columns:
         num_prompt_tokens: length of its prompt.
         num_computed_tokens: prompt tokens that are done in every stage.
         priority: class; 0 realtime, 1 high, 2 normal, 3 low.
-
     """
 
     arrival_s: Floats
@@ -106,8 +105,7 @@ def edf(columns: Columns, now_s: float) -> Floats:
 
 
 def lrs(columns: Columns, now_s: float) -> Floats:
-    """Least remaining slack first: seconds that a request can still wait and be in time (v5 section 4.1, before it is
-    made relative)."""
+    """Least remaining slack first: seconds that a request can still wait and be in time (v5 section 4.1)."""
     slack_s = columns.arrival_s + columns.deadline_s
     slack_s -= now_s
     slack_s -= columns.work_left_s
@@ -147,8 +145,7 @@ CLASS_FIRST = "priority"
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """A policy under its name; with ``by_class`` the priority class goes before its key (classes are not in the
-    paper)."""
+    """A policy under its name; with ``by_class`` the priority class, which is not in the paper, goes before its key."""
 
     name: str
     key: Policy
@@ -169,12 +166,11 @@ def order(
 
     Args:
         ranking: the policy; the smallest key is first.
-        columns: the requests.
-        slots: theirs, in the same order.
+        columns, slots: of the requests.
         now_s: time, seconds of the scheduler's clock.
         first: how many rows are wanted; None is all. A few of many are found without sorting all.
         among: which rows count; None is all. The policy is asked about all of them.
-        last: rows whose key is inf whatever the policy says; None is none.
+        last: rows whose key is inf whatever the policy says.
 
     Raises:
         PolicyError: the policy raised, or returned something else than a number for each request.
@@ -266,9 +262,9 @@ def _culprit(policy: Policy, columns: Columns, now_s: float) -> int:
 def _policy_error(name: str, fault: str, slots: Ints) -> PolicyError:
     named = ", ".join(str(slot) for slot in slots[:MAX_NAMED])
     more = f" and {len(slots) - MAX_NAMED} more" if len(slots) > MAX_NAMED else ""
-    noun = "slot" if len(slots) == 1 else "slots"
     slot = int(slots[0]) if len(slots) == 1 else None
-    return PolicyError(f"policy {name}: {fault} (request in {noun} {named}{more})", policy=name, slot=slot)
+    where = f"request in slot{'s' * (slot is None)} {named}{more}"
+    return PolicyError(f"policy {name}: {fault} ({where})", policy=name, slot=slot)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,10 +277,6 @@ def load_policy(spec: str | Policy) -> Ranking:
     Args:
         spec: a built-in name; ``priority`` (class first, then LARS) or ``priority:SPEC`` (class first, then another);
             ``package.module:name``; or the function itself.
-
-    Raises:
-        ConfigError: the name is unknown, the module cannot be imported, what it names is no function, or that asks for
-            a column that there is not.
     """
     if not isinstance(spec, str):
         if not callable(spec):
@@ -306,15 +298,15 @@ def load_policy(spec: str | Policy) -> Ranking:
 
 
 def _import_policy(spec: str, *, module_name: str, function_name: str) -> Policy:
-    here = [] if sys.flags.safe_path or "" in sys.path else [""]
-    sys.path += here  # the current folder, which ``python -m`` has on its path, and an installed command has not
+    is_here = not sys.flags.safe_path and "" not in sys.path
+    sys.path += [""] * is_here  # the current folder, which an installed command, unlike ``python -m``, has not
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"policy={spec!r}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
     finally:
-        for folder in here:
-            sys.path.remove(folder)
+        if is_here:
+            sys.path.remove("")
     policy: Policy | None = getattr(module, function_name, None)
     if not callable(policy):
         functions = [name for name, value in vars(module).items() if callable(value)]
@@ -328,11 +320,9 @@ def _tried(policy: Policy, name: str) -> Policy:
     one, count = np.ones(1), np.ones(1, np.int64)
     try:
         policy(Columns(one, one, one, one, count, count, count), 0.0)
-    except AttributeError as error:
-        if isinstance(error.obj, Columns):
+    except Exception as error:  # another may hold for this request alone; of a real one it is a PolicyError
+        if isinstance(error, AttributeError) and isinstance(error.obj, Columns):
             raise ConfigError(f"policy {name}: {error}") from error
-    except Exception:  # it may hold for this request alone; of a real one it is a PolicyError
-        return policy
     return policy
 
 

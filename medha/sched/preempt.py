@@ -5,18 +5,14 @@ By default nobody is preempted: reservations and the banker's test (:mod:`medha.
 its end. Two options change that.
 
 - Priority classes (a policy ``priority…``): a prefill that was refused memory, or a place among the running, preempts
-  requests of lower classes, decodes too: the lowest class first, and in a class whoever loses least.
+  requests of lower classes, decodes too: the lowest class first, and in a class whoever loses least. No two preempt
+  each other, and a preempted request comes back when no prefill of a higher class is left.
 - ``overcommit``: requests take memory without regard to reservations. A decode that finds no block preempts prefills,
   whoever loses least, and a decode only where no prefill is left. So does the oldest started request while it is a
-  prefill.
+  prefill; it is never preempted, so it comes to its end, and then the next one does.
 
 Only a request with nothing in flight can be preempted. It loses the predicted time to compute again what it had, or to
-copy it out and in: the most that this can be, as the copies run beside what others compute. Only a request that lies on
-one KV-parallel group is swapped, and it comes back to that group.
-
-With overcommit the oldest started request is never preempted and may always preempt others: it comes to its end, and
-then the next one does, so nothing waits for ever. With classes a request preempts lower classes alone, so no two
-preempt each other, and a preempted request comes back when no prefill of a higher class is left.
+copy it out and in: the most that this can be, as the copies run beside what others compute.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ class Preemption:
         self.by_class = False
         self.preempted: list[Preempted] = []
         self._queue = queue
-        self._memory = memory
+        self.memory = memory
         self._predictor = predictor
 
     def of_lower_class(self, state: State) -> list[State]:
@@ -56,11 +52,13 @@ class Preemption:
         """
         first = oldest(self._queue.running.values())
         others = [s for s in self._idle() if s is not first and s is not state]
-        if not self.by_class:
-            return sorted(others, key=lambda s: (not s.prefilling, self.loss(s)[0], s.slot))
-        if state is not first:
+        if self.by_class and state is not first:
             others = [s for s in others if s.request.priority >= state.request.priority]
-        return sorted(others, key=lambda s: (-s.request.priority, not s.prefilling, self.loss(s)[0], s.slot))
+
+        def key(s: State) -> tuple[int, bool, float, int]:
+            return -s.request.priority * self.by_class, not s.prefilling, self.loss(s)[0], s.slot
+
+        return sorted(others, key=key)
 
     def loss(self, state: State) -> tuple[float, bool]:
         """Predicted seconds that a started request loses if it is preempted, and whether it is swapped out for that.
@@ -69,8 +67,8 @@ class Preemption:
         """
         factor = 1.0 if self._predictor is None else self._predictor.factor("prefill")
         again_s = self._queue.prefill_s(state.num_scheduled_tokens) * factor if state.num_scheduled_tokens else 0.0
-        blocks = self._memory.swappable(state.slot)
-        moved_s = 2 * blocks * self._memory.swap_block_s
+        blocks = self.memory.swappable(state.slot)
+        moved_s = 2 * blocks * self.memory.swap_block_s
         if blocks and (moved_s < again_s or self._predictor is None):
             return moved_s, True
         return again_s, False
@@ -82,8 +80,8 @@ class Preemption:
             num_kept = state.num_computed_tokens if is_swap else 0
             self.preempted.append(Preempted(state.slot, lost_s, num_kept))
             if is_swap:
-                self._memory.swap_out(state.slot)
-            self._memory.release(state.slot)
+                self.memory.swap_out(state.slot)
+            self.memory.release(state.slot)
             self._queue.preempt(state, now_s, num_kept=num_kept)
 
     def _idle(self) -> Iterable[State]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,37 +18,23 @@ from medha.batch import Row
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.sched.decision import SchedulerRequest
-from medha.sched.policy import Columns, Floats, Ints, sort_rows
-
-Bools = NDArray[np.bool_]
+from medha.sched.policy import COLUMN_NAMES, Columns, sort_rows
 
 
 @dataclass(slots=True)
 class State:
-    """Progress of one request.
-
-    ``num_scheduled_tokens`` moves when a chunk is sent, ``num_computed_tokens`` when its batch is complete.
-    ``num_known_tokens`` counts the prompt and the tokens sampled so far, with async scheduling also those being
-    sampled: a request has work to schedule while fewer are scheduled than known, be it prefill or decode.
-
-    Attributes:
-        num_prefill_tokens: tokens of its prefill: its prompt, and after it was preempted the tokens it had by then.
-            Those that were swapped out count as computed.
-        deadline_s: seconds from arrival to when its first token is due; inf is none.
-        has_started: it is bound to a group and may hold memory.
-        ended: it finished or was cancelled; it is closed once nothing of it is in flight.
-    """
+    """Progress of one request."""
 
     request: SchedulerRequest
-    num_known_tokens: int
-    num_prefill_tokens: int
-    deadline_s: float = math.inf
-    num_scheduled_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_in_flight: int = 0
+    num_known_tokens: int  # the prompt and the tokens sampled so far; with async scheduling also those being sampled
+    num_prefill_tokens: int  # of its prompt, and after it was preempted all that it had by then
+    deadline_s: float = math.inf  # seconds from arrival to when its first token is due; inf is none
+    num_scheduled_tokens: int = 0  # sent in some batch; there is work while it is fewer than the known
+    num_computed_tokens: int = 0  # in a batch that is complete, or swapped out
+    num_in_flight: int = 0  # batches
     last_batch: int = -1  # the newest that it is in
-    has_started: bool = False
-    ended: bool = False
+    has_started: bool = False  # it is bound to a group and may hold memory
+    ended: bool = False  # it finished or was cancelled; it is closed once nothing of it is in flight
     num_preempted: int = 0
     slot: int = field(init=False)
 
@@ -86,10 +73,15 @@ def prefill_work(num_computed_tokens: int, num_prompt_tokens: int) -> float:
     return (end - start) + (end * end - start * start) / (2.0 * _EVEN_CONTEXT)
 
 
-# The columns: rows of three arrays, so that a request moves as three slices.
-_ARRIVAL, _DEADLINE, _TOTAL, _LEFT, _LAST_CHUNK = range(5)  # seconds
-_PROMPT, _COMPUTED, _PRIORITY, _SLOT = range(4)
-_GUARDED, _STARTED, _RELEGATED = range(3)
+# The columns: those that a policy sees, and the scheduler's own.
+_COLUMNS: dict[str, type[np.generic]] = {
+    **{name: np.float64 if name.endswith("_s") else np.int64 for name in COLUMN_NAMES},
+    "last_chunk_s": np.float64,  # when it last had a chunk in a batch; its arrival before the first
+    "slot": np.int64,
+    "started": np.bool_,
+    "relegated": np.bool_,  # it comes after all others
+    "guarded": np.bool_,  # the guard looks after it; written by the packer
+}
 
 
 class Queue:
@@ -97,10 +89,8 @@ class Queue:
 
     Args:
         config: of a request without a TTFT objective the deadline is ``max(deadline_floor_s, deadline_factor *
-            predicted seconds alone)``; with async scheduling tokens count as known once what samples them
-            is sent.
-        times: predicted seconds of prefills; None counts work in tokens of short context instead, and derives no
-            deadline.
+            predicted seconds alone)``; with async scheduling tokens count as known once what samples them is sent.
+        times: predicted seconds of prefills; None counts tokens of short context instead, and derives no deadline.
 
     Attributes:
         running: started and not closed, in the order of their first chunks.
@@ -121,9 +111,7 @@ class Queue:
         self.num_prefills = 0
         self._states: list[State] = []  # by row
         self._row_of: dict[int, int] = {}
-        self._floats = np.empty((5, 64), np.float64)
-        self._ints = np.empty((4, 64), np.int64)
-        self._flags = np.zeros((3, 64), np.bool_)
+        self._table = {name: np.zeros(64, dtype) for name, dtype in _COLUMNS.items()}
         self._columns: tuple[float, Columns] | None = None  # those handed out last, until a row changes
 
     def __contains__(self, slot: int) -> bool:
@@ -135,64 +123,28 @@ class Queue:
         """Views of the columns for a policy; ``factor`` corrects the predicted seconds."""
         if self._columns is not None and self._columns[0] == factor:
             return self._columns[1]
-        count = self.num_prefills
-        arrival_s, deadline_s, total_s, left_s, _ = self._floats[:, :count]
-        num_prompt_tokens, num_computed_tokens, priority, _ = self._ints[:, :count]
-        columns = Columns(
-            arrival_s=arrival_s,
-            deadline_s=deadline_s,
-            work_total_s=total_s if factor == 1.0 else total_s * factor,
-            work_left_s=left_s if factor == 1.0 else left_s * factor,
-            num_prompt_tokens=num_prompt_tokens,
-            num_computed_tokens=num_computed_tokens,
-            priority=priority,
-        )
-        self._columns = factor, columns
-        return columns
+        views = {name: self.column(name) for name in COLUMN_NAMES}
+        if factor != 1.0:
+            views |= {name: views[name] * factor for name in ("work_total_s", "work_left_s")}
+        self._columns = factor, Columns(**views)
+        return self._columns[1]
 
-    @property
-    def slots(self) -> Ints:
-        """Slot of each row of the columns."""
-        return self._ints[_SLOT, : self.num_prefills]
-
-    @property
-    def last_chunk_s(self) -> Floats:
-        """When each row last had a chunk in a batch; its arrival before the first."""
-        return self._floats[_LAST_CHUNK, : self.num_prefills]
-
-    @property
-    def num_prompt_tokens(self) -> Ints:
-        """Length of each row's prefill."""
-        return self._ints[_PROMPT, : self.num_prefills]
-
-    @property
-    def started(self) -> Bools:
-        """Which rows have begun."""
-        return self._flags[_STARTED, : self.num_prefills]
-
-    @property
-    def relegated(self) -> Bools:
-        """Which rows come after all others."""
-        return self._flags[_RELEGATED, : self.num_prefills]
-
-    @property
-    def guarded(self) -> Bools:
-        """Which rows the guard looks after; written by the packer."""
-        return self._flags[_GUARDED, : self.num_prefills]
+    def column(self, name: str) -> NDArray[Any]:
+        """A view of one column of ``_COLUMNS``."""
+        return self._table[name][: self.num_prefills]
 
     def rows_of(self, slots: Iterable[int]) -> list[int]:
-        """The rows of the columns of those that have one."""
+        """The rows of those that have one."""
         return [self._row_of[slot] for slot in slots if slot in self._row_of]
 
     def states_of_rows(self, rows: NDArray[np.intp]) -> list[State]:
         """The requests of some rows of the columns."""
-        states = self._states
-        return [states[row] for row in rows.tolist()]
+        return [self._states[row] for row in rows.tolist()]
 
     def work_s(self, state: State, factor: float) -> tuple[float, float]:
         """Predicted seconds of a prefill: of the whole and of what is left; its prompt is not scheduled whole."""
         row = self._row_of[state.slot]
-        return self._floats[_TOTAL, row] * factor, self._floats[_LEFT, row] * factor
+        return self._table["work_total_s"][row] * factor, self._table["work_left_s"][row] * factor
 
     def prefill(self, slot: int) -> State | None:
         """The request of a slot while tokens of its prefill are left to schedule."""
@@ -201,13 +153,12 @@ class Queue:
 
     def first_of_highest_class(self) -> list[State]:
         """The first to arrive of the highest class among those that have not started; nothing if there is none."""
-        rows = np.flatnonzero(~self.started)
-        by = self._ints[_PRIORITY, rows], self._floats[_ARRIVAL, rows]
-        return [self._states[row] for row in rows[sort_rows(by, first=1)]]
+        by = self.column("priority"), self.column("arrival_s")
+        return self.states_of_rows(sort_rows(by, first=1, among=~self.column("started")))
 
     def has_prefill_above(self, priority: int) -> bool:
         """Whether a prefill of a higher class than this waits or is under way."""
-        return bool((self._ints[_PRIORITY, : self.num_prefills] < priority).any())
+        return bool((self.column("priority") < priority).any())
 
     def prefills(self) -> Iterator[State]:
         """Started requests with prompt tokens left, in the order in which they started."""
@@ -217,16 +168,15 @@ class Queue:
 
     def add(self, request: SchedulerRequest, factor: float) -> State:
         """A request arrives; ``factor`` corrects the predicted seconds of its derived deadline."""
-        total_s = self.prefill_s(request.num_prompt_tokens)
         length = request.num_prompt_tokens
+        total_s = self.prefill_s(length)
         state = State(request, length, length, self._deadline_s(request, total_s * factor))
         self.waiting[request.slot] = state
         self._append(state, total_s, request.arrival_s)
         return state
 
     def preempt(self, state: State, now_s: float, *, num_kept: int = 0) -> None:
-        """A started request with nothing in flight loses what was computed of it, all but the first ``num_kept``
-        tokens, and waits again, first in line."""
+        """A started request loses what was computed, all but ``num_kept`` tokens, and waits again, first in line."""
         self.running.pop(state.slot)
         self.decoding.pop(state.slot, None)
         if state.slot in self._row_of:
@@ -241,7 +191,7 @@ class Queue:
     def start(self, state: State) -> None:
         """A request gets its first chunk."""
         state.has_started = True
-        self._flags[_STARTED, self._row_of[state.slot]] = True
+        self._table["started"][self._row_of[state.slot]] = True
         self.running[state.slot] = self.waiting.pop(state.slot)
 
     def sent(self, state: State, row: Row, now_s: float) -> None:
@@ -257,19 +207,18 @@ class Queue:
             self.decoding[state.slot] = state
             return
         index = self._row_of[state.slot]
-        self._floats[_LAST_CHUNK, index] = now_s
-        self._floats[_LEFT, index] = self._left_s(row.kv_len, state.num_prefill_tokens)
+        self._table["last_chunk_s"][index] = now_s
+        self._table["work_left_s"][index] = self._left_s(row.kv_len, state.num_prefill_tokens)
         self._columns = None
 
     def computed(self, rows: Iterable[Row]) -> None:
         """The rows of a batch are done in every stage."""
-        running, row_of = self.running, self._row_of
         for row in rows:
-            state = running[row.slot]
+            state = self.running[row.slot]
             state.num_in_flight -= 1
             state.num_computed_tokens += row.q_len
-            if not row.is_decode and (index := row_of.get(row.slot)) is not None:
-                self._ints[_COMPUTED, index] = state.num_computed_tokens
+            if not row.is_decode and (index := self._row_of.get(row.slot)) is not None:
+                self._table["num_computed_tokens"][index] = state.num_computed_tokens
 
     def end(self, state: State) -> None:
         """Nothing more of a request is to be scheduled."""
@@ -291,36 +240,31 @@ class Queue:
 
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds that a prefill of so many tokens takes alone, uncorrected; without ``times`` its work."""
-        if self._times is None:
-            return prefill_work(0, num_tokens)
-        return self._times.total_s(num_tokens)
+        return prefill_work(0, num_tokens) if self._times is None else self._times.total_s(num_tokens)
 
     def _left_s(self, num_done: int, num_tokens: int) -> float:
-        if self._times is None:
-            return prefill_work(num_done, num_tokens)
-        return self._times.remaining_s(num_done, num_tokens)
+        times = self._times
+        return prefill_work(num_done, num_tokens) if times is None else times.remaining_s(num_done, num_tokens)
 
     def _deadline_s(self, request: SchedulerRequest, total_s: float) -> float:
-        if request.is_relegated:
-            return math.inf
-        if request.slo is not None and request.slo.ttft_s is not None:
+        if request.slo is not None and request.slo.ttft_s is not None and not request.is_relegated:
             return request.slo.ttft_s
-        if self._times is None:
+        if request.is_relegated or self._times is None:
             return math.inf
         return max(self._config.deadline_floor_s, self._config.deadline_factor * total_s)
 
     def _append(self, state: State, total_s: float, last_chunk_s: float) -> None:
         """A row for a request that has not started; what was kept of it counts as done."""
         row = self.num_prefills
-        if row == self._flags.shape[1]:
-            self._floats, self._ints, self._flags = (
-                np.concatenate([array, array], axis=1) for array in (self._floats, self._ints, self._flags)
-            )
+        if row == self._table["slot"].size:
+            self._table = {name: np.concatenate([column, column]) for name, column in self._table.items()}
         request, num_kept = state.request, state.num_computed_tokens
         left_s = self._left_s(num_kept, state.num_prefill_tokens) if num_kept else total_s
-        self._floats[:, row] = request.arrival_s, state.deadline_s, total_s, left_s, last_chunk_s
-        self._ints[:, row] = state.num_prefill_tokens, num_kept, request.priority, state.slot
-        self._flags[:, row] = False, False, request.is_relegated
+        times = request.arrival_s, state.deadline_s, total_s, left_s
+        sizes = state.num_prefill_tokens, num_kept, request.priority
+        values = *times, *sizes, last_chunk_s, state.slot, False, request.is_relegated, False
+        for column, value in zip(self._table.values(), values, strict=True):
+            column[row] = value
         self._states.append(state)
         self._row_of[state.slot] = row
         self.num_prefills += 1
@@ -332,8 +276,8 @@ class Queue:
         last = self.num_prefills - 1
         moved = self._states.pop()
         if row != last:
-            for array in (self._floats, self._ints, self._flags):
-                array[:, row] = array[:, last]
+            for column in self._table.values():
+                column[row] = column[last]
             self._states[row] = moved
             self._row_of[moved.slot] = row
         self.num_prefills = last

@@ -1,13 +1,9 @@
-"""The scheduler: what runs next, behind four calls.
+"""The scheduler: what runs next, behind four calls: add, cancel, schedule, complete.
 
-The seam is :meth:`Scheduler.add`, :meth:`~Scheduler.cancel`, :meth:`~Scheduler.schedule`, :meth:`~Scheduler.complete`,
-and nothing else changes it; what crosses it is in :mod:`medha.sched.decision`. The scheduler knows slots and lengths,
-never token ids; time is handed in; it decides the same whenever it is called the same. This file holds what all
-schedulers share: the life of a request and of a batch. A packer decides whose turn it is and how many tokens it gets:
-the paper's (:mod:`medha.sched.packer`) or a classical one (:mod:`medha.sched.baselines`).
-
-Memory: :mod:`medha.sched.memory`. Groups: with KV parallelism a batch concerns all groups; a request is bound to a span
-of them at its first chunk (:mod:`medha.sched.batch_builder`).
+What crosses this seam is in :mod:`medha.sched.decision`. The scheduler knows slots and lengths, never token ids; time
+is handed in; it decides the same whenever it is called the same. Here is what all schedulers share: the life of a
+request and of a batch. A packer decides whose turn it is and how many tokens it gets: the paper's
+(:mod:`medha.sched.packer`) or a classical one (:mod:`medha.sched.baselines`).
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from dataclasses import replace
 
 from medha.batch import Batch
 from medha.config import ParallelConfig, SchedulerConfig
-from medha.cost.predictor import Predictor, Run, Work
+from medha.cost.predictor import Predictor, Run
 from medha.cost.prefill_time import PrefillTimes, budgeted_chunk
 from medha.errors import DeadlineError
 from medha.sched.baselines import classical_packer
@@ -32,18 +28,13 @@ from medha.sched.queue import Queue
 
 
 class Scheduler:
-    """Decides what runs next.
+    """Decides what runs next, and teaches its predictor from completed batches.
 
     Args:
         config: which scheduler and policy, budgets and depth.
         num_blocks, block_size, num_groups: as of :class:`medha.sched.memory.KVMemory`.
         predictor: of the slowest stage of a group; the medha scheduler needs one.
         max_prompt_tokens: longest prompt whose time is predicted apart.
-
-    The predictor learns from completed batches.
-
-    Raises:
-        ConfigError: the policy is unknown.
     """
 
     def __init__(
@@ -71,11 +62,15 @@ class Scheduler:
         )
         if config.scheduler != "medha":
             self.packer = classical_packer(config)
-        elif predictor is not None:
-            self.packer = MedhaPacker(config, predictor, self.depth)
         else:
-            raise ValueError("scheduler='medha' needs a predictor")
-        times = None if predictor is None else _prefill_times(config, predictor, max_prompt_tokens)
+            assert predictor is not None, "the medha scheduler needs a predictor"
+            self.packer = MedhaPacker(config, predictor, self.depth)
+        times = None
+        if predictor is not None:
+            most, budget_s = config.max_batch_tokens, config.t_target_s or config.quantum_s
+            sizes = {"granularity": config.chunk_granularity, "min_tokens": config.min_chunk}
+            rule = budgeted_chunk(predictor, budget_s, most, **sizes)  # the chunks that the packer would take
+            times = PrefillTimes(predictor, rule, max_tokens=max_prompt_tokens)
         self._queue = Queue(config, times)
         self._in_flight: deque[tuple[Batch, Prediction | None]] = deque()
         self._preemption = Preemption(self._queue, self.memory, predictor)
@@ -107,23 +102,8 @@ class Scheduler:
         return tuple(batch for batch, _ in self._in_flight)
 
     def longest_s(self) -> float:
-        """Seconds that the longest batch in flight is predicted to take, 0 where there is none; any thread may ask.
-
-        A batch of a packer that predicts nothing counts as if one group ran all of it.
-        """
-        return max((self._seconds_of(*sent) for sent in list(self._in_flight)), default=0.0)
-
-    def _seconds_of(self, batch: Batch, prediction: Prediction | None) -> float:
-        if prediction is not None or self.predictor is None:
-            return 0.0 if prediction is None else prediction.seconds
-        most = self.predictor.max_tokens  # of one chunk; whole prompts may be longer
-        return self.predictor.predict(
-            [
-                Work(min(most, row.q_len - done), row.position + done, row.is_decode, None, row.samples)
-                for row in batch.rows
-                for done in range(0, row.q_len, most)
-            ]
-        )
+        """Seconds that the longest batch in flight is predicted to take, 0 where none is; any thread may ask."""
+        return max((sent.seconds for _, sent in list(self._in_flight) if sent is not None), default=0.0)
 
     def prediction_of(self, batch: Batch) -> Prediction | None:
         """What was predicted of a batch in flight, where the packer predicts."""
@@ -134,12 +114,10 @@ class Scheduler:
 
         Raises:
             DeadlineError: it cannot meet its TTFT objective, and ``admission`` is ``refuse``.
-            ValueError: its slot is in use, a length is below 1, or its reservation exceeds the pools.
+            ValueError: its reservation exceeds the pools, or its slot is in use.
         """
         if request.slot in self._queue:
             raise ValueError(f"slot {request.slot} is in use")
-        if request.num_prompt_tokens < 1 or request.max_new_tokens < 1:
-            raise ValueError(f"{request}: lengths must be at least 1")
         if request.num_kv_tokens > self.memory.max_request_tokens:
             most = self.memory.max_request_tokens
             raise ValueError(f"{request}: needs {request.num_kv_tokens} KV tokens, at most {most} fit")
@@ -197,21 +175,10 @@ class Scheduler:
         return self._close_ended((slot,))
 
     def schedule(self, now_s: float) -> Decision:
-        """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight.
-
-        Raises:
-            PolicyError: a user's policy failed.
-        """
+        """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight."""
         if len(self._in_flight) >= self.depth:
             return Decision()
-        builder = BatchBuilder(
-            self.config,
-            self._queue,
-            self.memory,
-            batch_id=self._next_batch_id,
-            now_s=now_s,
-            preemption=self._preemption,
-        )
+        builder = BatchBuilder(self.config, self._queue, self._preemption, batch_id=self._next_batch_id, now_s=now_s)
         self.packer.fill(self._queue, builder)
         preempted, refused = tuple(self._preemption.preempted), tuple(builder.refused)
         self._preemption.preempted.clear()
@@ -245,9 +212,6 @@ class Scheduler:
 
         Returns:
             Slots closed by this call: their blocks are free and the slot numbers may be used again.
-
-        Raises:
-            ValueError: the batch is not in flight, or an older one shares a group with it.
         """
         prediction = self._take_in_flight(batch)
         if prediction is not None and self.predictor is not None and not batch.moves:  # moves say nothing of compute
@@ -285,20 +249,10 @@ class Scheduler:
         return tuple(closed)
 
 
-def _prefill_times(config: SchedulerConfig, predictor: Predictor, max_prompt_tokens: int) -> PrefillTimes:
-    """Seconds of a prefill alone, in the chunks that the packer would take."""
-    budget_s = config.t_target_s or config.quantum_s
-    chunk = budgeted_chunk(
-        predictor, budget_s, config.max_batch_tokens, granularity=config.chunk_granularity, min_tokens=config.min_chunk
-    )
-    return PrefillTimes(predictor, chunk, max_tokens=max_prompt_tokens)
-
-
 def efficient_kv(predictor: Predictor, budget_s: float, num_tokens: int, *, most: int, run: Run | None = None) -> int:
     """Cached tokens, up to ``most``, behind which a chunk alone takes at most ``budget_s``, at factor 1.
 
-    Where a request spreads over KV-parallel groups (v5 section 3.3): with more on one group no efficient chunk fits.
-    ``run`` counts the merges of a request on several.
+    With more on one KV-parallel group no efficient chunk fits (v5 section 3.3); ``run`` counts the merges of several.
     """
     tick = predictor.uncorrected().tick()
     return bisect_right(range(most + 1), budget_s, key=lambda kv: tick.with_chunk(num_tokens, kv, run=run)) - 1

@@ -179,8 +179,8 @@ def plan(
     """
     from medha.cli.report import STDOUT, check_writable, print_report, progress, write_report
     from medha.cost.hardware import load_spec
-    from medha.sim.known_models import find_model
     from medha.sim.plan import NO_OBJECTIVE_S, Goal, Planner, report_of, shown
+    from medha.sim.replica import find_model
 
     check_writable(output_json)
     if qps is not None and workload is None:

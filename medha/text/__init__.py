@@ -4,7 +4,6 @@ A :class:`Tokenizer` never changes once loaded and may be shared by threads; a :
 :class:`StopChecker` belong to one request each.
 """
 
-from medha.text.detokenizer import Detokenizer, StopChecker
-from medha.text.tokenizer import Tokenizer, load_tokenizer
+from medha.text.tokenizer import Detokenizer, StopChecker, Tokenizer, load_tokenizer
 
 __all__ = ["Detokenizer", "StopChecker", "Tokenizer", "load_tokenizer"]

@@ -17,11 +17,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import tokenizers
+from tokenizers.decoders import DecodeStream
 
-from medha.child import encode
 from medha.child.process import Child, ChildError
+from medha.child.text import encode, encode_message
 from medha.errors import ChatTemplateError, TokenizerError, ValidationError
-from medha.models.json_fields import read_json_object
+from medha.models.folder import read_json_object
 from medha.text.chat_template import ChatTemplate, check_utf8, map_strings, template_variables
 
 TokenKind = Literal["none", "special", "byte", "text"]
@@ -215,13 +216,13 @@ class _Encoder:
     def __init__(self, backend: tokenizers.Tokenizer, source: Callable[[], str], *, name: str) -> None:
         self._backend = backend
         self._name = name
-        self.child = Child("medha.child.encode", setup=lambda: source().encode())
+        self.child = Child("medha.child.text", setup=lambda: source().encode())
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
         with failures_named(self._name, "encode"):
             if len(text) <= _LONG_TEXT:
-                return np.array(encode.encode(self._backend, text, add_special_tokens=add_special_tokens), np.int32)
-            answer = self.child.ask(encode.message(text, add_special_tokens=add_special_tokens))
+                return np.array(encode(self._backend, text, add_special_tokens=add_special_tokens), np.int32)
+            answer = self.child.ask(encode_message(text, add_special_tokens=add_special_tokens))
             return np.frombuffer(bytearray(answer), np.int32)
 
 
@@ -274,3 +275,91 @@ def _configured_template(value: Any, file: Path) -> str | None:
         if template is None or isinstance(template, str):
             return template
     raise TokenizerError(f"{file}: chat_template must be a str or a list of objects with name and template")
+
+
+class Detokenizer:
+    """Decode one request's tokens as they come; everything returned, joined, is ``tokenizer.decode`` of all ids.
+
+    The library's stream holds a character back until its last byte is known. A run of byte-fallback tokens is held
+    back here until it ends, as one bad byte turns the whole run into U+FFFD.
+
+    Args:
+        tokenizer: the tokenizer the ids belong to.
+        skip_special_tokens: whether special tokens are left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._num_emitted = 0  # characters
+        self._run: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Add one token, not negative; returns the text that became final, perhaps none."""
+        kind = self._tokenizer.kind(token_id)
+        if kind == "none" or (kind == "special" and self._skip_special_tokens):
+            return ""
+        if kind == "byte":
+            self._run.append(token_id)
+            return ""
+        ids: int | list[int] = token_id
+        if self._run:
+            ids, self._run = [*self._run, token_id], []
+        try:
+            text: str = self._stream.step(self._tokenizer.backend, ids) or ""
+        except BaseException as error:
+            raise tokenizer_error(self._tokenizer.name, "decode", error) from error
+        self._num_emitted += len(text)
+        return text
+
+    def finish(self, ids: Sequence[int]) -> str:
+        """End the stream; returns the text of all ``ids`` that is not out yet, in which incomplete bytes are U+FFFD."""
+        whole = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+        return whole[self._num_emitted :]
+
+
+class StopChecker:
+    """Find stop strings in a stream of text, however it is cut into pieces.
+
+    The match that starts earliest in the whole text wins; of two with the same start, the one listed first. So a
+    complete match is not reported while an occurrence that would win over it may still be completed.
+
+    ``matched`` is the stop string found, or None; none of ``stops`` is empty.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
+        self.matched: str | None = None
+        self._stops = tuple(stops)
+        self._include = include_stop_str_in_output
+        first_chars = {re.escape(stop[0]) for stop in stops}
+        self._starts = re.compile("|".join(first_chars) or r"(?!)")
+        self._held = ""  # from where the earliest occurrence began that is not complete
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """Add the next text of the stream; returns text safe to emit, and the stop string found, or None. Once found,
+        later text is dropped."""
+        if not self._stops:
+            return piece, None
+        if self.matched is not None:
+            return "", self.matched
+        safe, self._held = self._split(self._held + piece, is_end=False)
+        return safe, self.matched
+
+    def finish(self) -> str:
+        """End the stream; returns the text still held back. A complete match that was waiting for a better one now
+        counts and sets ``matched``; of it what is to be emitted is returned."""
+        safe, self._held = self._split(self._held, is_end=True)
+        return safe
+
+    def _split(self, text: str, *, is_end: bool) -> tuple[str, str]:
+        """Text to emit, and text to hold back until more is known, which at the end is none."""
+        for first in self._starts.finditer(text):
+            start = first.start()
+            for stop in self._stops:
+                if text.startswith(stop, start):
+                    self.matched = stop
+                    return text[:start] + stop * self._include, ""
+                if not is_end and len(text) - start < len(stop) and stop.startswith(text[start:]):
+                    return text[:start], text[start:]
+        return text, ""

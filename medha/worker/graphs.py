@@ -26,8 +26,9 @@ from medha.attention.staging import packed_bytes, to_device
 from medha.batch import Batch
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder
-from medha.models.rope import cos_sin
+from medha.models.layers import cos_sin
 from medha.worker.kv_cache import KVCache
+from medha.worker.sampling import Greedy, likeliest
 from medha.worker.step_input import StepInput
 
 logger = logging.getLogger("medha")
@@ -117,6 +118,7 @@ class DecodeGraphs:
         sent = to_device(arrays, device, into=self._inputs)
         self._ids, self._positions, self._targets, self.slots, self._pages = sent
         hidden = (0 if self._model.has_embedding else self._most, self._model.config.hidden_size)
+        self._greedy = torch.zeros_like(self.slots), torch.zeros_like(self.slots, dtype=torch.bool)
         self._hidden = torch.zeros(hidden, dtype=self._shape.dtype, device=device)
 
     @property
@@ -191,6 +193,11 @@ class DecodeGraphs:
         graph.replay()
         return graph.out[:num_rows]
 
+    def greedy_of(self, num_rows: int) -> Greedy:
+        """:func:`medha.worker.sampling.likeliest` of the last batch's logits, on a rank with the head."""
+        tokens, finite = self._greedy
+        return tokens[:num_rows], finite[:num_rows]
+
     def _fill(self, step: StepInput, size: int, attention: FixedDecodes) -> None:
         """Put a batch into the buffers, filled up with rows that read and write the scratch block; plan its attention.
 
@@ -222,7 +229,11 @@ class DecodeGraphs:
 
         x_TD = self._model.embed(self._ids[:size]) if self._model.has_embedding else self._hidden[:size]
         x_TD = self._model(x_TD, cos, sin, attend)
-        return self._model.logits(x_TD) if self._model.has_head else x_TD
+        out: torch.Tensor = self._model.logits(x_TD) if self._model.has_head else x_TD
+        if self._model.has_head:
+            for buffer, found in zip(self._greedy, likeliest(out), strict=True):
+                buffer[:size].copy_(found)
+        return out
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:

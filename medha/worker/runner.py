@@ -32,7 +32,7 @@ from medha.attention.interface import AttentionBackend
 from medha.attention.staging import record_event
 from medha.batch import Batch
 from medha.models.decoder import Decoder, LayerAttendFn
-from medha.models.rope import cos_sin, inverse_frequencies
+from medha.models.layers import cos_sin, inverse_frequencies
 from medha.parallel.kvp import Merge, shared_rows
 from medha.parallel.spp import StagePipe
 from medha.params import SamplingParams
@@ -203,7 +203,8 @@ class Runner:
                 copies.wait()
             return None
         self._make_room(1 + max(row.slot for row in batch.rows))
-        out, slots = self._forward(step, copies)
+        graphs = self._graphs_for(step)
+        out, slots = self._eager(step, copies) if graphs is None else self._replay(graphs, step, copies)
         if not self.model.has_head:
             assert self.pipe is not None, "a stage without the head passes its hidden states on"
             self.recorder.end(batch)
@@ -215,7 +216,7 @@ class Runner:
         drawing = None
         if step.drawn_rows and self.samples:
             with phase("medha.sample"):
-                drawing = draw(out, *self._draws(step))
+                drawing = draw(out, *self._draws(step), None if graphs is None else graphs.greedy_of(len(out)))
                 self.last_tokens[slots] = drawing.tokens
         record = self.recorder.end(batch)
         if not self.samples:
@@ -267,28 +268,34 @@ class Runner:
                     parts.append(np.array(self._drawn[row.slot][first : row.kv_len - len(prompt)], np.int32))
         return np.concatenate(parts)
 
-    def _forward(self, step: StepInput, copies: SwapCopies | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layers held here, from a graph or one kernel after the other.
+    def _graphs_for(self, step: StepInput) -> DecodeGraphs | None:
+        """The graphs, if one of them holds a step."""
+        if self.graphs is None or not step.is_of_decodes or self.graphs.size_for(len(step.batch.rows)) is None:
+            return None
+        return self.graphs
+
+    def _replay(
+        self, graphs: DecodeGraphs, step: StepInput, copies: SwapCopies | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`_eager`, from a graph, which waits for all copies."""
+        if copies is not None:
+            copies.wait()
+        hidden = None if self.model.has_embedding else self._received(step.batch)
+        with phase("medha.forward"):
+            out = graphs.run(step, hidden_TD=hidden, last_tokens=self.last_tokens)
+        return out, graphs.slots[: len(step.batch.rows)]
+
+    def _eager(self, step: StepInput, copies: SwapCopies | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layers held here, one kernel after the other.
 
         Args:
             step: with rows.
-            copies: of blocks that are swapped meanwhile; a layer waits for its own, a graph for all.
+            copies: of blocks that are swapped meanwhile; a layer waits for its own.
 
         Returns:
             Logits [S, V] of the rows that sample, float32, where the head is and some do; else hidden states [T, D].
             The slots of the rows that sample, int64 [S] on the device.
         """
-        if self.graphs is None or not step.is_of_decodes or self.graphs.size_for(len(step.batch.rows)) is None:
-            return self._eager(step, copies)
-        if copies is not None:
-            copies.wait()
-        hidden = None if self.model.has_embedding else self._received(step.batch)
-        with phase("medha.forward"):
-            out = self.graphs.run(step, hidden_TD=hidden, last_tokens=self.last_tokens)
-        return out, self.graphs.slots[: len(step.batch.rows)]
-
-    def _eager(self, step: StepInput, copies: SwapCopies | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`_forward`, one kernel after the other."""
         sent = DeviceStep.of(step, self.device, with_pages=self.backend.reads_pages)
         attend = self._attention(step, sent)
         if copies is not None:

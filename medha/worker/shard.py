@@ -27,7 +27,7 @@ from medha.models.decoder import TP_PLAN, Decoder, build_decoder, fill_random_
 from medha.models.layers import TensorShard, local_part
 from medha.models.weights import Checkpoint, TensorInfo, check_tensors, expected_tensors, load_parameters
 from medha.parallel.kvp import Merge
-from medha.parallel.launch import Launch
+from medha.parallel.launch import Launch, read_launch
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import StagePipe
 from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
@@ -40,6 +40,7 @@ logger = logging.getLogger("medha")
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HOPPER = 9
+_FALLBACK_MEMORY = 8 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +187,56 @@ def _load_model(
             tensor_shard = TensorShard(shard.tp_rank, shard.tp, all_reduce_over(group), all_gather_over(group))
         model.pack_(tensor_shard)
     return model
+
+
+def num_kv_blocks(
+    config: EngineConfig, shard: ModelShard, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> int:
+    """KV blocks in the pool, from whichever size the configuration gives; sizes in bytes are a rank's own."""
+    cache = config.cache
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    block_bytes = shard.kv_bytes_per_token(dtype) * cache.block_size
+    if cache.memory_bytes is not None:
+        memory, source = cache.memory_bytes, "kv_memory"
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        weights = shard.num_parameters() * dtype.itemsize
+        memory = int(free - total * (1 - cache.gpu_memory_utilization)) - weights
+        source = "gpu_memory_utilization"
+    else:
+        launch = read_launch()
+        memory, source = _available_memory() // 2, "half of the free memory"
+        memory //= 1 if launch is None else launch.local_world_size
+    if memory < block_bytes:
+        raise ConfigError(
+            f"{source} leaves {memory} bytes for the KV pool; a block of {cache.block_size} tokens takes {block_bytes}"
+        )
+    useful = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
+    fitting = memory // block_bytes
+    return fitting if cache.memory_bytes is not None else min(fitting, useful)
+
+
+def num_swap_blocks(config: EngineConfig, shard: ModelShard, dtype: torch.dtype) -> int:
+    """KV blocks that a rank's own part of host memory holds."""
+    cache = config.cache
+    block_bytes = shard.kv_bytes_per_token(dtype) * cache.block_size
+    if 0 < cache.swap_bytes < block_bytes:
+        raise ConfigError(
+            f"swap_space={cache.swap_bytes} bytes; accepted: 0, or at least a block of {cache.block_size} tokens, "
+            f"{block_bytes} bytes (a number is GiB; or text as '512MiB')"
+        )
+    return cache.swap_bytes // block_bytes
+
+
+def _available_memory() -> int:
+    """Bytes of memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return _FALLBACK_MEMORY
 
 
 def checkpoint_facts(config: EngineConfig, folder: Path) -> list[object]:

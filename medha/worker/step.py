@@ -88,6 +88,11 @@ class InOrder(Generic[T]):
         self._waiting: deque[StepInput] = deque()
         self._results: dict[int, Callable[[], T]] = {}
 
+    @property
+    def num_waiting(self) -> int:
+        """Steps that have not run."""
+        return len(self._waiting)
+
     def add(self, step: StepInput) -> Callable[[], T]:
         """Take the next step; returns what runs it, if it has not yet, and waits for its result; called once."""
         self._waiting.append(step)

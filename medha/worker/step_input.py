@@ -89,18 +89,18 @@ class Slots:
     def clear(self) -> None:
         """Forget every slot."""
         self.held = np.zeros(_FIRST_SLOTS, np.int64)
-        self._first = np.zeros(_FIRST_SLOTS, np.int64)  # position of the first of them, by slot
-        self._blocks: dict[int, npt.NDArray[np.int32]] = {}  # with spare room behind
-        self._num_blocks: dict[int, int] = {}
+        self._first = np.zeros(_FIRST_SLOTS, np.int64)  # position of the first of them
+        self._num_blocks = np.zeros(_FIRST_SLOTS, np.int64)
+        self._blocks: list[npt.NDArray[np.int32]] = [_NO_PAGES] * _FIRST_SLOTS  # with spare room behind
 
     def blocks(self, slot: int) -> npt.NDArray[np.int32]:
         """The blocks of a request that lie here, int32."""
-        return self._blocks.get(slot, _NO_PAGES)[: self._num_blocks.get(slot, 0)]
+        return self._blocks[slot][: self._num_blocks[slot]] if slot < len(self._blocks) else _NO_PAGES
 
     @property
     def num_blocks(self) -> int:
         """Blocks of all requests that lie here."""
-        return sum(self._num_blocks.values())
+        return int(self._num_blocks.sum())
 
     def prepare(self, batch: Batch) -> StepInput:
         """Apply a batch's delta, and gather what its rows need.
@@ -113,10 +113,9 @@ class Slots:
         """
         step = StepInput(batch, swaps_out=self._runs(batch.swaps_out))
         for slot in batch.frees:
-            if self._num_blocks.pop(slot, 0):
-                del self._blocks[slot]
             if slot < len(self.held):
-                self.held[slot] = 0
+                self._blocks[slot] = _NO_PAGES
+                self._num_blocks[slot] = self.held[slot] = 0
         for extent in batch.extents:
             if extent.group == self.group:
                 self._append(extent)
@@ -125,10 +124,19 @@ class Slots:
             self._gather(step)
         return step
 
+    def _make_room(self, num_slots: int) -> None:
+        """Let there be so many slots."""
+        if num_slots > len(self.held):
+            more = max(num_slots - len(self.held), len(self.held))
+            self.held, self._first, self._num_blocks = (
+                np.pad(column, (0, more)) for column in (self.held, self._first, self._num_blocks)
+            )
+            self._blocks += [_NO_PAGES] * more
+
     def _append(self, extent: Extent) -> None:
-        start = self._num_blocks.get(extent.slot, 0)
+        self._make_room(extent.slot + 1)
+        start, blocks = int(self._num_blocks[extent.slot]), self._blocks[extent.slot]
         end = self._num_blocks[extent.slot] = start + extent.count
-        blocks = self._blocks.get(extent.slot, _NO_PAGES)
         if end > len(blocks):
             blocks = np.empty(max(end, 2 * start), np.int32)
             blocks[:start] = self.blocks(extent.slot)[:start]
@@ -139,17 +147,15 @@ class Slots:
         rows, size = step.batch.rows, self.block_size
         columns = np.fromiter(chain.from_iterable(rows), np.int64, len(Row._fields) * len(rows))
         slot, position, q_len, is_decode, samples, group, num_groups = columns.reshape(len(rows), -1).T
-        if (most := int(slot.max())) >= len(self.held):
-            more = max(most + 1, 2 * len(self.held)) - len(self.held)
-            self.held, self._first = np.pad(self.held, (0, more)), np.pad(self._first, (0, more))
+        self._make_room(1 + int(slot.max()))
         is_writer = group + num_groups - 1 == self.group
         begins = is_writer & (self.held[slot] == 0)  # also behind what is swapped in, which lies on one group
         self._first[slot[begins]] = (position * (num_groups > 1))[begins]
         before = np.where(is_writer, position - self._first[slot], self.held[slot])
         kv_len = before + q_len * is_writer
         self.held[slot] = kv_len
-        tables = [self.blocks(one) for one in slot.tolist()]
-        self._check(slot, kv_len, tables)
+        self._check(slot, kv_len)
+        tables = [self._blocks[one] for one in slot.tolist()]
 
         num_own = int((num_groups == 1).sum())
         parts = [
@@ -173,9 +179,9 @@ class Slots:
         step.drawn_rows = tuple([rows[row] for row in drawn.tolist()])
         step.drawn_tokens, step.drawn_slots = ends[drawn] - 1, slot[drawn]
 
-    def _check(self, slot: Ints, kv_len: Ints, tables: Sequence[npt.NDArray[np.int32]]) -> None:
+    def _check(self, slot: Ints, kv_len: Ints) -> None:
         """Refuse rows without the blocks for their keys."""
-        room = np.fromiter(map(len, tables), np.int64, len(tables)) * self.block_size
+        room = self._num_blocks[slot] * self.block_size
         if (lacks := room < kv_len).any():
             row = int(lacks.argmax())
             raise IndexError(f"slot {slot[row]} has blocks for {room[row]} tokens, {kv_len[row]} are to lie there")

@@ -10,7 +10,7 @@ from medha.bench.accuracy import AccuracyOptions, Ran, accuracy, chunks_of, line
 from medha.bench.cli import app
 from medha.bench.harness import Subject
 from medha.cli.command import run_app
-from medha.cost.correction import Kind
+from medha.cost.predictor import Kind
 from medha.profile.calibrate import Effort
 from medha.profile.steps import Part, Step, chunk, decodes
 from tests.bench.shapes import ON_TINY, TINY

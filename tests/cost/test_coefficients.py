@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from medha.cost.coefficients import Coefficients, Curve, DecodeAttention, Link
+from medha.cost.coefficients import Coefficients, Curve, DecodeAttention
 from medha.errors import ConfigError
 from tests.sched.costs import KEY, PLAIN, coefficients
 
@@ -62,6 +62,7 @@ def changed(path: str, value: Any) -> str:
         (changed("chunks.a_s", [1e-3, 0.0, 1.0, 1.0]), r"chunks\.a_s falls"),
         (changed("chunks.b_s", [1e-3, "x", 1.0, 1.0]), r"chunks\.b_s='x'; accepted: a finite number of at least 0"),
         (changed("chunks.tile", 0), r"chunks\.tile=0"),
+        (changed("chunks.tokens", [0.0, 2.0, 3.0, 4.0]), r"chunks\.tokens=0\.0; accepted: a finite number above 0"),
         (changed("host_s", math.nan), "host_s=nan"),
         (changed("splits_kv", 1), "splits_kv=1; accepted: true or false"),
         (changed("key.num_threads", "2"), "num_threads='2'; accepted: a whole number"),
@@ -76,8 +77,6 @@ def test_tables_are_checked() -> None:
     for make, message in (
         (lambda: Curve((), ()), r"curve\.x=\(\); accepted: some numbers"),
         (lambda: Curve((2.0, 2.0), (1.0, 1.0)), r"curve\.x falls; accepted: increasing sizes"),
-        (lambda: Curve((0.0, 2.0), (1.0, 1.0)), r"curve\.x=0\.0; accepted: a finite number above 0"),
-        (lambda: Link(1, 0.0, 0, 1.0), r"link\.bytes_per_s=0"),
         (lambda: DecodeAttention((1.0,), (1.0,), (1.0,), short_kv=8.0), r"decodes\.short_a_s"),
     ):
         with pytest.raises(ConfigError, match=message):

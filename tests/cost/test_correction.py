@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.cost.correction import Correction, Kind
+from medha.cost.predictor import Correction, Kind
 
 
 def run(correction: Correction, truth: float, steps: int, *, depth: int = 1, noise: float = 0.0) -> list[float]:

@@ -199,5 +199,5 @@ def test_a_last_line_that_was_cut_off_is_left_out(recorded: list[str], tmp_path:
     assert cut.mismatch is None and cut.num_calls == whole.num_calls - 1
     assert cut.is_truncated and not whole.is_truncated
     path.write_text(recorded[0][:-5])
-    with pytest.raises(ConfigError, match=r"cut\.jsonl is truncated in its first line"):
+    with pytest.raises(ConfigError, match=r"cut\.jsonl is not a medha journal, or is truncated in its first line"):
         replay(path)

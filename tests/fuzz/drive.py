@@ -208,7 +208,7 @@ class _Drive:
             "blocks": [memory.num_used, *(pool.num_used for pool in memory.host_pools)],
             "reservations": [len(memory._accounts), len(memory._swapped), *memory._open, *memory._set_aside],
             "requests": [scheduler.num_running, scheduler.num_waiting, len(queue.ending), len(queue.decoding)],
-            "rows": [queue.num_prefills, int(queue.relegated.sum())],
+            "rows": [queue.num_prefills, int(queue.column("relegated").sum())],
             "batches": [len(scheduler.in_flight), len(engine._in_flight)],
             "slots": [len(engine._live), len(engine._by_slot)],
             "slots twice": [len(engine._free_slots) - len(set(engine._free_slots))],

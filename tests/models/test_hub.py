@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 
 from medha.errors import ModelLoadError
-from medha.models.hub import ALLOW_PATTERNS, IGNORE_PATTERNS, resolve_model
+from medha.models.folder import ALLOW_PATTERNS, IGNORE_PATTERNS, resolve_model
 
 
 @pytest.fixture

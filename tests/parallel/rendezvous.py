@@ -253,5 +253,5 @@ class _Queue:
         self._transport.block(lambda: bool(self._items), "waits for a message of rank 0")
         return self._items.popleft()
 
-    def empty(self) -> bool:
-        return not self._items
+    def qsize(self) -> int:
+        return len(self._items)

@@ -71,7 +71,7 @@ def test_stream_in_frames(messages: list[Message], frame_ints: int, seed: int) -
             sender.drain()
 
         def receive() -> None:
-            receiver = ControlReceiver(group(1))
+            receiver = ControlReceiver(group(1), lambda message: message)
             arrived.extend(receiver.receive() for _ in messages)
 
         def group(rank: int) -> Any:

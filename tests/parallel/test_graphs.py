@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import medha.engine.distributed
 import medha.parallel.mesh
 from medha.engine.build import RankHandle
 from medha.engine.distributed import Caller, Follower
@@ -78,8 +79,9 @@ def test_graphs_are_gone_before_the_groups(monkeypatch: pytest.MonkeyPatch, part
         destroy_process_group=lambda group: order.append(f"end of {group}"),
     )
     monkeypatch.setattr(medha.parallel.mesh, "dist", dist)
+    monkeypatch.setattr(medha.engine.distributed, "ControlReceiver", lambda group, prepare: quiet)
     monkeypatch.setattr(Follower, "_follow_to", lambda self, name, kind: None)
-    parts: dict[str, Any] = {"caller": Caller(quiet, ranks), "follower": Follower(runner, ranks, quiet)}
+    parts: dict[str, Any] = {"caller": Caller(quiet, ranks), "follower": Follower(runner, ranks)}
     no_limits: Any = None
     RankHandle(no_limits, None, runner, **{part: parts[part]}).close()
     assert order == ["graph", "barrier of gloo", "end of pipe", "end of gloo", "end of control", "end of run"]

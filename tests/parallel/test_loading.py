@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from medha.config import EngineConfig
+from medha.generate.layout import plan_ranks, run_dry
 from medha.models.hf_config import load_model_config
 from medha.models.weights import Checkpoint, load_parameters
-from medha.worker.sizing import plan_ranks, run_dry
 from tests.checkpoints import make_checkpoint
 from tests.parallel.workers import WorkerPool
 

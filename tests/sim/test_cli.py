@@ -20,7 +20,7 @@ import pytest
 import medha
 from medha.cost.hardware import SPECS
 from medha.sim.cli import BARE_TEXT
-from medha.sim.known_models import KNOWN_MODELS
+from medha.sim.replica import KNOWN_MODELS
 from medha.sim.simulator import Simulation
 from medha.sim.study import NUM_REQUESTS
 from medha.workload.io import write_trace
@@ -204,7 +204,7 @@ def test_plots_without_matplotlib(simulate: Simulate, tmp_path: Path, monkeypatc
         (("--qps", 1, "--hardware", "h100"), "spec 'h100' is not known; accepted: a100-80g, "),
         (("--qps", 1, "--model", "llama-9"), "model 'llama-9' is not known; accepted: llama-3-8b, "),
         (("--qps", 1, "--model", "llama-3-70b"), "needs 141.1 GB for weights and 0.6 GB for activations of 2048"),
-        (("--qps", 1, "--tp", 3), "tp=3; accepted: a divisor of 32 query heads"),
+        (("--qps", 1, "--tp", 3), "tp=3 does not divide 32 query heads"),
         (("--qps", 1, "--scheduler", "none"), "scheduler='none'; accepted: medha, static"),
         (("--qps", 1, "--policy", "none"), "policy='none'; accepted: edf, "),
         (("--qps", 1, "--scheduler", "orca", "--policy", "edf"), "policy='edf' is for the medha scheduler"),

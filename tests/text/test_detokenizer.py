@@ -29,7 +29,7 @@ def test_detokenizer_equals_decode(name: str, data: st.DataObject) -> None:
     skip = data.draw(st.booleans())
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     pieces = [detokenizer.push(token_id) for token_id in token_ids]
-    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(token_ids, skip_special_tokens=skip)
+    assert "".join(pieces) + detokenizer.finish(token_ids) == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("name", ["byte level", "metaspace first", "strip"])
@@ -43,4 +43,4 @@ def test_detokenizer_never_splits_a_character(name: str) -> None:
     emoji = tokenizer.encode("🙂", add_special_tokens=False)[:-1]
     detokenizer = Detokenizer(tokenizer)
     assert "".join(map(detokenizer.push, emoji)).strip() == ""
-    assert "�" in detokenizer.finish()
+    assert "�" in detokenizer.finish(emoji)

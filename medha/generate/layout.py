@@ -1,4 +1,4 @@
-"""How much memory a rank has and what it is for: KV blocks, host blocks, and ``--dry-run``'s plan of every rank."""
+"""Which layout a job of several ranks gets where none was asked for, and ``--dry-run``: the plan of every rank."""
 
 from __future__ import annotations
 
@@ -6,71 +6,18 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from medha.config import EngineConfig, ModelConfig, ParallelConfig
-from medha.errors import ConfigError, ParallelConfigError
+from medha.errors import ParallelConfigError
+from medha.models.folder import resolve_model
 from medha.models.hf_config import load_model_config
-from medha.models.hub import resolve_model
-from medha.parallel.launch import Launch, read_launch
+from medha.parallel.launch import Launch
 from medha.parallel.mesh import check_layout
 from medha.worker.shard import ModelShard, pick_device, torch_dtype
 
 logger = logging.getLogger("medha")
-
-_FALLBACK_MEMORY = 4 << 30
-
-
-def num_kv_blocks(
-    config: EngineConfig, shard: ModelShard, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> int:
-    """KV blocks in the pool, from whichever size the configuration gives; sizes in bytes are a rank's own."""
-    cache = config.cache
-    if cache.num_blocks is not None:
-        return cache.num_blocks
-    block_bytes = shard.kv_bytes_per_token(dtype) * cache.block_size
-    if cache.memory_bytes is not None:
-        memory, source = cache.memory_bytes, "kv_memory"
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        weights = shard.num_parameters() * dtype.itemsize
-        memory = int(free - total * (1 - cache.gpu_memory_utilization)) - weights
-        source = "gpu_memory_utilization"
-    else:
-        launch = read_launch()
-        memory, source = _available_memory() // 2, "half of the free memory"
-        memory //= 1 if launch is None else launch.local_world_size
-    if memory < block_bytes:
-        raise ConfigError(
-            f"{source} leaves {memory} bytes for the KV pool; a block of {cache.block_size} tokens takes {block_bytes}"
-        )
-    useful = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
-    fitting = memory // block_bytes
-    return fitting if cache.memory_bytes is not None else min(fitting, useful)
-
-
-def num_swap_blocks(config: EngineConfig, shard: ModelShard, dtype: torch.dtype) -> int:
-    """KV blocks that a rank's own part of host memory holds."""
-    cache = config.cache
-    block_bytes = shard.kv_bytes_per_token(dtype) * cache.block_size
-    if 0 < cache.swap_bytes < block_bytes:
-        raise ConfigError(
-            f"swap_space={cache.swap_bytes} bytes; accepted: 0, or at least a block of {cache.block_size} tokens, "
-            f"{block_bytes} bytes (a number is GiB; or text as '512MiB')"
-        )
-    return cache.swap_bytes // block_bytes
-
-
-def _available_memory() -> int:
-    """Bytes of memory that can be had without swapping."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 2 * _FALLBACK_MEMORY
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,15 @@
-"""Read a JSON object from a file of a model folder, and check its fields one by one.
+"""The folder of a model: a local one, or a snapshot from the Hugging Face hub; and the JSON files in it.
 
-The file may be hostile: its size and depth are bounded, a key given twice is refused, and messages stay short.
-Standard library only.
+Only safetensors, JSON, templates and tokenizer files are fetched; pickled weights never are. Offline mode
+(``HF_HUB_OFFLINE``) and the cache folder are huggingface_hub's own. A file may be hostile: its size and depth are
+bounded, a key given twice is refused, and messages stay short.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +17,42 @@ from pathlib import Path
 from typing import Any
 
 from medha.config.fields import Check, integer
-from medha.errors import ConfigError, MedhaError, short_repr
+from medha.errors import ConfigError, MedhaError, ModelLoadError, short_repr
+
+ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+IGNORE_PATTERNS = ("*/*.safetensors",)  # weights in subfolders are other formats of the same model
+
+_ACCEPTED = "accepted: a folder with config.json and *.safetensors, or a hub id such as org/name"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def resolve_model(model: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
+    """The local folder of a model; where there is none of that name and it is a hub id (``org/name``), it is fetched:
+    of a ``revision`` (branch, tag or commit), ``with_weights`` or without."""
+    path = Path(model).expanduser() if model.startswith("~") else Path(model)
+    try:
+        if path.is_dir() and model:
+            with os.scandir(path):  # lists nothing; fails where the folder cannot be read
+                return path
+        if path.is_symlink() or path.exists():
+            raise ModelLoadError(f"model {model!r} is a file or a dangling symlink, not a folder; {_ACCEPTED}")
+    except (OSError, UnicodeError) as error:
+        raise ModelLoadError(f"model {model!r} cannot be read: {error}; {_ACCEPTED}") from error
+    if not _HUB_ID.fullmatch(model):
+        raise ModelLoadError(f"model {model!r}: no such folder, and not a hub id; {_ACCEPTED}")
+    from huggingface_hub import snapshot_download
+
+    patterns = ALLOW_PATTERNS if with_weights else ALLOW_PATTERNS[1:]
+    wanted: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": list(IGNORE_PATTERNS)}
+    try:
+        return Path(snapshot_download(model, revision=revision, **wanted))
+    except Exception as error:  # which classes the hub raises depends on its version and its HTTP library
+        at = "" if revision is None else f" at revision {revision!r}"
+        raise ModelLoadError(
+            f"model {model!r}{at}: no such folder here, and the hub did not deliver it "
+            f"({type(error).__name__}: {error}); {_ACCEPTED}"
+        ) from error
+
 
 MAX_LENGTH = 2**31 - 1
 """Longest context that a field may claim, in tokens."""
@@ -44,9 +82,7 @@ def parse_json_object(data: bytes, where: str, *, error: type[MedhaError] = Conf
     except json.JSONDecodeError as cause:
         reason = f"not JSON: {cause.msg} at line {cause.lineno} column {cause.colno}" if data.strip() else "empty"
         raise error(f"{where}: {reason}; accepted: a JSON object") from cause
-    except RecursionError as cause:
-        raise error(f"{where}: nested too deep; accepted: a JSON object") from cause
-    except ValueError as cause:  # no UTF-8, a key given twice, or an integer of thousands of digits
+    except (ValueError, RecursionError) as cause:  # no UTF-8, a key given twice, an integer of thousands of digits
         raise error(f"{where}: {cause}") from cause
     if not isinstance(value, dict):
         raise error(f"{where}: holds a {type(value).__name__}, {short_repr(value)}; accepted: a JSON object")
