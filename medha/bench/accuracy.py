@@ -14,7 +14,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,6 @@ def _measure(local: Local, options: AccuracyOptions, on_run: Callable[[], None])
         "lines": lines_of(ran, repeated),
         "chunks": [{"kv": kv, "median_tokens": size, "chunks": count} for kv, (size, count) in chunks_of(ran).items()],
         "factors": {kind: predictor.factor(kind) for kind in KINDS},
-        "steps": [[one.kind, [astuple(part) for part in one.step], one.expected_s, one.busy_s] for one in ran],
-        "repeats": [[kind, [astuple(part) for part in step], seconds] for step, kind, seconds in repeated],
     }
 
 
