@@ -25,7 +25,7 @@ from medha.batch import Batch
 logger = logging.getLogger("medha")
 
 _RECORDS_KEPT = 1 << 16
-_EVENTS_KEPT = 1 << 20
+_PARTS_KEPT = 1 << 18
 _EVENTS_A_PIECE = 1000
 
 _Event = dict[str, Any]
@@ -83,11 +83,11 @@ class Recorder:
         waits_for: what of other ranks this one waits for at present; None while it computes.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, kept: int = _RECORDS_KEPT) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.control_ready = True
         self.waits_for: str | None = None
         self._clock = clock
-        self._records: deque[BatchRecord] = deque(maxlen=kept)
+        self._records: deque[BatchRecord] = deque(maxlen=_RECORDS_KEPT)
         self._waits: dict[str, float] = defaultdict(float)
         self._start = 0.0
 
@@ -123,6 +123,11 @@ class Recorder:
         return records
 
 
+def _epoch_s() -> float:
+    """The wall clock's time at which the monotonic clock was 0."""
+    return time.time() - time.perf_counter()
+
+
 def encode_records(records: RankRecords) -> bytes:
     """A rank's records as JSON, with what tells its clock from that of another node."""
     return json.dumps({"records": astuple(records), "node": platform.node(), "epoch_s": _epoch_s()}).encode()
@@ -139,17 +144,15 @@ def decode_records(data: bytes) -> RankRecords:
 
 
 class Timeline:
-    """Collects one slice a batch and one a row of it, then writes them as Chrome Trace Event JSON.
+    """Collects one slice a batch and one a row of it, for a file of Chrome Trace Event JSON.
 
-    Process 0 is the stages (one thread a rank), process 1 the requests (one thread each). The newest ``kept`` slices
-    and points of counters are kept, as batches; older ones are dropped, with a warning when the trace is written.
+    Process 0 is the stages (one thread a rank), process 1 the requests (one thread each). The newest ``kept`` batches
+    and points of counters are kept; older ones are dropped, with a warning when the trace is written.
     """
 
-    def __init__(self, *, kept: int = _EVENTS_KEPT) -> None:
-        self._kept = kept
-        # what makes events, with how many: a batch, its start and end, and whose its rows are; or a counter's point
-        self._parts: deque[tuple[int, _Batch | _Event]] = deque()
-        self._num_events = self._num_dropped = 0
+    def __init__(self, *, kept: int = _PARTS_KEPT) -> None:
+        self._parts: deque[_Batch | _Event] = deque(maxlen=kept)
+        self._num_parts = 0  # with those that were dropped
         self._gather: Callable[[], Sequence[RankRecords]] = tuple
         self._zero_s = 0.0
         self._ranks: dict[int, RankRecords] = {}
@@ -157,18 +160,18 @@ class Timeline:
     def record(
         self, batch: Batch, start_s: float, end_s: float, names: Sequence[str], slack_s: Sequence[float] = ()
     ) -> None:
-        """Add a batch that ran from ``start_s`` to ``end_s``; ``names`` are the requests of its rows, ``slack_s`` for
-        how many seconds those of its chunks could still wait and have their first token in time."""
-        self._keep(1 + len(names), (batch, start_s, end_s, names))
+        """Add a batch that ran; ``names`` are the requests of its rows, ``slack_s`` for how many seconds those of its
+        chunks could still wait and have their first token in time."""
+        self._keep((batch, start_s, end_s, names))
         chunks = (name for row, name in zip(batch.rows, names, strict=True) if not row.is_decode)
         slack = {name: seconds for name, seconds in zip(chunks, slack_s, strict=False) if math.isfinite(seconds)}
         if slack:
-            self._keep(1, counter_event("slack (s)", start_s, slack))
+            self._keep(counter_event("slack (s)", start_s, slack))
 
     def count_step(self, time_s: float, predicted_s: float, busy_s: float, *, budget_s: float) -> None:
         """Add a batch that is done to the counters: what was predicted of it, what it took, what it might take."""
         times = {"predicted": predicted_s * 1e3, "busy": busy_s * 1e3, "budget": budget_s * 1e3}
-        self._keep(1, counter_event("step time (ms)", time_s, times))
+        self._keep(counter_event("step time (ms)", time_s, times))
 
     def gather_from(self, gather: Callable[[], Sequence[RankRecords]], *, zero_s: float) -> None:
         """Show the lanes of several ranks: ``gather`` returns their records since it was last called, and ``zero_s`` is
@@ -182,24 +185,22 @@ class Timeline:
             self._ranks[new.rank] = replace(new, batches=before + new.batches)
 
     def close(self) -> None:
-        """Take what the ranks have recorded; they go, so it is for the last time."""
+        """The same for the last time: the ranks go."""
         self.collect()
         self._gather = tuple
 
     def write(self, path: Path) -> None:
-        """Write the trace; gzip when the name ends in ``.gz``. With several ranks that still run it asks them first."""
+        """Write the trace; with several ranks that still run it asks them first."""
         self.collect()
-        if self._num_dropped:
-            logger.warning("%s holds the newest %d events; %d are left out", path, self._num_events, self._num_dropped)
+        kept = len(self._parts)
+        if kept < self._num_parts:
+            what = "batches and points of counters"
+            logger.warning("%s holds the newest %d %s; %d are left out", path, kept, what, self._num_parts - kept)
         write_events(path, self._events())
 
-    def _keep(self, num_events: int, part: _Batch | _Event) -> None:
-        self._parts.append((num_events, part))
-        self._num_events += num_events
-        while self._num_events > self._kept and len(self._parts) > 1:
-            oldest = self._parts.popleft()[0]
-            self._num_events -= oldest
-            self._num_dropped += oldest
+    def _keep(self, part: _Batch | _Event) -> None:
+        self._parts.append(part)
+        self._num_parts += 1
 
     def _events(self) -> Iterator[_Event]:
         yield name_event("process_name", 0, 0, "stages")
@@ -209,7 +210,7 @@ class Timeline:
             yield name_event("thread_name", 0, 0, "stage 0")
         yield name_event("process_name", 1, 0, "requests")
         lanes: dict[str, int] = {}  # the thread of each request
-        for _, part in self._parts:
+        for part in self._parts:
             if isinstance(part, dict):
                 yield part
                 continue
@@ -248,13 +249,8 @@ def stage_events(ranks: Sequence[RankRecords], zero_s: float) -> Iterator[_Event
                 common = {"name": "hidden states", "cat": "flow", "pid": 0, "args": {"batch": record.batch_id}}
                 common["id"] = f"{before.rank}-{after.rank}-{record.batch_id}"
                 yield {**common, "ph": "s", "tid": before.rank, "ts": _microseconds(leaves_s - zero_s)}
-                came = _microseconds(starts[record.batch_id] - zero_s)
-                yield {**common, "ph": "f", "bp": "e", "tid": after.rank, "ts": came}
-
-
-def _epoch_s() -> float:
-    """The wall clock's time at which the monotonic clock was 0."""
-    return time.time() - time.perf_counter()
+                comes = _microseconds(starts[record.batch_id] - zero_s)
+                yield {**common, "ph": "f", "bp": "e", "tid": after.rank, "ts": comes}
 
 
 def write_events(path: Path, events: Iterable[_Event]) -> None:

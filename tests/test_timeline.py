@@ -64,15 +64,15 @@ def test_names_places_and_durations(tmp_path: Path) -> None:
 
 
 def test_the_newest_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    timeline = Timeline(kept=7)
+    timeline = Timeline(kept=3)
     for batch_id in range(100):
         names = [f"{batch_id}-1", f"{batch_id}-0"]
         timeline.record(Batch(batch_id, SECOND.rows), float(batch_id), batch_id + 0.5, names, [1.0])
     events = written(timeline, tmp_path / "a.json")
     assert [e["name"] for e in events if e["ph"] == "X"] == ["batch 99", "decode", "chunk [8:12]"]
-    assert [e["ts"] for e in events if e["ph"] == "C"] == [98e6, 99e6]
+    assert [e["ts"] for e in events if e["ph"] == "C"] == [98e6, 99e6]  # the batch of the first has gone
     assert [e["args"]["name"] for e in events if e["ph"] == "M"][3:] == ["99-1", "99-0"]
-    assert "holds the newest 5 events; 395 are left out" in caplog.text
+    assert "holds the newest 3 batches and points of counters; 197 are left out" in caplog.text
 
 
 def test_no_piece_of_a_trace_is_encoded_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,8 +112,7 @@ def live_fidelity(options: LiveOptions) -> dict[str, Any]:
     longest = options.max_model_len
     with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
         profile = Path(folder) / "profile.json"
-        with subject.folder(longest) as model:
-            coefficients = measure(subject.config(model, longest=longest), QUICK, max_kv=longest)
+        coefficients = measure(subject.config(longest=longest), QUICK, max_kv=longest)
         assert coefficients is not None, "one process measures"
         profile.write_text(coefficients.to_json())
         report = on_ranks(
@@ -143,7 +142,7 @@ def _compared_live(local: Local, options: LiveOptions, coefficients: Coefficient
         "benchmark": "live fidelity",
         "title": "random Llama, one process, one thread, float32: simulated against measured",
         "environment": stamp(),
-        "model": local.subject.shape,
+        "model": asdict(local.model),
         "options": asdict(options),
         "span_s": span_s,
         "overhead_s": rehearsed.overhead_s,

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,6 @@ class AccuracyOptions:
     output_lens: tuple[int, int] = (4, 24)
     steps_between: float = 4.0
     shapes: int = 3
-
-    @property
-    def num_runs(self) -> int:
-        """Calibration and rounds."""
-        return 2 + self.num_rounds
 
     @property
     def max_model_len(self) -> int:
@@ -123,8 +118,7 @@ def accuracy(options: AccuracyOptions, *, on_run: Callable[[], None] = lambda: N
     engine["num_kv_blocks"] = options.num_blocks
     with tempfile.TemporaryDirectory(prefix="medha-bench-") as folder:
         if subject.engine.get("profile") is None:
-            with subject.folder(longest) as model:
-                found = measure(subject.config(model, longest=longest, **engine), QUICK, max_kv=options.long_len)
+            found = measure(subject.config(longest=longest, **engine), QUICK, max_kv=options.long_len)
             assert found is not None, "one process measures"
             engine["profile"] = str(Path(folder) / "profile.json")
             Path(engine["profile"]).write_text(found.to_json())
@@ -146,8 +140,6 @@ def _measure(local: Local, options: AccuracyOptions, on_run: Callable[[], None])
         "lines": lines_of(ran, repeated),
         "chunks": [{"kv": kv, "median_tokens": size, "chunks": count} for kv, (size, count) in chunks_of(ran).items()],
         "factors": {kind: predictor.factor(kind) for kind in KINDS},
-        "steps": [[one.kind, [astuple(part) for part in one.step], one.expected_s, one.busy_s] for one in ran],
-        "repeats": [[kind, [astuple(part) for part in step], seconds] for step, kind, seconds in repeated],
     }
 
 

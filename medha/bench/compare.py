@@ -99,7 +99,7 @@ def compare(options: CompareOptions, *, on_run: Callable[[], None] = lambda: Non
     tokens = 2 * max(sum(one.lengths) + (len(one.lengths) + 1) * PAGE for one in cases)  # whatever a block's size is
     settings["kv_cache_memory_bytes"] = tokens * model.kv_bytes_per_token(TORCH_DTYPES[options.dtype].itemsize)
     pythons = {"medha": sys.executable, options.peer: options.peer_python}
-    with options.subject.folder(longest, weights=(options.dtype, options.seed)) as folder, ExitStack() as stack:
+    with options.subject.checkpoint(longest, dtype=options.dtype, seed=options.seed) as folder, ExitStack() as stack:
         settings |= {"model": folder, "max_model_len": longest}
         workers = {name: stack.enter_context(start_peer(name, at, settings)) for name, at in pythons.items()}
         results = [line for one in cases for line in _results(one, workers, options, on_run)]

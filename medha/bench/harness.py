@@ -2,7 +2,7 @@
 
 The layout is torchrun's, or the ranks are started here: ``medha bench latency --spp 2`` runs two on this machine. Rank
 0 drives the engine and has the report; the others follow it. The model is a folder, or a random Llama of 4 layers with
-GQA 4, whose ``config.json`` is written for as long as it takes to load.
+GQA 4.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,24 +35,14 @@ from medha.errors import ConfigError
 from medha.models.folder import resolve_model
 from medha.models.hf_config import load_model_config
 from medha.models.weights import expected_tensors
-from medha.parallel.launch import is_first_rank, own_ranks, read_launch
+from medha.parallel.launch import own_ranks, read_launch
 from medha.profile.steps import StepRunner, fill_pools
 from medha.sched.scheduler import Scheduler
 from medha.worker.shard import TORCH_DTYPES
 from medha.worker.step import BatchRunner, PendingStep
 
-RANDOM_LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-"""Fields of its ``config.json``."""
+RANDOM_LLAMA = Path(__file__).with_name("random_llama")
+"""Its folder; there is no more in it than a ``config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,74 +66,47 @@ class Subject:
             raise ConfigError(f"load_format={given!r} without a model; accepted: dummy, or --model with a folder")
 
     @property
-    def shape(self) -> dict[str, Any]:
-        """Fields of a random Llama's ``config.json``."""
-        return RANDOM_LLAMA | dict(self.hf_overrides or {})
+    def folder(self) -> str:
+        """The model's, or its hub id."""
+        return self.model or str(RANDOM_LLAMA)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The engine's options that were given."""
+    def overrides(self, longest: int) -> dict[str, Any]:
+        """What is merged over the model's ``config.json``; a random Llama takes prompts of any length."""
+        positions = {} if self.model is not None else {"max_position_embeddings": max(longest, 131072)}
+        return dict(self.hf_overrides or {}) | positions
+
+    def config(self, *, longest: int, **engine: Any) -> EngineConfig:
+        """The engine's, for requests of so many tokens; raises ConfigError."""
+        options = {name: value for name, value in self.engine.items() if value is not None}
         load = {} if self.model is not None else {"load_format": "dummy"}
-        return {name: value for name, value in self.engine.items() if value is not None} | load
+        shape = {"max_model_len": longest, "hf_overrides": self.overrides(longest) or None}
+        return EngineConfig.from_flat(self.folder, **{**options, **load, **shape, **engine})
 
-    def config(self, folder: str, *, longest: int, **engine: Any) -> EngineConfig:
-        """The engine over a folder; raises ConfigError."""
-        options = {**self.options, "max_model_len": longest, **engine}
-        if self.model is not None and self.hf_overrides:
-            options["hf_overrides"] = dict(self.hf_overrides)
-        return EngineConfig.from_flat(folder, **options)
+    def model_config(self, *, longest: int) -> ModelConfig:
+        """The model's shape alone, no weights; raises ConfigError."""
+        overrides = self.overrides(longest) or None
+        return load_model_config(resolve_model(self.folder), hf_overrides=overrides, max_model_len=longest)
 
     @contextmanager
-    def folder(self, longest: int, *, weights: tuple[str, int] | None = None) -> Iterator[str]:
-        """The model's folder; that of a random Llama has the same name on every rank, and is removed at the end.
+    def checkpoint(self, longest: int, *, dtype: str, seed: int) -> Iterator[str]:
+        """A folder with weights: the model's, or one in which a random Llama's are for the time being.
 
-        Args:
-            longest: tokens of the longest request.
-            weights: dtype and seed of weights for a random Llama, for engines that do not make them up.
+        Matrices have a spread of 0.2, which makes greedy tokens distinct; norms are 1.
         """
         if self.model is not None:
             yield self.model
             return
-        launch = read_launch()
-        job = f"{os.getpid()}" if launch is None else f"{launch.address}-{launch.attempt}".replace(":", "-")
-        folder = Path(tempfile.gettempdir()) / f"medha-bench-{job}-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        write_config(folder, self._shape(longest) | ({} if weights is None else {"torch_dtype": weights[0]}))
-        try:
-            if weights is not None:
-                _write_weights(folder, *weights)
-            yield str(folder)
-        finally:
-            for name in ("config.json", "model.safetensors"):
-                (folder / name).unlink(missing_ok=True)  # another rank of this node was sooner
-            with suppress(OSError):
-                folder.rmdir()
-
-    def model_config(self, *, longest: int) -> ModelConfig:
-        """The model's shape alone, no weights; raises ConfigError."""
-        if self.model is not None:
-            overrides = dict(self.hf_overrides or {}) or None
-            return load_model_config(resolve_model(self.model), hf_overrides=overrides, max_model_len=longest)
-        with tempfile.TemporaryDirectory() as folder:  # of this rank alone
-            write_config(Path(folder), self._shape(longest))
-            return load_model_config(Path(folder), max_model_len=longest)
-
-    def _shape(self, longest: int) -> dict[str, Any]:
-        return self.shape | {"max_position_embeddings": max(longest, self.shape["max_position_embeddings"])}
-
-    def fitting(self, name: str, lengths: tuple[int, ...], *, more: int) -> tuple[int, ...]:
-        """The lengths that the model takes, with ``more`` tokens behind them; of the others it is said on stderr.
-
-        Where none fits all are returned, for whoever loads the model to refuse.
-        """
-        if self.model is None:  # a random Llama takes any
-            return lengths
-        most = self.model_config(longest=1).max_position_embeddings
-        fit = tuple(length for length in lengths if length + more <= most)
-        if fit and len(fit) < len(lengths) and is_first_rank():
-            rest = ", ".join(f"{length:,}" for length in lengths if length not in fit)
-            print(f"medha: {name} {rest} left out: the model takes {most:,} positions", file=sys.stderr)
-        return fit or lengths
+        with tempfile.TemporaryDirectory(prefix="medha-bench-") as name:
+            folder = Path(name)
+            shape = json.loads((RANDOM_LLAMA / "config.json").read_text()) | self.overrides(longest)
+            (folder / "config.json").write_text(json.dumps(shape | {"torch_dtype": dtype}))
+            generator = torch.Generator().manual_seed(seed)
+            tensors = {}
+            for tensor, size in expected_tensors(load_model_config(folder)).items():
+                drawn = torch.ones(size) if len(size) == 1 else 0.2 * torch.randn(size, generator=generator)
+                tensors[tensor] = drawn.to(TORCH_DTYPES[dtype])
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            yield name
 
     def head(
         self, benchmark: str, options: Mapping[str, Any], load_before: float, model: ModelConfig | None = None
@@ -154,7 +117,7 @@ class Subject:
         return report_head(benchmark, options, load_before) | {
             "title": f"{benchmark}: {name}, {model.num_layers} layers, {model.hidden_size:,} wide, GQA {sharing}",
             "model_id": name,
-            "model": self.shape if self.model is None else asdict(model),
+            "model": plain(asdict(model)),
         }
 
 
@@ -276,15 +239,15 @@ def on_ranks(
     """
     load_before = os.getloadavg()[0]
     with ExitStack() as stack:
-        size = subject.config("-", longest=longest, **engine).parallel.world_size
+        config = subject.config(longest=longest, **engine)
+        size = config.parallel.world_size
         if read_launch() is None and size > 1:
             if subject.engine.get("num_threads") is None:
                 engine["num_threads"] = max(1, (os.cpu_count() or 1) // size)
+                config = subject.config(longest=longest, **engine)
             told = {"subject": asdict(subject), "longest": longest, "fills": fills, **engine}
             stack.enter_context(own_ranks(size, ["medha.bench.harness", json.dumps(told)]))
-        with subject.folder(longest) as folder:
-            config = subject.config(folder, longest=longest, **engine)
-            role = build_role(config)  # when it returns every rank has loaded, and the folder may go
+        role = build_role(config)
         if fills:
             cache = role.runner.cache
             fill_pools(cache, cache.num_blocks * cache.block_size, seed=role.runner.group)
@@ -327,25 +290,6 @@ def median_text(report: Mapping[str, Any]) -> str:
 def terms(*names: str) -> str:
     """What some of the terms mean, for below a table."""
     return "; ".join(f"{name}: {DEFINITIONS[name]}" for name in names)
-
-
-def write_config(folder: Path, shape: Mapping[str, Any]) -> None:
-    """Write, at once, a ``config.json`` that ``load_format="dummy"`` makes a model of."""
-    fields = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6, **shape}
-    fields["eos_token_id"] = 0  # an end-of-sequence id is wanted, and ignored
-    partial = folder / f"config.{os.getpid()}"
-    partial.write_text(json.dumps(fields))
-    partial.replace(folder / "config.json")
-
-
-def _write_weights(folder: Path, dtype: str, seed: int) -> None:
-    """Random weights of a spread of 0.2, which makes greedy tokens distinct; norms are 1."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in expected_tensors(load_model_config(folder)).items():
-        drawn = torch.ones(shape) if len(shape) == 1 else 0.2 * torch.randn(shape, generator=generator)
-        tensors[name] = drawn.to(TORCH_DTYPES[dtype])
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def count_parameters(model: ModelConfig, is_counted: Callable[[str], bool]) -> int:

@@ -28,7 +28,7 @@ from medha.config import ModelConfig
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
-from medha.workload.metrics import Outcome
+from medha.workload.metrics import Outcome, seconds_of
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 """Those of ``vllm bench latency``."""
@@ -39,7 +39,7 @@ _PRODUCT = "matrix product"
 
 @dataclass(frozen=True, slots=True)
 class LatencyOptions:
-    """What is measured; lengths that the model does not take are left out."""
+    """What is measured."""
 
     subject: Subject = field(default_factory=Subject)
     input_lens: tuple[int, ...] = lengths("input_len", "128,1024,4096", "Prompt tokens, comma separated.")
@@ -52,8 +52,6 @@ class LatencyOptions:
     def __post_init__(self) -> None:
         if len(set(self.input_lens)) < len(self.input_lens):
             raise ConfigError(f"input_len={','.join(map(str, self.input_lens))}; accepted: different lengths")
-        fitting = self.subject.fitting("input_len", self.input_lens, more=self.output_len)
-        object.__setattr__(self, "input_lens", fitting)
 
     @property
     def num_runs(self) -> int:
@@ -122,9 +120,7 @@ def _request(local: Local, engine: Engine, arrival: Arrival, found: list[Outcome
 
 def latency_fields(outcomes: Sequence[Outcome]) -> Report:
     """The fields of ``vllm bench latency``, and medha's, of the runs of one request; times in seconds."""
-    e2els = [one.e2el_s for one in outcomes]
-    ttfts = [one.ttft_s for one in outcomes if one.ttft_s is not None]
-    tpots = [one.tpot_s for one in outcomes if one.tpot_s is not None]
+    e2els, ttfts, tpots = (seconds_of(name, outcomes) for name in ("e2el", "ttft", "tpot"))
     return {
         "output_len": outcomes[0].output_len,
         "num_chunks": outcomes[-1].num_chunks,
@@ -133,9 +129,7 @@ def latency_fields(outcomes: Sequence[Outcome]) -> Report:
         "std_latency": statistics.pstdev(e2els),
         "latencies": e2els,
         "percentiles": {str(percent): float(np.percentile(e2els, percent)) for percent in PERCENTILES},
-        "avg_ttft": statistics.fmean(ttfts),
         "ttfts": ttfts,
-        "avg_tpot": statistics.fmean(tpots) if tpots else None,
         "tpots": tpots,
         "e2el": timing_of(e2els),
         "ttft": timing_of(ttfts),

@@ -33,8 +33,6 @@ from medha.workload.trace import Trace
 
 NO_SLO = SLO()
 _MAX_SLEEP_S = 0.1
-
-
 _RATE = number("requests a second above 0, or inf", lambda value: value > 0)
 
 
@@ -146,8 +144,7 @@ def serve_load(
     """Serve arrivals to the end of the last one.
 
     Args:
-        engine: idle. The parameters of all requests are of :func:`fixed_output`, and their prompts are
-            token ids.
+        engine: idle. The parameters of all requests are of :func:`fixed_output`, and their prompts are token ids.
         arrivals: the load, in order of ``arrival_s``.
         probes: may go on for ever; those after the end of the load are not sent. Ids differ from the load's.
         max_concurrency: requests of the load at once; who comes while there are so many arrives when one of them ends.
@@ -157,7 +154,7 @@ def serve_load(
         EngineDeadError: a step failed.
     """
     assert not engine.has_unfinished, "the load has the engine to itself"
-    return _Load(engine, arrivals, iter(probes), max_concurrency, on_end).serve()
+    return _Load(engine, arrivals, iter(probes), max_concurrency or len(arrivals), on_end).serve()
 
 
 class _Load:
@@ -168,23 +165,18 @@ class _Load:
         engine: Engine,
         arrivals: Sequence[Arrival],
         probes: Iterator[Arrival],
-        max_concurrency: int | None,
+        max_concurrency: int,
         on_end: Callable[[], None],
     ) -> None:
-        self._engine = engine
-        self._ids = [arrival.request_id for arrival in arrivals]
-        self._own = frozenset(self._ids)
         self._upcoming = deque(arrivals)
-        self._probes = probes
-        self._next_probe = next(probes, None)
-        self._max_concurrency = max_concurrency or len(arrivals)
-        self._on_end = on_end
-        self._input_lens: dict[str, int] = {}
         self._num_running = 0
-        self._times: dict[str, list[float]] = {}
-        self._texts: dict[str, list[str]] = {}
         self._done: dict[str, Outcome] = {}
-        self._held_back = False
+        self._engine = engine
+        self._ids = dict.fromkeys(arrival.request_id for arrival in arrivals)
+        self._probes, self._next_probe = probes, next(probes, None)
+        self._max_concurrency, self._is_held_back = max_concurrency, False
+        self._on_end = on_end
+        self._sent: dict[str, tuple[int, list[float]]] = {}  # prompt tokens, and the times of the tokens
         self._start_s = engine.now()
 
     def serve(self) -> Served:
@@ -192,26 +184,25 @@ class _Load:
         while self._upcoming or self._num_running or engine.has_unfinished:
             self._send_due()
             if engine.has_unfinished:
-                outputs = engine.step()
-                now_s = engine.now()
+                outputs, now_s = engine.step(), engine.now()
                 for output in outputs:
                     self._take(output, now_s)
             elif self._upcoming:
                 self._sleep()
         outcomes = tuple(self._done.pop(name) for name in self._ids)
-        duration_s = max((one.end_s for one in outcomes), default=0.0)
-        return Served(outcomes, tuple(self._done.values()), duration_s)
+        return Served(outcomes, tuple(self._done.values()), max((one.end_s for one in outcomes), default=0.0))
 
     def _send_due(self) -> None:
         """Queue what has arrived."""
         now_s = self._engine.now() - self._start_s
         while self._upcoming and self._upcoming[0].arrival_s <= now_s:
             if self._num_running >= self._max_concurrency:
-                self._held_back = True
+                self._is_held_back = True
                 break
+            self._num_running += 1
             arrival = self._upcoming.popleft()
-            self._send(replace(arrival, arrival_s=now_s) if self._held_back else arrival)
-            self._held_back = False
+            self._send(replace(arrival, arrival_s=now_s) if self._is_held_back else arrival)
+            self._is_held_back = False
         while self._next_probe is not None and (self._upcoming or self._num_running):
             if self._next_probe.arrival_s > now_s:
                 break
@@ -220,9 +211,7 @@ class _Load:
 
     def _send(self, arrival: Arrival) -> None:
         name, at_s = arrival.request_id, self._start_s + arrival.arrival_s
-        self._num_running += name in self._own
-        self._input_lens[name] = len(arrival.prompt)
-        self._times[name], self._texts[name] = [], []
+        self._sent[name] = len(arrival.prompt), []
         try:
             self._engine.add_request(
                 name, arrival.prompt, arrival.params, slo=arrival.slo, priority=arrival.priority, arrival_s=at_s
@@ -235,20 +224,18 @@ class _Load:
 
     def _take(self, output: RequestOutput, now_s: float) -> None:
         """Note the tokens of an output, and the end of its request."""
-        piece, name = output.outputs[0], output.request_id
-        self._times[name] += [now_s] * len(piece.token_ids)
-        self._texts[name].append(piece.text or "")
-        if not output.finished:
-            return
-        self._done[name] = self._outcome(output)
-        if name in self._own:
-            self._num_running -= 1
-            self._on_end()
+        name = output.request_id
+        self._sent[name][1].extend([now_s] * len(output.outputs[0].token_ids))
+        if output.finished:
+            self._done[name] = self._outcome(output)
+            if name in self._ids:
+                self._num_running -= 1
+                self._on_end()
 
     def _outcome(self, output: RequestOutput) -> Outcome:
         metrics, name = output.metrics, output.request_id
         assert metrics.finished is not None, "it has ended"
-        times = self._times.pop(name)
+        input_len, times = self._sent.pop(name)
         if times and metrics.first_token is not None:  # both ends by the engine's own clock reading
             times[0], times[-1] = metrics.first_token, metrics.finished if len(times) > 1 else metrics.first_token
         error = "" if output.error is None else f"{type(output.error).__name__}: {output.error}"
@@ -257,7 +244,7 @@ class _Load:
             error = f"ended by {reason}"
         return Outcome(
             request_id=name,
-            input_len=self._input_lens.pop(name),
+            input_len=input_len,
             output_len=len(times),
             start_s=metrics.arrival - self._start_s,
             queue_s=metrics.queue_time,
@@ -265,7 +252,6 @@ class _Load:
             itl_s=tuple(later - sooner for sooner, later in pairwise(times)),
             e2el_s=metrics.finished - metrics.arrival,
             num_chunks=metrics.num_chunks,
-            text="".join(self._texts.pop(name)),
             error=error,
             slo=SLO(metrics.ttft_slo_s, metrics.tpot_slo_s),
         )

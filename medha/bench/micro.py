@@ -45,19 +45,18 @@ from medha.bench.cli import (
     lengths,
     verb,
     warmups,
-    words,
 )
 from medha.bench.harness import Local, Subject, count_parameters, median_text, on_ranks, report_head, rows_of
 from medha.bench.timing import in_turn, matrix_product, memory_read, timed, timing_of, waited
 from medha.cli.options import PARALLEL
 from medha.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from medha.config.fields import integer
+from medha.config.fields import choice, integer
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
 from medha.params import SLO, SamplingParams
-from medha.profile.steps import Step, StepRunner, decodes, fill_pools
+from medha.profile.steps import decodes, fill_pools
 from medha.sched.decision import SchedulerRequest
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler
@@ -66,7 +65,6 @@ from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import SlotSampling, draw
 from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
 
-TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"
 _BLOCK_SIZE = 256
 _YARDSTICK = "yardstick"
 _MAX_NEW_TOKENS = 1 << 16  # more than anybody decodes before it ends
@@ -77,7 +75,7 @@ _LONGEST_SHORT = SchedulerConfig().long_threshold - 1  # tokens of a prompt that
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What is measured: chunks over KV lengths in each dtype. Of the engine's options only those of :data:`ALONE`."""
+    """What is measured: chunks over KV lengths. Of the engine's options only those of :data:`ALONE`."""
 
     subject: Subject = field(default_factory=Subject)
     chunks: tuple[int, ...] = lengths(
@@ -86,60 +84,40 @@ class AttentionOptions:
     kv_lens: tuple[int, ...] = lengths(
         "kv_lens", "4096,16384,65536", "Keys that the last query sees, the chunk's own included."
     )
-    dtypes: tuple[str, ...] = words("float32,bfloat16", "Comma separated.", name="dtype")
+    dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
     warmup: int = warmups(1)
     runs: int = counted(3)
 
     def __post_init__(self) -> None:
-        wrong = [name for name in self.dtypes if name not in TORCH_DTYPES]
-        if wrong:
-            raise ConfigError(f"dtype={wrong[0]!r}; accepted: {', '.join(TORCH_DTYPES)}, comma separated")
         if min(self.kv_lens) < min(self.chunks):
             raise ConfigError(f"kv_lens={self.kv_lens} with chunks={self.chunks}; accepted: none below every chunk")
-
-    @property
-    def cells(self) -> list[tuple[int, list[int]]]:
-        """Each KV length with the chunks that it has room for, from small to large."""
-        return [(kv, [c for c in sorted(set(self.chunks)) if c <= kv]) for kv in sorted(set(self.kv_lens))]
-
-    @property
-    def num_runs(self) -> int:
-        """Calls and products, warm-up included."""
-        return sum(1 + len(chunks) for _, chunks in self.cells) * (self.warmup + self.runs) * len(self.dtypes)
 
 
 def attention(options: AttentionOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
     """Attention of one layer, chunks over KV lengths: its rate, against the matrix products of this machine."""
-    load, device = os.getloadavg()[0], _device(options.subject)
+    load, device, dtype = os.getloadavg()[0], _device(options.subject), TORCH_DTYPES[options.dtype]
     model = options.subject.model_config(longest=max(options.kv_lens))
-    backends: dict[str, str] = {}
+    backend, attend = _attention(options, model, dtype, device)
+    product = matrix_product(dtype, device)
     results: list[Report] = []
     rates: list[Report] = []
-    for name in options.dtypes:
-        dtype = TORCH_DTYPES[name]
-        backends[name], attend = _attention(options, model, dtype, device)
-        product = matrix_product(dtype, device)
-        for kv_len, chunks in options.cells:
-            runs = {_YARDSTICK: product.seconds}
-            runs |= {str(chunk): partial(timed, attend(chunk, kv_len)) for chunk in chunks}
-            seconds = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
-            rate = product.rate(seconds.pop(_YARDSTICK))
-            rates.append({"dtype": name, "kv_len": kv_len, **rate})
-            lines: list[Report] = []
-            for chunk, timing in zip(chunks, map(timing_of, seconds.values()), strict=True):
-                flops = attention_flops(model, chunk, kv_len)
-                per_s = flops / timing["median_s"]
-                cell = {"dtype": name, "kv_len": kv_len, "chunk": chunk, "timing": timing, "flops": flops}
-                lines.append(cell | {"flops_per_s": per_s, "share": per_s / rate["per_s"]})
-            results += [one | {"overhead": lines[-1]["flops_per_s"] / one["flops_per_s"] - 1} for one in lines]
-    return options.subject.head("micro attention", asdict(options), load, model) | {
-        "dtype": " and ".join(options.dtypes),
-        "device": str(device),
-        "backend": backends,
-        **{name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
-        "results": results,
-        "matrix_rates": rates,
-    }
+    for kv_len in sorted(set(options.kv_lens)):
+        chunks = [chunk for chunk in sorted(set(options.chunks)) if chunk <= kv_len]
+        runs = {_YARDSTICK: product.seconds}
+        runs |= {str(chunk): partial(timed, attend(chunk, kv_len)) for chunk in chunks}
+        seconds = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
+        rate = product.rate(seconds.pop(_YARDSTICK))
+        rates.append({"kv_len": kv_len, **rate})
+        lines: list[Report] = []
+        for chunk, timing in zip(chunks, map(timing_of, seconds.values()), strict=True):
+            flops = attention_flops(model, chunk, kv_len)
+            per_s = flops / timing["median_s"]
+            cell = {"kv_len": kv_len, "chunk": chunk, "timing": timing, "flops": flops, "flops_per_s": per_s}
+            lines.append(cell | {"share": per_s / rate["per_s"]})
+        results += [one | {"overhead": lines[-1]["flops_per_s"] / one["flops_per_s"] - 1} for one in lines]
+    head = options.subject.head("micro attention", asdict(options), load, model)
+    head |= {"dtype": options.dtype, "device": str(device), "backend": backend}
+    return head | {"results": results, "matrix_rates": rates}
 
 
 def attention_flops(model: ModelConfig, chunk: int, kv_len: int) -> float:
@@ -161,7 +139,7 @@ def _attention(
         dtype=dtype, device=device,
     )  # fmt: skip
     fill_pools(cache, max(options.kv_lens), seed=0)
-    wanted = options.subject.options.get("attention_backend", "auto")
+    wanted = options.subject.engine.get("attention_backend") or "auto"
     layer = LayerShape(model.num_heads, *shape, dtype)
     backend = choose_backend(wanted, layer, device, block_size=_BLOCK_SIZE)[0]
 
@@ -177,16 +155,13 @@ def _attention(
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """What is measured: every batch size at every context; contexts that the model does not take are left out."""
+    """What is measured: every batch size at every context."""
 
     subject: Subject = field(default_factory=Subject)
     batch_sizes: tuple[int, ...] = lengths("batch_size", "1,4,16", "Requests that decode together, comma separated.")
     contexts: tuple[int, ...] = lengths("input_len", "1024,8192", "Tokens of each in the KV cache.")
     warmup: int = warmups(2, "Steps")
     runs: int = counted(10, "Steps")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "contexts", self.subject.fitting("input_len", self.contexts, more=1))
 
     @property
     def cells(self) -> list[tuple[int, int]]:
@@ -197,11 +172,6 @@ class DecodeOptions:
     def num_blocks(self) -> int:
         """Blocks of the largest cell; a step adds one token to each request."""
         return max(batch * -(-(context + 1) // _BLOCK_SIZE) for context, batch in self.cells)
-
-    @property
-    def num_runs(self) -> int:
-        """Steps and reads, warm-up included."""
-        return (1 + len(self.cells)) * (self.warmup + self.runs)
 
 
 def decode(options: DecodeOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
@@ -216,7 +186,8 @@ def _decode(local: Local, options: DecodeOptions, on_run: Callable[[], None]) ->
     memory, hand, size = memory_read(local.device), local.hand, local.dtype.itemsize
     runs: dict[str, Callable[[], float]] = {_YARDSTICK: memory.seconds}
     for context, batch in options.cells:
-        runs[f"{batch} at {context}"] = partial(_busy_s, hand, decodes(batch, context))
+        step = decodes(batch, context)
+        runs[f"{batch} at {context}"] = lambda step=step: hand.run(step)[1]  # type: ignore[misc]
     seconds = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
     rate = memory.rate(seconds.pop(_YARDSTICK))
     weight_bytes, is_whole = step_parameters(local.model) * size, local.config.parallel.world_size == 1
@@ -228,19 +199,11 @@ def _decode(local: Local, options: DecodeOptions, on_run: Callable[[], None]) ->
         cell |= {"kv_bytes": kv_bytes, "bytes_per_s": per_s, "mbu": per_s / rate["per_s"] if is_whole else None}
         cells.append(cell | {"tokens_per_s": batch / timing["median_s"]})
     head = local.report("micro decode", asdict(options))
-    return head | {"timed": TIMED, "memory_read": rate, "results": cells}
-
-
-def _busy_s(hand: StepRunner, step: Step) -> float:
-    """Runs the step; its busy seconds end when its tokens are on the host."""
-    return hand.run(step)[1]
+    return head | {"memory_read": rate, "results": cells}
 
 
 def step_parameters(model: ModelConfig) -> int:
-    """Parameters that a decode step reads: layers, last norm and head; of an embedding some rows, which are left out.
-
-    Where the embedding is tied, it is the head.
-    """
+    """Parameters that a decode step reads: all but an embedding that is not the head too."""
     return count_parameters(model, lambda name: name != "model.embed_tokens.weight" or model.tie_word_embeddings)
 
 
@@ -265,11 +228,6 @@ class SamplingOptions:
     warmup: int = warmups(2)
     runs: int = counted(10)
 
-    @property
-    def num_runs(self) -> int:
-        """Of all, warm-up included."""
-        return len(WAYS) * len(self.batch_sizes) * (self.warmup + self.runs)
-
 
 def sampling(options: SamplingOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
     """From random logits to tokens on the host, over batch sizes and ways of drawing."""
@@ -292,9 +250,9 @@ def sampling(options: SamplingOptions, *, on_run: Callable[[], None] = lambda: N
 
 def _device(subject: Subject) -> torch.device:
     """Where the part runs, on as many threads as are asked for."""
-    if subject.options.get("num_threads") is not None:
-        torch.set_num_threads(subject.options["num_threads"])
-    return pick_device(subject.options.get("device", "auto"))
+    if subject.engine.get("num_threads") is not None:
+        torch.set_num_threads(subject.engine["num_threads"])
+    return pick_device(subject.engine.get("device") or "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,11 +277,6 @@ class SchedulerOptions:
     def __post_init__(self) -> None:
         for policy in self.policies:
             load_policy(policy)  # an unknown one is an error before anything is measured
-
-    @property
-    def num_runs(self) -> int:
-        """Queues."""
-        return len(self.waiting) * len(self.policies)
 
 
 def scheduler(options: SchedulerOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
@@ -412,7 +365,7 @@ class Queue:
 
 
 def _attention_shown(report: Report) -> Shown:
-    columns = ("dtype", "kv_len", "chunk", "timing", "flops_per_s", "share", "overhead")
+    columns = ("kv_len", "chunk", "timing", "flops_per_s", "share", "overhead")
     return {"results": rows_of(report["results"], columns)}, [
         f"one layer; {median_text(report)}, in turn; share: of the matrix product's rate; operations: those under the "
         "causal mask; overhead: seconds for each of them against the largest chunk over the same KV cache, less 1"
@@ -423,7 +376,8 @@ def _decode_shown(report: Report) -> Shown:
     columns = ("context", "batch_size", "timing", "weight_bytes", "kv_bytes", "mbu", "tokens_per_s")
     entries = {"memory_read": report["memory_read"], "results": rows_of(report["results"], columns)}
     mbu = "bytes that a step has to read (weights and KV) over its time, of the memory's rate"
-    notes = [f"timed: {report['timed']}; MBU: {mbu}", f"{median_text(report)}, in turn; KV cache of random numbers"]
+    timed = "a step of the runner, from the batch to its tokens; without scheduler and engine"
+    notes = [f"timed: {timed}; MBU: {mbu}", f"{median_text(report)}, in turn; KV cache of random numbers"]
     return entries, notes
 
 

@@ -18,8 +18,7 @@ import os
 import re
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -27,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from medha.batch import Batch
 from medha.bench.cli import ANY_COUNT, COUNT, Report, Shown, asked, counted, verb, warmups, words
 from medha.bench.harness import Local, Subject, median_text, on_ranks, random_prompt, rows_of
 from medha.bench.load import fixed_output, serve_load
@@ -40,7 +38,6 @@ from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
 from medha.profile.steps import Part, StepRunner
 from medha.timeline import RankRecords, decode_records, encode_records
-from medha.worker.step import BatchRunner, PendingStep
 
 ONE_RANK = "1 rank"
 MODES = ("prefill", "decode", "chunk")
@@ -84,22 +81,12 @@ class ScalingOptions:
         """One rank, and the others."""
         return {ONE_RANK: ParallelConfig(), **{name: parse_layout(name) for name in self.layouts}}
 
-    @property
-    def num_runs(self) -> int:
-        """Turns of all layouts over all lengths, warm-up included."""
-        return len(self.lengths) * len(self.all_layouts) * (self.warmup + self.runs)
-
 
 def parse_layout(text: str) -> ParallelConfig:
-    """``kvp2``, ``tp2`` or ``kvp2spp2`` as degrees; the axes in any order, each at most once.
-
-    Raises:
-        ConfigError: none of these.
-    """
-    found = re.findall(r"([a-z]+)(\d+)[x*·]?", text.strip())
+    """``kvp2``, ``tp2`` or ``kvp2spp2`` as degrees, the axes in any order; raises ConfigError for any other."""
+    found = re.findall(r"(kvp|spp|tp)(\d+)", text)
     degrees = {axis: int(degree) for axis, degree in found}
-    whole = re.fullmatch(r"(?:(?:kvp|spp|tp)\d+(?:[x*·](?!$))?)+", text.strip())
-    if whole is None or len(degrees) < len(found):
+    if not found or len(degrees) < len(found) or "".join(axis + degree for axis, degree in found) != text:
         raise ConfigError(f"layout {text!r}; accepted: for example spp2, tp2, kvp2 or kvp2spp2")
     return ParallelConfig(tp=degrees.get("tp", 1), spp=degrees.get("spp", 1), kvp=degrees.get("kvp", 1))
 
@@ -114,11 +101,11 @@ def scaling(options: ScalingOptions, *, on_run: Callable[[], None] = lambda: Non
 
 def _one_length(options: ScalingOptions, length: int, on_run: Callable[[], None]) -> list[Report]:
     """Every layout over one prompt, or one context."""
-    is_prefill, is_decode = options.mode == "prefill", options.mode == "decode"
+    is_decode = options.mode == "decode"
     q_len = 1 if is_decode else options.chunk_size or 0
-    work: dict[str, Any] = {"work": "steps", "q_len": q_len, "context": length, "is_decode": is_decode}
-    if is_prefill:
-        work = {"work": "prefill", "prompt_len": length, "seed": options.seed}
+    work: dict[str, Any] = {"q_len": q_len, "context": length, "is_decode": is_decode}
+    if options.mode == "prefill":
+        work = {"prompt_len": length, "seed": options.seed}
     with ExitStack() as stack:
         jobs = {
             name: stack.enter_context(_start(options, layout, length + q_len))
@@ -126,59 +113,49 @@ def _one_length(options: ScalingOptions, length: int, on_run: Callable[[], None]
         }
         turns = {name: partial(job.ask, **work) for name, job in jobs.items()}
         answers = in_turn(turns, warmup=options.warmup, runs=options.runs, on_run=on_run)
-    line_of = _prefill_line if is_prefill else _step_line
-    lines: list[Report] = [{"length": length, "layout": name} | line_of(found) for name, found in answers.items()]
+    lines: list[Report] = []
+    for name, found in answers.items():
+        seconds = [second for answer in found for second in answer["seconds"]]
+        ranks = [[decode_records(text.encode()) for text in answer["ranks"]] for answer in found]
+        line: Report = {"length": length, "layout": name, "num_ranks": len(ranks[0])}
+        line |= {"timing": timing_of(seconds), "seconds": seconds}
+        if options.mode == "prefill":  # where the time went in the run in the middle, the faster of two
+            line["usage"] = usage(ranks[seconds.index(statistics.median_low(seconds))])
+        else:
+            line |= _medians(ranks, [answer["batch_ids"] for answer in found])
+        lines.append(line)
     first_s = lines[0]["timing"]["median_s"]
     return [line | {"ratio": first_s / line["timing"]["median_s"]} for line in lines]
 
 
-def _prefill_line(answers: Sequence[Mapping[str, Any]]) -> Report:
-    """A layout's prefills; where the time went in the run in the middle, the faster of two."""
-    seconds = [answer["seconds"] for answer in answers]
-    ranks = _records_of(answers[seconds.index(statistics.median_low(seconds))])
-    timing = timing_of(seconds)
-    return {"num_ranks": len(ranks), "timing": timing, "seconds": seconds, "usage": usage(ranks)}
-
-
-def _step_line(answers: Sequence[Mapping[str, Any]]) -> Report:
-    """A layout's steps; of each rank the medians of its compute and of the merges within."""
-    seconds = [taken for answer in answers for _, taken in answer["steps"]]
+def _medians(runs: Sequence[Sequence[RankRecords]], ids: Sequence[Sequence[int]]) -> Report:
+    """Of each rank the medians of its compute and of the merges within, over the batches that count of each run."""
     parts: dict[int, list[tuple[float, float]]] = {}
-    for answer in answers:
-        counted_ids = {batch_id for batch_id, _ in answer["steps"]}
-        for rank in _records_of(answer):
-            found = [(one.busy_s, one.merge_wait_s) for one in rank.batches if one.batch_id in counted_ids]
+    for ranks, counting in zip(runs, ids, strict=True):
+        for rank in ranks:
+            found = [(one.busy_s, one.merge_wait_s) for one in rank.batches if one.batch_id in counting]
             parts.setdefault(rank.rank, []).extend(found)
     busy, merge = ([statistics.median(one[i] for one in parts[rank]) for rank in sorted(parts)] for i in (0, 1))
-    timing = timing_of(seconds)
-    return {"num_ranks": len(parts), "timing": timing, "seconds": seconds, "busy_s": busy, "merge_s": merge}
-
-
-def _records_of(answer: Mapping[str, Any]) -> list[RankRecords]:
-    """What each rank ran."""
-    return [decode_records(text.encode()) for text in answer["ranks"]]
+    return {"busy_s": busy, "merge_s": merge}
 
 
 def usage(ranks: Sequence[RankRecords]) -> Report:
     """Where the time of a prefill went, from its first batch's start to its last one's end on any rank.
 
     ``busy_s`` is of each rank, and ``bubble`` the share of all ranks' time in which they did not compute. The waits are
-    the most that a rank waited once its first batch was there: for hidden states, for messages, and for reports of
-    batches that are done, as rank 0 does because of the depth; merges are of all batches.
+    the most that a rank waited once its first batch was there: for hidden states and for messages; merges are of all
+    batches.
     """
     active = [r.batches for r in ranks if r.batches]  # a group may have had nothing to do
     span_s = max(batches[-1].end_s for batches in active) - min(batches[0].start_s for batches in active)
     busy_s = [sum(batch.busy_s for batch in r.batches) for r in ranks]
     filled = [batches[1:] for batches in active]  # the wait for a rank's first batch is the pipeline's filling
     return {
-        "span_s": span_s,
         "busy_s": busy_s,
         "bubble": 1 - sum(busy_s) / (span_s * len(ranks)),
         "transfer_wait_s": max(sum(batch.hidden_wait_s for batch in batches) for batches in filled),
         "control_wait_s": max(sum(batch.control_wait_s for batch in batches) for batches in filled),
         "merge_wait_s": max(sum(batch.merge_wait_s for batch in batches) for batches in active),
-        "report_wait_s": max(sum(batch.report_wait_s for batch in batches) for batches in filled),
-        "num_late_messages": sum(not batch.control_ready for batches in filled for batch in batches),
     }
 
 
@@ -200,66 +177,44 @@ def _start(options: ScalingOptions, layout: ParallelConfig, longest: int) -> Wor
     return Worker(f"a job of {degrees}", [sys.executable, "-P", "-m", "medha.bench.scaling"], settings, stops=False)
 
 
-class _Submitted:
-    """A runner whose batches are waited for at once, so that the seconds of the last one are known."""
-
-    def __init__(self, runner: BatchRunner) -> None:
-        self._runner = runner
-        self.seconds = 0.0
-        self.open, self.close, self.reset = runner.open, runner.close, runner.reset
-
-    def submit(self, batch: Batch) -> PendingStep:
-        start = time.perf_counter()
-        found = self._runner.submit(batch).result()
-        self.seconds = time.perf_counter() - start
-        return PendingStep(lambda: found)
+def _prefill(local: Local, *, prompt_len: int, seed: int) -> Report:
+    """Read a random prompt to its first token."""
+    prompt = random_prompt(prompt_len, local.model.vocab_size, np.random.default_rng(seed))
+    (outcome,) = serve_load(local.engine, [Arrival("prompt", prompt, fixed_output(1))]).outcomes
+    if outcome.ttft_s is None:
+        raise ConfigError(f"a prompt of {prompt_len} tokens has failed: {outcome.error}")
+    return {"seconds": [outcome.ttft_s]}
 
 
-class _Job:
-    """What rank 0 of a job does."""
+def _steps(local: Local, hand: StepRunner, *, q_len: int, context: int, is_decode: bool) -> Report:
+    """Equal steps of one row over a context that lies on all groups."""
+    groups = local.config.parallel.kvp
+    step = (Part(q_len, context, is_decode=is_decode, num_groups=groups, samples=is_decode),)
+    found: Report = {"batch_ids": [], "seconds": []}
+    for _ in range(_STEPS):
+        found["batch_ids"].append(hand.run(step)[0])
+        found["seconds"].append(hand.last_s)
+    return found
 
-    def __init__(self, local: Local) -> None:
-        self._local = local
-        self._submitted = _Submitted(local.engine.runner)
-        cache = local.role.runner.cache
-        sizes = {"block_size": cache.block_size, "num_blocks": cache.num_blocks}
-        self._hand = StepRunner(self._submitted, vocab_size=local.model.vocab_size, **sizes)
 
-    def prefill(self, *, prompt_len: int, seed: int) -> Report:
-        """Read a random prompt to its first token; seconds, and what each rank ran."""
-        prompt = random_prompt(prompt_len, self._local.model.vocab_size, np.random.default_rng(seed))
-        (outcome,) = serve_load(self._local.engine, [Arrival("prompt", prompt, fixed_output(1))]).outcomes
-        if outcome.ttft_s is None:
-            raise ConfigError(f"a prompt of {prompt_len} tokens has failed: {outcome.error}")
-        return {"seconds": outcome.ttft_s, "ranks": self._records()}
-
-    def steps(self, *, q_len: int, context: int, is_decode: bool) -> Report:
-        """Equal steps of one row over a context that lies on all groups; of each its batch and its seconds."""
-        groups = self._local.config.parallel.kvp
-        step = (Part(q_len, context, is_decode=is_decode, num_groups=groups, samples=is_decode),)
-        found = []
-        for _ in range(_STEPS):
-            batch_id, _ = self._hand.run(step)
-            found.append((batch_id, self._submitted.seconds))
-        return {"steps": found, "ranks": self._records()}
-
-    def _records(self) -> list[str]:
-        """What each rank ran since the last call."""
-        role = self._local.role
-        if role.caller is None:
-            records = [RankRecords(0, 0, 0, role.runner.recorder.take())]
-        else:
-            records = self._local.engine.runner.gather_records()  # type: ignore[attr-defined]
-        return [encode_records(one).decode() for one in records]
+def _records(local: Local) -> list[str]:
+    """What each rank ran since the last call."""
+    role = local.role
+    if role.caller is None:
+        records = [RankRecords(0, 0, 0, role.runner.recorder.take())]
+    else:
+        records = local.engine.runner.gather_records()  # type: ignore[attr-defined]
+    return [encode_records(one).decode() for one in records]
 
 
 def _serve_lines(local: Local) -> Report:
-    """Answer line after line until the input ends."""
-    job = _Job(local)
+    """Answer line after line until the input ends, on rank 0 of a job."""
+    hand = local.hand
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(getattr(job, request.pop("work"))(**request)), flush=True)
+        work = json.loads(line)
+        found = _prefill(local, **work) if "prompt_len" in work else _steps(local, hand, **work)
+        print(json.dumps(found | {"ranks": _records(local)}), flush=True)
     return {}
 
 
@@ -272,7 +227,7 @@ def _run_job() -> int:
 def shown(report: Report) -> Shown:
     """What is printed of the report."""
     columns = ("length", "layout", "timing", "ratio", "bubble", "transfer_wait_s", "control_wait_s", "merge_wait_s")
-    rows = rows_of([line | line.get("usage", {}) for line in report["results"]], (*columns, "num_late_messages"))
+    rows = rows_of([line | line.get("usage", {}) for line in report["results"]], columns)
     notes = [f"{median_text(report)}, interleaved; 1 thread a rank; ratio: one rank's time over a layout's"]
     if report["options"]["mode"] != "prefill":
         notes.append("turns of 10 steps over random keys and values; compute and merges by rank are in the report")

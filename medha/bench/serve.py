@@ -1,19 +1,20 @@
 """``medha bench serve``: requests arrive at a live engine, and a stream of probes measures how they stall others.
 
-The engine runs in this process: no server, no network. The fields of the report are those of ``vllm bench serve``.
-Probes are small requests with Poisson arrivals of their own until the load is done; they count in no other figure.
-Objectives (``--goodput``, or a trace's own) are told to the scheduler, but for the end-to-end latency.
+The engine runs in this process: no server, no network. The fields of the report are those of ``vllm bench serve
+--save-detailed``, but for texts. Probes are small requests with Poisson arrivals of their own until the load is done;
+they count in no other figure. Objectives (``--goodput``, or a trace's own) are told to the scheduler, but for the
+end-to-end latency.
 
 ``--preset convoy`` serves the same arrivals under six schedulers, over the same weights and KV pool: short requests
 arrive as a Poisson stream while a few long prompts, queued at its start, are read (arXiv:2409.17264, v5, figure 1b and
-section 4). The stream lasts as long as the whole mix takes when it is there at once under LARS with space sharing, over
-the load. What that run taught the predictor of step times, all schedulers begin with.
+section 4). Short ones have a TTFT objective; the long ones' is derived by the scheduler. The stream lasts as long as
+the whole mix takes when it is there at once under LARS with space sharing, over the load. What that run taught the
+predictor of step times, all schedulers begin with.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -26,7 +27,7 @@ import typer
 
 from medha.batch import Batch
 from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, of_load, verb
-from medha.bench.harness import Local, Subject, on_ranks, plain, random_prompt, terms
+from medha.bench.harness import Local, Subject, on_ranks, random_prompt, terms
 from medha.bench.load import ArrivingWorkload, arrivals_of, described, fixed_output, longest_of, serve_load
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
 from medha.cli.report import check_writable
@@ -50,8 +51,22 @@ from medha.workload.metrics import (
     serving_figures,
 )
 
-_WARM_SHORT = 8
+CONVOY_MODEL: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""A model so small that two CPU threads read 32K tokens in some ten seconds; fields of its ``config.json``."""
 
+_NUM_LONG, _NUM_SHORT = 4, 200
+_SHORT_LENS = (50, 500)  # prompt tokens, drawn evenly
+_OUTPUT_LEN = 8
+_SHORT_TTFT_S = 1.0
+_BATCH_S = 0.25
+_WARM_SHORT = 8
 
 _OBJECTIVES = "Objectives in ms, as ttft:100 tpot:50 e2el:900; the first two are the scheduler's."
 _MORE: Group = {
@@ -91,13 +106,12 @@ class ServeOptions:
         (99.0,), "Percentiles of them, comma separated.", name="metric_percentiles", kind=str, shown="99",
         read=parse_percentiles,
     )  # fmt: skip
-    save_detailed: bool = asked(False, "Report one value a request too.", flags=("--save-detailed",))
-    label: str | None = asked(None, "Copied into the report.")
     t_target_s: float | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        assert self.goals
+        assert self.goals is not None  # it is read, and may be wrong
+        if self.preset is not None and self.long_len <= _SHORT_LENS[1]:
+            raise ConfigError(f"long_len={self.long_len}; accepted: above {_SHORT_LENS[1]}, the longest short one")
 
     @cached_property
     def goals(self) -> Goodput:
@@ -110,20 +124,16 @@ class ServeOptions:
         return self.goals.tpot_s is not None or self.workload.dataset_path is not None
 
     @property
-    def convoy(self) -> ConvoyOptions:
-        """Those of the preset."""
-        subject, number = self.subject, self.workload.num_prompts or ConvoyOptions.num_short
-        if subject.model is None:
-            subject = replace(subject, hf_overrides=CONVOY_MODEL | dict(subject.hf_overrides or {}))
-        target_s = self.t_target_s or ConvoyOptions.t_target_s
-        return ConvoyOptions(subject, number, self.long_len, self.load, target_s, self.seed)
+    def num_short(self) -> int:
+        """Of the preset: short requests."""
+        return self.workload.num_prompts or _NUM_SHORT
 
     @property
     def num_runs(self) -> int:
         """Requests, of the preset under all schedulers and at once."""
         if self.preset is None:
             return len(self.workload.trace)
-        return (1 + len(self.convoy.systems)) * (self.convoy.num_long + self.convoy.num_short)
+        return (1 + len(systems_of(self.long_len))) * (_NUM_LONG + self.num_short)
 
 
 def serve(options: ServeOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
@@ -134,7 +144,7 @@ def serve(options: ServeOptions, *, on_run: Callable[[], None] = lambda: None) -
     SLO attainment: their share of the requests with one. Exit code 3: some requests failed.
     """
     if options.preset is not None:
-        return convoy(options.convoy, plot=options.plot, on_run=on_run)
+        return convoy(options, on_run)
     longest = max(longest_of(options.workload.trace), options.probe_input_len + options.probe_output_len)
     return on_ranks(options.subject, lambda local: _serve(local, options, on_run), longest=longest)
 
@@ -150,7 +160,6 @@ def _serve(local: Local, options: ServeOptions, on_run: Callable[[], None]) -> R
     rate = workload.trace.qps if workload.request_rate is None else workload.request_rate
     found = {
         "backend": "medha",
-        "label": options.label,
         "tokenizer_id": options.subject.model if local.role.tokenizer is not None else None,
         "num_prompts": len(arrivals),
         "request_rate": "inf" if rate is None or math.isinf(rate) else rate,
@@ -161,8 +170,7 @@ def _serve(local: Local, options: ServeOptions, on_run: Callable[[], None]) -> R
         "prediction_error": errors,
     }
     figures = serving_figures(served, goodput=goals, metrics=options.metrics, percentiles=options.percentiles)
-    per_request = detailed(served.outcomes) if options.save_detailed else {}
-    return local.report("serve", given) | found | figures | per_request
+    return local.report("serve", given) | found | figures | detailed(served.outcomes)
 
 
 def warm_up(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
@@ -206,121 +214,83 @@ def errors_counted(engine: Engine) -> Iterator[Report]:
             report[kind] = {"count": len(row), "mean_abs": mean_abs, "mean_signed": mean_signed}
 
 
-CONVOY_MODEL: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-"""A model so small that two CPU threads read 32K tokens in some ten seconds; fields of its ``config.json``."""
+def systems_of(longest: int) -> dict[str, dict[str, Any]]:
+    """Fields of the scheduler of each system of the preset. The baselines stand alone: no sharing and no guard."""
+    alone, ours = {"rho_max": 0.0, "late_share": 0.0}, {"policy": "lars"}
+    return {
+        "whole prefill": {"scheduler": "orca", "policy": "fcfs", "chunk_size": longest, "max_batch_tokens": longest},
+        "Sarathi-512": {"scheduler": "sarathi", "policy": "fcfs", "chunk_size": 512, "max_batch_tokens": 512},
+        "EDF": {"policy": "edf", **alone},
+        "LRS": {"policy": "lrs", **alone},
+        "LARS": {**ours, "rho_max": 0.0},
+        "LARS+sharing": ours,
+    }
 
 
-@dataclass(frozen=True)
-class ConvoyOptions:
-    """The load of the convoy: short requests of ``short_lens`` prompt tokens with a TTFT objective, drawn evenly, and
-    long ones, whose objective the scheduler derives."""
-
-    subject: Subject = field(default_factory=lambda: Subject(hf_overrides=CONVOY_MODEL))
-    num_short: int = 200
-    long_len: int = 32_768
-    load: float = 0.75
-    t_target_s: float = 0.25
-    seed: int = 0
-    num_long: int = 4
-    short_lens: tuple[int, int] = (50, 500)
-    output_len: int = 8
-    short_ttft_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.long_len <= self.short_lens[1]:
-            raise ConfigError(f"long_len={self.long_len}; accepted: above {self.short_lens[1]}, the longest short one")
-
-    @property
-    def systems(self) -> dict[str, dict[str, Any]]:
-        """Fields of the scheduler of each system. The baselines stand alone: no sharing and no guard."""
-        longest = self.long_len
-        alone, ours = {"rho_max": 0.0, "late_share": 0.0}, {"policy": "lars"}
-        return {
-            "whole prefill": {
-                "scheduler": "orca", "policy": "fcfs", "chunk_size": longest, "max_batch_tokens": longest
-            },
-            "Sarathi-512": {"scheduler": "sarathi", "policy": "fcfs", "chunk_size": 512, "max_batch_tokens": 512},
-            "EDF": {"policy": "edf", **alone},
-            "LRS": {"policy": "lrs", **alone},
-            "LARS": {**ours, "rho_max": 0.0},
-            "LARS+sharing": ours,
-        }  # fmt: skip
-
-    def mix(self, vocab_size: int) -> list[Arrival]:
-        """The requests, all at once: long ones first."""
-        dice, chance = random.Random(self.seed), np.random.default_rng(self.seed)
-        params, goal = fixed_output(self.output_len), SLO(ttft_s=self.short_ttft_s)
-        longs = [
-            Arrival(f"long-{i}", random_prompt(self.long_len, vocab_size, chance), params) for i in range(self.num_long)
-        ]
-        shorts = [
-            Arrival(f"short-{i}", random_prompt(dice.randint(*self.short_lens), vocab_size, chance), params, goal)
-            for i in range(self.num_short)
-        ]
-        return longs + shorts
-
-    def stream(self, mix: Sequence[Arrival], span_s: float) -> list[Arrival]:
-        """The same, the short ones as a Poisson process within so many seconds, given their number."""
-        dice = random.Random(self.seed + 1)
-        times = sorted(dice.uniform(0.0, span_s) for _ in range(self.num_short))
-        return [replace(one, arrival_s=at) for one, at in zip(mix, [0.0] * self.num_long + times, strict=True)]
-
-
-def convoy(
-    options: ConvoyOptions, *, plot: Path | None = None, on_run: Callable[[], None] = lambda: None
-) -> Report | None:
-    """Measure the capacity, serve the stream under every system, and draw it; every rank calls it."""
-    check_writable(plot)
-    longest, short = (length + options.output_len for length in (options.long_len, options.short_lens[1]))
-    given = options.subject.engine
-    block_size = given.get("block_size") or 256
-    blocks = sum(
-        n * -(-length // block_size) for n, length in ((options.num_long, longest), (options.num_short, short))
+def mix_of(options: ServeOptions, vocab_size: int) -> list[Arrival]:
+    """The requests of the preset, all at once: long ones first."""
+    chance, params, goal = (
+        np.random.default_rng(options.workload.seed),
+        fixed_output(_OUTPUT_LEN),
+        SLO(ttft_s=_SHORT_TTFT_S),
     )
+    lens = chance.integers(*_SHORT_LENS, options.num_short, endpoint=True).tolist()
+    prompts = [random_prompt(length, vocab_size, chance) for length in [options.long_len] * _NUM_LONG + lens]
+    longs = [Arrival(f"long-{i}", prompt, params) for i, prompt in enumerate(prompts[:_NUM_LONG])]
+    return longs + [Arrival(f"short-{i}", prompt, params, goal) for i, prompt in enumerate(prompts[_NUM_LONG:])]
+
+
+def stream_of(mix: Sequence[Arrival], span_s: float, seed: int) -> list[Arrival]:
+    """The same, the short ones as a Poisson process within so many seconds, given their number."""
+    times = np.sort(np.random.default_rng((seed, 1)).uniform(0.0, span_s, len(mix) - _NUM_LONG)).tolist()
+    return [replace(one, arrival_s=at) for one, at in zip(mix, [0.0] * _NUM_LONG + times, strict=True)]
+
+
+def convoy(options: ServeOptions, on_run: Callable[[], None]) -> Report | None:
+    """Measure the capacity, serve the stream under every system, and draw it; every rank calls it."""
+    check_writable(options.plot)
+    subject, given = options.subject, options.subject.engine
+    if subject.model is None:
+        subject = replace(subject, hf_overrides=CONVOY_MODEL | dict(subject.hf_overrides or {}))
+    longest, block_size = options.long_len + _OUTPUT_LEN, given.get("block_size") or 256
+    sizes = (_NUM_LONG, longest), (options.num_short, _SHORT_LENS[1] + _OUTPUT_LEN)
     report = on_ranks(
-        options.subject,
+        subject,
         lambda local: _convoy(local, options, on_run),
         longest=longest,
-        num_kv_blocks=given.get("num_kv_blocks") or blocks,
-        max_num_seqs=options.num_long + options.num_short,
+        num_kv_blocks=given.get("num_kv_blocks") or sum(n * -(-length // block_size) for n, length in sizes),
+        max_num_seqs=_NUM_LONG + options.num_short,
         long_threshold=min(8192, options.long_len),
-        t_target_s=options.t_target_s,
+        t_target_s=options.t_target_s or _BATCH_S,
         depth=given.get("spp") or 1,  # one batch more would hide the host, and have new requests wait for it
     )
-    if report is not None and plot is not None:
-        plot_convoy(report, plot)
+    if report is not None and options.plot is not None:
+        plot_convoy(report, options.plot)
     return report
 
 
-def _convoy(local: Local, options: ConvoyOptions, on_run: Callable[[], None]) -> Report:
-    mix = options.mix(local.model.vocab_size)
-    warm = [
-        replace(mix[0], prompt=mix[0].prompt[: options.long_len // 4]),  # type: ignore[index]
-        *mix[options.num_long :][:_WARM_SHORT],
-    ]
+def _convoy(local: Local, options: ServeOptions, on_run: Callable[[], None]) -> Report:
+    mix = mix_of(options, local.model.vocab_size)
+    first = replace(mix[0], prompt=mix[0].prompt[: options.long_len // 4])  # type: ignore[index]
+    warm = [first, *mix[_NUM_LONG:][:_WARM_SHORT]]
     warm_up(local.engine, warm)
     capacity_s = serve_load(local.engine, mix, on_end=on_run).duration_s
-    stream = options.stream(mix, capacity_s / options.load)
-    engines = {name: local.engine_with(**scheduler) for name, scheduler in options.systems.items()}
+    stream = stream_of(mix, capacity_s / options.load, options.workload.seed)
+    options_of = systems_of(options.long_len)
+    engines = {name: local.engine_with(**scheduler) for name, scheduler in options_of.items()}
     systems = []
     for name, engine in engines.items():
         local.take_over(engine)
         warm_up(engine, warm)
         with errors_counted(engine) as errors:
             served = serve_load(engine, stream, on_end=on_run)
-        systems.append(
-            {"system": name, "options": options.systems[name]} | convoy_figures(served) | {"prediction_error": errors}
-        )
+        figures = convoy_figures(served) | {"prediction_error": errors}
+        systems.append({"system": name, "options": options_of[name]} | figures)
     found: Report = {"capacity_s": capacity_s, "span_s": capacity_s / options.load, "systems": systems}
     found["failed"] = sum(one["failed"] for one in systems)
-    return local.report("serve", {"preset": "convoy"} | plain(asdict(options))) | found
+    lengths = {"num_long": _NUM_LONG, "short_lens": _SHORT_LENS, "output_len": _OUTPUT_LEN}
+    workload = {"num_short": options.num_short, **lengths, "short_ttft_s": _SHORT_TTFT_S, "seed": options.workload.seed}
+    return local.report("serve", asdict(options) | {"workload": workload}) | found
 
 
 def convoy_figures(served: Served) -> Report:
@@ -354,19 +324,16 @@ def plot_convoy(report: Mapping[str, Any], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib; pip install 'medha[plot]'") from error
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    short, long = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
-    for index, system in enumerate(report["systems"]):
-        for axis, kind in ((short, "short"), (long, "long")):
-            some = [one for one in system["requests"] if one["request_id"].startswith(kind) and one["ttft_s"]]
-            across = [one["arrival_s"] if kind == "short" else index for one in some]
-            axis.scatter(across, [one["ttft_s"] for one in some], s=12, color=f"C{index}", label=system["system"])
-    short.axhline(report["options"]["short_ttft_s"], color="gray", linestyle=":")
-    short.set(xlabel="arrival, s", ylabel="TTFT, s", yscale="log", title="short requests; dotted: their objective")
-    names = [system["system"] for system in report["systems"]]
-    long.set(title="long requests", xticks=range(len(names)))
-    long.set_xticklabels(names, rotation=45, ha="right")
-    short.legend(loc="lower left", fontsize="small")
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    for system in report["systems"]:
+        some = [one for one in system["requests"] if one["ttft_s"]]
+        sizes = [40 if one["request_id"].startswith("long") else 12 for one in some]
+        axes.scatter([one["arrival_s"] for one in some], [one["ttft_s"] for one in some], sizes, label=system["system"])
+    axes.axhline(_SHORT_TTFT_S, color="gray", linestyle=":")
+    axes.set(xlabel="arrival, s", ylabel="TTFT, s", yscale="log")
+    axes.set_title("short requests, and large the long ones; dotted: the objective of the short requests")
+    axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)
 
 
@@ -403,14 +370,12 @@ def _convoy_shown(report: Report) -> Shown:
         }
         for one in report["systems"]
     ]
-    options = report["options"]
-    low, high = options["short_lens"]
+    options, (low, high) = report["options"], _SHORT_LENS
     return {"schedulers": rows}, [
-        f"{options['num_long']} prompts of {options['long_len']:,} tokens queued at 0 s, {options['num_short']} of "
-        f"{low} to {high} (Poisson) within {report['span_s']:.1f} s; {options['output_len']} output tokens each; "
-        f"seed {options['seed']}",
+        f"{_NUM_LONG} prompts of {options['long_len']:,} tokens queued at 0 s, {options['workload']['num_short']} of "
+        f"{low} to {high} (Poisson) within {report['span_s']:.1f} s; {_OUTPUT_LEN} output tokens each",
         f"capacity: the whole mix at once takes {report['capacity_s']:.1f} s under LARS+sharing; load "
-        f"{options['load']:g}; batches of {options['t_target_s']:g} s; SLO: a TTFT of {options['short_ttft_s']:g} s",
+        f"{options['load']:g}; SLO: a TTFT of {_SHORT_TTFT_S:g} s",
         terms("TTFT", "TPOT"),
     ]
 

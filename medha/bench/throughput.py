@@ -1,10 +1,8 @@
 """``medha bench throughput``: a number of requests, all there from the start, to the end of the last one.
 
 The fields are those of ``vllm bench throughput``; those of the run with the median time are reported, and the times of
-all runs beside them. ``host`` is what a step takes on the host beside the runner, over the steps of all runs: from the
-moment at which one step's tokens are there to that of the next, less the runner's busy seconds. So it has completing
-the step, outputs, the next decision and whoever drives the engine in between; where a runner prepares a batch (block
-tables, positions, attention plans) it counts as its compute.
+all runs beside them. ``host`` is what a step takes beside the runner's busy seconds, over the steps of all runs, from
+one step's tokens to those of the next: completing the step, outputs, the next decision and whoever drives the engine.
 """
 
 from __future__ import annotations
@@ -81,17 +79,16 @@ def _measure(local: Local, options: ThroughputOptions, on_run: Callable[[], None
 
 def throughput_fields(trace: Trace, seconds: Sequence[float]) -> Report:
     """The fields of ``vllm bench throughput``, and medha's, of passes over the requests of a trace."""
-    timing = timing_of(seconds)
+    timing, number = timing_of(seconds), len(trace)
     inputs, outputs = int(trace.prompt_tokens.sum()), int(trace.output_tokens.sum())
+    rates = {"requests": number, "tokens": inputs + outputs, "output_tokens": outputs}
     return {
         "elapsed_time": timing["median_s"],
-        "num_requests": len(trace),
+        "num_requests": number,
         "total_num_tokens": inputs + outputs,
-        "requests_per_second": len(trace) / timing["median_s"],
-        "tokens_per_second": (inputs + outputs) / timing["median_s"],
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
-        "output_tokens_per_second": outputs / timing["median_s"],
+        **{f"{name}_per_second": amount / timing["median_s"] for name, amount in rates.items()},
         "elapsed_times": list(seconds),
         "timing": timing,
     }

@@ -134,10 +134,9 @@ def _integer(text: str | int, *, least: float | None, most: float | None) -> int
         number = parse_size(text) if isinstance(text, str) and text[-1:].isalpha() else int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not an integer such as 2048 or 128K") from None
-    if least is not None and number < least:
-        raise typer.BadParameter(f"{number} is not at least {least}")
-    if most is not None and number > most:
-        raise typer.BadParameter(f"{number} is not at most {most}")
+    for bound, sign, words in ((least, 1, "least"), (most, -1, "most")):
+        if bound is not None and sign * number < sign * bound:
+            raise typer.BadParameter(f"{number} is not at {words} {bound}")
     return number
 
 
@@ -156,7 +155,6 @@ def make_app(*, help: str | None = None) -> typer.Typer:
 
 
 def _canonical(option: str) -> str:
-    """The name by which an option (without its dashes) is declared."""
     name = option.replace("-", "_")
     return _ALIASES.get(name, name).replace("_", "-")
 
@@ -164,8 +162,7 @@ def _canonical(option: str) -> str:
 def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = None) -> int:
     """Run a command line of :func:`make_app`, by default that of this process; returns the exit code."""
     # Read when torch is imported. A thread that spins while it waits takes the core from what it waits for: beside one
-    # busy program two threads took 75 times as long. Without one, sleeping costs up to 10 % with layers 1,024 wide or
-    # more, and a third of a small model's decode.
+    # busy program two threads took 75 times as long; sleeping costs up to 10 %, a third of a small model's decode.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed
@@ -197,11 +194,8 @@ def run_guarded(run: Callable[[], int]) -> int:
 
 
 class _Lossy(io.FileIO):
-    """A stream of this process that takes everything, also when its reader has gone or its disk is full.
-
-    Attributes:
-        failure: why what is written is lost; None while it is not.
-    """
+    """A stream of this process that takes everything, also when its reader has gone or its disk is full; ``failure`` is
+    why what is written is lost."""
 
     failure: OSError | None = None
 

@@ -8,6 +8,7 @@ any other.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -73,8 +74,11 @@ def fill_pools(cache: KVCache, num_tokens: int, *, seed: int) -> None:
 class StepRunner:
     """Runs hand-made steps on the engine's runner, while the engine has nothing in flight; rank 0 has one.
 
-    It uses ``num_blocks`` blocks of each group's pool; those of different rows may be the same ones.
+    It uses ``num_blocks`` blocks of each group's pool; those of different rows may be the same ones. ``last_s`` are the
+    seconds of the last batch, from when it was sent to its tokens.
     """
+
+    last_s = 0.0
 
     def __init__(self, runner: BatchRunner, *, block_size: int, num_blocks: int, vocab_size: int) -> None:
         self._runner = runner
@@ -111,7 +115,10 @@ class StepRunner:
 
     def _submit(self, rows: Sequence[Row], extents: Sequence[Extent], frees: tuple[int, ...]) -> tuple[int, float]:
         batch = Batch(next(self._batch_ids), tuple(rows), tuple(extents), frees)
-        return batch.batch_id, self._runner.submit(batch).result().busy_s
+        start_s = time.perf_counter()
+        busy_s = self._runner.submit(batch).result().busy_s
+        self.last_s = time.perf_counter() - start_s
+        return batch.batch_id, busy_s
 
     def _extents(self, step: Step) -> dict[int, list[Extent]]:
         """Blocks of each slot, one run of them a group, one row behind the other around the pool."""

@@ -170,7 +170,6 @@ class Outcome:
         itl_s: gaps between successive tokens.
         e2el_s: arrival to the end.
         num_chunks: batches in which its prompt was read.
-        text: what was generated; empty without a tokenizer.
         error: why it has not completed; empty where it has.
         slo: its objectives.
     """
@@ -184,7 +183,6 @@ class Outcome:
     itl_s: tuple[float, ...]
     e2el_s: float
     num_chunks: int = 0
-    text: str = ""
     error: str = ""
     slo: SLO = field(default_factory=SLO)
 
@@ -354,7 +352,6 @@ def detailed(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
         "itls": [one.itl_s for one in outcomes],
         "latencies": [one.e2el_s for one in outcomes],
         "queue_times": [one.queue_s for one in outcomes],
-        "generated_texts": [one.text for one in outcomes],
         "errors": [one.error for one in outcomes],
     }
 

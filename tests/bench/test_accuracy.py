@@ -39,10 +39,9 @@ def _few_points(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_report() -> None:
     report = json.loads(json.dumps(accuracy(SMALL)))
     lines = {(line["kind"], line["kv"]): line for line in report["lines"]}
-    assert lines["all", "all"]["steps"] == len(report["steps"])
     assert {kind for kind, _ in lines} <= {"all", "decode", "mixed", "prefill"}
     of_kinds = sum(lines[kind, "all"]["steps"] for kind in ("decode", "mixed", "prefill") if (kind, "all") in lines)
-    assert of_kinds == len(report["steps"])
+    assert of_kinds == lines["all", "all"]["steps"] > 0
     assert lines["all", "all"]["repeats"] >= 0  # which steps come twice depends on the clock
     assert set(report["factors"]) == {"decode", "mixed", "prefill"}
     assert report["engine"]["scheduler"]["t_target_s"] == 0.002

@@ -49,7 +49,7 @@ def test_every_token_has_its_time(local: Local) -> None:
 
 
 def test_probes_end_with_the_load(local: Local) -> None:
-    probes = (arrival(f"probe-{i}", i * 2e-3, tokens=1) for i in count())
+    probes = (arrival(f"probe-{i}", i * 2e-2, tokens=1) for i in count())
     served = serve_load(local.engine, [arrival("a", tokens=8), arrival("b", 0.02, tokens=8)], probes=probes)
     assert [one.request_id for one in served.outcomes] == ["a", "b"]
     assert 0 < len(served.probes) < 10_000

@@ -12,7 +12,6 @@ from medha.bench.cli import app
 from medha.bench.harness import Subject
 from medha.bench.micro import (
     WAYS,
-    AttentionOptions,
     DecodeOptions,
     Queue,
     SchedulerOptions,
@@ -35,30 +34,27 @@ def report_of(verb: str, path: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("_small_rates")
 def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of("attention", tmp_path / "attention.json", "--chunk-size", "32,1,8", "--kv-lens", "300,16")
-    assert (report["num_heads"], report["num_kv_heads"], report["head_dim"]) == (2, 1, 16)
-    assert set(report["backend"].values()) == {"torch"}
+    given = ["--chunk-size", "32,1,8", "--kv-lens", "300,16", "--dtype", "bfloat16"]
+    report = report_of("attention", tmp_path / "attention.json", *given)
+    assert report["model"]["num_kv_heads"] == 1 and report["backend"] == "torch"
     cells = report["results"]
     expected = [(16, 1), (16, 8), (300, 1), (300, 8), (300, 32)]  # chunks longer than the cache are left out
-    assert [(c["dtype"], c["kv_len"], c["chunk"]) for c in cells] == [
-        (dtype, *cell) for dtype in ("float32", "bfloat16") for cell in expected
-    ]
-    rates = {(rate["dtype"], rate["kv_len"]): rate["per_s"] for rate in report["matrix_rates"]}
+    assert [(c["kv_len"], c["chunk"]) for c in cells] == expected
+    rates = {rate["kv_len"]: rate["per_s"] for rate in report["matrix_rates"]}
     for cell in cells:
         assert cell["timing"]["runs"] == 2
         assert cell["flops_per_s"] == pytest.approx(cell["flops"] / cell["timing"]["median_s"])
-        assert cell["share"] == pytest.approx(cell["flops_per_s"] / rates[cell["dtype"], cell["kv_len"]])
+        assert cell["share"] == pytest.approx(cell["flops_per_s"] / rates[cell["kv_len"]])
         assert cell["share"] > 0 and cell["overhead"] > -1
-    assert [c["overhead"] for c in cells if (c["kv_len"], c["chunk"]) in ((16, 8), (300, 32))] == [0.0] * 4
+    assert [c["overhead"] for c in cells if (c["kv_len"], c["chunk"]) in ((16, 8), (300, 32))] == [0.0] * 2
     printed = capsys.readouterr().out
-    assert "float32" in printed and "bfloat16" in printed and "overhead" in printed
+    assert "bfloat16" in printed and "overhead" in printed
 
 
 def test_useful_operations_are_those_under_the_mask() -> None:
     model = Subject(hf_overrides=TINY).model_config(longest=64)
     scores = sum(min(key, 10) <= query for query in range(6, 10) for key in range(10))  # the last 4 of 10 positions
     assert attention_flops(model, 4, 10) == 4 * model.num_heads * model.head_dim * scores
-    assert AttentionOptions(chunks=(8, 32), kv_lens=(64, 16)).num_runs == (2 + 3) * 4 * 2
 
 
 @pytest.mark.usefixtures("_small_rates")
@@ -66,7 +62,7 @@ def test_useful_operations_are_those_under_the_mask() -> None:
 def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, size: int) -> None:
     grid = ["--batch-size", "3,1", "--input-len", "10,300", "--dtype", dtype]
     report = report_of("decode", tmp_path / "decode.json", *grid)
-    assert report["timed"].startswith("a step of the runner") and report["dtype"] == dtype
+    assert report["dtype"] == dtype
     rate = report["memory_read"]["per_s"]
     assert report["memory_read"]["timing"]["runs"] == 2
     cells = report["results"]

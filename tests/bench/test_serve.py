@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from medha.bench.cli import app
-from medha.bench.load import Workload
-from medha.bench.serve import ConvoyOptions, convoy_figures
+from medha.bench.load import ArrivingWorkload, Workload
+from medha.bench.serve import ServeOptions, convoy_figures, mix_of, stream_of, systems_of
 from medha.cli.command import run_app
 from medha.params import SLO
 from medha.workload.io import write_trace
@@ -21,21 +21,20 @@ from medha.workload.trace import Trace
 from tests.bench.shapes import ON_TINY
 
 VLLM_KEYS = {
-    "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency",
+    "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency",
     "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
     "request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s",
     "max_concurrent_requests", "probe_completed", "probe_failed", "probe_median_e2el_ms", "probe_p99_e2el_ms",
     "probe_max_e2el_ms",
 } | {f"{figure}_{metric}_ms" for figure in ("mean", "median", "std", "p99") for metric in METRICS}  # fmt: skip
 DETAILED = {
-    "input_lens", "output_lens", "start_times", "ttfts", "itls", "latencies", "queue_times", "generated_texts",
-    "errors",
+    "input_lens", "output_lens", "start_times", "ttfts", "itls", "latencies", "queue_times", "errors",
 }  # fmt: skip
 
 
 def serve(path: Path, *arguments: str) -> dict[str, Any]:
     """Run it, with four tokens for each request; returns the report."""
-    given = ["--output-len", "4", "--save-detailed", "--output-json", str(path)]
+    given = ["--output-len", "4", "--output-json", str(path)]
     assert run_app(app, "bench", ["serve", *ON_TINY, *given, *arguments]) == 0
     report: dict[str, Any] = json.loads(path.read_text())
     return report
@@ -97,7 +96,7 @@ def test_a_trace_with_its_own_objectives_and_a_limit(tmp_path: Path) -> None:
 def test_requests_that_fail_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "serve.json"
     given = ["--num-prompts", "3", "--input-len", "40", "--goodput", "ttft:0.000001", "--admission", "refuse"]
-    arguments = ["serve", *ON_TINY, *given, "--num-warmups", "0", "--save-detailed", "--output-json", str(path)]
+    arguments = ["serve", *ON_TINY, *given, "--num-warmups", "0", "--output-json", str(path)]
     assert run_app(app, "bench", arguments) == 3
     report = json.loads(path.read_text())
     assert (report["completed"], report["failed"], report["request_rate"]) == (0, 3, "inf")
@@ -166,17 +165,16 @@ def test_convoy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_stream_of_the_convoy() -> None:
-    options = ConvoyOptions(num_short=30, num_long=2, long_len=1000)
-    mix = options.mix(64)
-    assert [len(one.prompt) for one in mix[:2]] == [1000, 1000] and len(mix) == 32
-    assert all(50 <= len(one.prompt) <= 500 and one.slo == SLO(ttft_s=1.0) for one in mix[2:])
-    stream = options.stream(mix, 8.0)
-    assert [one.arrival_s for one in stream[:2]] == [0.0, 0.0]
-    times = [one.arrival_s for one in stream[2:]]
+    mix = mix_of(ServeOptions(workload=ArrivingWorkload(num_prompts=30), long_len=1000), 64)
+    assert [len(one.prompt) for one in mix[:4]] == [1000] * 4 and len(mix) == 34
+    assert all(50 <= len(one.prompt) <= 500 and one.slo == SLO(ttft_s=1.0) for one in mix[4:])
+    stream = stream_of(mix, 8.0, 0)
+    assert [one.arrival_s for one in stream[:4]] == [0.0] * 4
+    times = [one.arrival_s for one in stream[4:]]
     assert times == sorted(times) and times[0] > 0 and 4 < times[-1] < 8
-    assert options.stream(mix, 8.0) == stream
-    scheduler = options.systems["LARS"]
-    assert scheduler["rho_max"] == 0.0 and "rho_max" not in options.systems["LARS+sharing"]
+    assert stream_of(mix, 8.0, 0) == stream
+    systems = systems_of(1000)
+    assert systems["LARS"]["rho_max"] == 0.0 and "rho_max" not in systems["LARS+sharing"]
 
 
 def test_figures_of_the_convoy() -> None:

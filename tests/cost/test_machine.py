@@ -18,7 +18,7 @@ import torch
 import medha
 from medha.__main__ import app
 from medha.batch import Batch
-from medha.bench.harness import write_config
+from medha.bench.harness import RANDOM_LLAMA
 from medha.cli.command import run_app
 from medha.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
 from medha.cost.coefficients import Coefficients, ProfileKey
@@ -51,7 +51,8 @@ def _same_threads_after() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    write_config(folder, TINY)
+    shape = json.loads((RANDOM_LLAMA / "config.json").read_text()) | TINY
+    (folder / "config.json").write_text(json.dumps(shape))
     return folder
 
 
