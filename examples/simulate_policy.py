@@ -4,8 +4,7 @@ import numpy as np
 
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
-from medha.sim.known_models import find_model
-from medha.sim.replica import Replica
+from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.synth import synthesize
 

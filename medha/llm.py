@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,16 +26,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from medha.config import EngineConfig
 from medha.engine.admission import Prompt, is_prompt, listed, spread
-from medha.engine.arrivals import prepared_beside
 from medha.engine.build import RankHandle, build_role
 from medha.engine.engine import Engine
+from medha.engine.files import emptied, opened
 from medha.engine.journal import check_recordable
-from medha.engine.jsonl import emptied, opened
 from medha.engine.request import Request
 from medha.errors import DeadlineError, EngineDeadError, UnsupportedFeatureError, ValidationError
 from medha.outputs import RequestOutput
 from medha.parallel.launch import is_first_rank
-from medha.params import SLO, SamplingParams
+from medha.params import CHAT_OPTIONS, SLO, SamplingParams
 from medha.text import Tokenizer
 from medha.timeline import Timeline
 
@@ -119,8 +119,8 @@ class LLM:
         """Complete prompts; all are checked before any is queued.
 
         Args:
-            prompts: one prompt or several; each is text, token ids, or a mapping with ``prompt``,
-                ``prompt_token_ids`` or ``messages``.
+            prompts: one or several; each is text, token ids, or a mapping with ``prompt``, ``prompt_token_ids`` or
+                ``messages``.
             sampling_params, slo, priority: for all, or one for each; the class is ``realtime``, ``high``, ``normal``
                 or ``low``.
             use_tqdm: show a progress bar on a terminal.
@@ -171,11 +171,7 @@ class LLM:
             tools: functions that the model may call, for templates that describe them.
             chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
         """
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
+        options = dict(zip(CHAT_OPTIONS, (add_generation_prompt, tools, chat_template_kwargs), strict=True))
         several = isinstance(messages, (list, tuple)) and not (messages and isinstance(messages[0], Mapping))
         prompts: list[Prompt] = [{"messages": one, **options} for one in (messages if several else [messages])]
         return self.generate(prompts, sampling_params, slo=slo, priority=priority, use_tqdm=use_tqdm)
@@ -237,7 +233,7 @@ class LLM:
         """Serve what is prepared beside the running engine, on the rank that drives."""
         engine = self.engine
         arrival_s = engine.now()
-        requests = prepared_beside(engine, prepare)
+        requests = _prepared_beside(engine, prepare)
         outputs: dict[str, RequestOutput | None] = {request.request_id: None for request in requests}
         box: deque[RequestOutput] = deque()
         added: list[str] = []
@@ -306,6 +302,25 @@ class LLM:
         if isinstance(error, EngineDeadError):  # another thread stepped
             raise _own_error(error, []) from error
         return box.popleft()
+
+
+def _prepared_beside(engine: Engine, prepare: Callable[[], list[Request]]) -> list[Request]:
+    """What ``prepare`` returns; in a thread where the engine runs something already, which goes on meanwhile."""
+    if not engine.num_unfinished:
+        return prepare()
+    thread = futures.ThreadPoolExecutor(1, "medha-prepare")
+    prepared = thread.submit(prepare)
+    try:
+        while not prepared.done():
+            if engine.num_unfinished:
+                engine.advance()
+            else:
+                futures.wait([prepared])
+        return prepared.result()
+    finally:
+        if not prepared.done() and engine.tokenizer is not None:
+            engine.tokenizer.interrupt()  # the end of the process would wait for it
+        thread.shutdown(wait=False)
 
 
 def _end(engine: Engine, request_ids: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from medha.__main__ import app
 from medha.cli.command import run_app
 from tests.commands import Command, Done
 from tests.parallel.workers import WorkerPool
+from tests.serving import Model, make_byte_model, make_needle_model
 
 
 def pytest_configure() -> None:
@@ -46,6 +47,18 @@ def workers() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The byte model, shared by all tests: whoever spoils its folder takes a copy."""
+    return make_byte_model(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture(scope="session")
+def needle(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The needle model."""
+    return make_needle_model(tmp_path_factory.mktemp("needle"))
 
 
 @pytest.fixture

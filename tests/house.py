@@ -54,49 +54,59 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, modules: set[str]) -> Iterator[str]:
-    """The modules among ``modules`` that a file imports anywhere, those for type checking included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+MODULES = {module_name(path): path for path in files("medha")}
+
+
+def import_nodes(node: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements below a node; with ``at_import`` only those that run when the module is imported."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield node
+    if at_import and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return
+    children = list(ast.iter_child_nodes(node))
+    if at_import and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        children = node.orelse  # type: ignore[assignment]
+    for child in children:
+        yield from import_nodes(child, at_import=at_import)
+
+
+def imported(name: str, *, at_import: bool = False) -> set[str]:
+    """Modules that a module imports; ``from medha.a import b`` is ``medha.a.b`` if that is a module."""
+    found: set[str] = set()
+    for node in import_nodes(ast.parse(MODULES[name].read_text()), at_import=at_import):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                if name in modules:
-                    yield name
-                elif node.module in modules:
-                    yield node.module
-
-
-def graph() -> dict[str, set[str]]:
-    """What each module of the package imports of it."""
-    paths = {module_name(path): path for path in files("medha")}
-    return {name: set(imports(path, set(paths))) - {name} for name, path in paths.items()}
+            found |= {alias.name for alias in node.names}
+            continue
+        base = node.module or ""
+        if node.level:
+            package = name.split(".") if MODULES[name].name == "__init__.py" else name.split(".")[:-1]
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
+        for alias in node.names:
+            full = f"{base}.{alias.name}"
+            found.add(full if full in MODULES else base)
+    return found
 
 
 def reached(start: str) -> set[str]:
     """The modules that importing one brings in, packages above them included."""
-    edges, found, todo = graph(), set(), [start]
+    found: set[str] = set()
+    todo = [start]
     while todo:
         name = todo.pop()
-        if name in found:
-            continue
-        found.add(name)
-        todo += edges[name]
-        parent = name.rpartition(".")[0]
-        if parent:
-            found.add(parent)  # its __init__ runs; what it loads on demand is not followed
-    return found
+        if name not in found:
+            found.add(name)
+            todo += imported(name) & set(MODULES)
+    # The packages above them run, too; what those load on demand, and nobody here asks for, is not followed.
+    return found | {name.rpartition(".")[0] for name in found} - {""}
 
 
 def main() -> None:
     """Print the figures."""
     medha, around, tests = files("medha"), files("examples", "tools"), files("tests")
-    by_name = {module_name(path): path for path in medha}
     print(f"medha: {num_lines(medha):,} lines, {num_code_lines(medha):,} of code, {len(medha)} modules")
     print(f"medha, examples, tools: {num_code_lines([*medha, *around]):,} lines of code")
     print(f"tests: {num_lines(tests):,} lines")
-    print(f"medha.llm reaches {num_lines(by_name[name] for name in reached('medha.llm')):,} lines")
+    print(f"medha.llm reaches {num_lines(MODULES[name] for name in reached('medha.llm')):,} lines")
     folders = Counter(path.parent.relative_to(ROOT) for path in medha if path.name != "__init__.py")
     print("files a folder:", ", ".join(f"{folder} {count}" for folder, count in folders.most_common()))
     long = sorted(((num_lines([path]), module_name(path)) for path in medha), reverse=True)

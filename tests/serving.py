@@ -6,6 +6,7 @@ what it says is noise, but transformers says the same noise.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -23,7 +25,7 @@ from medha.models.needle import make_haystack, write_needle
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer, load_tokenizer
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, reference_greedy
 from tests.engines import load_decoder, make_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
@@ -124,3 +126,22 @@ def random_ids(length: int, *, seed: int) -> list[int]:
     """Seeded random bytes."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + length)
     return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+def greedy_of(reference: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Greedy tokens of transformers, clear of rounding."""
+    found = [reference_greedy(reference, prompt, num_tokens) for prompt in prompts]
+    assert min(gap for _, _, gap in found) > 1e-3
+    return [tokens for tokens, _, _ in found]
+
+
+def fail_in_run(engine: Engine, patch: pytest.MonkeyPatch, *, at: int, error: BaseException) -> None:
+    """Let the ``at``-th batch raise."""
+    run, calls = engine.runner.run, itertools.count()
+
+    def failing(step: Any) -> Any:
+        if next(calls) == at:
+            raise error
+        return run(step)
+
+    patch.setattr(engine.runner, "run", failing)

@@ -28,21 +28,14 @@ from medha.errors import (
     exit_code,
 )
 from tests.checkpoints import make_checkpoint
-from tests.serving import GREEDY, write_byte_model
+from tests.serving import GREEDY, Model
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 4, "block_size": 64}
 
 
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good")
-    write_byte_model(folder)
-    return folder
-
-
 @pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(good, tmp_path / "model")
+def folder(bytes_model: Model, tmp_path: Path) -> Path:
+    return shutil.copytree(bytes_model.folder, tmp_path / "model")
 
 
 @pytest.fixture
@@ -78,15 +71,6 @@ def edit_json(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("model", [None, "", 5, ["a"]])
 def test_no_path(model: Any) -> None:
     refused(model, ConfigError, "accepted: a folder or a hub id")
-
-
-@pytest.mark.usefixtures("_no_weight_is_read")
-def test_wrong_path(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", ModelLoadError, "nowhere", "no such folder", "config.json and *.safetensors")
-    (tmp_path / "file").write_text("")
-    refused(tmp_path / "file", ModelLoadError, "is a file or a dangling symlink")
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
-    refused(str(tmp_path / "link"), ModelLoadError, "dangling symlink")
 
 
 @pytest.mark.usefixtures("_no_weight_is_read")

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import medha.engine.build
 from medha import LLM
-from medha.__main__ import app
 from medha.batch import Batch
-from medha.cli.command import run_app
 from medha.config import EngineConfig, SchedulerConfig
 from medha.engine.build import build_engine
 from medha.engine.engine import Engine
@@ -30,8 +26,9 @@ from medha.params import SamplingParams
 from medha.sched.scheduler import Scheduler
 from medha.worker.sampling import Sampled
 from medha.worker.step import PendingStep, StepResult
+from tests.commands import Command
 from tests.sched.virtual import make_predictor
-from tests.serving import write_byte_model
+from tests.serving import Model
 
 # -- options -----------------------------------------------------------------------------------------------------
 
@@ -44,59 +41,41 @@ BAD_POLICIES: list[tuple[str, str]] = [
 ]
 
 
-Command = Callable[..., tuple[int, str, str]]
+OPTIONS = ("--device", "cpu", "--num-kv-blocks", "16", "--block-size", "16", "--log-level", "error")
+
+
+Refusal = Callable[..., str]
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """``medha generate`` as typed, in this process: exit code, stdout and stderr."""
-    logger = logging.getLogger("medha")
-    handlers, level = logger.handlers[:], logger.level
+def refusal(command: Command, bytes_model: Model) -> Refusal:
+    """The one line with which ``medha generate`` refuses options."""
 
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        options = ["--device", "cpu", "--num-kv-blocks", "16", "--block-size", "16", "--log-level", "error"]
-        code = run_app(app, "medha", ["generate", *map(str, arguments), *options])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+    def run(*arguments: object) -> str:
+        done = command("generate", bytes_model.folder, "--prompt", "x", *arguments, *OPTIONS)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        return done.err
 
-    yield run
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bytes")
-    write_byte_model(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _same_threads_after() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+    return run
 
 
 @pytest.mark.parametrize(("policy", "message"), BAD_POLICIES)
 def test_an_unknown_policy_is_named_before_the_weights_are_read(
-    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch, policy: str, message: str
+    bytes_model: Model, refusal: Refusal, monkeypatch: pytest.MonkeyPatch, policy: str, message: str
 ) -> None:
     monkeypatch.setattr(medha.engine.build, "build_runner", lambda *_, **__: pytest.fail("the weights are read"))
     with pytest.raises(ConfigError) as caught:
-        LLM(folder, policy=policy, num_kv_blocks=4)
+        LLM(bytes_model.folder, policy=policy, num_kv_blocks=4)
     assert str(caught.value).startswith(message)
-    code, out, error = command(folder, "--prompt", "x", f"--policy={policy}")
-    assert (code, out, error.count("\n")) == (2, "", 1)
-    assert error.startswith(f"error: ConfigError: {message}")
+    assert refusal(f"--policy={policy}").startswith(f"error: ConfigError: {message}")
 
 
 # -- profiles ----------------------------------------------------------------------------------------------------
 
 
-def config(folder: Path, **options: Any) -> EngineConfig:
+def config(model: Model, **options: Any) -> EngineConfig:
     fields = {"num_threads": 1, "num_kv_blocks": 16, "block_size": 16, "device": "cpu"}
-    return EngineConfig.from_flat(str(folder), **fields, **options)
+    return EngineConfig.from_flat(str(model.folder), **fields, **options)
 
 
 @pytest.mark.parametrize(
@@ -108,31 +87,30 @@ def config(folder: Path, **options: Any) -> EngineConfig:
     ],
 )
 def test_a_profile_of_something_else_is_refused_from_python_and_from_the_command_line(
-    folder: Path, tmp_path: Path, command: Command, field: str, value: str, message: str
+    bytes_model: Model, tmp_path: Path, refusal: Refusal, field: str, value: str, message: str
 ) -> None:
-    predictor = build_engine(config(folder)).scheduler.predictor
+    predictor = build_engine(config(bytes_model)).scheduler.predictor
     assert predictor is not None
     own, other = tmp_path / "own.json", tmp_path / "other.json"
     own.write_text(predictor.coefficients.to_json())
     tree = json.loads(own.read_text())
     tree["key"][field] = value
     other.write_text(json.dumps(tree))
-    build_engine(config(folder, profile=str(own)))
+    build_engine(config(bytes_model, profile=str(own)))
     with pytest.raises(ConfigError, match=f"^profile {other} was measured for something else: {message}"):
-        build_engine(config(folder, profile=str(other)))
-    code, out, error = command(folder, "--prompt", "x", "--num-threads", "1", "--profile", other)
-    assert (code, out, error.count("\n")) == (2, "", 1)
+        build_engine(config(bytes_model, profile=str(other)))
+    error = refusal("--num-threads", "1", "--profile", other)
     assert error.startswith(f"error: ConfigError: profile {other} was measured for something else: {message}")
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"format": "x"}'])
-def test_a_profile_that_is_none_is_refused(folder: Path, tmp_path: Path, command: Command, text: str | None) -> None:
+def test_a_profile_that_is_none_is_refused(
+    bytes_model: Model, tmp_path: Path, refusal: Refusal, text: str | None
+) -> None:
     path = tmp_path / "profile.json"
     if text is not None:
         path.write_text(text)
-    code, out, error = command(folder, "--prompt", "x", "--profile", path)
-    assert (code, out, error.count("\n")) == (2, "", 1)
-    assert str(path) in error
+    assert str(path) in refusal("--profile", path)
 
 
 # -- policies of one's own ---------------------------------------------------------------------------------------

@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-import medha
+from tests.house import MODULES, ROOT, imported
 
-ROOT = Path(medha.__file__).parents[1]
 PLAIN = {
     *("medha.errors", "medha.config", "medha.params", "medha.batch", "medha.outputs"),
     *(f"medha.config.{name}" for name in ("engine_config", "fields", "model_config", "sections")),
 }
 TOP = {"medha.engine.build", "medha.engine", "medha.llm", "medha.worker.runner"}
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_name(path): path for path in sorted(ROOT.glob("medha/**/*.py"))}
-
-
-def import_nodes(node: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements below a node; with ``at_import`` only those that run when the module is imported."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        yield node
-    if at_import and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return
-    children = list(ast.iter_child_nodes(node))
-    if at_import and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        children = node.orelse  # type: ignore[assignment]
-    for child in children:
-        yield from import_nodes(child, at_import=at_import)
-
-
-def imported(name: str, *, at_import: bool) -> set[str]:
-    """Modules that a module imports; ``from medha.a import b`` is ``medha.a.b`` if that is a module."""
-    found: set[str] = set()
-    for node in import_nodes(ast.parse(MODULES[name].read_text()), at_import=at_import):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-            continue
-        base = node.module or ""
-        if node.level:
-            package = name.split(".") if MODULES[name].name == "__init__.py" else name.split(".")[:-1]
-            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
-        for alias in node.names:
-            full = f"{base}.{alias.name}"
-            found.add(full if full in MODULES else base)
-    return found
 
 
 def inside(name: str, *packages: str) -> bool:
@@ -103,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generate": {*_GROUND, "engine", "verify", "cli", "models", "parallel", "text", "worker.shard", "workload"},
     "bench": {
         *(*_GROUND, "llm", "engine", "worker", "sched", "cost", "profile", "workload"),
+        "sim.replica",
         *("cli", "models", "attention", "parallel"),
     },
     "": {"llm", "engine", "params", "outputs"},
@@ -176,7 +135,7 @@ def test_light_modules_load_no_torch() -> None:
         "medha.sched.scheduler",
         "medha.engine.jsonl",
         "medha.cost.hardware",
-        "medha.sim.known_models",
+        "medha.sim.replica",
         "medha.timeline",
         "medha.workload.io",
         "medha.workload.synth",

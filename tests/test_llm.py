@@ -23,43 +23,28 @@ import torch
 from medha import LLM, SLO, RequestOutput, SamplingParams
 from medha.engine.journal import replay
 from medha.errors import ConfigError, DeadlineError, EngineDeadError, ValidationError
-from medha.models.needle import write_needle
-from tests.checkpoints import reference_greedy
-from tests.serving import ANSWER, GREEDY, assert_empty, question, write_byte_model
+from tests.serving import ANSWER, GREEDY, Model, assert_empty, fail_in_run, finish, greedy_of, question
 
 SMALL: dict[str, Any] = {"num_kv_blocks": 32, "block_size": 64, "chunk_size": 64, "max_batch_tokens": 128}
 TEXTS = ["Hello", "It was a dark and stormy night", "x", "The vault code of Priya is"]
 
 
 @pytest.fixture(scope="module")
-def needle_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_needle(tmp_path_factory.mktemp("needle"))
-
-
-@pytest.fixture(scope="module")
-def byte_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("bytes")
-    return folder, write_byte_model(folder)
-
-
-@pytest.fixture(scope="module")
-def needle(needle_folder: Path) -> Iterator[LLM]:
-    with LLM(str(needle_folder), **SMALL) as llm:
+def needle_llm(needle: Model) -> Iterator[LLM]:
+    with LLM(str(needle.folder), **SMALL) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def llm(byte_folder: tuple[Path, Any]) -> Iterator[LLM]:
-    with LLM(str(byte_folder[0]), **SMALL) as llm:
+def llm(bytes_model: Model) -> Iterator[LLM]:
+    with LLM(str(bytes_model.folder), **SMALL) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def expected(byte_folder: tuple[Path, Any]) -> list[list[int]]:
+def expected(bytes_model: Model) -> list[list[int]]:
     """Greedy tokens of transformers for TEXTS, clear of rounding."""
-    found = [reference_greedy(byte_folder[1], list(text.encode()), GREEDY.max_tokens) for text in TEXTS]
-    assert min(gap for _, _, gap in found) > 1e-3
-    return [tokens for tokens, _, _ in found]
+    return greedy_of(bytes_model.reference, [list(text.encode()) for text in TEXTS], 16)
 
 
 def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -70,8 +55,8 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
 # generate
 
 
-def test_the_first_five_minutes(needle_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with LLM(str(needle_folder), num_kv_blocks=8) as llm:
+def test_the_first_five_minutes(needle: Model, capfd: pytest.CaptureFixture[str]) -> None:
+    with LLM(str(needle.folder), num_kv_blocks=8) as llm:
         (output,) = llm.generate(question())
         assert llm.generate([]) == []
         tokenizer = llm.get_tokenizer()
@@ -158,9 +143,9 @@ def test_chat(llm: LLM) -> None:
     assert two[0].outputs == outputs[0].outputs
 
 
-def test_requests_without_a_seed_repeat_with_the_seed_of_the_llm(byte_folder: tuple[Path, Any]) -> None:
+def test_requests_without_a_seed_repeat_with_the_seed_of_the_llm(bytes_model: Model) -> None:
     def run(seed: int) -> list[list[int]]:
-        with LLM(str(byte_folder[0]), seed=seed, **SMALL) as llm:
+        with LLM(str(bytes_model.folder), seed=seed, **SMALL) as llm:
             return token_ids(llm.generate([TEXTS[0]] * 3) + llm.generate([TEXTS[0]]))
 
     first = run(0)
@@ -185,8 +170,8 @@ def test_ttft_includes_tokenisation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert output.metrics.ttft > 500
 
 
-def test_chat_options_reach_the_template(byte_folder: tuple[Path, Any], tmp_path: Path) -> None:
-    folder = shutil.copytree(byte_folder[0], tmp_path / "model")
+def test_chat_options_reach_the_template(bytes_model: Model, tmp_path: Path) -> None:
+    folder = shutil.copytree(bytes_model.folder, tmp_path / "model")
     template = (
         "{% for m in messages %}{{ m.content }}{% endfor %}|{{ tools | tojson }}|{{ enable_thinking }}|{{ level }}"
         "{% if add_generation_prompt %}|assistant:{% endif %}"
@@ -213,15 +198,8 @@ def test_chat_options_reach_the_template(byte_folder: tuple[Path, Any], tmp_path
             llm.chat(conversation, add_generation_prompt="no")  # type: ignore[arg-type]
 
 
-class Terminal(io.StringIO):
-    """A stderr that is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_refused_request_leaves_the_others_be(needle_folder: Path) -> None:
-    with LLM(str(needle_folder), admission="refuse", **SMALL) as llm:
+def test_a_refused_request_leaves_the_others_be(needle: Model) -> None:
+    with LLM(str(needle.folder), admission="refuse", **SMALL) as llm:
         slo = [None, SLO(ttft_s=1e-9), SLO(ttft_s=600.0)]
         outputs = llm.generate([question()] * 3, slo=slo)
         assert_empty(llm.engine)
@@ -233,9 +211,9 @@ def test_a_refused_request_leaves_the_others_be(needle_folder: Path) -> None:
     assert refused.metrics.e2e is not None and refused.metrics.ttft is None
 
 
-def test_journal(needle_folder: Path, tmp_path: Path) -> None:
+def test_journal(needle: Model, tmp_path: Path) -> None:
     path = tmp_path / "run.journal"
-    with LLM(str(needle_folder), journal=path, **SMALL) as llm:
+    with LLM(str(needle.folder), journal=path, **SMALL) as llm:
         llm.generate([question(), question(500)], slo=SLO(ttft_s=9.0))
         assert replay(path).mismatch is None  # each line is there as soon as it is written
         with pytest.raises(ConfigError, match="a journal begins before the first request"):
@@ -248,39 +226,39 @@ def test_journal(needle_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_journal_that_cannot_be_is_an_error_before_the_model_is_loaded(
-    needle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    needle: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("medha.llm.build_role", lambda *_, **__: pytest.fail("the model is loaded"))
     with pytest.raises(ConfigError, match=r"run\.journal: No such file or directory"):
-        LLM(str(needle_folder), journal=tmp_path / "gone" / "run.journal")
+        LLM(str(needle.folder), journal=tmp_path / "gone" / "run.journal")
     with pytest.raises(ConfigError, match="cannot be recorded; accepted: a name"):
-        LLM(str(needle_folder), journal=tmp_path / "run.journal", policy=lambda columns, now_s: columns.arrival_s)
+        LLM(str(needle.folder), journal=tmp_path / "run.journal", policy=lambda columns, now_s: columns.arrival_s)
     assert not (tmp_path / "run.journal").exists()
 
 
-@pytest.mark.parametrize(("stream", "use_tqdm", "shown"), [(Terminal, True, True), (Terminal, False, False)])
-def test_progress_bar(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], use_tqdm: bool, shown: bool
-) -> None:
-    screen = stream()
+@pytest.mark.parametrize("use_tqdm", [True, False])
+def test_progress_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch, use_tqdm: bool) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     llm.generate(TEXTS, GREEDY, use_tqdm=use_tqdm)
-    assert ("Processed prompts" in screen.getvalue() and "4/4" in screen.getvalue()) == shown
+    assert ("Processed prompts" in screen.getvalue() and "4/4" in screen.getvalue()) == use_tqdm
 
 
 @pytest.mark.parametrize(
     ("generation", "defaults"),
     [
         (None, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}),
-        ({"temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
-        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
         ({"min_p": 0.1, "repetition_penalty": 1.2}, {"min_p": 0.1, "repetition_penalty": 1.2, "temperature": 1.0}),
     ],
 )
 def test_default_sampling_params(
-    byte_folder: tuple[Path, Any], tmp_path: Path, generation: dict[str, Any] | None, defaults: dict[str, Any]
+    bytes_model: Model, tmp_path: Path, generation: dict[str, Any] | None, defaults: dict[str, Any]
 ) -> None:
-    folder = shutil.copytree(byte_folder[0], tmp_path / "model")
+    folder = shutil.copytree(bytes_model.folder, tmp_path / "model")
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     with LLM(folder, **SMALL) as llm:
@@ -297,24 +275,22 @@ def test_default_sampling_params(
 # stream
 
 
-def test_stream(needle: LLM) -> None:
-    (whole,) = needle.generate(question(), SamplingParams(stop="-am"))
-    pieces = list(needle.stream(question(), SamplingParams(stop="-am"), slo=SLO(ttft_s=1e9)))
+def test_stream(needle_llm: LLM) -> None:
+    (whole,) = needle_llm.generate(question(), SamplingParams(stop="-am"))
+    pieces = list(needle_llm.stream(question(), SamplingParams(stop="-am"), slo=SLO(ttft_s=1e9)))
     assert "".join(piece.outputs[0].text or "" for piece in pieces) == whole.outputs[0].text == " 7429"
     assert [token for piece in pieces for token in piece.outputs[0].token_ids] == whole.outputs[0].token_ids
     assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert pieces[-1].outputs[0].stop_reason == "-am"
     assert pieces[-1].metrics.met_slo is True
-    assert_empty(needle.engine)
-    assert not needle.engine.has_unfinished
+    assert_empty(needle_llm.engine)
+    assert not needle_llm.engine.has_unfinished
 
 
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("taken", [0, 5])
-def test_leaving_a_stream_early_aborts(
-    byte_folder: tuple[Path, Any], expected: list[list[int]], depth: int, taken: int
-) -> None:
-    with LLM(str(byte_folder[0]), depth=depth, **SMALL) as llm:
+def test_leaving_a_stream_early_aborts(bytes_model: Model, expected: list[list[int]], depth: int, taken: int) -> None:
+    with LLM(str(bytes_model.folder), depth=depth, **SMALL) as llm:
         stream = llm.stream(TEXTS[1], GREEDY)
         assert llm.engine.num_unfinished == 0
         tokens = [next(stream).outputs[0].token_ids[0] for _ in range(taken)]
@@ -360,37 +336,19 @@ def test_a_stream_goes_on_while_generate_tokenises(
     assert tokens + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[0]
 
 
-def test_requests_of_ones_own_go_on_beside_others(llm: LLM, expected: list[list[int]]) -> None:
-    """Outputs go to whoever they belong to, whoever steps."""
-    llm.engine.add_request("mine", TEXTS[0], GREEDY.reported("delta"))
-    stream = llm.stream(TEXTS[1], GREEDY)
-    first = next(stream).outputs[0].token_ids
-    assert token_ids(llm.generate(TEXTS[2:], GREEDY)) == expected[2:]
-    mine = []
-    while llm.engine.has_unfinished:
-        mine += llm.engine.step()
-    assert {output.request_id for output in mine} == {"mine"}
-    assert [token for output in mine for token in output.outputs[0].token_ids] == expected[0]
-    assert first + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[1]
-    assert_empty(llm.engine)
-
-
-@pytest.mark.parametrize("when", ["running", "aborted"])
-def test_ones_own_ids_are_not_mistaken_for_those_of_generate(
-    byte_folder: tuple[Path, Any], expected: list[list[int]], when: str
-) -> None:
-    """The ids that generate gives its requests begin at 0, too."""
-    with LLM(str(byte_folder[0]), **SMALL) as llm:
-        llm.engine.add_request("0", TEXTS[0], GREEDY)
-        if when == "aborted":
-            llm.engine.abort("0")
+def test_requests_of_ones_own_go_on_beside_others(bytes_model: Model, expected: list[list[int]]) -> None:
+    """Outputs go to whoever they belong to, whoever steps. The ids of generate's requests begin at 0, too."""
+    with LLM(str(bytes_model.folder), **SMALL) as llm:
+        for own in "01":
+            llm.engine.add_request(own, TEXTS[0], GREEDY)
+        llm.engine.abort("1")
+        stream = llm.stream(TEXTS[1], GREEDY)
+        first = next(stream).outputs[0].token_ids
         assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
-        outputs = []
-        while llm.engine.has_unfinished:
-            outputs += llm.engine.step()
-        (mine,) = [output for output in outputs if output.finished]
-    assert (mine.request_id, mine.outputs[0].finish_reason) == ("0", "abort" if when == "aborted" else "length")
-    assert mine.outputs[0].token_ids == (expected[0] if when == "running" else [])
+        assert first + [token for piece in stream for token in piece.outputs[0].token_ids] == expected[1]
+        mine = finish(llm.engine)
+    ends = {name: (output.outputs[0].finish_reason, output.outputs[0].token_ids) for name, output in mine.items()}
+    assert ends == {"0": ("length", expected[0]), "1": ("abort", [])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -475,9 +433,9 @@ def test_threads_that_add_and_abort_beside_one_that_steps(llm: LLM, expected: li
 
 
 def test_every_thread_hears_of_the_engines_death(
-    byte_folder: tuple[Path, Any], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    bytes_model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(str(byte_folder[0]), **SMALL) as llm:
+    with LLM(str(bytes_model.folder), **SMALL) as llm:
         run = llm.engine.runner.run
 
         def failing(step: Any) -> Any:
@@ -511,8 +469,8 @@ USES: dict[str, Callable[[LLM], Any]] = {
 }
 
 
-def test_use_after_close(needle_folder: Path) -> None:
-    llm = LLM(str(needle_folder), **SMALL)
+def test_use_after_close(needle: Model) -> None:
+    llm = LLM(str(needle.folder), **SMALL)
     open_stream = llm.stream(question())
     next(open_stream)
     with pytest.raises(ZeroDivisionError), llm:
@@ -525,22 +483,13 @@ def test_use_after_close(needle_folder: Path) -> None:
         next(open_stream)
 
 
-def test_two_at_once(needle_folder: Path, byte_folder: tuple[Path, Any], expected: list[list[int]]) -> None:
-    with LLM(str(needle_folder), **SMALL) as first, LLM(str(byte_folder[0]), **SMALL) as second:
-        stream = first.stream(question())
-        text = next(stream).outputs[0].text or ""
-        assert token_ids(second.generate(TEXTS, GREEDY)) == expected
-        text += "".join(piece.outputs[0].text or "" for piece in stream)
-    assert text == ANSWER
-
-
-def test_close_frees_everything(needle_folder: Path) -> None:
+def test_close_frees_everything(needle: Model) -> None:
     def count() -> tuple[int, int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
 
     counts = []
     for i in range(10):
-        llm = LLM(str(needle_folder), **SMALL)
+        llm = LLM(str(needle.folder), **SMALL)
         model, pool = weakref.ref(llm.engine.runner.model), weakref.ref(llm.engine.runner.cache)
         assert llm.generate(question())[0].outputs[0].text == ANSWER
         if i % 2:
@@ -558,19 +507,6 @@ def test_close_frees_everything(needle_folder: Path) -> None:
 # Failures
 
 
-def fail_in_run(llm: LLM, patch: pytest.MonkeyPatch, *, at: int, error: BaseException) -> None:
-    """Let the ``at``-th batch raise, once."""
-    run = llm.engine.runner.run
-    calls = iter(range(10**9))
-
-    def failing(step: Any) -> Any:
-        if next(calls) == at:
-            raise error
-        return run(step)
-
-    patch.setattr(llm.engine.runner, "run", failing)
-
-
 PARTIAL = [SamplingParams(temperature=0.0, max_tokens=n) for n in (16, 3, 16, 16)]
 
 
@@ -583,23 +519,15 @@ def check_partial(outputs: list[RequestOutput], expected: list[list[int]], reaso
 
 
 def test_interrupt(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_in_run(llm, monkeypatch, at=4, error=KeyboardInterrupt())
+    fail_in_run(llm.engine, monkeypatch, at=5, error=KeyboardInterrupt())
+    stream = llm.stream(TEXTS[1], GREEDY)
+    next(stream)
     with pytest.raises(KeyboardInterrupt) as caught:
         llm.generate(TEXTS, PARTIAL)
     check_partial(caught.value.outputs, expected, "abort")  # type: ignore[attr-defined]
     assert_empty(llm.engine)
+    assert [piece.outputs[0].finish_reason for piece in stream][-1] == "abort"
     assert not llm.engine.has_unfinished
-    assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
-
-
-def test_interrupt_while_streaming(llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_in_run(llm, monkeypatch, at=4, error=KeyboardInterrupt())
-    stream, other = llm.stream(TEXTS[0], GREEDY), llm.stream(TEXTS[1], GREEDY)
-    next(other)
-    with pytest.raises(KeyboardInterrupt):
-        list(stream)
-    assert_empty(llm.engine)
-    assert [piece.outputs[0].finish_reason for piece in other][-1] == "abort"
     assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
 
 
@@ -625,10 +553,10 @@ class InterruptAtLine:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_interrupt_at_any_line_of_a_step(byte_folder: tuple[Path, Any], expected: list[list[int]], depth: int) -> None:
+def test_interrupt_at_any_line_of_a_step(bytes_model: Model, expected: list[list[int]], depth: int) -> None:
     """Half-done changes of the scheduler's or a request's state must not outlive the interrupt."""
     params = SamplingParams(temperature=0.0, max_tokens=2, stop="none of these bytes")
-    with LLM(str(byte_folder[0]), depth=depth, **SMALL | {"chunk_size": 16}) as llm:
+    with LLM(str(bytes_model.folder), depth=depth, **SMALL | {"chunk_size": 16}) as llm:
         number, num_interrupts = 1, 0
         while True:
             tracer = InterruptAtLine(number)
@@ -652,9 +580,9 @@ def test_interrupt_at_any_line_of_a_step(byte_folder: tuple[Path, Any], expected
     assert num_interrupts > 300
 
 
-def test_a_step_that_fails(byte_folder: tuple[Path, Any], expected: list[list[int]]) -> None:
-    with LLM(str(byte_folder[0]), **SMALL) as llm, pytest.MonkeyPatch.context() as patch:
-        fail_in_run(llm, patch, at=4, error=RuntimeError("lost"))
+def test_a_step_that_fails(bytes_model: Model, expected: list[list[int]]) -> None:
+    with LLM(str(bytes_model.folder), **SMALL) as llm, pytest.MonkeyPatch.context() as patch:
+        fail_in_run(llm.engine, patch, at=4, error=RuntimeError("lost"))
         with pytest.raises(EngineDeadError, match="a step failed: RuntimeError: lost") as caught:
             llm.generate(TEXTS, PARTIAL)
         check_partial(caught.value.outputs, expected, "error")

@@ -34,8 +34,7 @@ from medha.cost.coefficients import Coefficients
 from medha.cost.predictor import KINDS, Predictor
 from medha.engine.arrivals import drive
 from medha.engine.engine import Engine
-from medha.profile.calibrate import QUICK
-from medha.profile.measure import measure
+from medha.profile.calibrate import QUICK, measure
 from medha.sched.decision import Prediction
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline

@@ -16,7 +16,7 @@ import numpy as np
 
 from medha.config import ModelConfig, SchedulerConfig
 from medha.errors import ConfigError
-from medha.sim.known_models import find_model
+from medha.sim.replica import find_model
 from medha.workload.trace import Trace
 from tools.comparison import Times
 from tools.tables import columns_of, find_file

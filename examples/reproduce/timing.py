@@ -17,9 +17,8 @@ from medha.cost.hardware import HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import Floats, stage_coefficients
 from medha.errors import ConfigError
-from medha.sim.known_models import KNOWN_MODELS
 from medha.sim.pipeline import Segment
-from medha.sim.replica import Replica, kv_pool_tokens
+from medha.sim.replica import KNOWN_MODELS, Replica, kv_pool_tokens
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 

@@ -3,8 +3,7 @@
 The real engine, with the paper's scheduler, reads a mix of short, middle and long prompts that arrive by steps, so the
 mix is the same on any machine. A step's prediction is the one made before dispatch. After every step one of a set of
 steps, which the engine ran in a first, uncounted round, is run again by hand: how often those come within 15 % of the
-median of their own other runs is what the machine allows. As a shared machine drifts, the same is counted against the
-other runs nearest in time, and predictions are held to the larger share.
+median of their own four runs nearest in time is what the machine allows (a shared machine drifts).
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from medha.batch import Batch
-from medha.bench.harness import Local, Report, Shown, Subject, on_ranks
-from medha.bench.verb import COUNT, SUBJECT, asked, verb
+from medha.bench.cli import COUNT, SUBJECT, Report, Shown, asked, verb
+from medha.bench.harness import Local, Subject, on_ranks
 from medha.cli.options import pick
 from medha.config.fields import finite
 from medha.cost.predictor import KINDS, Kind
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
-from medha.profile.calibrate import QUICK
-from medha.profile.measure import measure
+from medha.profile.calibrate import QUICK, measure
 from medha.profile.steps import Step, step_of
 from medha.sched.decision import Prediction
 
@@ -214,37 +212,33 @@ def _shapes(ran: Sequence[Ran], number: int, *, seed: int) -> list[tuple[Step, K
     return chosen
 
 
-def repeats_of(repeated: Sequence[tuple[Step, Kind, float]], *, near: int | None = None) -> list[Ran]:
-    """Each run of a step that ran at least three times, with the median of its other runs as what is expected.
-
-    Args:
-        repeated: in order of time.
-        near: take the median of this many other runs, the nearest in time, in place of all.
-    """
+def repeats_of(repeated: Sequence[tuple[Step, Kind, float]]) -> list[Ran]:
+    """Each run of a step that ran at least three times; expected is the median of its runs nearest in time, whose order
+    ``repeated`` has."""
     by_step: dict[tuple[Step, Kind], list[float]] = defaultdict(list)
     for step, kind, seconds in repeated:
         by_step[step, kind].append(seconds)
     return [
-        Ran(step, kind, statistics.median(_others(times, i)[: near or len(times)]), times[i])
+        Ran(step, kind, statistics.median(_nearest(times, i)), times[i])
         for (step, kind), times in by_step.items()
         if len(times) >= 3
         for i in range(len(times))
     ]
 
 
-def _others(times: Sequence[float], index: int) -> list[float]:
-    """The other times, the nearest to ``index`` first."""
-    return [times[i] for i in sorted(range(len(times)), key=lambda i: abs(i - index))[1:]]
+def _nearest(times: Sequence[float], index: int) -> list[float]:
+    """The other times nearest to ``index``."""
+    return [times[i] for i in sorted(range(len(times)), key=lambda i: abs(i - index))[1 : 1 + _NEAR]]
 
 
 def lines_of(ran: Sequence[Ran], repeated: Sequence[tuple[Step, Kind, float]]) -> list[Report]:
     """The lines of the result: all steps, each kind, each kind and KV range; KV is the longest in a step.
 
     ``within``: share of steps within the tolerance of their prediction; ``repeatability``: of identical steps within it
-    of the median of their other runs, ``near``: of those nearest in time (kinds and KV ranges weigh as among the steps;
-    None without any); ``ratio`` is to the larger. ``mean_signed`` is above 0 where predictions are too long.
+    of each other (kinds and KV ranges weigh as among the steps; None without any); ``ratio`` is of the two.
+    ``mean_signed`` is above 0 where predictions are too long.
     """
-    repeats, near = repeats_of(repeated), repeats_of(repeated, near=_NEAR)
+    repeats = repeats_of(repeated)
     ends = [kv_range(end - 1) for end in KV_RANGES] + [kv_range(KV_RANGES[-1])]
     lines: list[Report] = []
     wanted = [(_ALL, _ALL), *((one, end) for one in KINDS for end in (_ALL, *ends))]
@@ -253,8 +247,7 @@ def lines_of(ran: Sequence[Ran], repeated: Sequence[tuple[Step, Kind, float]]) -
         if not steps:
             continue
         within = statistics.fmean(one.is_within for one in steps)
-        shares = _repeatability(steps, repeats), _repeatability(steps, near)
-        best = max((share for share in shares if share is not None), default=None)
+        share = _repeatability(steps, repeats)
         cells = {(one.kind, one.kv_range) for one in steps}
         lines.append(
             {
@@ -263,9 +256,8 @@ def lines_of(ran: Sequence[Ran], repeated: Sequence[tuple[Step, Kind, float]]) -
                 "steps": len(steps),
                 "within": within,
                 "repeats": sum((one.kind, one.kv_range) in cells for one in repeats),
-                "repeatability": shares[0],
-                "near": shares[1],
-                "ratio": within / best if best else None,
+                "repeatability": share,
+                "ratio": within / share if share else None,
                 "mean_abs": statistics.fmean(abs(one.error) for one in steps),
                 "mean_signed": statistics.fmean(one.error for one in steps),
             }
@@ -297,8 +289,7 @@ def shown(report: Report) -> Shown:
     options = report["options"]
     return {name: report[name] for name in ("factors", "lines", "chunks")}, [
         f"within: steps within {report['tolerance']:.0%} of their prediction, made before dispatch; repeatability: "
-        "identical steps within that of the median of their other runs; near: of those nearest in time; ratio: to "
-        "the larger; KV: the longest in a step",
+        "identical steps within that of the median of their four runs nearest in time; KV: the longest in a step",
         f"steps of {options['t_target_s']:g} s, seed {options['seed']}, {options['num_rounds']} rounds after one "
         "that does not count",
     ]

@@ -14,17 +14,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import NamedTuple
 
 import numpy as np
-import typer
 
-from medha.bench.harness import Report, Shown, Subject, median_text, rows_of
-from medha.bench.job import Worker
+from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, counted, verb, warmups
+from medha.bench.harness import Subject, median_text, rows_of
 from medha.bench.load import Workload
 from medha.bench.peers import PAGE, Prompts
-from medha.bench.timing import Timing, in_turn
-from medha.bench.verb import ANY_COUNT, SUBJECT, asked, counted, verb, warmups
+from medha.bench.timing import Worker, in_turn, timing_of
 from medha.cli.options import parse_lengths
 from medha.config.fields import choice, integer
 from medha.errors import ConfigError
@@ -32,10 +30,6 @@ from medha.worker.shard import TORCH_DTYPES
 
 _DECODE_PROMPT = 128
 _WARM_MIXED = 8
-
-
-def _lengths_or_none(text: str) -> tuple[int, ...]:
-    return () if text == "none" else parse_lengths("input_len", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +43,14 @@ class CompareOptions:
     )
     input_lens: tuple[int, ...] = asked(
         (2048, 16384), "Prompts to read, in tokens, or none.", name="input_len", kind=str, shown="2048,16384",
-        flags=("--input-len", "--prompt-lens"), read=_lengths_or_none,
+        read=lambda text: () if text == "none" else parse_lengths("input_len", text),
     )  # fmt: skip
     batch_size: int = asked(16, "Requests that decode together; 0 leaves them out.", ANY_COUNT)
-    output_len: int = asked(
-        32, "Tokens that each decodes.", integer(2, 2**31 - 1), flags=("--output-len", "--decode-len")
-    )
-    num_prompts: int = asked(
-        200, "Mixed requests, all there at once; 0 is none.", ANY_COUNT, flags=("--num-prompts", "--num-mixed")
-    )
-    lengths: str = asked(
-        "uniform:32-1024,4-128", "Of these, as medha trace synth.", flags=("--lengths", "--mixed-lengths")
-    )
+    output_len: int = asked(32, "Tokens that each decodes.", integer(2, 2**31 - 1))
+    num_prompts: int = asked(200, "Mixed requests, all there at once; 0 is none.", ANY_COUNT)
+    lengths: str = asked("uniform:32-1024,4-128", "Of these, as medha trace synth.")
     dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
-    num_threads: int = 2
+    num_threads: int = asked(2, "CPU threads, the same for both.", COUNT)
     enable_prefix_caching: bool = asked(
         False, "Of vLLM; medha and transformers have none.", flags=("--enable-prefix-caching",)
     )
@@ -75,16 +63,9 @@ class CompareOptions:
             raise ConfigError("input_len, batch_size and num_prompts are all left out; accepted: at least one of them")
 
 
-_THREADS = typer.Option(min=1, help="CPU threads, the same for both.", envvar="OMP_NUM_THREADS")
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """Requests that are there at once, greedy, each of an exact number of tokens.
-
-    Attributes:
-        is_step: what counts is a decode step of all: the time beyond that of the first tokens, over the steps.
-    """
+class _Case(NamedTuple):
+    """Greedy requests that are there at once; of ``is_step`` a decode of all counts: the time beyond that of the first
+    tokens, over the steps."""
 
     name: str
     prompts: Prompts
@@ -93,17 +74,16 @@ class _Case:
 
     @property
     def lengths(self) -> list[int]:
-        """Prompts of each, prompt and output; where all are equal nobody pads, and sums run in the same order."""
+        """Prompts and outputs; where all are equal nobody pads, and sums run in the same order."""
         return [len(ids) + number for ids, number in zip(self.prompts, self.num_outputs, strict=True)]
 
     def run(self, worker: Worker, way: str, tokens: dict[str, Prompts]) -> float:
         """Run once; returns its seconds and notes the tokens."""
-        answer = worker.ask("complete", prompts=self.prompts, num_outputs=self.num_outputs, way=way)
-        tokens[way] = answer["tokens"]
-        seconds: float = answer["seconds"]
+        answer = worker.ask(prompts=self.prompts, num_outputs=self.num_outputs, way=way)
+        tokens[way], seconds = answer["tokens"], float(answer["seconds"])
         if not self.is_step:
             return seconds
-        first = worker.ask("complete", prompts=self.prompts, num_outputs=[1] * len(self.prompts), way=way)
+        first = worker.ask(prompts=self.prompts, num_outputs=[1] * len(self.prompts), way=way)
         return (seconds - float(first["seconds"])) / (self.num_outputs[0] - 1)
 
 
@@ -116,23 +96,22 @@ def compare(options: CompareOptions, *, on_run: Callable[[], None] = lambda: Non
     cases = _cases(options, model.vocab_size)
     longest, names = max(max(one.lengths) for one in cases), ("dtype", "num_threads", "enable_prefix_caching", "seed")
     settings = {name: getattr(options, name) for name in names}
-    settings["kv_blocks"] = max(sum(one.lengths) // PAGE + len(one.lengths) + 1 for one in cases)
-    settings["kv_bytes"] = settings["kv_blocks"] * PAGE * model.kv_bytes_per_token(TORCH_DTYPES[options.dtype].itemsize)
+    tokens = 2 * max(sum(one.lengths) + (len(one.lengths) + 1) * PAGE for one in cases)  # whatever a block's size is
+    settings["kv_cache_memory_bytes"] = tokens * model.kv_bytes_per_token(TORCH_DTYPES[options.dtype].itemsize)
     pythons = {"medha": sys.executable, options.peer: options.peer_python}
     with options.subject.folder(longest, weights=(options.dtype, options.seed)) as folder, ExitStack() as stack:
         settings |= {"model": folder, "max_model_len": longest}
         workers = {name: stack.enter_context(start_peer(name, at, settings)) for name, at in pythons.items()}
         results = [line for one in cases for line in _results(one, workers, options, on_run)]
     engines = {name: {key: one.ready[key] for key in ("versions", "options")} for name, one in workers.items()}
-    head = options.subject.head("compare", asdict(options), load, model)
     num_wrong = sum(one["num_requests"] - one["num_equal"] for one in results if one["is_exact"])
-    return head | {"engines": engines, "results": results, "num_wrong": num_wrong}
+    found = {"engines": engines, "results": results, "num_wrong": num_wrong}
+    return options.subject.head("compare", asdict(options), load, model) | found
 
 
-def start_peer(name: str, python: str, settings: Mapping[str, Any]) -> Worker:
-    """The worker of an engine of :mod:`medha.bench.peers`, run by an interpreter that has it, on its threads."""
-    command = [python, str(Path(__file__).with_name("peers.py")), name]
-    return Worker(name, command, settings, environment={"OMP_NUM_THREADS": str(settings["num_threads"])})
+def start_peer(name: str, python: str, settings: Mapping[str, object]) -> Worker:
+    """An engine of :mod:`medha.bench.peers`, run by an interpreter that has it."""
+    return Worker(name, [python, str(Path(__file__).with_name("peers.py")), name], settings)
 
 
 def _cases(options: CompareOptions, vocab_size: int) -> list[_Case]:
@@ -142,9 +121,9 @@ def _cases(options: CompareOptions, vocab_size: int) -> list[_Case]:
         return [chance.integers(0, vocab_size, length).tolist() for length in lengths]
 
     cases = [_Case(f"prefill {length}", prompts([length]), [1]) for length in options.input_lens]
-    if options.batch_size:
-        number, name = options.batch_size, f"decode of {options.batch_size}"
-        cases.append(_Case(name, prompts([_DECODE_PROMPT] * number), [options.output_len] * number, is_step=True))
+    if number := options.batch_size:
+        of_each = prompts([_DECODE_PROMPT] * number), [options.output_len] * number
+        cases.append(_Case(f"decode of {number}", *of_each, is_step=True))
     if options.num_prompts:
         trace = Workload(options.num_prompts, lengths=options.lengths, seed=options.seed).trace
         cases.append(_Case(f"{len(trace)} mixed", prompts(trace.prompt_tokens.tolist()), trace.output_tokens.tolist()))
@@ -158,24 +137,24 @@ def _results(
     peer, is_even = workers[options.peer], len(set(case.lengths)) == 1
     ways = peer.ready["ways"][:1] if is_even else peer.ready["ways"]
     of_way = {"medha": workers["medha"], **dict.fromkeys(ways, peer)}
-    first = case if is_even else _Case(case.name, case.prompts[:_WARM_MIXED], case.num_outputs[:_WARM_MIXED])
+    few = case if is_even else _Case(case.name, case.prompts[:_WARM_MIXED], case.num_outputs[:_WARM_MIXED])
     tokens: dict[str, Prompts] = {}
-    for one, warmup, runs in ((first, options.warmup, 0), (case, 0, options.runs)):
+    for one, runs in ((few, options.warmup), (case, options.runs)):
         contestants = {way: partial(one.run, worker, way, tokens) for way, worker in of_way.items()}
-        seconds = in_turn(contestants, warmup=warmup, runs=runs, on_run=on_run)
-    timings = {way: Timing.of(found) for way, found in seconds.items()}
+        seconds = in_turn(contestants, warmup=0, runs=runs, on_run=on_run)
+    medha = timing_of(seconds.pop("medha"))
     return [
         {
             "name": case.name,
             "way": way if len(ways) > 1 else options.peer,
-            "medha": asdict(timings["medha"]),
-            "peer": asdict(timings[way]),
-            "ratio": timings[way].median_s / timings["medha"].median_s,
+            "medha": medha,
+            "peer": timing_of(found),
+            "ratio": timing_of(found)["median_s"] / medha["median_s"],
             "num_requests": len(case.prompts),
             "num_equal": sum(ours == theirs for ours, theirs in zip(tokens["medha"], tokens[way], strict=True)),
             "is_exact": options.dtype == "float32" and is_even and options.peer == "transformers",
         }
-        for way in ways
+        for way, found in seconds.items()
     ]
 
 
@@ -187,11 +166,4 @@ def shown(report: Report) -> Shown:
     return {"results": rows_of(report["results"], columns)}, [how, f"equal: {equal}"]
 
 
-verb(
-    "compare",
-    CompareOptions,
-    compare,
-    shown,
-    {"num_threads": (Annotated[int, _THREADS], 2)},
-    {name: SUBJECT[name] for name in ("model", "hf_overrides")},
-)
+verb("compare", CompareOptions, compare, shown, {name: SUBJECT[name] for name in ("model", "hf_overrides")})

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from medha.batch import Batch
+from medha.bench.cli import Report
 from medha.cli.command import end_process, ignore_signals, run_guarded, state_on_signal
 from medha.cli.report import DEFINITIONS, stamp
 from medha.config import EngineConfig, ModelConfig
@@ -39,12 +40,6 @@ from medha.profile.steps import StepRunner, fill_pools
 from medha.sched.scheduler import Scheduler
 from medha.worker.shard import TORCH_DTYPES
 from medha.worker.step import BatchRunner, PendingStep
-
-Report = dict[str, Any]
-"""What a benchmark measured, as JSON has it."""
-
-Shown = tuple[Mapping[str, Any], Sequence[str]]
-"""What is printed of a report: entries, and lines below them."""
 
 RANDOM_LLAMA: dict[str, Any] = {
     "vocab_size": 32000,

@@ -19,21 +19,10 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from medha.bench.harness import (
-    Local,
-    Report,
-    Shown,
-    Subject,
-    count_parameters,
-    median_text,
-    on_ranks,
-    random_prompt,
-    rows_of,
-    terms,
-)
+from medha.bench.cli import COUNT, SUBJECT, Report, Shown, asked, counted, lengths, verb, warmups
+from medha.bench.harness import Local, Subject, count_parameters, median_text, on_ranks, random_prompt, rows_of, terms
 from medha.bench.load import fixed_output, serve_load
-from medha.bench.timing import Timing, in_turn, matrix_product
-from medha.bench.verb import COUNT, SUBJECT, asked, counted, lengths, verb, warmups
+from medha.bench.timing import in_turn, matrix_product, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING
 from medha.config import ModelConfig
 from medha.engine.arrivals import Arrival
@@ -53,9 +42,7 @@ class LatencyOptions:
     """What is measured; lengths that the model does not take are left out."""
 
     subject: Subject = field(default_factory=Subject)
-    input_lens: tuple[int, ...] = lengths(
-        "input_len", "128,1024,4096", "Prompt tokens, comma separated.", "--input-len", "--prompt-lens"
-    )
+    input_lens: tuple[int, ...] = lengths("input_len", "128,1024,4096", "Prompt tokens, comma separated.")
     output_len: int = asked(16, "Tokens that each request generates.", COUNT)
     whole: bool = asked(False, "Also read each prompt as one chunk: the price of chunks; MFU.", flags=("--whole",))
     warmup: int = warmups(1)
@@ -110,8 +97,8 @@ def _measure(local: Local, options: LatencyOptions, on_run: Callable[[], None]) 
     report = local.report("latency", asdict(options)) | {"results": lines}
     if product is not None:
         rate = product.rate(seconds[_PRODUCT])
-        report["matrix_product"] = asdict(rate)
-        best = rate.per_s * local.config.parallel.world_size
+        report["matrix_product"] = rate
+        best = rate["per_s"] * local.config.parallel.world_size
         whole_s = {line["input_len"]: line["ttft"]["median_s"] for line in lines if line["way"] == WHOLE}
         for line in lines:
             flops, ttft_s = useful_flops(local.model, line["input_len"]), line["ttft"]["median_s"]
@@ -150,9 +137,9 @@ def latency_fields(outcomes: Sequence[Outcome]) -> Report:
         "ttfts": ttfts,
         "avg_tpot": statistics.fmean(tpots) if tpots else None,
         "tpots": tpots,
-        "e2el": asdict(Timing.of(e2els)),
-        "ttft": asdict(Timing.of(ttfts)),
-        "tpot": asdict(Timing.of(tpots)) if tpots else None,
+        "e2el": timing_of(e2els),
+        "ttft": timing_of(ttfts),
+        "tpot": timing_of(tpots) if tpots else None,
     }
 
 

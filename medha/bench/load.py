@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from medha.bench.cli import COUNT, of_load
 from medha.bench.harness import random_prompt
-from medha.bench.verb import COUNT, of_load
 from medha.config.fields import number
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine

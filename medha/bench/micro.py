@@ -1,38 +1,67 @@
-"""``medha bench micro attention``, ``decode`` and ``sampling``: one part alone, in turn with what the machine can do.
+"""``medha bench micro attention``, ``decode``, ``sampling`` and ``scheduler``: one part alone.
 
-``attention`` is one layer's, called as the engine calls it: the engine's backend, planned once, over the paged pool of
-one layer, the chunk's own keys at its end. Chunking is free where a small chunk costs no more for each product than a
-large one (arXiv:2409.17264 v4 section 3.2), so ``overhead`` compares seconds for each useful operation with those of
-the largest chunk over the same KV cache. A chunk of ``c`` tokens that ends a context of ``S`` has
+``attention`` is one layer's, called as the engine calls it: its backend, planned once, over the paged pool of one
+layer, the chunk's own keys at its end. Chunking is free where a small chunk costs no more for each product than a large
+one (arXiv:2409.17264 v4 section 3.2), so ``overhead`` compares seconds for each useful operation with those of the
+largest chunk over the same KV cache. A chunk of ``c`` tokens that ends a context of ``S`` has
 ``c * (S - c) + c * (c + 1) / 2`` useful scores a head, of ``4 * H`` operations.
 
-A step of a ``decode`` reads all weights once and the keys and values of every request, so what bounds it is memory. The
-bytes that it has to read, over its time, as a share of the rate at which memory can be read is its MBU. What a cache
-holds between steps makes small models look faster than that. What is timed is a step of the runner: from the batch to
-its tokens, with block tables, embedding, sampling, and without the scheduler. The steps are made by hand over a KV
-cache of random numbers (:mod:`medha.profile.steps`), in which no two requests share a block. It runs on any layout;
-with several ranks the seconds are those of the ranks that sample, and there is no MBU.
+A step of a ``decode`` is bound by memory: it reads all weights once and the keys and values of every request. These
+bytes over its time, as a share of the rate at which memory can be read, are its MBU (what a cache holds between steps
+makes small models look faster than that). Timed is a step of the runner, from the batch to its tokens, made by hand
+over a KV cache of random numbers (:mod:`medha.profile.steps`), in which no two requests share a block. It runs on any
+layout; with several ranks the seconds are those of the ranks that sample, and there is no MBU.
+
+``scheduler`` is what the engine pays for a batch beside computing it:
+:meth:`~medha.sched.scheduler.Scheduler.schedule`, and :meth:`~medha.sched.scheduler.Scheduler.complete` when it is
+done, with the predictor of an 8B model on one A100. No model runs: a batch takes the seconds that were predicted of it
+on a clock of its own. The engine is overloaded: so many requests decode, prefills are under way, one in a hundred of a
+long prompt, and so many wait. Who has decoded longest ends when one more would decode, and another one arrives.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product as pairs
 
+import numpy as np
 import torch
 
 from medha.attention.interface import AttentionRows, LayerShape
-from medha.bench.harness import Local, Report, Shown, Subject, count_parameters, median_text, on_ranks, rows_of
-from medha.bench.timing import Timing, in_turn, matrix_product, memory_read, timed, waited
-from medha.bench.verb import ALONE, SUBJECT, counted, lengths, verb, warmups, words
+from medha.batch import Batch
+from medha.bench.cli import (
+    ALONE,
+    ANY_COUNT,
+    COUNT,
+    SUBJECT,
+    Report,
+    Shown,
+    asked,
+    counted,
+    lengths,
+    verb,
+    warmups,
+    words,
+)
+from medha.bench.harness import Local, Subject, count_parameters, median_text, on_ranks, report_head, rows_of
+from medha.bench.timing import in_turn, matrix_product, memory_read, timed, timing_of, waited
 from medha.cli.options import PARALLEL
-from medha.config import ModelConfig
+from medha.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from medha.config.fields import integer
+from medha.cost.hardware import load_spec
+from medha.cost.predictor import Predictor
+from medha.cost.roofline import stage_coefficients
 from medha.errors import ConfigError
-from medha.params import SamplingParams
+from medha.params import SLO, SamplingParams
 from medha.profile.steps import Step, StepRunner, decodes, fill_pools
+from medha.sched.decision import SchedulerRequest
+from medha.sched.policy import load_policy
+from medha.sched.scheduler import Scheduler
+from medha.sim.replica import KNOWN_MODELS
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import SlotSampling, draw
 from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
@@ -40,6 +69,10 @@ from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
 TIMED = "a step of the runner, from the batch to its tokens; without scheduler and engine"
 _BLOCK_SIZE = 256
 _YARDSTICK = "yardstick"
+_MAX_NEW_TOKENS = 1 << 16  # more than anybody decodes before it ends
+_LONG_TOKENS = 100_000
+_LONG_SHARE = 0.01
+_LONGEST_SHORT = SchedulerConfig().long_threshold - 1  # tokens of a prompt that is not long
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +124,13 @@ def attention(options: AttentionOptions, *, on_run: Callable[[], None] = lambda:
             runs |= {str(chunk): partial(timed, attend(chunk, kv_len)) for chunk in chunks}
             seconds = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
             rate = product.rate(seconds.pop(_YARDSTICK))
-            rates.append({"dtype": name, "kv_len": kv_len, **asdict(rate)})
+            rates.append({"dtype": name, "kv_len": kv_len, **rate})
             lines: list[Report] = []
-            for chunk, found in zip(chunks, seconds.values(), strict=True):
-                timing, flops = Timing.of(found), attention_flops(model, chunk, kv_len)
-                per_s = flops / timing.median_s
-                cell: Report = {
-                    "dtype": name,
-                    "kv_len": kv_len,
-                    "chunk": chunk,
-                    "timing": asdict(timing),
-                    "flops": flops,
-                }
-                lines.append(cell | {"flops_per_s": per_s, "share": per_s / rate.per_s})
+            for chunk, timing in zip(chunks, map(timing_of, seconds.values()), strict=True):
+                flops = attention_flops(model, chunk, kv_len)
+                per_s = flops / timing["median_s"]
+                cell = {"dtype": name, "kv_len": kv_len, "chunk": chunk, "timing": timing, "flops": flops}
+                lines.append(cell | {"flops_per_s": per_s, "share": per_s / rate["per_s"]})
             results += [one | {"overhead": lines[-1]["flops_per_s"] / one["flops_per_s"] - 1} for one in lines]
     return options.subject.head("micro attention", asdict(options), load, model) | {
         "dtype": " and ".join(options.dtypes),
@@ -154,9 +181,7 @@ class DecodeOptions:
 
     subject: Subject = field(default_factory=Subject)
     batch_sizes: tuple[int, ...] = lengths("batch_size", "1,4,16", "Requests that decode together, comma separated.")
-    contexts: tuple[int, ...] = lengths(
-        "input_len", "1024,8192", "Tokens of each in the KV cache.", "--input-len", "--context"
-    )
+    contexts: tuple[int, ...] = lengths("input_len", "1024,8192", "Tokens of each in the KV cache.")
     warmup: int = warmups(2, "Steps")
     runs: int = counted(10, "Steps")
 
@@ -196,14 +221,14 @@ def _decode(local: Local, options: DecodeOptions, on_run: Callable[[], None]) ->
     rate = memory.rate(seconds.pop(_YARDSTICK))
     weight_bytes, is_whole = step_parameters(local.model) * size, local.config.parallel.world_size == 1
     cells = []
-    for (context, batch), timing in zip(options.cells, map(Timing.of, seconds.values()), strict=True):
+    for (context, batch), timing in zip(options.cells, map(timing_of, seconds.values()), strict=True):
         kv_bytes = batch * (context + 1) * local.model.kv_bytes_per_token(size)
-        per_s = (weight_bytes + kv_bytes) / timing.median_s
-        cell = {"batch_size": batch, "context": context, "timing": asdict(timing), "weight_bytes": weight_bytes}
-        cell |= {"kv_bytes": kv_bytes, "bytes_per_s": per_s, "mbu": per_s / rate.per_s if is_whole else None}
-        cells.append(cell | {"tokens_per_s": batch / timing.median_s})
+        per_s = (weight_bytes + kv_bytes) / timing["median_s"]
+        cell = {"batch_size": batch, "context": context, "timing": timing, "weight_bytes": weight_bytes}
+        cell |= {"kv_bytes": kv_bytes, "bytes_per_s": per_s, "mbu": per_s / rate["per_s"] if is_whole else None}
+        cells.append(cell | {"tokens_per_s": batch / timing["median_s"]})
     head = local.report("micro decode", asdict(options))
-    return head | {"timed": TIMED, "memory_read": asdict(rate), "results": cells}
+    return head | {"timed": TIMED, "memory_read": rate, "results": cells}
 
 
 def _busy_s(hand: StepRunner, step: Step) -> float:
@@ -258,8 +283,8 @@ def sampling(options: SamplingOptions, *, on_run: Callable[[], None] = lambda: N
         runs[f"{batch} {way}"] = partial(timed, waited(partial(draw, logits_SV, slots, [0] * batch), device))
     found = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
     results = [
-        {"batch_size": batch, "way": way, "timing": asdict(timing), "per_token_s": timing.median_s / batch}
-        for (batch, way), timing in zip(cells, map(Timing.of, found.values()), strict=True)
+        {"batch_size": batch, "way": way, "timing": timing, "per_token_s": timing["median_s"] / batch}
+        for (batch, way), timing in zip(cells, map(timing_of, found.values()), strict=True)
     ]
     head = options.subject.head("micro sampling", asdict(options), load, model)
     return head | {"dtype": "float32", "device": str(device), "vocab_size": model.vocab_size, "results": results}
@@ -270,6 +295,120 @@ def _device(subject: Subject) -> torch.device:
     if subject.options.get("num_threads") is not None:
         torch.set_num_threads(subject.options["num_threads"])
     return pick_device(subject.options.get("device", "auto"))
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What is measured: each policy over each queue, whose requests have arrived within ``backlog_s`` seconds."""
+
+    waiting: tuple[int, ...] = lengths(
+        "num_waiting", "1000,10000,100000", "Requests that wait, comma separated; each is measured."
+    )
+    policies: tuple[str, ...] = asked(
+        ("lars",), "May be repeated; lars by default.", name="policy", kind=list[str], read=tuple
+    )
+    num_decoding: int = asked(256, "Requests that decode.", COUNT, name="num_running")
+    num_prefilling: int = asked(
+        16, "Places for prefills under way beside them.", integer(2, 65536), name="num_prefills"
+    )
+    warmup: int = warmups(50, "Decisions")
+    runs: int = counted(500, "Decisions")
+    seed: int = asked(0, "Of lengths, arrivals, objectives and classes.", ANY_COUNT)
+    backlog_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for policy in self.policies:
+            load_policy(policy)  # an unknown one is an error before anything is measured
+
+    @property
+    def num_runs(self) -> int:
+        """Queues."""
+        return len(self.waiting) * len(self.policies)
+
+
+def scheduler(options: SchedulerOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+    """Time of one scheduling decision as the queue grows; no model runs."""
+    results, load = [], os.getloadavg()[0]
+    for policy, waiting in pairs(options.policies, options.waiting):
+        queue = Queue(policy, waiting, options)
+        steps = [queue.step() for _ in range(options.warmup + options.runs)][options.warmup :]
+        schedule_s, complete_s, decoding, prefilling = np.array(steps).T
+        calls = {"schedule": schedule_s, "complete": complete_s, "both": schedule_s + complete_s}
+        line: Report = {"policy": policy, "waiting": queue.scheduler.num_waiting, "decisions": options.runs}
+        line |= {"decoding": float(decoding.mean()), "prefilling": float(prefilling.mean())}
+        for call, seconds in calls.items():
+            found = (np.percentile(seconds, [50, 90, 99, 100]) * 1e3).tolist()
+            line[call] = dict(zip(("median_ms", "p90_ms", "p99_ms", "max_ms"), found, strict=True))
+        results.append(line)
+        on_run()
+    return report_head("micro scheduler", asdict(options), load) | {"results": results}
+
+
+class Queue:
+    """Requests on a scheduler, whose numbers stay as they are."""
+
+    def __init__(self, policy: str, waiting: int, options: SchedulerOptions) -> None:
+        config = SchedulerConfig(policy=policy, max_num_seqs=options.num_decoding + options.num_prefilling)
+        coefficients = stage_coefficients(load_spec("a100-80g"), KNOWN_MODELS["llama-3-8b"], ParallelConfig(), 0)
+        size = CacheConfig().block_size
+        self.scheduler = Scheduler(
+            config,
+            num_blocks=-(-config.max_num_seqs * (_LONG_TOKENS + _MAX_NEW_TOKENS) // size),
+            block_size=size,
+            predictor=Predictor(coefficients, max_tokens=config.max_batch_tokens),
+        )
+        self._num_decoding, self._num_waiting = options.num_decoding, 0
+        self._random = np.random.default_rng(options.seed)
+        self._now_s = options.backlog_s
+        self._free: list[int] = []
+        self._num_slots = 0
+        self._decoding: dict[int, None] = {}  # who decodes longest first
+        for _ in range(options.num_decoding):
+            self._add(self._now_s, may_be_long=False)
+        while self.scheduler.num_waiting or len(self._decoding) < self.scheduler.num_running:
+            self.step()
+        arrivals = np.sort(self._now_s - self._random.uniform(0.0, options.backlog_s, waiting))
+        for arrival_s in arrivals.tolist():
+            self._add(arrival_s)
+        self._num_waiting = waiting
+
+    def step(self) -> tuple[float, float, int, int]:
+        """One decision, and the arrivals that keep the queue as long as it was: seconds of the two calls, decodes and
+        chunks of the batch."""
+        start_s = time.perf_counter()
+        decision = self.scheduler.schedule(self._now_s)
+        scheduled_s = time.perf_counter() - start_s
+        batch, prediction = decision.batch, decision.prediction
+        assert batch is not None and prediction is not None, "an overloaded scheduler always has a batch"
+        self._now_s += prediction.seconds
+        results = self._results(batch)
+        start_s = time.perf_counter()
+        self._free += self.scheduler.complete(batch, self._now_s, results, prediction.seconds)
+        completed_s = time.perf_counter() - start_s
+        while self.scheduler.num_waiting < self._num_waiting:
+            self._add(self._now_s)
+        return scheduled_s, completed_s, batch.num_decodes, len(batch.rows) - batch.num_decodes
+
+    def _results(self, batch: Batch) -> list[tuple[int, int, bool]]:
+        """A token for each row that samples; who has decoded longest ends where one more would decode."""
+        sampling = dict.fromkeys(row.slot for row in batch.rows if row.samples)
+        self._decoding |= sampling
+        surplus = max(len(self._decoding) - self._num_decoding, 0)
+        ended = [slot for slot in self._decoding if slot in sampling][:surplus]
+        for slot in ended:
+            del self._decoding[slot]
+        return [(slot, 1, slot in ended) for slot in sampling]
+
+    def _add(self, arrival_s: float, *, may_be_long: bool = True) -> None:
+        """One request arrives: most are chats, one in a hundred is a document."""
+        slot = self._free.pop() if self._free else self._num_slots
+        self._num_slots = max(self._num_slots, slot + 1)
+        random = self._random
+        length = int(np.clip(random.lognormal(6.9, 0.8), 16, _LONGEST_SHORT))  # 1,000 tokens in the median
+        if may_be_long and random.random() < _LONG_SHARE:
+            length = int(random.uniform(0.2, 1.0) * _LONG_TOKENS)
+        slo = SLO(ttft_s=float(random.uniform(0.5, 300.0)), tpot_s=0.5) if random.random() < 0.3 else None
+        self.scheduler.add(SchedulerRequest(slot, length, _MAX_NEW_TOKENS, arrival_s, slo, int(random.integers(0, 4))))
 
 
 def _attention_shown(report: Report) -> Shown:
@@ -292,6 +431,15 @@ def _sampling_shown(report: Report) -> Shown:
     return {name: report[name] for name in ("vocab_size", "results")}, [f"{median_text(report)}, in turn"]
 
 
+def _scheduler_shown(report: Report) -> Shown:
+    calls, options = ("schedule", "complete", "both"), report["options"]
+    rows = [line | {"call": call, **line[call]} for line in report["results"] for call in calls]
+    columns = ("policy", "waiting", "call", "median_ms", "p90_ms", "p99_ms", "max_ms")
+    notes = [f"{options['warmup']} decisions of warm-up, {options['runs']} counted"]
+    return {"decisions": rows_of(rows, columns)}, notes
+
+
 verb("attention", AttentionOptions, attention, _attention_shown, ALONE)
 verb("decode", DecodeOptions, decode, _decode_shown, SUBJECT, PARALLEL)
 verb("sampling", SamplingOptions, sampling, _sampling_shown, ALONE)
+verb("scheduler", SchedulerOptions, scheduler, _scheduler_shown)

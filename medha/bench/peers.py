@@ -1,9 +1,9 @@
 """A worker of ``medha bench compare``: an engine that completes prompts of token ids, run as ``python peers.py NAME``.
 
 Any Python runs this file that has the engine: beside the standard library it imports that engine alone. Standard output
-belongs to the protocol (:mod:`medha.bench.job`); what an engine prints there goes to standard error. A function here
-makes an engine of its settings; it returns the options that it chose, the ways in which it completes prompts that are
-there at once (the first one is for prompts of one length), each with exactly so many greedy tokens, and its packages.
+belongs to the protocol of :class:`medha.bench.timing.Worker`. A function here makes an engine of its settings; it
+returns the options that it chose, the ways in which it completes prompts that are there at once (the first one is for
+prompts of one length), each with exactly so many greedy tokens, and its packages.
 """
 
 from __future__ import annotations
@@ -30,15 +30,8 @@ def medha(given: dict[str, Any]) -> Engine:
     from medha.llm import LLM
     from medha.params import SamplingParams
 
-    options = {name: given[name] for name in ("dtype", "max_model_len", "num_threads")}
-    options |= {"t_target_s": 1.0, "chunk_size": 2048, "block_size": PAGE, "num_kv_blocks": given["kv_blocks"]}
-    llm = LLM(given["model"], **options)
-
-    def complete(prompts: Prompts, num_outputs: list[int]) -> Prompts:
-        params = [SamplingParams(temperature=0.0, max_tokens=number, ignore_eos=True) for number in num_outputs]
-        return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)]
-
-    return options, {"medha": complete}, ("medha", "torch")
+    more = {"num_threads": given["num_threads"], "t_target_s": 1.0, "chunk_size": 2048, "block_size": PAGE}
+    return _offline("medha", LLM, SamplingParams, given, more)
 
 
 def vllm(given: dict[str, Any]) -> Engine:
@@ -48,17 +41,21 @@ def vllm(given: dict[str, Any]) -> Engine:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     from vllm import LLM, SamplingParams
 
-    options = {name: given[name] for name in ("dtype", "max_model_len", "enable_prefix_caching", "seed")}
-    options["kv_cache_memory_bytes"] = 2 * given["kv_bytes"]  # its blocks hold 32 to 128 tokens, and one stays empty
-    llm = LLM(given["model"], skip_tokenizer_init=True, **options)
+    more = {"enable_prefix_caching": given["enable_prefix_caching"], "skip_tokenizer_init": True}
+    return _offline("vllm", LLM, SamplingParams, given, more)
+
+
+def _offline(name: str, llm_class: Any, params_class: Any, given: dict[str, Any], more: dict[str, Any]) -> Engine:
+    options = {key: given[key] for key in ("dtype", "max_model_len", "seed", "kv_cache_memory_bytes")} | more
+    llm = llm_class(given["model"], **options)
 
     def complete(prompts: Prompts, num_outputs: list[int]) -> Prompts:
-        greedy = partial(SamplingParams, temperature=0.0, ignore_eos=True, detokenize=False)
+        greedy = partial(params_class, temperature=0.0, ignore_eos=True, detokenize=False)
         params = [greedy(max_tokens=number) for number in num_outputs]
         tokens = [{"prompt_token_ids": ids} for ids in prompts]
         return [list(one.outputs[0].token_ids) for one in llm.generate(tokens, params, use_tqdm=False)]
 
-    return options | {"skip_tokenizer_init": True}, {"vllm": complete}, ("vllm", "torch")
+    return options, {name: complete}, (name, "torch")
 
 
 def transformers(given: dict[str, Any]) -> Engine:
@@ -74,18 +71,18 @@ def transformers(given: dict[str, Any]) -> Engine:
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     model.generation_config.eos_token_id = None
 
-    def one_batch(prompts: Prompts, num_outputs: list[int]) -> Prompts:
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(one)) + one for one in prompts], device=model.device)
-        mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=model.device)
-        greedy = partial(model.generate, do_sample=False, pad_token_id=0)
-        found = greedy(ids, attention_mask=mask, max_new_tokens=max(num_outputs)).tolist()
-        return [row[width : width + number] for row, number in zip(found, num_outputs, strict=True)]
-
     def padded(prompts: Prompts, num_outputs: list[int]) -> Prompts:
         size = len(prompts) if len(set(map(len, prompts))) == len(set(num_outputs)) == 1 else PADDED_BATCH
-        starts = range(0, len(prompts), size)
-        return [ids for i in starts for ids in one_batch(prompts[i : i + size], num_outputs[i : i + size])]
+        found: Prompts = []
+        for i in range(0, len(prompts), size):
+            batch, numbers = prompts[i : i + size], num_outputs[i : i + size]
+            width = max(map(len, batch))
+            ids = torch.tensor([[0] * (width - len(one)) + one for one in batch], device=model.device)
+            mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in batch], device=model.device)
+            greedy = partial(model.generate, do_sample=False, pad_token_id=0, max_new_tokens=max(numbers))
+            rows = greedy(ids, attention_mask=mask).tolist()
+            found += [row[width : width + number] for row, number in zip(rows, numbers, strict=True)]
+        return found
 
     def continuous(prompts: Prompts, num_outputs: list[int]) -> Prompts:
         config = deepcopy(model.generation_config)
@@ -94,18 +91,16 @@ def transformers(given: dict[str, Any]) -> Engine:
         rows, longest = min(ROWS, len(asked)), max(len(ids) + number for ids, number in asked)
         sizes: Any = {"page_size": PAGE, "num_blocks": rows * (-(-longest // PAGE) + 1), "max_batch_tokens": TOKENS}
         batching = ContinuousBatchingConfig(max_requests_per_batch=rows, **sizes)
-        done: dict[str, list[int]] = {}
         run = partial(model.continuous_batching_context_manager, continuous_batching_config=batching)
+        done: dict[str, list[int]] = {}
         with run(generation_config=config) as manager:
             names = [manager.add_request(ids, max_new_tokens=number) for ids, number in asked]
             while len(done) < len(names):
                 result = manager.get_result(timeout=1)
+                if (result is None and not manager.is_running()) or (result is not None and result.error is not None):
+                    raise RuntimeError(f"continuous batching has failed: {result and result.error}")
                 if result is not None and result.is_finished():
-                    if result.error is not None:
-                        raise RuntimeError(f"continuous batching has failed: {result.error}")
                     done[result.request_id] = list(result.generated_tokens)
-                elif result is None and not manager.is_running():
-                    raise RuntimeError("continuous batching has ended early")
         return [done[name] for name in names]
 
     return options, {f"padded by {PADDED_BATCH}": padded, "continuous": continuous}, ("transformers", "torch")
@@ -119,16 +114,17 @@ def main() -> None:
     make = {"medha": medha, "transformers": transformers, "vllm": vllm}[sys.argv[1]]
     ways: dict[str, Complete] = {}
     for line in sys.stdin:
-        request = json.loads(line)
+        given = json.loads(line)
         try:
-            if not ways:
-                options, ways, packages = make(request)
-                answer: dict[str, Any] = {"options": options, "ways": list(ways)}
-                answer["versions"] = {name: str(__import__(name).__version__) for name in packages}
-            else:
+            if ways:
                 start = time.perf_counter()
-                tokens = ways[request["way"]](request["prompts"], request["num_outputs"])
-                answer = {"seconds": time.perf_counter() - start, "tokens": tokens}
+                tokens = ways[given["way"]](given["prompts"], given["num_outputs"])
+                answer: dict[str, Any] = {"seconds": time.perf_counter() - start, "tokens": tokens}
+            else:
+                os.environ["OMP_NUM_THREADS"] = str(given["num_threads"])
+                options, ways, packages = make(given)
+                versions = {name: str(__import__(name).__version__) for name in packages}
+                answer = {"options": options, "ways": list(ways), "versions": versions}
         except Exception as error:  # whatever it is, the other side is to know
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

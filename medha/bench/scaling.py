@@ -2,7 +2,7 @@
 
 Each layout is a job of its own, one thread a rank, with the whole engine and control plane; the jobs take turns, so a
 slow spell of the machine hits all alike. Weights are random and differ between layouts (each rank draws its own), so
-times are compared here, and tokens in the tests. A job is a :class:`~medha.bench.job.Worker` that runs this module.
+times are compared here, and tokens in the tests. A job is a :class:`~medha.bench.timing.Worker` that runs this module.
 
 ``prefill`` reads one prompt to its first token: stream pipeline parallelism is the paper's section 3.3 (arXiv
 2409.17264 v5), and its bound is the number of stages, less the time in which the pipeline fills and drains. ``decode``
@@ -28,11 +28,10 @@ from typing import Any
 import numpy as np
 
 from medha.batch import Batch
-from medha.bench.harness import Local, Report, Shown, Subject, median_text, on_ranks, random_prompt, rows_of
-from medha.bench.job import Worker
+from medha.bench.cli import ANY_COUNT, COUNT, Report, Shown, asked, counted, verb, warmups, words
+from medha.bench.harness import Local, Subject, median_text, on_ranks, random_prompt, rows_of
 from medha.bench.load import fixed_output, serve_load
-from medha.bench.timing import Timing
-from medha.bench.verb import ANY_COUNT, COUNT, asked, counted, verb, warmups, words
+from medha.bench.timing import Worker, in_turn, timing_of
 from medha.cli.command import end_process, run_guarded
 from medha.cli.options import parse_lengths, pick
 from medha.config import ParallelConfig
@@ -58,7 +57,7 @@ class ScalingOptions:
     layouts: tuple[str, ...] = words("", "Compared with one rank, as kvp2spp2.", shown="spp2, kvp2 for a step")
     lengths: tuple[int, ...] = asked(
         (), "Tokens of the prompt, or in the KV cache before a step, comma separated.", name="input_len",
-        flags=("--input-len", "--prompt-len", "--context"), kind=str, shown="16384, 65536 for a step",
+        kind=str, shown="16384, 65536 for a step",
         read=partial(parse_lengths, "input_len"),
     )  # fmt: skip
     chunk_size: int | None = asked(None, "Prompt tokens a batch.", COUNT, shown="512, 64 for a step")
@@ -117,21 +116,16 @@ def _one_length(options: ScalingOptions, length: int, on_run: Callable[[], None]
     """Every layout over one prompt, or one context."""
     is_prefill, is_decode = options.mode == "prefill", options.mode == "decode"
     q_len = 1 if is_decode else options.chunk_size or 0
-    work: dict[str, Any] = {"q_len": q_len, "context": length, "is_decode": is_decode}
+    work: dict[str, Any] = {"work": "steps", "q_len": q_len, "context": length, "is_decode": is_decode}
     if is_prefill:
-        work = {"prompt_len": length, "seed": options.seed}
-    answers: dict[str, list[Report]] = {name: [] for name in options.all_layouts}
+        work = {"work": "prefill", "prompt_len": length, "seed": options.seed}
     with ExitStack() as stack:
         jobs = {
             name: stack.enter_context(_start(options, layout, length + q_len))
             for name, layout in options.all_layouts.items()
         }
-        for i in range(options.warmup + options.runs):
-            for name, job in jobs.items():
-                answer = job.ask("prefill" if is_prefill else "steps", **work)
-                on_run()
-                if i >= options.warmup:
-                    answers[name].append(answer)
+        turns = {name: partial(job.ask, **work) for name, job in jobs.items()}
+        answers = in_turn(turns, warmup=options.warmup, runs=options.runs, on_run=on_run)
     line_of = _prefill_line if is_prefill else _step_line
     lines: list[Report] = [{"length": length, "layout": name} | line_of(found) for name, found in answers.items()]
     first_s = lines[0]["timing"]["median_s"]
@@ -142,7 +136,7 @@ def _prefill_line(answers: Sequence[Mapping[str, Any]]) -> Report:
     """A layout's prefills; where the time went in the run in the middle, the faster of two."""
     seconds = [answer["seconds"] for answer in answers]
     ranks = _records_of(answers[seconds.index(statistics.median_low(seconds))])
-    timing = asdict(Timing.of(seconds))
+    timing = timing_of(seconds)
     return {"num_ranks": len(ranks), "timing": timing, "seconds": seconds, "usage": usage(ranks)}
 
 
@@ -156,7 +150,7 @@ def _step_line(answers: Sequence[Mapping[str, Any]]) -> Report:
             found = [(one.busy_s, one.merge_wait_s) for one in rank.batches if one.batch_id in counted_ids]
             parts.setdefault(rank.rank, []).extend(found)
     busy, merge = ([statistics.median(one[i] for one in parts[rank]) for rank in sorted(parts)] for i in (0, 1))
-    timing = asdict(Timing.of(seconds))
+    timing = timing_of(seconds)
     return {"num_ranks": len(parts), "timing": timing, "seconds": seconds, "busy_s": busy, "merge_s": merge}
 
 

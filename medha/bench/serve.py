@@ -25,9 +25,9 @@ import numpy as np
 import typer
 
 from medha.batch import Batch
-from medha.bench.harness import Local, Report, Shown, Subject, on_ranks, plain, random_prompt, terms
+from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, of_load, verb
+from medha.bench.harness import Local, Subject, on_ranks, plain, random_prompt, terms
 from medha.bench.load import ArrivingWorkload, arrivals_of, described, fixed_output, longest_of, serve_load
-from medha.bench.verb import ANY_COUNT, COUNT, SUBJECT, asked, of_load, verb
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
 from medha.cli.report import check_writable
 from medha.config.fields import choice, finite

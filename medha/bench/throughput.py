@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 
 from medha.batch import Batch
-from medha.bench.harness import Local, Report, Shown, Subject, median_text, on_ranks, rows_of
+from medha.bench.cli import SUBJECT, Report, Shown, counted, verb, warmups
+from medha.bench.harness import Local, Subject, median_text, on_ranks, rows_of
 from medha.bench.load import Workload, arrivals_of, described, longest_of, serve_load
-from medha.bench.timing import Timing, in_turn
-from medha.bench.verb import SUBJECT, counted, verb, warmups
+from medha.bench.timing import in_turn, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING
 from medha.errors import ConfigError
 from medha.sched.decision import Prediction
@@ -81,19 +81,19 @@ def _measure(local: Local, options: ThroughputOptions, on_run: Callable[[], None
 
 def throughput_fields(trace: Trace, seconds: Sequence[float]) -> Report:
     """The fields of ``vllm bench throughput``, and medha's, of passes over the requests of a trace."""
-    timing = Timing.of(seconds)
+    timing = timing_of(seconds)
     inputs, outputs = int(trace.prompt_tokens.sum()), int(trace.output_tokens.sum())
     return {
-        "elapsed_time": timing.median_s,
+        "elapsed_time": timing["median_s"],
         "num_requests": len(trace),
         "total_num_tokens": inputs + outputs,
-        "requests_per_second": len(trace) / timing.median_s,
-        "tokens_per_second": (inputs + outputs) / timing.median_s,
+        "requests_per_second": len(trace) / timing["median_s"],
+        "tokens_per_second": (inputs + outputs) / timing["median_s"],
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
-        "output_tokens_per_second": outputs / timing.median_s,
+        "output_tokens_per_second": outputs / timing["median_s"],
         "elapsed_times": list(seconds),
-        "timing": asdict(timing),
+        "timing": timing,
     }
 
 
@@ -101,9 +101,9 @@ def host_fields(steps: Sequence[tuple[int, float]]) -> Report:
     """Host seconds of steps, each with the rows of its batch: over all, and over those of the largest batch."""
     largest = max(num_rows for num_rows, _ in steps)
     return {
-        "timing": asdict(Timing.of([seconds for _, seconds in steps])),
+        "timing": timing_of([seconds for _, seconds in steps]),
         "largest_batch": largest,
-        "at_largest": asdict(Timing.of([seconds for num_rows, seconds in steps if num_rows == largest])),
+        "at_largest": timing_of([seconds for num_rows, seconds in steps if num_rows == largest]),
     }
 
 

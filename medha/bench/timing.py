@@ -1,20 +1,35 @@
-"""The measuring loop, and what this machine does at best: matrix products, and reading memory.
+"""The measuring loop, processes that take turns in it, and what this machine does at best: products, reading memory.
 
-A share of such a rate says how much of the machine a piece of work uses: MFU of the products, MBU of the memory. Both
-are measured in the same run as the work, with its dtype, device and threads, and in turn with it (:func:`in_turn`); a
-rate on a data sheet would say nothing about a shared machine. The products are plain ``torch.mm``. A model's own may be
-a little faster: on the CPU its weights are kept in the matrix library's layout. So a share may exceed 1.
+A :class:`Worker` is a process that gets its settings as its first line of JSON and answers when it is ready; then each
+line is a piece of work and is answered by what came of it, or ``{"error": ...}``. It ends with its input.
+
+A share of the machine's rate says how much of it a piece of work uses: MFU of the products, MBU of the memory. Rates
+are measured in turn with the work (:func:`in_turn`), with its dtype, device and threads. The products are plain
+``torch.mm``; a model's own may be a little faster (on the CPU its weights are kept in the matrix library's layout), so
+a share may exceed 1.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
+
+from medha.errors import ConfigError, RankFailedError
+
+_END_S = 30.0
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 4096))
 _CUDA_PRODUCTS = ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192))
@@ -28,24 +43,18 @@ _ROW = 4096
 _TRIALS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of repeated runs of one thing: their median, least and most; ``runs`` is how many counted."""
+T = TypeVar("T")
 
-    median_s: float
-    min_s: float
-    max_s: float
-    runs: int
 
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Timing:
-        """Summarise the runs."""
-        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+def timing_of(seconds: Sequence[float]) -> dict[str, float]:
+    """Of repeated runs of one thing the median, least and most seconds, and their number."""
+    low, high = min(seconds), max(seconds)
+    return {"median_s": statistics.median(seconds), "min_s": low, "max_s": high, "runs": len(seconds)}
 
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """A piece of work whose size is known: so many floating-point operations, or bytes read, of one run."""
+    """Work of a known size: ``amount`` floating-point operations, or bytes read, of one run."""
 
     name: str
     amount: float
@@ -55,19 +64,10 @@ class Yardstick:
         """Run once; returns how long it took."""
         return timed(self.run)
 
-    def rate(self, seconds: Sequence[float]) -> Rate:
-        """From the seconds of its runs."""
-        timing = Timing.of(seconds)
-        return Rate(self.name, self.amount / timing.median_s, timing)
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """What a yardstick measured: FLOP/s or bytes/s at the median, and the seconds of a run."""
-
-    name: str
-    per_s: float
-    timing: Timing
+    def rate(self, seconds: Sequence[float]) -> dict[str, Any]:
+        """From the seconds of its runs: ``per_s`` is FLOP/s or bytes/s at the median."""
+        timing = timing_of(seconds)
+        return {"name": self.name, "per_s": self.amount / timing["median_s"], "timing": timing}
 
 
 def matrix_product(dtype: torch.dtype, device: torch.device) -> Yardstick:
@@ -108,7 +108,7 @@ def waited(work: Callable[[], object], device: torch.device) -> Callable[[], Non
 
 def _fastest(yardsticks: Sequence[Yardstick]) -> Yardstick:
     seconds = in_turn({one.name: one.seconds for one in yardsticks}, warmup=1, runs=_TRIALS)
-    return max(yardsticks, key=lambda one: one.rate(seconds[one.name]).per_s)
+    return max(yardsticks, key=lambda one: one.rate(seconds[one.name])["per_s"])
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -119,28 +119,85 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def in_turn(
-    contestants: Mapping[str, Callable[[], float]],
-    *,
-    warmup: int,
-    runs: int,
-    on_run: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
-    """Let several callables that tell their seconds take turns (a b c a b c ...), so that a slow spell hits all alike.
+    contestants: Mapping[str, Callable[[], T]], *, warmup: int, runs: int, on_run: Callable[[], None] = lambda: None
+) -> dict[str, list[T]]:
+    """Let several callables take turns (a b c a b c ...), so that a slow spell of the machine hits all alike.
 
     Args:
-        contestants: by name; each call is one run.
+        contestants: by name; each call is one run, and returns its seconds or what else it found.
         warmup: turns that do not count.
         runs: turns that count.
         on_run: called after each run, warm-up included.
 
     Returns:
-        Seconds of the runs that count, in order, by name.
+        What the runs that count returned, in order, by name.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for i in range(warmup + runs):
+    found: dict[str, list[T]] = {name: [] for name in contestants}
+    for _ in range(warmup + runs):
         for name, run in contestants.items():
-            elapsed_s = run()
+            found[name].append(run())
             on_run()
-            if i >= warmup:
-                seconds[name].append(elapsed_s)
-    return seconds
+    return {name: ran[warmup:] for name, ran in found.items()}
+
+
+class Worker:
+    """A worker process and its pipes; ``ready`` is its answer to the settings, a ConfigError where they are wrong.
+
+    With ``stops`` it is stopped while it is not asked, with all processes of its own.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], settings: Mapping[str, Any], *, stops: bool = True) -> None:
+        self._name, self._stops = name, stops
+        environment = {key: value for key, value in os.environ.items() if key not in _LAUNCHER}
+        if command[0] == sys.executable:  # it finds modules where they are found here
+            environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        pipe = subprocess.PIPE
+        try:  # its processes are one group, which signals reach
+            self._process = subprocess.Popen(
+                command, env=environment, text=True, stdin=pipe, stdout=pipe, start_new_session=True
+            )
+        except OSError as error:
+            raise ConfigError(f"{name}: {command[0]} cannot be started: {error.strerror}") from error
+        try:
+            self.ready = self.ask(**settings)
+        except BaseException:
+            self._kill()
+            raise
+
+    def ask(self, **work: Any) -> dict[str, Any]:
+        """Have a piece of work done; raises ConfigError where it cannot be, RankFailedError where the worker ended."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None, "it was started with pipes"
+        self._signal(signal.SIGCONT)
+        line = ""
+        with suppress(BrokenPipeError):
+            stdin.write(json.dumps(work) + "\n")
+            stdin.flush()
+            line = stdout.readline()
+        if not line:
+            raise RankFailedError(f"{self._name} has ended: {self._process.wait()}")
+        self._signal(signal.SIGSTOP)
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ConfigError(f"{self._name}: {answer['error']}")
+        return answer
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self._signal(signal.SIGCONT)
+        if kind is None:
+            with suppress(subprocess.TimeoutExpired, OSError):
+                self._process.communicate(timeout=_END_S)  # the end of its input ends it
+        self._kill()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._stops:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()

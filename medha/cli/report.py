@@ -1,22 +1,31 @@
-"""What every benchmark prints and writes: configuration, hardware, versions, warm-up, runs, median and spread."""
+"""Reports of whatever measures: where and by what they were made, written as JSON, printed as lines and tables.
+
+What a figure is stands in the end of its name: ``_s`` seconds, ``_ms``, ``_bytes``, ``_per_s``, ``_share`` and
+``_error`` parts of one, ``_ratio`` times. A mapping with ``median_s``, ``min_s`` and ``max_s`` is a time and spread.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from medha.cost.hardware import cpu_name
 from medha.errors import ConfigError
@@ -32,39 +41,44 @@ DEFINITIONS = {
 }
 """What the terms of serving mean here; other tools differ."""
 
-
 _PACKAGES = (
     *("torch", "numpy", "safetensors", "tokenizers", "huggingface-hub", "minijinja", "typer", "rich"),
     *("transformers", "flashinfer-python"),
 )
+
+_FILE_WIDTH = 160  # of what is printed where no terminal says how wide it is
+
+# Entries of a report that say what was asked for and where: in the file, not on the screen.
+_UNPRINTED = ("benchmark", "title", "notes", "environment", "format", "version", "options", "config", "model")
+
+_STYLES = {"FAIL": "bold red", "wrong": "bold red", "not run": "yellow", "pass": "green", "right": "green"}
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
+_UNITS = {"_s": _SECONDS, "_bytes": _BYTES}
 
 
 def environment() -> dict[str, Any]:
     """Versions, devices and threads. Loads torch."""
     import torch  # here because it takes a second, and command lines ask for this seldom
 
-    devices = ["cpu"]
+    devices, packages = ["cpu"], dict.fromkeys(_PACKAGES, cast(str | None, None))
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         devices.append(f"cuda:{index} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)")
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
     return {
         "medha": version("medha"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": packages,
         "cuda": torch.version.cuda,
         "devices": devices,
         "cpu": cpu_name(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 @contextmanager
@@ -114,7 +128,7 @@ def check_writable(path: Path | None) -> None:
 
 def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
     """Write a report as JSON, to stdout or replacing a former file whole."""
-    text = json.dumps(report, indent=2, default=_plain) + "\n"
+    text = json.dumps(_plain(report), indent=2, default=str) + "\n"
     if path == STDOUT:
         sys.stdout.write(text)
     elif path is not None:
@@ -127,10 +141,143 @@ def deliver(report: Mapping[str, Any], path: Path | None, *, title: str = "") ->
     """Write a report where ``--output-json`` says, and print it unless that is stdout."""
     write_report(path, report)
     if path != STDOUT:
-        from medha.cli.table import print_report
-
         print_report(report, title=title)
 
 
+def report_console() -> Console:
+    """Stdout, as wide as the terminal."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _FILE_WIDTH
+    return console
+
+
+def print_report(report: Mapping[str, Any], *, title: str = "") -> None:
+    """Print a report.
+
+    Its title (``title``, its own or ``benchmark``) comes first; then every scalar as ``name: value``, a mapping of
+    scalars as one line, a list of mappings or a mapping of mappings as a table; last its ``notes`` and its machine.
+    """
+    console = report_console()
+    heading = title or str(report.get("title") or report.get("benchmark") or "")
+    if heading:
+        console.print(heading, style="bold", highlight=False)
+    for name, value in report.items():
+        if name not in _UNPRINTED:
+            _print_entry(console, name, _plain(value))
+    for note in report.get("notes", ()):
+        console.print(str(note), highlight=False, markup=False)
+    if "environment" in report:
+        console.print(machine_line(report["environment"]), highlight=False)
+
+
+def _print_entry(console: Console, name: str, value: Any) -> None:
+    rows = value
+    if isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in value.values()):
+        rows = [{"": key, **inside} for key, inside in value.items()]
+    if isinstance(rows, list) and rows and all(isinstance(one, Mapping) for one in rows):
+        console.print(_rows_table(_spoken(name), rows))
+    elif text := text_of(name, value):
+        console.print(f"{_heading_of(name, [value])}: {text}", highlight=False, markup=False)
+
+
+def _rows_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A table of mappings: a column for each name that some of them have; lists, such as raw samples, are left out."""
+    flat = [_flat(row) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    columns = {name: [row.get(name) for row in flat] for name in names}
+    columns = {name: values for name, values in columns.items() if not any(isinstance(one, list) for one in values)}
+    words = [name for name, values in columns.items() if all(one is None or isinstance(one, str) for one in values)]
+    table = Table(title=title, min_width=cell_len(title), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name, values in columns.items():
+        table.add_column(
+            _heading_of(name, values), justify="left" if name in words else "right", no_wrap=name not in words
+        )
+    cells = [[text_of(name, value, values) or "-" for value in values] for name, values in columns.items()]
+    for row in zip(*cells, strict=True):
+        table.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
+    return table
+
+
+def _spoken(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _heading_of(name: str, values: Sequence[Any]) -> str:
+    """What stands above figures of a name: in words, with the unit in which :func:`text_of` gives them."""
+    if end := _unit_end(name):
+        return f"{_spoken(name.removesuffix(end))} {_unit(values, _UNITS[end])[1]}"
+    return _spoken(name)
+
+
+def _unit_end(name: str) -> str:
+    """The end of a name that says that its figures have units; empty without."""
+    return next((end for end in _UNITS if name.endswith(end) and not name.endswith("_per_s")), "")
+
+
+def text_of(name: str, value: Any, beside: Sequence[Any] = ()) -> str:
+    """A value by what its name ends in; empty where there is nothing to show.
+
+    A scalar, a time and its spread, or a mapping of scalars; ``beside`` are the values that get the same unit.
+    """
+    if isinstance(value, Mapping):
+        if "median_s" in value:
+            return _with_spread(value, beside or [value])
+        parts = {key: text_of(key, one) for key, one in value.items() if not isinstance(one, (Mapping, list))}
+        return ", ".join(f"{_heading_of(key, [value[key]])} {text}" for key, text in parts.items() if text)
+    if value is None or isinstance(value, list):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if end := _unit_end(name):
+        return _figure(value / _unit(beside or [value], _UNITS[end])[0])
+    if name.endswith(("share", "error", "utilization", "mfu", "mbu")):
+        return f"{value:.1%}"
+    return f"{value:.2f}x" if name.endswith("ratio") else _figure(value)
+
+
 def _plain(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+    """Dataclasses as mappings and tuples as lists, all the way down."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row in which the entries of its mappings are its own; a time with its spread stays together."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping) and "median_s" in value:
+            flat[name if name.endswith("_s") else f"{name}_s"] = value
+        elif isinstance(value, Mapping):
+            flat |= {f"{name} {key}": one for key, one in _flat(value).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _unit(values: Sequence[Any], units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest unit of which the largest value has one at least; the first, where all are 0 or unknown."""
+    found = [one.get("median_s") if isinstance(one, Mapping) else one for one in values]
+    most = max((abs(one) for one in found if isinstance(one, (int, float)) and math.isfinite(one)), default=0.0)
+    return next((unit for unit in units if most >= unit[0]), units[-1] if most else units[0])
+
+
+def _with_spread(timing: Mapping[str, Any], beside: Sequence[Any]) -> str:
+    """``12.3 (11.9-13.0)``: the median, the least and the most."""
+    scale = _unit(beside, _SECONDS)[0]
+    median, least, most = (_figure(timing[name] / scale) for name in ("median_s", "min_s", "max_s"))
+    return median if least == most else f"{median} ({least}-{most})"
+
+
+def _figure(value: float) -> str:
+    """Whole numbers with commas, others with four digits or so."""
+    if not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

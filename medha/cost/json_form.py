@@ -75,12 +75,11 @@ def _dataclass(kind: Any, tree: Any, where: str) -> Any:
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} is {tree!r}; accepted: an object")
     types = {name: hint for name, hint in get_type_hints(kind).items() if name in kind.__dataclass_fields__}
+    what = where or "the file"
     if unknown := sorted(set(tree) - set(types)):
-        raise ConfigError(
-            f"{where or 'the file'} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(types))}"
-        )
+        raise ConfigError(f"{what} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(types))}")
     if missing := sorted(set(types) - set(tree)):
-        raise ConfigError(f"{where or 'the file'} lacks {', '.join(missing)}")
+        raise ConfigError(f"{what} lacks {', '.join(missing)}")
     return kind(**{name: _value(types[name], value, f"{where}.{name}".lstrip(".")) for name, value in tree.items()})
 
 

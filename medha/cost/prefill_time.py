@@ -4,11 +4,9 @@ The paper caches SimulatePrefill at a fixed step of 1K tokens up to 1M and looks
 
 - About 1,000 lengths that lie where the function bends: the first 128 chunks are stepped through exactly, with points
   inside, because a prompt that ends inside a chunk pays for a small batch. Beyond, the seconds per token vary slowly
-  and are summed by the trapezoid rule over ranges of many chunks (exact for attention affine in KV and an even chunk):
-  10M tokens need a few hundred predictions, not 100,000. Where a chunk jumps to fewer tiles, points are added.
+  and are summed by the trapezoid rule over ranges of many chunks: 10M tokens need a few hundred predictions.
 - Two curves: what a prompt of some length takes in all, its last, smaller chunk included, and how much of that is done
   once so many tokens are. Their difference never falls below one token's step: what has tokens left is not finished.
-- A chunk rule that yields nothing (the budget is too small) counts as one token, where the paper's simulation stops.
 
 The seconds are at factor 1; callers multiply by the factor of the moment.
 """
@@ -18,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,22 +27,16 @@ Floats = NDArray[np.float64]
 ChunkRule = Callable[[int], int]
 _Line = tuple[list[float], list[float]]
 
-_EXACT_CHUNKS = 128
-_EXACT_POINTS = 640
-_RISE = 0.01
-_BEND = 0.0025
-"""Shares of a total by which it may rise between two points, or be off a straight line, before one is put between."""
-_PROBES = (0.5, 0.23, 0.79)
-_NUM_POINTS = 320
-_MAX_POINTS = 800
-_REFINEMENTS = 8
-_JUMP = 0.05
-"""Change of the logarithm of a token's seconds between two points, above which a point is put between them."""
+_EXACT_CHUNKS, _EXACT_POINTS = 128, 640
+# Shares of a total by which it may rise between two points, or be off a straight line there, before one is put between.
+_RISE, _BEND, _PROBES = 0.01, 0.0025, (0.5, 0.23, 0.79)
+_NUM_POINTS, _MAX_POINTS, _REFINEMENTS = 320, 800, 8
+_JUMP = 0.05  # of the logarithm of a token's seconds between two points, above which a point is put between them
 
 
 class PrefillTimes:
-    """Cached prefill seconds of a request that runs alone, on the slowest stage and by one rule for its chunks: their
-    tokens, given the tokens cached before. Prompts longer than ``max_tokens`` count as this long."""
+    """Cached prefill seconds of a request that runs alone, on the slowest stage, by a rule that gives the tokens of a
+    chunk from those cached before. Prompts longer than ``max_tokens`` count as this long."""
 
     def __init__(self, predictor: Predictor, chunk: ChunkRule, *, max_tokens: int = 10_000_000) -> None:
         self.max_tokens = max_tokens
@@ -84,25 +77,25 @@ def budgeted_chunk(
     return chunk
 
 
+@dataclass(frozen=True)
 class _Steps:
     """The prefill of one endless prompt, step by step or in ranges of steps."""
 
-    def __init__(self, predictor: Predictor, chunk: ChunkRule) -> None:
-        self._predictor = predictor
-        self._chunk = chunk
+    predictor: Predictor
+    chunk: ChunkRule
 
     def seconds(self, q_len: int, kv_before: int) -> float:
         """Of one chunk alone; one longer than the predictor's largest batch runs as several."""
-        largest = self._predictor.max_tokens
+        largest = self.predictor.max_tokens
         total_s = 0.0
         while q_len > largest:
-            total_s += self._predictor.tick().with_chunk(largest, kv_before)
+            total_s += self.predictor.tick().with_chunk(largest, kv_before)
             q_len, kv_before = q_len - largest, kv_before + largest
-        return total_s + self._predictor.tick().with_chunk(q_len, kv_before)
+        return total_s + self.predictor.tick().with_chunk(q_len, kv_before)
 
     def size(self, kv_before: int) -> int:
-        """The rule's chunk, at least 1."""
-        return max(self._chunk(kv_before), 1)
+        """The rule's chunk; 1 where it yields nothing, as the budget is too small."""
+        return max(self.chunk(kv_before), 1)
 
     def exact(self, max_tokens: int) -> tuple[list[float], list[float], list[float], list[float]]:
         """The first chunks: lengths and their totals; chunk starts and the seconds done by then."""
@@ -135,14 +128,12 @@ class _Steps:
     def _is_straight(self, low: int, high: int, known: dict[int, float], *, at: int, at_s: float) -> bool:
         """Whether totals between two sizes are on a line: they hardly rise, or points at uneven places lie on it."""
         start_s, rise_s = known[low], known[high] - known[low]
-        if rise_s <= _RISE * (at_s + start_s):
-            return True
-        for share in _PROBES:
-            part = low + round((high - low) * share)
+
+        def is_near(part: int) -> bool:
             line_s = start_s + rise_s * (part - low) / (high - low)
-            if abs(self.seconds(part, at) - line_s) > _BEND * (at_s + line_s):
-                return False
-        return True
+            return abs(self.seconds(part, at) - line_s) <= _BEND * (at_s + line_s)
+
+        return rise_s <= _RISE * (at_s + start_s) or all(is_near(low + round((high - low) * p)) for p in _PROBES)
 
     def integrated(self, start: float, start_s: float, max_tokens: int) -> tuple[list[float], Floats, Floats]:
         """From ``start`` on: lengths, seconds done by then, and what one more token would take."""

@@ -35,12 +35,9 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-MAX_SAMPLES = 256
-"""Requests of a batch that sample a token at most, as far as tables and memory go."""
-_LAYER_KERNELS = 5
-"""Two norms, rotary embedding, activation and one residual addition; the other is fused into a norm."""
-_MAX_CHUNK = 1 << 18
-_MAX_BATCH = 1 << 16
+MAX_SAMPLES = 256  # requests of a batch that sample a token at most, as far as tables and memory go
+_LAYER_KERNELS = 5  # two norms, rotary embedding, activation and one residual addition; the other is fused into a norm
+_MAX_CHUNK, _MAX_BATCH = 1 << 18, 1 << 16
 _LSE_BYTES = 4
 _DTYPES = {1: "8 bits", 2: "bfloat16", 4: "float32"}
 
@@ -158,7 +155,6 @@ class Shard:
         )
 
     def seconds(self, layer_s: Floats) -> tuple[float, ...]:
-        """Of all its layers."""
         return tuple((self.layers * layer_s).tolist())
 
 
@@ -167,13 +163,12 @@ def stage_coefficients(
 ) -> Coefficients:
     """Costs of one stage of one group, for :class:`medha.cost.predictor.Predictor`.
 
-    Where groups or tensor-parallel ranks lie differently on the nodes, the slowest counts. The last stage sends nothing
-    on. A merge's latency does not grow with its groups. The host's time is that of the first stage: what is to run is
-    known to the others before it reaches them, so they prepare it while those before them compute. ``dtype_bytes`` are
-    of weights, activations and KV, 1, 2 or 4; arithmetic takes what the spec says, whatever the type.
+    Where groups or tensor-parallel ranks lie differently on the nodes, the slowest counts. A merge's latency does not
+    grow with its groups. The host's time is that of the first stage: the others know what is to run before it reaches
+    them. ``dtype_bytes`` are of weights, activations and KV, 1, 2 or 4; arithmetic takes what the spec says.
     """
     shard = Shard.of(model, parallel, stage, dtype_bytes)
-    merged_bytes = shard.heads * (model.head_dim * dtype_bytes + _LSE_BYTES)
+    row_bytes, merged_bytes = model.hidden_size * dtype_bytes, shard.heads * (model.head_dim * dtype_bytes + _LSE_BYTES)
     tp, spp, kvp = _links(spec, parallel, stage)
     return Coefficients(
         key=ProfileKey(
@@ -192,14 +187,10 @@ def stage_coefficients(
         splits_kv=spec.attention.splits_kv,
         head=_head(spec, shard, parallel.tp) if shard.is_last else None,
         host_s=spec.host_s if stage == 0 else 0.0,
-        tp=_link(tp, 2 * shard.layers, model.hidden_size * dtype_bytes),
-        spp=_link(spp, 1, model.hidden_size * dtype_bytes),
-        kvp=_link(kvp, shard.layers, merged_bytes),
+        tp=None if tp is None else Link(2 * shard.layers, tp.alpha_s, tp.bytes_per_s, row_bytes),
+        spp=None if spp is None else Link(1, spp.alpha_s, spp.bytes_per_s, row_bytes),
+        kvp=None if kvp is None else Link(shard.layers, kvp.alpha_s, kvp.bytes_per_s, merged_bytes),
     )
-
-
-def _link(rates: LinkRates | None, calls: int, bytes_per_token: float) -> Link | None:
-    return None if rates is None else Link(calls, rates.alpha_s, rates.bytes_per_s, bytes_per_token)
 
 
 def linear_layer_s(spec: HardwareSpec, tokens: ArrayLike, shard: Shard) -> Floats:

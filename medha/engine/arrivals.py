@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from medha.errors import EngineDeadError, MedhaError
 from medha.outputs import CompletionOutput, RequestOutput, unserved
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from medha.engine.admission import Prompt
     from medha.engine.engine import Engine
     from medha.engine.request import Request
-
-Prepared = TypeVar("Prepared")
 
 LONG_PROMPT = 100_000
 """Characters or ids of the longest prompt that is prepared among the short ones."""
@@ -135,12 +133,11 @@ class _Preparing:
         """Items begun that have not come out again."""
         return len(self._pending)
 
-    def begin(self, item: Any, prepare: Callable[[], Any], *, is_long: bool) -> futures.Future[Any]:
+    def begin(self, item: Any, prepare: Callable[[], Any], *, is_long: bool) -> None:
         """Prepare an item, after those that are as long or short."""
         prepared = self._threads[is_long].submit(prepare)
         self._pending[prepared] = item
         prepared.add_done_callback(self._done.put)
-        return prepared
 
     def ready(self, wait_s: float = 0.0) -> Iterator[tuple[Any, futures.Future[Any]]]:
         """Those that are done; waits so long for the first of them."""
@@ -161,20 +158,6 @@ class _Preparing:
         dropped = list(self._pending.values())
         self._pending.clear()
         return dropped
-
-
-def prepared_beside(engine: Engine, prepare: Callable[[], Prepared]) -> Prepared:
-    """What ``prepare`` returns; in a thread where the engine runs something already, which goes on meanwhile."""
-    if not engine.num_unfinished:
-        return prepare()
-    with _Preparing(engine) as preparing:
-        prepared: futures.Future[Prepared] = preparing.begin(None, prepare, is_long=True)
-        while not prepared.done():
-            if engine.num_unfinished:
-                engine.advance()
-            else:
-                futures.wait([prepared])
-        return prepared.result()
 
 
 def _prepare(engine: Engine, arrival: Arrival) -> Request:

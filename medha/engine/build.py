@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from medha.config import EngineConfig, ModelConfig, ParallelConfig
+from medha.config import EngineConfig, ModelConfig
 from medha.cost.coefficients import Coefficients
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import load_coefficients
@@ -66,20 +66,14 @@ _LOAD_LIMIT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class RankHandle:
-    """What this process does in a job, with its own part of the model.
-
-    Attributes:
-        engine: on rank 0, and where there is one process.
-        caller: on rank 0 of several: how it tells the others what is called.
-        follower: on the other ranks.
-    """
+    """What this process does in a job, with its own part of the model."""
 
     limits: ModelLimits
     tokenizer: Tokenizer | None
     runner: Runner
-    engine: Engine | None = None
-    caller: Caller | None = None
-    follower: Follower | None = None
+    engine: Engine | None = None  # on rank 0, and where there is one process
+    caller: Caller | None = None  # on rank 0 of several: how it tells the others what is called
+    follower: Follower | None = None  # on the other ranks
 
     @property
     def is_alone(self) -> bool:
@@ -133,7 +127,10 @@ def build_role(
         torch.set_num_threads(config.num_threads)
     launch = read_launch()
     if launch is None:
-        _check_is_alone(config.parallel)
+        if (size := config.parallel.world_size) > 1:
+            layout = "tp={tp} x spp={spp} x kvp={kvp}".format_map(dataclasses.asdict(config.parallel))
+            start = f"OMP_NUM_THREADS=1 torchrun --nproc-per-node {size} {_this_program()}"
+            raise ParallelConfigError(f"{layout} needs {size} ranks, this is one process; start it as: {start}")
         return _build(config, None, timeline, captured)
     job = meet(config.parallel, launch)
     with failures_named(job.monitor, activity="start"):
@@ -158,23 +155,18 @@ def _build(
         check_same_everywhere(job, parts)
         ranks = init_ranks(job, device)
     shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0)
-    num_blocks, num_host_blocks = _pool_sizes(config, shard, ranks, dtype, device, limits.max_model_len)
+    num_blocks = num_kv_blocks(config, shard, dtype, device, limits.max_model_len)
+    num_host_blocks = num_swap_blocks(config, shard, dtype)
+    if ranks is not None:  # as many as every rank has room for
+        num_blocks, num_host_blocks = (over_ranks(ranks, size, ReduceOp.MIN) for size in (num_blocks, num_host_blocks))
+    _check_pools(config, num_blocks, num_host_blocks)
     block_size = config.cache.block_size
     backend, why = choose_backend(config.attention_backend, shard.layer_shape(dtype), device, block_size=block_size)
     if config.attention_backend not in ("auto", backend.name):
         logger.warning("attention_backend=%r: %s; torch serves", config.attention_backend, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
-    runner = build_runner(
-        config,
-        shard,
-        ranks,
-        folder,
-        backend,
-        num_blocks=num_blocks,
-        num_swap_blocks=num_host_blocks,
-        dtype=dtype,
-        device=device,
-    )
+    pools = {"num_blocks": num_blocks, "num_swap_blocks": num_host_blocks}
+    runner = build_runner(config, shard, ranks, folder, backend, **pools, dtype=dtype, device=device)
     if job is not None:
         job.monitor.waits_for = lambda: runner.recorder.waits_for
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
@@ -189,16 +181,16 @@ def _build(
         ranks.monitor.describe = follower.describe
         return RankHandle(limits, tokenizer, runner, follower=follower)
     scheduler = _build_scheduler(config, coefficients, limits, num_blocks)
-    place = f"{str(dtype).removeprefix('torch.')} on {device}"
     attention = backend.name if device.type == "cpu" else f"{backend.name} ({why})"
-    what = f"{model_config.architecture}, {model_config.num_layers} layers, {place}, attention {attention}"
-    _log_start(config, limits, scheduler, what)
+    model, place = model_config, f"{str(dtype).removeprefix('torch.')} on {device}"
+    logger.info("%s, %d layers, %s, attention %s", model.architecture, model.num_layers, place, attention)
+    _log_start(config, limits, scheduler)
+    texts: dict[str, Any] = {"tokenizer": tokenizer, "timeline": timeline}
     if ranks is None:
-        engine = Engine(runner, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
-        return RankHandle(limits, tokenizer, runner, engine)
+        return RankHandle(limits, tokenizer, runner, Engine(runner, scheduler, limits, **texts))
     sender = ControlSender(ranks.control_group, range(1, ranks.config.world_size))
     driven = DrivingRunner(runner, ranks, sender)
-    engine = Engine(driven, scheduler, limits, tokenizer=tokenizer, timeline=timeline)
+    engine = Engine(driven, scheduler, limits, **texts)
     ranks.monitor.predicted_s = lambda: engine.scheduler.longest_s()
     ranks.monitor.describe = engine.describe
     if timeline is not None:
@@ -206,26 +198,13 @@ def _build(
     return RankHandle(limits, tokenizer, runner, engine, Caller(sender, ranks, timeline))
 
 
-def _pool_sizes(
-    config: EngineConfig,
-    shard: ModelShard,
-    ranks: Ranks | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-) -> tuple[int, int]:
-    """KV blocks on the device and in host memory, as many as every rank has room for."""
-    blocks = num_kv_blocks(config, shard, dtype, device, max_model_len)
-    host_blocks = num_swap_blocks(config, shard, dtype)
-    if ranks is not None:
-        blocks, host_blocks = (over_ranks(ranks, count, ReduceOp.MIN) for count in (blocks, host_blocks))
-    pool, given = blocks * config.cache.block_size, config.scheduler.max_kv_per_group
+def _check_pools(config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
+    pool, given = num_blocks * config.cache.block_size, config.scheduler.max_kv_per_group
     if given is not None and given > pool:
         raise ConfigError(f"max_kv_per_group={given}; accepted: at most the pool's {pool} tokens")
     by_class = load_policy(config.scheduler.policy).by_class and config.scheduler.scheduler == "medha"
-    if host_blocks and not (by_class or config.scheduler.overcommit):
+    if num_host_blocks and not (by_class or config.scheduler.overcommit):
         logger.warning("swap_space has no use: nobody is preempted without overcommit=True or a policy 'priority'")
-    return blocks, host_blocks
 
 
 def _build_scheduler(
@@ -263,29 +242,18 @@ def _scheduling(config: EngineConfig, **changes: Any) -> EngineConfig:
     return dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, **changes))
 
 
-def _log_start(config: EngineConfig, limits: ModelLimits, scheduler: Scheduler, what: str) -> None:
-    """Say what serves; ``what`` is the model and where it computes."""
-    memory = scheduler.memory
-    longest = min(limits.max_model_len, memory.max_request_tokens)
-    groups = ""
+def _log_start(config: EngineConfig, limits: ModelLimits, scheduler: Scheduler) -> None:
+    """Say how long requests may be, and what predicts them."""
+    memory, context = scheduler.memory, limits.max_model_len
+    pool = f"{memory.num_blocks * memory.block_size:,} tokens"
     if memory.num_groups > 1:
-        groups = f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group:,} of a request on one"
+        pool += f" on each of {memory.num_groups} groups, at most {memory.max_kv_per_group:,} of a request on one"
+    longest = min(context, memory.max_request_tokens)
+    logger.info("longest request %s tokens: context %s, KV pool %s", f"{longest:,}", f"{context:,}", pool)
     source = "a hardware spec of the kind of this machine; medha profile measures them"
-    pool = f"{memory.num_blocks * memory.block_size:,} tokens{groups}"
-    logger.info("%s", what)
-    logger.info("longest request %s tokens: context %s, KV pool %s", f"{longest:,}", f"{limits.max_model_len:,}", pool)
     logger.info("step times from %s", f"profile {config.profile}" if config.profile else source)
     if limits.sampling_defaults:
         logger.info("sampling defaults %s, from generation_config.json", dict(limits.sampling_defaults))
-
-
-def _check_is_alone(parallel: ParallelConfig) -> None:
-    if parallel.world_size > 1:
-        raise ParallelConfigError(
-            f"tp={parallel.tp} x spp={parallel.spp} x kvp={parallel.kvp} needs {parallel.world_size} ranks, this is "
-            "one process; start it as: OMP_NUM_THREADS=1 "
-            f"torchrun --nproc-per-node {parallel.world_size} {_this_program()}"
-        )
 
 
 def _this_program() -> str:
@@ -311,8 +279,6 @@ def _load_text_side(config: EngineConfig, folder: Path, model: ModelConfig) -> t
         logger.warning("%s defines no end-of-sequence token; generation ends by length or stop only", folder)
     most, wanted = model.max_position_embeddings, config.max_model_len
     if wanted is not None and wanted > most:
-        raise ConfigError(
-            f"max_model_len={wanted} exceeds the model's {most} positions; "
-            "accepted: at most that, or rope_scaling='yarn' to stretch it"
-        )
+        what = f"max_model_len={wanted} exceeds the model's {most} positions"
+        raise ConfigError(f"{what}; accepted: at most that, or rope_scaling='yarn' to stretch it")
     return ModelLimits(model.vocab_size, wanted or most, eos, sampling, config.seed), tokenizer

@@ -9,23 +9,19 @@ ignored and named once in the log; known ones that medha does not implement are 
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
-import io
 import json
 import logging
 import math
-import os
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from medha.engine.arrivals import Arrival, Joiner
-from medha.errors import ConfigError, MedhaError, RankFailedError, RequestError, ValidationError
+from medha.engine.files import read_input, unwritable_reported
+from medha.errors import ConfigError, MedhaError, RankFailedError, ValidationError
 from medha.outputs import CompletionOutput, RequestOutput
 from medha.params import (
     CHAT_OPTIONS,
@@ -41,28 +37,15 @@ from medha.params import (
 )
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
-
     from medha.engine.engine import Engine
 
 logger = logging.getLogger("medha")
 
-STDIN = Path("-")
-"""What a user calls standard input."""
 
 _ID_FIELDS = ("id", "request_id", "custom_id")
 _OTHER_FIELDS = {*PROMPT_FORMS, *CHAT_OPTIONS, *_ID_FIELDS, "arrival_s", "slo", "priority"}
 _URLS = ("/v1/chat/completions", "/v1/completions")
 _SAMPLING_FIELDS = {*FIELD_ALIASES, *(f.name for f in dataclasses.fields(SamplingParams))} - {"output_kind"}
-
-
-def read_input(path: Path, what: str) -> bytes:
-    """What a user gives to read: a file, or with ``-`` standard input; a byte order mark is left out."""
-    try:
-        data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{what} {path}: {error.strerror}") from error
-    return data.removeprefix(codecs.BOM_UTF8)
 
 
 def read_requests(path: Path, defaults: Mapping[str, Any], *, seed: int = 0) -> list[Arrival]:
@@ -148,52 +131,6 @@ class OutputLines:
     def _write(self, file: TextIO, whole: RequestOutput) -> None:
         with unwritable_reported(getattr(file, "name", "stdout")):
             write_line(file, whole, custom_id=self._custom_ids.get(whole.request_id))
-
-
-@contextmanager
-def unwritable_reported(path: str | Path) -> Iterator[None]:
-    """Within, a file that cannot be written is a RequestError with its path."""
-    try:
-        yield
-    except OSError as error:
-        raise RequestError(f"output file {path}: {error.strerror}; what was written before is kept") from error
-
-
-class _WholeWrites(io.FileIO):
-    """A file to append to, in which a write that fails half way leaves nothing."""
-
-    def write(self, data: Buffer, /) -> int:
-        rest = memoryview(data)
-        size = self.seek(0, os.SEEK_END) if self.seekable() else 0
-        try:
-            while rest:
-                rest = rest[super().write(rest) :]
-        except OSError:
-            if len(rest) < memoryview(data).nbytes and self.seekable():
-                self.truncate(size)
-            raise
-        return memoryview(data).nbytes
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[TextIO]:
-    """Open an output file without changing it yet, so that one that cannot be written is found before the run.
-
-    Each line goes to the file as it is written, whole or not at all.
-    """
-    try:  # unbuffered: a line that failed must not be tried again when the file is closed
-        raw: Any = _WholeWrites(str(path), "a")
-    except OSError as error:
-        raise ConfigError(f"output file {path}: {error.strerror}") from error
-    with io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True) as file:
-        yield file
-
-
-def emptied(file: TextIO) -> TextIO:
-    """A file of :func:`opened` without what an earlier run left; a device as it is."""
-    if Path(file.name).is_file():
-        file.truncate(0)
-    return file
 
 
 def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[str, Any]:

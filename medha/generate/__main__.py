@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from medha.cli.command import (
     FAILED_REQUESTS,
@@ -41,10 +41,11 @@ from medha.cli.options import (
     engine_options,
     takes,
 )
-from medha.cli.table import report_console
+from medha.cli.report import report_console
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival, drive
-from medha.engine.jsonl import OutputLines, emptied, opened, unwritable_reported
+from medha.engine.files import emptied, opened, unwritable_reported
+from medha.engine.jsonl import OutputLines
 from medha.errors import ConfigError
 from medha.generate.work import requested
 from medha.parallel.launch import is_first_rank, is_launched, own_ranks, read_launch
@@ -168,7 +169,13 @@ def _serve(
     trace = None if timeline is None else Timeline()
     logger.info("%s", config.scheduler.budget_text(has_tpot=any(a.slo and a.slo.tpot_s for a in arrivals)))
     logger.info("loading %s", config.model)
-    with _capture_bar(live=live) as captured:
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not (live and stderr.is_terminal)) as bar:
+        task = bar.add_task("CUDA graphs", visible=False)
+
+        def captured(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=True)
+
         role = build_role(config, timeline=trace, captured=captured)
     engine = role.engine
     assert engine is not None, "the first rank has the engine"
@@ -235,26 +242,6 @@ def _lasting_stdout() -> Iterator[Callable[[], OSError | None]]:
         if sys.stdout is not before:
             sys.stdout.flush()
         sys.stdout = before
-
-
-@contextmanager
-def _capture_bar(*, live: bool) -> Iterator[Callable[[int, int], None]]:
-    """Within, what draws a bar of CUDA graphs captured, on stderr; nothing is drawn before the first."""
-    bar = Progress(console=Console(stderr=True), transient=True, disable=not live)
-    task: TaskID | None = None
-
-    def captured(done: int, total: int) -> None:
-        nonlocal task
-        if task is None:
-            bar.start()
-            task = bar.add_task("CUDA graphs", total=total)
-        bar.update(task, completed=done)
-
-    try:
-        yield captured
-    finally:
-        if task is not None:
-            bar.stop()
 
 
 def _view(engine: Engine, arrivals: Sequence[Arrival], *, json_lines: bool, live: bool) -> Display | StreamedText:

@@ -7,7 +7,6 @@ is not implemented is refused, never skipped. Standard library only; no code of 
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 from medha.config import DTYPES, ModelConfig
 from medha.config.fields import finite, integer
-from medha.errors import ConfigError, UnsupportedModelError, short_repr
+from medha.errors import ConfigError, UnsupportedModelError, hint, short_repr
 from medha.models.folder import LENGTH, Fields, read_json_object
 from medha.models.hf_rope import ROPE_FIELDS, merge_rope, read_rope
 
@@ -153,13 +152,11 @@ def load_generation_config(folder: Path, vocab_size: int) -> tuple[dict[str, flo
 def _merge_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A new object; the RoPE fields of either generation are merged as one ``rope_parameters``."""
     known = sorted({*raw, *_KNOWN_FIELDS})
-    for name, value in overrides.items():
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "accepted: a field of config.json"
-            raise ConfigError(f"hf_overrides: unknown field {short_repr(name)}={short_repr(value)}; {hint}")
     merged = dict(raw)
     for name, value in overrides.items():
+        if name not in known:
+            meant = hint(str(name), known) or "; accepted: a field of config.json"
+            raise ConfigError(f"hf_overrides: unknown field {short_repr(name)}={short_repr(value)}{meant}")
         old = raw.get(name)
         merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
     if any(name in overrides for name in ROPE_FIELDS):
@@ -168,34 +165,24 @@ def _merge_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _family(reader: Fields) -> _Family:
+    """What ``architectures`` names, or where it is empty ``model_type``."""
     names, model_type = reader.raw.get("architectures") or [None], reader.raw.get("model_type")
-    by_name = {family.architecture: family for family in _FAMILIES.values()}
     name = names[0] if isinstance(names, list) else names
-    by_type = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    found = by_type if name is None else by_name.get(name) if isinstance(name, str) else None
-    if found is None:
-        given = f"model_type={short_repr(model_type)} (no architectures given)"
-        raise UnsupportedModelError(
-            f"{reader.where}: {given if name is None else f'architecture {short_repr(name)}'} is not supported; "
-            f"supported: {', '.join(_FAMILIES if name is None else by_name)}"
-        )
-    if by_type not in (None, found):
-        raise ConfigError(
-            f"{reader.where}: architectures={short_repr(names)} and model_type={model_type!r} name different models; "
-            "accepted: two that agree, or one of them"
-        )
-    return found
+    families, given, value = _FAMILIES, "model_type", model_type
+    if name is not None:
+        families, given, value = {family.architecture: family for family in _FAMILIES.values()}, "architecture", name
+    if not isinstance(value, str) or value not in families:
+        what = f"{reader.where}: {given}={short_repr(value)} is not supported"
+        raise UnsupportedModelError(f"{what}; supported: {', '.join(families)}")
+    return families[value]
 
 
 def _refuse_unimplemented(reader: Fields) -> None:
     for name, neutral in _NEUTRAL_VALUES.items():
         value = reader.raw.get(name)
         if value is not None and value not in neutral:
-            accepted = " or ".join([*(repr(item) for item in neutral), "null"])
-            raise UnsupportedModelError(
-                f"{reader.where}: {name}={short_repr(value)} changes the model's output and is not implemented; "
-                f"accepted: {accepted}"
-            )
+            what = f"{reader.where}: {name}={short_repr(value)} changes the model's output and is not implemented"
+            raise UnsupportedModelError(f"{what}; accepted: {' or '.join([*map(repr, neutral), 'null'])}")
 
 
 def _num_kv_heads(reader: Fields, family: _Family, num_heads: int) -> int:
@@ -203,10 +190,8 @@ def _num_kv_heads(reader: Fields, family: _Family, num_heads: int) -> int:
     default = num_heads if "num_key_value_heads" in reader.raw else absent  # null means one for each query head
     num_kv_heads: int = reader.number("num_key_value_heads", integer(1, 4096), default)
     if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"{reader.where}: num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}; "
-            "accepted: a divisor of num_attention_heads"
-        )
+        what = f"{reader.where}: num_key_value_heads={num_kv_heads}"
+        raise ConfigError(f"{what}; accepted: a divisor of num_attention_heads={num_heads}")
     return num_kv_heads
 
 
@@ -214,10 +199,7 @@ def _head_dim(reader: Fields, family: _Family, num_heads: int) -> int:
     hidden_size = reader.number("hidden_size", integer(1, 2**20))
     head_dim: int = reader.number("head_dim", integer(1, 4096), family.head_dim or max(1, hidden_size // num_heads))
     if reader.raw.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
-        raise ConfigError(
-            f"{reader.where}: hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}; "
-            "accepted: a multiple of it, or an explicit head_dim"
-        )
+        raise reader.wrong("hidden_size", f"a multiple of num_attention_heads={num_heads}, or an explicit head_dim")
     if head_dim % 2:
         raise ConfigError(f"{reader.where}: head_dim={head_dim} is odd; accepted: an even number (RoPE turns pairs)")
     return head_dim
@@ -225,13 +207,10 @@ def _head_dim(reader: Fields, family: _Family, num_heads: int) -> int:
 
 def _dtype(reader: Fields) -> str:
     name = "torch_dtype" if reader.raw.get("dtype") is None else "dtype"
-    value = reader.raw.get(name)
-    if value is None:
-        return "float32"
-    short = str(value).removeprefix("torch.")
-    if short not in DTYPES:
+    dtype = str(reader.raw.get(name) or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
         raise reader.wrong(name, ", ".join(DTYPES))
-    return short
+    return dtype
 
 
 def _refuse_windows(reader: Fields, family: _Family, num_layers: int, *, max_length: int) -> None:
@@ -240,18 +219,15 @@ def _refuse_windows(reader: Fields, family: _Family, num_layers: int, *, max_len
     if "sliding_window" not in reader.raw:
         window = family.sliding_window
     causes = [(_window_cause(reader, family, num_layers, window), window)]
-    chunks, name = reader.raw.get("dual_chunk_attention_config"), "dual_chunk_attention_config"
-    if chunks is not None:
-        if not isinstance(chunks, Mapping):
-            raise reader.wrong(name, "an object or null")
-        chunk = Fields(chunks, f"{reader.where}: {name}").number("chunk_size", integer(1, 2**62), 262144)
-        causes.append((f"{name} (chunk_size={chunk})", chunk))
+    if isinstance(chunks := reader.raw.get("dual_chunk_attention_config"), Mapping):
+        chunk = Fields(chunks, reader.where).number("chunk_size", integer(1, 2**62), 262144)
+        causes.append((f"dual_chunk_attention_config (chunk_size={chunk})", chunk))
     for cause, limit in causes:
         if cause and (limit is None or limit < max_length):
-            hint = f"; within it both agree: --max-model-len {limit} or less" if limit is not None else ""
+            within = f"; within it both agree: --max-model-len {limit} or less" if limit is not None else ""
             raise UnsupportedModelError(
                 f"{reader.where}: {cause}: medha attends over the whole context, of up to {max_length} tokens here, "
-                f"which differs beyond the window{hint}"
+                f"which differs beyond the window{within}"
             )
 
 
@@ -262,10 +238,8 @@ def _window_cause(reader: Fields, family: _Family, num_layers: int, window: int 
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
             raise reader.wrong("layer_types", f"a list of {num_layers} names, one for each layer")
         if unknown := [item for item in layer_types if item not in ("full_attention", "sliding_attention")]:
-            raise UnsupportedModelError(
-                f"{reader.where}: layer_types holds {short_repr(unknown[0])}, which is not implemented; "
-                "accepted: full_attention"
-            )
+            what = f"{reader.where}: layer_types holds {short_repr(unknown[0])}, which is not implemented"
+            raise UnsupportedModelError(f"{what}; accepted: full_attention")
         if "sliding_attention" in layer_types:
             return f"layer_types with sliding_attention (sliding_window={window})"
     if window is None or family.sliding_window is None:

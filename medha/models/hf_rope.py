@@ -7,7 +7,6 @@ equation 22 unless the file states its own. Standard library only.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,8 +16,6 @@ from medha.config import RopeConfig
 from medha.config.fields import finite
 from medha.errors import ConfigError, UnsupportedModelError, short_repr
 from medha.models.folder import LENGTH, MAX_LENGTH, Fields
-
-logger = logging.getLogger("medha")
 
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 _COMMON_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
@@ -30,7 +27,6 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "yarn": (*_STRETCH_KEYS, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
 _ROPE_TYPES = tuple(_ROPE_KEYS)
-_INERT_KEYS = ("finetuned",)  # written by the first YaRN checkpoints, read by nobody
 
 
 def read_rope(
@@ -79,20 +75,13 @@ def _flat_rope(reader: Fields, name: str) -> dict[str, Any]:
         return {}
     if not isinstance(raw, Mapping):
         raise reader.wrong(name, "an object or null")
-    if objects := [key for key, value in raw.items() if isinstance(value, Mapping)]:
-        raise UnsupportedModelError(
-            f"{reader.where}: {name}: {short_repr(objects[0])} holds an object: RoPE that differs by layer is not "
-            "implemented; accepted: one set of parameters for all layers"
-        )
+    if objects := [short_repr(key) for key, value in raw.items() if isinstance(value, Mapping)]:
+        what = f"{reader.where}: {name}: {objects[0]} holds an object: RoPE that differs by layer is not implemented"
+        raise UnsupportedModelError(f"{what}; accepted: one set of parameters for all layers")
     # yarn's null factor means something (see _build_rope), and so does null truncate
     flat = {key: value for key, value in raw.items() if value is not None or key in ("factor", "truncate")}
     if "type" in flat:
-        old_name = flat.pop("type")
-        if flat.setdefault("rope_type", old_name) != old_name:
-            raise ConfigError(
-                f"{reader.where}: {name}: type={short_repr(old_name)} and rope_type={short_repr(flat['rope_type'])} "
-                "disagree; accepted: one of them, or the same value"
-            )
+        flat.setdefault("rope_type", flat.pop("type"))
     return flat
 
 
@@ -109,10 +98,7 @@ def _replace_scaling(rope: Fields, scaling: str | Mapping[str, Any], trained: in
         flat.setdefault("original_max_position_embeddings", trained)
     if flat["rope_type"] in ("linear", "yarn") and flat.get("factor") is None:
         if max_model_len is None:
-            raise ConfigError(
-                f"rope_scaling={short_repr(scaling)} needs max_model_len, the length to stretch to; "
-                "accepted: max_model_len in tokens, or a mapping with a factor"
-            )
+            raise ConfigError(f"rope_scaling={short_repr(scaling)} needs max_model_len, or a mapping with a factor")
         trained = result.number("original_max_position_embeddings", LENGTH, trained)
         flat["factor"] = max(1.0, max_model_len / trained)
     return result
@@ -121,25 +107,17 @@ def _replace_scaling(rope: Fields, scaling: str | Mapping[str, Any], trained: in
 def _check_rope_keys(rope: Fields) -> None:
     rope_type = rope.raw.get("rope_type", "default" if set(rope.raw) <= set(_COMMON_KEYS) else None)
     if rope_type in ("dynamic", "longrope"):
-        raise UnsupportedModelError(
-            f"{rope.where}: rope_type={rope_type!r} is not implemented: its inverse frequencies change with the length "
-            "of the sequence, so keys written by earlier chunks of a prompt would be wrong; "
-            f"accepted: {', '.join(_ROPE_TYPES)}"
-        )
+        why = "its frequencies change with the length of the sequence, so keys of earlier chunks would be wrong"
+        accepted = f"accepted: {', '.join(_ROPE_TYPES)}"
+        raise UnsupportedModelError(f"{rope.where}: rope_type={rope_type!r} is not implemented: {why}; {accepted}")
     if rope_type not in _ROPE_TYPES:
         raise rope.wrong("rope_type", ", ".join(_ROPE_TYPES))
-    if rope.raw.get("partial_rotary_factor", 1) != 1:
-        raise UnsupportedModelError(
-            f"{rope.where}: partial_rotary_factor={short_repr(rope.raw['partial_rotary_factor'])} is not implemented; "
-            "accepted: 1"
-        )
-    used = _ROPE_KEYS[rope_type]
-    unused = sorted(str(key) for key in rope.raw if key not in used and key not in _INERT_KEYS)
-    if unknown := [key for key in unused if not any(key in keys for keys in _ROPE_KEYS.values())]:
+    if (share := rope.raw.get("partial_rotary_factor", 1)) != 1:
+        raise UnsupportedModelError(f"{rope.where}: partial_rotary_factor={short_repr(share)}; accepted: 1")
+    known = {"finetuned"}.union(*_ROPE_KEYS.values())  # that one was written by the first YaRN checkpoints
+    if unknown := sorted(str(key) for key in rope.raw if key not in known):
         key, value = short_repr(unknown[0]), short_repr(rope.raw.get(unknown[0]))
-        raise ConfigError(f"{rope.where}: unknown key {key}={value}; accepted: {', '.join(used)}")
-    if unused:
-        logger.warning("%s: %s have no effect with rope_type=%r", rope.where, ", ".join(unused), rope_type)
+        raise ConfigError(f"{rope.where}: unknown key {key}={value}; accepted: {', '.join(_ROPE_KEYS[rope_type])}")
 
 
 def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
@@ -158,11 +136,7 @@ def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
     config = replace(config, factor=factor)
     if rope_type == "llama3":
         low = rope.number("low_freq_factor", finite(0, 1e9, is_open=True))
-        high = rope.number("high_freq_factor", finite(0, 1e9, is_open=True))
-        if high <= low:
-            raise ConfigError(
-                f"{rope.where}: high_freq_factor={high:g} with low_freq_factor={low:g}; accepted: a larger one"
-            )
+        high = rope.number("high_freq_factor", finite(low, 1e9, is_open=True))
         return replace(config, low_freq_factor=low, high_freq_factor=high), claimed
     length = (claimed if rope_type == "linear" else explicit or 0) * factor
     if length > MAX_LENGTH:
@@ -174,12 +148,10 @@ def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
 
 def _read_yarn(rope: Fields, factor: float) -> dict[str, Any]:
     """The fields of :class:`~medha.config.RopeConfig` that YaRN alone has."""
-    beta_fast = rope.optional("beta_fast", finite(0, 1e9)) or 32.0  # 0 means the default, as in transformers
-    beta_slow = rope.optional("beta_slow", finite(0, 1e9)) or 1.0
+    beta_slow = rope.optional("beta_slow", finite(0, 1e9)) or 1.0  # 0 means the default, as in transformers
+    beta_fast = rope.optional("beta_fast", finite(0, 1e9)) or 32.0
     if beta_fast < beta_slow:
-        raise ConfigError(
-            f"{rope.where}: beta_fast={beta_fast:g} is below beta_slow={beta_slow:g}; accepted: at least it"
-        )
+        raise rope.wrong("beta_fast", f"at least beta_slow={beta_slow:g}")
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

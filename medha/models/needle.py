@@ -19,9 +19,8 @@ were empty, so the RMS is the same for every token, and each norm's weight is th
   group, so a query head that reads the wrong KV head, or is lost, shows.
 - Both MLPs are zero, and the head reads the answer group.
 
-Scores are large enough that softmax is one-hot in float32 at 10M keys (`tests/models/test_needle.py` computes it), so
-an error that keeps their order goes unseen, as a scale of the wrong size. Use it to prove that a key at any distance is
-found, at its true position, by every head; hold arithmetic to a dense softmax on random weights.
+Scores are large enough that softmax is one-hot in float32 at 10M keys (`tests/models/test_needle.py` computes it). So
+it proves that a key at any distance is found, at its true position, by every head; arithmetic it does not prove.
 """
 
 from __future__ import annotations
@@ -86,14 +85,8 @@ class Haystack:
 
 def needle_config() -> dict[str, Any]:
     """The content of ``config.json``."""
-    llama = llama_config(
-        num_layers=NUM_LAYERS,
-        num_heads=NUM_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
-        intermediate_size=INTERMEDIATE_SIZE,
-        dtype="float32",
-    )
-    return llama | {
+    heads = {"num_layers": NUM_LAYERS, "num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
+    return llama_config(**heads, intermediate_size=INTERMEDIATE_SIZE, dtype="float32") | {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
         "head_dim": HEAD_DIM,
@@ -128,21 +121,16 @@ def write_needle(out: Path) -> Path:
     """Write the model's folder, which is created, and return it; files of an earlier one are replaced, each at once,
     ``config.json`` last."""
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": MAX_POSITIONS,
-    }
-    files: dict[str, bytes | dict[str, Any]] = {
+    files = {
         "model.safetensors": save(needle_weights(), metadata={"format": "pt"}),
         "tokenizer.json": _byte_tokenizer().to_str(pretty=True).encode(),
-        "tokenizer_config.json": tokenizer_config,
-        "generation_config.json": {"do_sample": False, "eos_token_id": EOS_TOKEN_ID},
-        "config.json": needle_config(),
+        "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}).encode(),
+        "generation_config.json": json.dumps({"do_sample": False, "eos_token_id": EOS_TOKEN_ID}).encode(),
+        "config.json": json.dumps(needle_config(), indent=2).encode(),
     }
     for name, content in files.items():
         part = out / f"{name}.{os.getpid()}.part"
-        part.write_bytes(content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode())
+        part.write_bytes(content)
         os.replace(part, out / name)
     return out
 
@@ -154,11 +142,8 @@ def make_haystack(num_tokens: int, *, seed: int = 0, depth: float = 0.5) -> Hays
     """
     num_filler = num_tokens - len(_FACT) - len(_QUESTION)
     if num_filler < 0:
-        raise ValidationError(
-            f"num_tokens={num_tokens}; accepted: {num_tokens - num_filler} or more, for the needle and the question",
-            param="num_tokens",
-            value=num_tokens,
-        )
+        what = f"num_tokens={num_tokens}; accepted: {num_tokens - num_filler} or more, for the needle and the question"
+        raise ValidationError(what, param="num_tokens", value=num_tokens)
     filler = _filler(num_filler, random.Random(seed))
     position = filler.rfind("\n", 0, int(depth * num_filler)) + 1
     answer = _FACT.partition(_QUESTION[-MATCH_LEN:])[2]

@@ -113,9 +113,8 @@ def _find_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         return files, {}
     if others := [entry for entry in entries if entry.endswith(_OTHER_FORMATS)]:
         raise WeightsError(
-            f"{folder}: no *.safetensors, only {_listing(others)}; accepted: safetensors. Pickled and GGUF weights "
-            "are never opened; convert them first, for example with transformers: "
-            "model.save_pretrained(folder, safe_serialization=True)"
+            f"{folder}: no *.safetensors, only {_listing(others)}; accepted: safetensors. Pickled and GGUF weights are "
+            "never opened; convert them first, with model.save_pretrained(folder) of transformers"
         )
     raise WeightsError(f"{folder}: no weights; accepted: *.safetensors, with or without {INDEX_NAME}")
 
@@ -123,8 +122,8 @@ def _find_files(folder: Path) -> tuple[list[str], dict[str, str]]:
 def _read_header(path: Path) -> tuple[list[TensorInfo], tuple[int, ...]]:
     """The tensors of a safetensors file by offset, and a stamp of the file that changes when it is written.
 
-    The library takes a key that is given twice without a word, so the JSON is read once more here (safetensors README:
-    an 8-byte little-endian length, JSON, then the data).
+    The library takes a key that is given twice, so the JSON is read once more here (safetensors README: an 8-byte
+    little-endian length, JSON, then the data).
     """
     file = path.name
     try:
@@ -140,11 +139,9 @@ def _read_header(path: Path) -> tuple[list[TensorInfo], tuple[int, ...]]:
         raise WeightsError(f"{file}: {_shown(str(error))}{size}") from error
     if _stamp(before) != _stamp(after):
         raise WeightsError(f"{file}: changed while it was read; accepted: a file that nobody is writing")
-    for name, _ in tensors:
-        if not name.isprintable() or len(name) > _MAX_NAME:  # messages and logs may show it as it is from here on
-            raise WeightsError(
-                f"{file}: tensor {short_repr(name)}: its name; accepted: at most {_MAX_NAME} printable characters"
-            )
+    if odd := [name for name, _ in tensors if not name.isprintable() or len(name) > _MAX_NAME]:  # logs show them
+        accepted = f"accepted: at most {_MAX_NAME} printable characters"
+        raise WeightsError(f"{file}: tensor {short_repr(odd[0])}: its name; {accepted}")
     return [TensorInfo(name, part.get_dtype(), tuple(part.get_shape()), file) for name, part in tensors], _stamp(after)
 
 
@@ -160,10 +157,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         # The name is judged and not where it leads: the hub's cache links each file out of its folder.
         if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file) or ".." in file:
-            raise WeightsError(
-                f"{path.name}: weight_map[{short_repr(name)}]={short_repr(file)}; "
-                "accepted: the plain name of a .safetensors file in the same folder"
-            )
+            accepted = "accepted: the plain name of a .safetensors file in the same folder"
+            raise WeightsError(f"{path.name}: weight_map[{short_repr(name)}]={short_repr(file)}; {accepted}")
     return weight_map
 
 
@@ -180,20 +175,20 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
     buffers of RoPE, may be there though the model does not read them.
     """
     expected = expected_tensors(config)
-    missing = [name for name in expected if name not in checkpoint.tensors]
-    unexpected, shapes, dtypes = [], [], []
+    mistyped = f"of wrong dtype (accepted: {', '.join(LOADABLE_DTYPES)})"
+    problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "of wrong shape": [], mistyped: []}
+    problems["missing"] = [name for name in expected if name not in checkpoint.tensors]
     for info in checkpoint.tensors.values():
-        if info.name not in expected:
+        where, shape = f"{info.name} in {info.file}", expected.get(info.name)
+        if shape is None:
             is_tied = info.name == "lm_head.weight" and config.tie_word_embeddings
             if not is_tied and not info.name.endswith("rotary_emb.inv_freq"):
-                unexpected.append(f"{info.name} in {info.file}")
+                problems["unexpected"].append(where)
             continue
-        if info.shape != expected[info.name]:
-            shapes.append(f"{info.name} in {info.file} is {list(info.shape)}, expected {list(expected[info.name])}")
+        if info.shape != shape:
+            problems["of wrong shape"].append(f"{where} is {list(info.shape)}, expected {list(shape)}")
         if info.dtype not in LOADABLE_DTYPES:
-            dtypes.append(f"{info.name} in {info.file} is {info.dtype}")
-    mistyped = f"of wrong dtype (accepted: {', '.join(LOADABLE_DTYPES)})"
-    problems = {"missing": missing, "unexpected": unexpected, "of wrong shape": shapes, mistyped: dtypes}
+            problems[mistyped].append(f"{where} is {info.dtype}")
     if found := [f"{len(names)} tensors {what}: {_listing(names)}" for what, names in problems.items() if names]:
         raise WeightsError(f"{checkpoint.folder}: {'; '.join(found)}")
 

@@ -10,9 +10,11 @@ import faulthandler
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -90,6 +92,19 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
         agent_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
+
+
+@contextmanager
+def job_folder(what: str) -> Iterator[Path]:
+    """A temporary folder of one name on all ranks of the job; each removes it with what it holds."""
+    launch = read_launch()
+    job = str(os.getpid()) if launch is None else f"{launch.address.replace(':', '-')}-{launch.attempt}"
+    folder = Path(tempfile.gettempdir()) / f"medha-{what}-{os.getuid()}-{job}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_first_rank() -> bool:

@@ -41,10 +41,8 @@ def profile(
     **given: Any,
 ) -> int:
     """Measure what steps cost here; medha generate --profile FILE predicts with it. With several ranks: by torchrun."""
-    from medha.cli.report import check_writable, progress, stamp
-    from medha.cli.table import print_report
-    from medha.profile.calibrate import QUICK, Effort
-    from medha.profile.measure import measure
+    from medha.cli.report import check_writable, print_report, progress, stamp
+    from medha.profile.calibrate import QUICK, Effort, measure
 
     start_logging(log_level)
     # max_num_seqs bounds the pool: a long row and a batch beside it

@@ -92,8 +92,7 @@ def simulate(
     Several schedulers, policies or rates in one call are compared on the same arrivals and lengths. Without arguments
     a small comparison runs.
     """
-    from medha.cli.report import STDOUT, check_writable, progress, write_report
-    from medha.cli.table import print_report
+    from medha.cli.report import STDOUT, check_writable, print_report, progress, write_report
     from medha.sim.study import NOTES, about, config_of, remarks, run_all, shown, systems_of
 
     start_logging("warning")
@@ -178,11 +177,10 @@ def plan(
 
     Every product of replicas, tp (inside a node), spp and kvp that uses all of them is simulated.
     """
-    from medha.cli.report import STDOUT, check_writable, progress, write_report
-    from medha.cli.table import print_report
+    from medha.cli.report import STDOUT, check_writable, print_report, progress, write_report
     from medha.cost.hardware import load_spec
-    from medha.sim.known_models import find_model
     from medha.sim.plan import NO_OBJECTIVE_S, Goal, Planner, report_of, shown
+    from medha.sim.replica import find_model
 
     check_writable(output_json)
     if qps is not None and workload is None:

@@ -17,10 +17,9 @@ from medha.config import CacheConfig, ParallelConfig, SchedulerConfig, whole_blo
 from medha.cost.hardware import load_spec
 from medha.cost.json_form import check_number
 from medha.errors import ConfigError
-from medha.sim.known_models import find_model
 from medha.sim.outcome import DRAIN, Outcome, System, alone_seconds, report
 from medha.sim.pipeline import Segment
-from medha.sim.replica import Replica, spec_fields
+from medha.sim.replica import Replica, find_model, spec_fields
 from medha.sim.simulator import Simulation
 from medha.workload.io import read_trace
 from medha.workload.metrics import Floats

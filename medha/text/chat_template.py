@@ -1,7 +1,7 @@
 """Chat messages to the text a model was trained on, by the template that came with its weights.
 
 That is a program of somebody else's: it gets plain copies of what the caller gave, and runs in a child process
-(:mod:`medha.child.render`), because it can crash or exhaust whatever it runs in.
+(:mod:`medha.child.text`), because it can crash or exhaust whatever it runs in.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from medha.child import render
 from medha.child.process import Child, ChildError
+from medha.child.text import template_message
 from medha.errors import ChatTemplateError, ValidationError
 
 _MAX_DEPTH = 64
@@ -32,12 +32,12 @@ class ChatTemplate:
         self._source = _GENERATION.sub(lambda m: f"{m[1]} {'endif' if m[2] else 'if true'} {m[3]}", source)
         self._special_tokens = dict(special_tokens)
         self._name = name
-        self.child = Child("medha.child.render")
+        self.child = Child("medha.child.text")
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Render what :func:`template_variables` returned."""
         try:
-            return self.child.ask(render.message(self._source, {**self._special_tokens, **variables})).decode()
+            return self.child.ask(template_message(self._source, {**self._special_tokens, **variables})).decode()
         except (ChildError, ValueError) as error:  # an integer of thousands of digits is no JSON
             raise ChatTemplateError(f"chat template of {self._name}: {error}") from error
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from medha.child import encode
 from medha.child.process import Child, ChildError
+from medha.child.text import encode, encode_message
 from medha.errors import ChatTemplateError, TokenizerError, ValidationError
 from medha.models.folder import read_json_object
 from medha.text.chat_template import ChatTemplate, check_utf8, map_strings, template_variables
@@ -216,13 +216,13 @@ class _Encoder:
     def __init__(self, backend: tokenizers.Tokenizer, source: Callable[[], str], *, name: str) -> None:
         self._backend = backend
         self._name = name
-        self.child = Child("medha.child.encode", setup=lambda: source().encode())
+        self.child = Child("medha.child.text", setup=lambda: source().encode())
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
         with failures_named(self._name, "encode"):
             if len(text) <= _LONG_TEXT:
-                return np.array(encode.encode(self._backend, text, add_special_tokens=add_special_tokens), np.int32)
-            answer = self.child.ask(encode.message(text, add_special_tokens=add_special_tokens))
+                return np.array(encode(self._backend, text, add_special_tokens=add_special_tokens), np.int32)
+            answer = self.child.ask(encode_message(text, add_special_tokens=add_special_tokens))
             return np.frombuffer(bytearray(answer), np.int32)
 
 

@@ -15,13 +15,11 @@ from functools import partial
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from medha.attention.interface import AttentionBackend
 from medha.attention.reference import dense_attention, largest_error, out_limit
 from medha.batch import Batch
 from medha.batch import Row as BatchRow
-from medha.parallel.control import ControlReceiver, ControlSender, Message
 from medha.parallel.kvp import Merge, Partial, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import StagePipe
@@ -32,7 +30,6 @@ from medha.verify.rows import Crew, Row, exact, held, not_run
 _TIMES = 30
 _WARM = 3
 _DIM = 4096
-_ROUND_TRIP = "plan to all ranks, reports back"
 
 
 def collective_rows(
@@ -54,7 +51,6 @@ def collective_rows(
         yield not_run("spp", "stage to stage", "spp=1")
     else:
         yield from crew.worst("spp", list(_spp_rows(ranks, device, dtype)))
-    yield from crew.worst("control", [_control_row(ranks)])
 
 
 def _tp_rows(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
@@ -139,40 +135,6 @@ def _pass_on(pipe: StagePipe, batch: Batch, x_TD: torch.Tensor, *, receives: boo
         pipe.reserve()
         pipe.send(batch, got_TD)
     return wrong
-
-
-def _control_row(ranks: Ranks) -> Row:
-    """A message from rank 0 to each rank and a report from each, as of a batch; the time until all are back."""
-    others = range(1, ranks.config.world_size)
-    plan = Batch(7, tuple(BatchRow(slot, 8 * slot, 8, is_decode=False, samples=True) for slot in range(16)))
-    if ranks.rank != 0:
-        return _follow(ranks, plan)
-    sender = ControlSender(ranks.control_group, others)
-    wrong = 0
-
-    def ask() -> None:
-        nonlocal wrong
-        sender.send(Message("batch", {}, plan))
-        for rank in others:
-            answer = torch.zeros(1, dtype=torch.int32)
-            dist.recv(answer, src=rank, group=ranks.report_group)
-            wrong += int(answer) != 1
-
-    latency_s = _median_s(ask, torch.device("cpu"))
-    sender.send(Message("stop"))
-    sender.drain()
-    return exact("control", _ROUND_TRIP, wrong, latency_s=latency_s)
-
-
-def _follow(ranks: Ranks, plan: Batch) -> Row:
-    """Answer rank 0 whether its messages have arrived as sent, until it stops."""
-    receiver = ControlReceiver(ranks.control_group, lambda message: message)
-    wrong = 0
-    while (message := receiver.receive()).kind != "stop":
-        is_right = message.batch == plan
-        wrong += not is_right
-        dist.send(torch.tensor([int(is_right)], dtype=torch.int32), dst=0, group=ranks.report_group)
-    return exact("control", _ROUND_TRIP, wrong)
 
 
 def _median_s(call: Callable[[], object], device: torch.device) -> float:

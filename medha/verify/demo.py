@@ -7,12 +7,10 @@ the needle model (:mod:`medha.models.needle`), whose right answers are known, so
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from medha.engine.engine import Engine
 from medha.errors import ParallelConfigError
 from medha.models.needle import NUM_LAYERS, make_haystack, write_needle
 from medha.outputs import RequestOutput
-from medha.parallel.launch import Launch, read_launch
+from medha.parallel.launch import job_folder, read_launch
 from medha.params import SamplingParams
 from medha.timeline import Timeline
 
@@ -91,10 +89,9 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
         """Build an engine, have it serve, and write what ran when; None on a rank without the engine."""
         timeline, launch = Timeline(), read_launch()
         options |= layout_for(1 if launch is None else launch.world_size)
-        with _needle_folder(launch) as model:
-            config = EngineConfig.from_flat(
-                str(model), max_model_len=whole, max_num_seqs=8, dist_timeout=_TRANSFER_LIMIT_S, **options
-            )
+        with job_folder("demo") as folder:
+            options |= {"max_model_len": whole, "max_num_seqs": 8, "dist_timeout": _TRANSFER_LIMIT_S}
+            config = EngineConfig.from_flat(str(write_needle(folder)), **options)
             role = build_role(config, timeline=timeline)  # when it returns every rank has loaded
         outputs = None
         if role.engine is not None:
@@ -182,18 +179,6 @@ def layout_for(world_size: int) -> dict[str, int]:
         accepted = ", ".join(map(str, sorted(layouts)))
         raise ParallelConfigError(f"the demo's model cannot be spread over {world_size} ranks; accepted: {accepted}")
     return layouts[world_size]
-
-
-@contextmanager
-def _needle_folder(launch: Launch | None) -> Iterator[Path]:
-    """The model's folder, of one name on all ranks; each rank writes it, file by file at once, and removes it."""
-    job = str(os.getpid()) if launch is None else launch.address.replace(":", "-")
-    folder = Path(tempfile.gettempdir()) / f"medha-demo-{os.getuid()}-{job}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    try:
-        yield write_needle(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serve(engine: Engine, asked: list[Question], display: Display) -> list[RequestOutput]:

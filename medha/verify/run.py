@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,11 +18,10 @@ from rich.console import Console
 from medha.attention.interface import LayerShape
 from medha.cli.command import FAILED_REQUESTS, first_interrupt, ignore_signals
 from medha.cli.report import deliver, stamp
-from medha.cli.table import counted
 from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
 from medha.parallel.health import failures_named
-from medha.parallel.launch import Launch, is_first_rank
+from medha.parallel.launch import Launch, is_first_rank, job_folder
 from medha.parallel.mesh import check_same_everywhere, init_ranks, leave, meet
 from medha.verify.collectives import collective_rows
 from medha.verify.kernels import attention_rows, merge_rows
@@ -46,14 +44,6 @@ from medha.worker.shard import TORCH_DTYPES, choose_backend, own_device, pick_de
 Add = Callable[[Sequence[Row]], None]
 
 
-def resolved(setting: Setting) -> Setting:
-    """The setting with a dtype in place of ``auto``."""
-    if setting.dtype != "auto":
-        return setting
-    is_gpu = setting.device.startswith("cuda") or (setting.device == "auto" and torch.cuda.is_available())
-    return replace(setting, dtype="bfloat16" if is_gpu else "float32")
-
-
 def run_and_report(setting: Setting, launch: Launch | None, output_json: Path | None) -> int:
     """Run the checks; rank 0 prints the table. Every rank calls it.
 
@@ -63,7 +53,9 @@ def run_and_report(setting: Setting, launch: Launch | None, output_json: Path | 
     Raises:
         MedhaError: a rank failed, or the setting cannot be run; the table so far is printed.
     """
-    setting = resolved(setting)
+    if setting.dtype == "auto":
+        is_gpu = setting.device.startswith("cuda") or (setting.device == "auto" and torch.cuda.is_available())
+        setting = replace(setting, dtype="bfloat16" if is_gpu else "float32")
     if not is_first_rank():
         ignore_signals()  # rank 0 hears of them, and shows the table so far
         run_checks(setting, launch, lambda rows: None)
@@ -102,9 +94,10 @@ def _deliver(setting: Setting, rows: Sequence[Row], seconds: float, output_json:
         return
     parallel, counts = setting.parallel, Counter(row.verdict for row in rows)
     layout = f"kvp={parallel.kvp} x spp={parallel.spp} x tp={parallel.tp}"
+    ranks = f"{parallel.world_size} rank" + "s" * (parallel.world_size > 1)
     told = f"{counts[PASS]} passed, {counts[FAIL]} failed, {counts[NOT_RUN]} not run; {seconds:.0f} s."
     report = {
-        "title": f"medha verify: {layout}, {counted(parallel.world_size, 'rank')}, {setting.dtype}",
+        "title": f"medha verify: {layout}, {ranks}, {setting.dtype}",
         "options": asdict(setting),
         "checks": [row.shown() for row in rows],
         "needles": [row.details for row in rows if row.details is not None],
@@ -119,7 +112,7 @@ def run_checks(setting: Setting, launch: Launch | None, add: Add, show: Show = l
     """Run every check; every rank calls it.
 
     Args:
-        setting: what to check, :func:`resolved`.
+        setting: what to check, with its dtype.
         launch: this process's place, None for a single process.
         add: called with rows as they come; those on rank 0 are the result.
         show: told what is going on, often.
@@ -128,18 +121,18 @@ def run_checks(setting: Setting, launch: Launch | None, add: Add, show: Show = l
         ConfigError: the setting cannot be run on this machine.
         RankFailedError: a rank failed; the rows so far have been added.
     """
-    with ExitStack() as stack:
-        mine = None
-        if launch is None or launch.local_rank == 0:
-            mine = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="medha-verify-")))
-        folder = _check_basics(setting, launch, mine, add)
+    with job_folder("verify") as folder:  # each rank writes it, and none reads it before all have met
+        shape = random_llama(setting.parallel, setting.dtype)
+        write_checkpoint(folder / "random", shape, random_weights(shape, seed=0))
+        write_needle(folder / "needle")
+        _check_basics(setting, launch, add)
         add(timed(parity_rows(setting, folder / "random")))
         for row in needle_rows(setting, folder / "needle", partial(_of_every_rank, setting, launch), show):
             add([row])
 
 
-def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, add: Add) -> Path:
-    """All that needs no engine, and the models written; returns the folder that they are in."""
+def _check_basics(setting: Setting, launch: Launch | None, add: Add) -> None:
+    """All that needs no engine."""
     job = None if launch is None else meet(setting.parallel, launch)
     crew = Crew(job)
     with nullcontext() if job is None else failures_named(job.monitor, activity="verify"):
@@ -154,7 +147,6 @@ def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, ad
         backend = backends[dtype]
         ranks = None if job is None else init_ranks(job, device)
         add(timed(machine_rows(crew.gather("machine", machine_facts(device)))))
-        folder = _write_models(setting, launch, mine, crew)
         found = chain.from_iterable(attention_rows(one, device, [each]) for each, one in backends.items())
         add(crew.worst("attention", attempted("attention", found)))
         num_parts = sorted({max(2, setting.parallel.kvp), 3})
@@ -162,17 +154,6 @@ def _check_basics(setting: Setting, launch: Launch | None, mine: Path | None, ad
         add(timed(collective_rows(ranks, crew, backend, device, dtype)))
         if ranks is not None:
             leave(ranks)
-    return folder
-
-
-def _write_models(setting: Setting, launch: Launch | None, mine: Path | None, crew: Crew) -> Path:
-    """The folder of the models on this node, which its first rank writes; the others wait for it."""
-    if mine is not None:
-        shape = random_llama(setting.parallel, setting.dtype)
-        write_checkpoint(mine / "random", shape, random_weights(shape, seed=0))
-        write_needle(mine / "needle")
-    folders = crew.gather("folders", None if mine is None else str(mine))
-    return Path(folders[0 if launch is None else launch.rank - launch.local_rank])
 
 
 def _of_every_rank(setting: Setting, launch: Launch | None, value: Any) -> list[Any]:

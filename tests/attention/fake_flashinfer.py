@@ -53,42 +53,49 @@ class _Paged:
         self,
         q: torch.Tensor,
         kv: tuple[torch.Tensor, torch.Tensor],
-        qo_indptr: list[int],
-        causal: bool,
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.num_plans, "planned before it runs"
         assert q.is_contiguous() and q.dtype == self.q_dtype and kv[0].dtype == kv[1].dtype == self.kv_dtype
-        assert q.shape == (qo_indptr[-1], self.num_qo_heads, self.head_dim)
+        assert q.shape == (self.qo_indptr[-1], self.num_qo_heads, self.head_dim)
         out = torch.zeros_like(q) if out is None else out
         lse = torch.empty(q.shape[:2]) if lse is None else lse
         assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
         assert lse.shape == q.shape[:2] and lse.dtype == torch.float32
         for pool in kv:
             assert pool.shape[1:] == (self.page_size, self.num_kv_heads, self.head_dim) and pool.stride(-1) == 1
-        for i, (first, last) in enumerate(pairwise(qo_indptr)):
+        for i, (first, last) in enumerate(pairwise(self.qo_indptr)):
             pages, length = self._keys(i)
             k, v = (pool[pages].flatten(0, 1)[:length] for pool in kv)
-            rows = q[first:last], k, v
-            out[first:last], lse[first:last] = self._one(*rows, causal)
+            out[first:last], lse[first:last] = self._one(q[first:last], k, v)
         self.num_runs += 1
         return out, lse
 
-    def _one(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _one(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention with the mask aligned to the right, and its log-sum-exp to base 2."""
         group = self.num_qo_heads // self.num_kv_heads
         exact = torch.float64 if q.dtype == torch.float32 else torch.float32
         q, k, v = q.to(exact), k.to(exact).repeat_interleave(group, 1), v.to(exact).repeat_interleave(group, 1)
         scores = torch.einsum("lnh,snh->nls", q, k) * self.sm_scale
-        if causal:
+        if self.causal:
             assert len(k) >= len(q)
             scores.masked_fill_(~torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q)), -torch.inf)
         lse = torch.logsumexp(scores, -1)
         out = torch.einsum("nls,snh->lnh", torch.softmax(scores, -1), v)
         return out, lse.transpose(0, 1) / math.log(2.0)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        both = self._attend(q, paged_kv_cache, out, lse)
+        return both if return_lse else both[0]
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Paged):
@@ -119,18 +126,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         assert len(qo_indptr) == len(paged_kv_indptr)
         self.qo_indptr, self.causal = qo_indptr.tolist(), causal
         self.indptr, self.indices, self.last_page_len = pages
-
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
-        *,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        both = self._attend(q, paged_kv_cache, self.qo_indptr, self.causal, out, lse)
-        return both if return_lse else both[0]
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Paged):
@@ -169,6 +164,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
         sizes = num_qo_heads, num_kv_heads, head_dim, page_size
         pages = indptr, indices, last_page_len
         self._plan(*pages, sizes, (q_data_type, kv_data_type or q_data_type), sm_scale)
+        self.qo_indptr, self.causal = list(range(len(last_page_len) + 1)), False
         if self.buffers is None:
             self.indptr, self.indices, self.last_page_len = pages
             return
@@ -177,18 +173,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             assert len(new) <= len(buffer)
             buffer[: len(new)].copy_(new)
         self.indptr, self.indices, self.last_page_len = self.buffers
-
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
-        *,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        both = self._attend(q, paged_kv_cache, list(range(len(self.last_page_len) + 1)), False, out, lse)
-        return both if return_lse else both[0]
 
 
 def make_api() -> SimpleNamespace:

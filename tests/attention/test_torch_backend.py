@@ -195,13 +195,6 @@ def test_a_causal_row_needs_as_many_keys_as_queries(q_len: int, kv_len: int) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cut", range(1, 24))
-def test_every_border_between_past_and_chunk(cut: int, dtype: torch.dtype) -> None:
-    qkv, rows = build(Model(dtype=dtype), [Shape(8, (cut, 24 - cut), True)], seed=cut)
-    assert_rows_close(run(qkv, rows), qkv, rows)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("q_len", [127, 128, 129, 192, 500, 512, 513, 1000, 1024, 1025])
 def test_chunks_about_the_length_that_is_cut_into_tiles(q_len: int, heads: tuple[int, int], dtype: torch.dtype) -> None:

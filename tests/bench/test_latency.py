@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from medha.bench.cli import app
-from medha.bench.harness import Local, Report, Subject, count_parameters, on_ranks
+from medha.bench.cli import Report, app
+from medha.bench.harness import Local, Subject, count_parameters, on_ranks
 from medha.bench.latency import useful_flops
 from medha.bench.load import fixed_output, serve_load
 from medha.cli.command import run_app
@@ -50,7 +50,7 @@ def test_table_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
 
 
 def test_one_length_has_vllm_fields_at_the_top_and_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--prompt-lens", "8", "--output-len", "1", "--num-iters", "1", "--output-json", "-") == 0
+    assert run("--input-len", "8", "--output-len", "1", "--num-iters", "1", "--output-json", "-") == 0
     report = json.loads(capsys.readouterr().out)
     assert {"avg_latency", "latencies", "percentiles"} <= set(report)
     assert report["tpots"] == [] and report["avg_tpot"] is None and report["tpot"] is None

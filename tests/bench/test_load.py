@@ -6,7 +6,8 @@ from itertools import count
 
 import pytest
 
-from medha.bench.harness import Local, Report, Subject, on_ranks
+from medha.bench.cli import Report
+from medha.bench.harness import Local, Subject, on_ranks
 from medha.bench.load import fixed_output, serve_load
 from medha.engine.arrivals import Arrival
 from tests.bench.shapes import TINY

@@ -1,4 +1,4 @@
-"""``medha bench micro attention``, ``decode`` and ``sampling`` at a toy size."""
+"""``medha bench micro attention``, ``decode``, ``sampling`` and ``scheduler`` at a toy size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import pytest
 
 from medha.bench.cli import app
 from medha.bench.harness import Subject
-from medha.bench.micro import WAYS, AttentionOptions, DecodeOptions, attention_flops, step_parameters
+from medha.bench.micro import (
+    WAYS,
+    AttentionOptions,
+    DecodeOptions,
+    Queue,
+    SchedulerOptions,
+    attention_flops,
+    step_parameters,
+)
 from medha.cli.command import run_app
 from tests.bench.shapes import ON_TINY, TINY
 
@@ -56,7 +64,7 @@ def test_useful_operations_are_those_under_the_mask() -> None:
 @pytest.mark.usefixtures("_small_rates")
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, size: int) -> None:
-    grid = ["--batch-size", "3,1", "--context", "10,300", "--dtype", dtype]
+    grid = ["--batch-size", "3,1", "--input-len", "10,300", "--dtype", dtype]
     report = report_of("decode", tmp_path / "decode.json", *grid)
     assert report["timed"].startswith("a step of the runner") and report["dtype"] == dtype
     rate = report["memory_read"]["per_s"]
@@ -91,6 +99,33 @@ def test_no_two_requests_share_a_block() -> None:
     assert options.num_blocks == 8  # the new token of 256 takes a second block
 
 
+def test_scheduler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "scheduler.json"
+    options = ["--num-waiting", "20,40", "--policy", "lars", "--policy", "priority", "--num-running", "8"]
+    options += ["--num-prefills", "4", "--num-iters", "10", "--num-iters-warmup", "2", "--output-json", str(path)]
+    assert run_app(app, "bench", ["micro", "scheduler", *options]) == 0
+    report = json.loads(path.read_text())
+    assert {"date", "cpu", "python", "packages"} <= report["environment"].keys()
+    assert [(r["policy"], r["waiting"], r["decisions"]) for r in report["results"]] == [
+        (policy, waiting, 10) for policy in ("lars", "priority") for waiting in (20, 40)
+    ]
+    for result in report["results"]:
+        for call in ("schedule", "complete", "both"):
+            figures = [result[call][name] for name in ("median_ms", "p90_ms", "p99_ms", "max_ms")]
+            assert figures[0] > 0 and figures == sorted(figures)
+    text = capsys.readouterr().out
+    assert "schedule" in text and "complete" in text
+
+
+@pytest.mark.parametrize("policy", ["lars", "fcfs", "priority:edf"])
+def test_the_queue_stays_as_long_as_it_was(policy: str) -> None:
+    """So many decode in every batch, so many wait after it, and prefills are under way."""
+    queue = Queue(policy, 60, SchedulerOptions(num_decoding=12, num_prefilling=4))
+    steps = [queue.step() for _ in range(45)][5:]
+    assert queue.scheduler.num_waiting >= 60 and 12 <= queue.scheduler.num_running <= 16
+    assert all(abs(decodes - 12) <= 2 and chunks > 0 for _, _, decodes, chunks in steps)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -99,12 +134,15 @@ def test_no_two_requests_share_a_block() -> None:
         (["attention", "--device", "cuda:99"], "device='cuda:99'; accepted"),
         (["attention", "--output-json", "absent/attention.json"], "absent/attention.json cannot be written"),
         (["decode", "--batch-size", "x"], "batch_size='x'; accepted"),
-        (["decode", "--context", "0"], "input_len='0'; accepted"),
+        (["decode", "--input-len", "0"], "input_len='0'; accepted"),
         (["decode", "--load-format", "safetensors"], "load_format='safetensors' without a model"),
+        (["scheduler", "--policy", "larz"], "policy='larz'; accepted: "),
+        (["scheduler", "--num-waiting", "0"], "num_waiting='0'; accepted: positive integers"),
         (["sampling", "--num-iters", "0"], "num_iters=0; accepted: an integer from 1"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     verb, *given = arguments
-    assert run_app(app, "bench", ["micro", verb, *SMALL, *given]) == 2
+    more = [] if verb == "scheduler" else SMALL
+    assert run_app(app, "bench", ["micro", verb, *more, *given]) == 2
     assert message in " ".join(capsys.readouterr().err.split())

@@ -103,8 +103,8 @@ def test_a_job_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--mode", "train"], "mode='train'; accepted: prefill, decode, chunk"),
-        (["--mode", "decode", "--context", "256"], "256 tokens over 2 groups in blocks of 256"),
-        (["--mode", "decode", "--context", "x"], "input_len='x'; accepted: positive integers"),
+        (["--mode", "decode", "--input-len", "256"], "256 tokens over 2 groups in blocks of 256"),
+        (["--mode", "decode", "--input-len", "x"], "input_len='x'; accepted: positive integers"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

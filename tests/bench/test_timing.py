@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medha.bench.timing import Timing, Yardstick, in_turn, matrix_product, memory_read
+from medha.bench.timing import Yardstick, in_turn, matrix_product, memory_read
 
 CPU = torch.device("cpu")
 
@@ -25,13 +25,13 @@ def test_memory_read() -> None:
     memory = memory_read(CPU)
     assert memory.amount == 8 << 20
     assert memory.name.startswith("read by ")
-    assert memory.rate([memory.seconds() for _ in range(3)]).per_s > 0
+    assert memory.rate([memory.seconds() for _ in range(3)])["per_s"] > 0
 
 
 def test_a_rate_is_that_of_the_median() -> None:
     rate = Yardstick("work", 12.0, lambda: None).rate([1.0, 3.0, 2.0])
-    assert (rate.name, rate.per_s) == ("work", 6.0)
-    assert rate.timing == Timing(2.0, 1.0, 3.0, 3)
+    assert (rate["name"], rate["per_s"]) == ("work", 6.0)
+    assert rate["timing"] == {"median_s": 2.0, "min_s": 1.0, "max_s": 3.0, "runs": 3}
 
 
 def test_contestants_take_turns_and_the_warm_up_does_not_count() -> None:

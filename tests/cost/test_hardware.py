@@ -19,8 +19,7 @@ from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import Floats, Shard, chunk_slope_s, first_chunk_s, gemm_s, linear_layer_s, stage_coefficients
 from medha.errors import ConfigError
-from medha.sim.known_models import KNOWN_MODELS
-from medha.sim.replica import activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
+from medha.sim.replica import KNOWN_MODELS, activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
 from medha.worker.shard import ModelShard
 from tools.fit_spec import _fit, _rows, run
 

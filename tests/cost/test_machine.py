@@ -29,8 +29,7 @@ from medha.engine.build import build_engine
 from medha.engine.journal import replay
 from medha.errors import ConfigError
 from medha.params import SamplingParams
-from medha.profile.calibrate import Effort, Measured, families, fit, run_in_turn, slowest_stage
-from medha.profile.measure import measure
+from medha.profile.calibrate import Effort, Measured, families, fit, measure, run_in_turn, slowest_stage
 from medha.profile.meter import StageTime
 from medha.profile.steps import Step, chunk, decodes
 from medha.sched.decision import Prediction

@@ -1,4 +1,7 @@
-"""The emulated device itself: small programs, each once right and once with one thing left out."""
+"""The emulated device itself: small programs, each once right and once with one thing left out.
+
+What it says of the host and of streams that do not wait: tests/cuda/test_faults.py.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +12,10 @@ import pytest
 import torch
 
 from tests.cuda.device import CUDA, Device, DeviceError
-from tests.cuda.tensors import Emulated
 
 
 def ones() -> torch.Tensor:
     return torch.ones(64, device=CUDA)
-
-
-def reading_on_the_host(is_right: bool) -> None:
-    host, event = torch.empty(64, pin_memory=True), torch.cuda.Event()
-    host.copy_(ones() + 1, non_blocking=True)
-    event.record()
-    if is_right:
-        event.synchronize()
-    assert host.tolist() == [2.0] * 64
-
-
-def writing_on_the_host(is_right: bool) -> None:
-    host, event = torch.ones(64).pin_memory(), torch.cuda.Event()
-    flat = host.numpy()
-    there = host.to(CUDA, non_blocking=True)
-    event.record()
-    if is_right:
-        event.synchronize()
-    flat[:] = 3.0
-    assert there.sum().item() == 64.0
-
-
-def two_streams(is_right: bool) -> None:
-    aside, x = torch.cuda.Stream(), ones()
-    if is_right:
-        aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        x.mul_(2)
-    torch.cuda.synchronize()
-    assert x.tolist() == [2.0] * 64
 
 
 def memory_dropped_early(is_right: bool) -> None:
@@ -101,9 +73,6 @@ def fork_in_a_graph(is_right: bool) -> None:
 
 
 PROGRAMS = {
-    reading_on_the_host: "race: the host does not wait for to host on stream 0",
-    writing_on_the_host: "pinned: memory was overwritten before the copy from it had run",
-    two_streams: "race: mul_ on stream 3 does not wait for ones on stream 0",
     memory_dropped_early: "race: freeing its memory does not wait for mul_ on stream 3",
     inputs_of_a_graph: "freed: add of a graph uses memory that has been freed",
     copy_in_a_graph: "capture: a copy from pageable memory",
@@ -120,14 +89,6 @@ def test_what_is_left_out_is_reported(device: Device, program: Callable[[bool], 
     reported = device.faults.copy()
     device.faults.clear()
     assert len(reported) == 1 and reported[0].startswith(PROGRAMS[program]), reported
-
-
-def test_memory_is_garbage_until_it_is_written_and_kernels_run_late(device: Device) -> None:
-    x = torch.empty(8, device=CUDA)
-    assert x.isnan().all().item()
-    y = ones()
-    assert isinstance(y, Emulated) and y.raw.isnan().all()
-    assert y.sum().item() == 64.0
 
 
 def test_a_replay_overwrites_the_results_of_graphs_that_share_its_pool_and_came_later(device: Device) -> None:

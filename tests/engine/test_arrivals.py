@@ -6,7 +6,6 @@ import io
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,12 @@ from medha.engine.arrivals import LONG_PROMPT, Arrival, drive
 from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
-from medha.errors import ContextLengthError, EngineDeadError, RankFailedError, ValidationError
-from medha.models.needle import write_needle
+from medha.errors import ContextLengthError, RankFailedError, ValidationError
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer
 from medha.worker.step import PendingStep
+from tests.serving import Model
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
 
@@ -45,17 +44,12 @@ class VirtualClock:
         self.time += seconds
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_needle(tmp_path_factory.mktemp("needle"))
-
-
 @pytest.fixture
-def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(needle: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine on a clock of its own, which must be empty again at the end."""
     clock = VirtualClock()
     monkeypatch.setattr(medha.engine.arrivals.time, "sleep", clock.sleep)
-    built = build_engine(EngineConfig.from_flat(str(folder), max_model_len=256, num_kv_blocks=8, chunk_size=32))
+    built = build_engine(EngineConfig.from_flat(str(needle.folder), max_model_len=256, num_kv_blocks=8, chunk_size=32))
     engine = Engine(built.runner, built.scheduler, built.limits, tokenizer=built.tokenizer, clock=clock)
     yield engine
     assert not engine.has_unfinished
@@ -216,25 +210,6 @@ def test_a_stop_returns_every_request(engine: Engine) -> None:
     assert ends_of(ends) == {"short": "length", "long": "abort", "future": "abort", "wrong": "error"}
     assert sum(len(o.outputs[0].token_ids) for o in outputs if o.request_id == "long") >= 5
     assert ends["future"].metrics.e2e is None
-
-
-def test_a_dead_engine_returns_every_request_and_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = engine.runner.run
-
-    def run_twice(step: Any) -> Any:
-        if step.batch.batch_id >= 2:
-            raise RuntimeError("the device fell off")
-        return run(step)
-
-    monkeypatch.setattr(engine.runner, "run", run_twice)
-    outputs: list[RequestOutput] = []
-    arrivals = [Arrival("running", "hello", DELTA), Arrival("future", "hello", DELTA, arrival_s=1000.0)]
-    with pytest.raises(EngineDeadError, match="RuntimeError: the device fell off"):
-        outputs.extend(drive(engine, arrivals))
-    ends = final(outputs)
-    assert ends_of(ends) == {"running": "error", "future": "error"}
-    assert all(isinstance(o.error, EngineDeadError) for o in ends.values())
-    engine.scheduler.memory.release(0)  # a dead engine keeps its blocks
 
 
 def test_another_thread_ends_what_a_stuck_step_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,32 +14,24 @@ import torch
 import medha.worker.shard
 from medha import LLM, SamplingParams
 from medha.attention.flashinfer_backend import FlashInferBackend
-from medha.attention.interface import LayerShape
 from medha.attention.torch_backend import TorchBackend
 from medha.config import EngineConfig
 from medha.engine.build import _with_async, build_engine
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.parallel.launch import Launch
-from medha.worker.shard import choose_backend, own_device, pick_device, wants_graphs
+from medha.worker.shard import own_device, pick_device, wants_graphs
 from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
-from tests.serving import GREEDY, write_byte_model
+from tests.serving import GREEDY, Model
 
 KV_BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # keys and values, layers, KV heads, head dimension, float32
 NO_EOS = "defines no end-of-sequence token"
 
 
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good")
-    write_byte_model(folder)
-    return folder
-
-
 @pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
+def folder(bytes_model: Model, tmp_path: Path) -> Path:
     """A good folder to change."""
-    return shutil.copytree(good, tmp_path / "model")
+    return shutil.copytree(bytes_model.folder, tmp_path / "model")
 
 
 def build(folder: Path, **options: Any) -> Engine:
@@ -61,45 +53,45 @@ def pool(engine: Engine) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("dtype", "item_bytes"), [("float32", 4), ("bfloat16", 2)])
-def test_pool_of_given_bytes(good: Path, dtype: str, item_bytes: int) -> None:
+def test_pool_of_given_bytes(bytes_model: Model, dtype: str, item_bytes: int) -> None:
     block_bytes = KV_BYTES_PER_TOKEN * item_bytes // 4 * 32
     for extra in (0, block_bytes - 1):
-        assert pool(build(good, kv_memory=5 * block_bytes + extra, block_size=32, dtype=dtype)) == (5, 32)
+        assert pool(build(bytes_model.folder, kv_memory=5 * block_bytes + extra, block_size=32, dtype=dtype)) == (5, 32)
     with pytest.raises(ConfigError) as caught:
-        build(good, kv_memory=block_bytes - 1, block_size=32, dtype=dtype)
+        build(bytes_model.folder, kv_memory=block_bytes - 1, block_size=32, dtype=dtype)
     assert str(caught.value) == (
         f"kv_memory leaves {block_bytes - 1} bytes for the KV pool; a block of 32 tokens takes {block_bytes}"
     )
 
 
 def test_default_pool_holds_every_request_that_may_run_and_takes_half_of_the_memory_at_most(
-    good: Path, monkeypatch: pytest.MonkeyPatch
+    bytes_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert pool(build(good, num_kv_blocks=7)) == (7, 256)
-    assert pool(build(good, max_model_len=100, max_num_seqs=3, block_size=32)) == (3 * 4, 32)
+    assert pool(build(bytes_model.folder, num_kv_blocks=7)) == (7, 256)
+    assert pool(build(bytes_model.folder, max_model_len=100, max_num_seqs=3, block_size=32)) == (3 * 4, 32)
     assert 2**24 < medha.worker.shard._available_memory() < 2**50
     block_bytes = KV_BYTES_PER_TOKEN * 32
     monkeypatch.setattr(medha.worker.shard, "_available_memory", lambda: 2 * (10 * block_bytes) + 1)
-    assert pool(build(good, block_size=32)) == (10, 32)
+    assert pool(build(bytes_model.folder, block_size=32)) == (10, 32)
     monkeypatch.setattr(medha.worker.shard, "_available_memory", lambda: block_bytes)
     with pytest.raises(ConfigError, match=rf"^half of the free memory leaves {block_bytes // 2} bytes for the KV pool"):
-        build(good, block_size=32)
+        build(bytes_model.folder, block_size=32)
 
 
-def test_pool_that_the_system_cannot_give(good: Path) -> None:
+def test_pool_that_the_system_cannot_give(bytes_model: Model) -> None:
     with pytest.raises(ConfigError, match=r"^a KV pool of 2147483647 blocks takes 108086391006560256 bytes"):
-        build(good, num_kv_blocks=2**31 - 1, block_size=65536)
+        build(bytes_model.folder, num_kv_blocks=2**31 - 1, block_size=65536)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Context
 
 
-def test_context_is_the_models_own_or_less(good: Path) -> None:
+def test_context_is_the_models_own_or_less(bytes_model: Model) -> None:
     for wanted, length in ((None, 8192), (8192, 8192), (100, 100)):
-        assert build(good, num_kv_blocks=4, max_model_len=wanted).limits.max_model_len == length
+        assert build(bytes_model.folder, num_kv_blocks=4, max_model_len=wanted).limits.max_model_len == length
     with pytest.raises(ConfigError, match=r"^max_model_len=8193 exceeds the model's 8192 positions; accepted: .*yarn"):
-        build(good, num_kv_blocks=4, max_model_len=8193)
+        build(bytes_model.folder, num_kv_blocks=4, max_model_len=8193)
 
 
 def test_context_of_ten_million_by_yarn(tmp_path: Path) -> None:
@@ -166,15 +158,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         pick_device("cuda:2")
 
 
-def test_backends(good: Path) -> None:
-    shape, cpu = LayerShape(8, 2, 64, torch.bfloat16), torch.device("cpu")
-    assert [choose_backend(name, shape, cpu)[0].name for name in ("auto", "torch")] == ["torch", "torch"]
-    with pytest.raises(ConfigError, match=r"needs a CUDA device, not cpu; accepted here: auto, torch"):
-        choose_backend("flashinfer", shape, cpu)
-    with pytest.raises(ConfigError, match=r"attention_backend='flashinfer' needs a CUDA device"):
-        build(good, attention_backend="flashinfer", device="cpu", num_kv_blocks=2)
-
-
 def test_each_rank_of_a_node_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -213,11 +196,11 @@ def test_graphs_are_for_cuda_and_flashinfer() -> None:
 # Tokenizer, defaults, end of sequence
 
 
-def test_tokenizer_of_another_folder(folder: Path, good: Path) -> None:
+def test_tokenizer_of_another_folder(folder: Path, bytes_model: Model) -> None:
     (folder / "tokenizer.json").unlink()
     with LLM(folder, num_kv_blocks=4) as llm:
         assert llm.get_tokenizer() is None
-    with LLM(folder, tokenizer=str(good), num_kv_blocks=4) as llm:
+    with LLM(folder, tokenizer=str(bytes_model.folder), num_kv_blocks=4) as llm:
         assert llm.generate("a", GREEDY)[0].prompt_token_ids == [97]
 
 

@@ -17,16 +17,16 @@ from medha.outputs import RequestOutput
 from medha.params import SLO, SamplingParams
 from medha.sched.decision import Decision
 from medha.sched.scheduler import Scheduler
-from tests.checkpoints import reference_greedy, reference_logits
+from tests.checkpoints import reference_logits
 from tests.sched.virtual import make_predictor
 from tests.serving import (
     ANSWER,
     GREEDY,
     Model,
     assert_empty,
+    fail_in_run,
     finish,
-    make_byte_model,
-    make_needle_model,
+    greedy_of,
     question,
     random_ids,
     serve_one,
@@ -39,21 +39,9 @@ SMALL = {"chunk_size": 16, "max_batch_tokens": 24, "block_size": 16}
 
 
 @pytest.fixture(scope="module")
-def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return make_byte_model(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture(scope="module")
-def needle(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return make_needle_model(tmp_path_factory.mktemp("needle"))
-
-
-@pytest.fixture(scope="module")
 def expected(bytes_model: Model) -> list[list[int]]:
     """Greedy tokens of transformers for PROMPTS, clear of rounding."""
-    found = [reference_greedy(bytes_model.reference, prompt, NUM_TOKENS) for prompt in PROMPTS]
-    assert min(gap for _, _, gap in found) > 1e-3
-    return [tokens for tokens, _, _ in found]
+    return greedy_of(bytes_model.reference, PROMPTS, NUM_TOKENS)
 
 
 def add_all(engine: Engine, params: SamplingParams = PARAMS) -> None:
@@ -156,25 +144,6 @@ def test_n_completions_are_n_requests_under_one_id(bytes_model: Model, kind: str
     assert [completion.text for completion in whole.outputs] == [bytes_model.tokenizer.decode(t) for t in wanted]
 
 
-def test_metrics_of_n_completions(bytes_model: Model) -> None:
-    end = drawn_alone(bytes_model, PROMPTS[0], 8)[2]  # one of them ends with its third token
-    engine = bytes_model.engine(**SMALL, eos=(end,))
-    engine.add_request("a", PROMPTS[0], DRAWN, slo=SLO(ttft_s=60.0))
-    running = [engine._live["a"].completions[i] for i in range(3)]
-    output = finish(engine)["a"]
-    assert len(output.outputs[1].token_ids) == 3
-    metrics, parts = output.metrics, [one.metrics for one in running]
-    assert metrics.num_completions == 3
-    assert (metrics.arrival, metrics.num_prompt_tokens) == (parts[0].arrival, len(PROMPTS[0]))
-    joined = {"first_scheduled": min, "first_token": min, "finished": max, "num_chunks": sum, "num_output_tokens": sum}
-    for name, join in joined.items():
-        assert getattr(metrics, name) == join([getattr(part, name) for part in parts]), name
-    assert metrics.explanation is not None and metrics.met_slo is True
-    assert metrics.tpot == pytest.approx(
-        (metrics.finished - metrics.first_token) / (metrics.num_output_tokens / 3 - 1)  # type: ignore[operator]
-    )
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_abort_ends_all_completions(bytes_model: Model, expected: list[list[int]], depth: int) -> None:
     engine = bytes_model.engine(**SMALL, depth=depth)
@@ -193,21 +162,6 @@ def test_abort_ends_all_completions(bytes_model: Model, expected: list[list[int]
     for seed, completion in enumerate(whole.outputs, start=7):
         assert completion.token_ids == drawn_alone(bytes_model, PROMPTS[0], seed)[: len(completion.token_ids)]
     assert [output.outputs[0].token_ids for output in outputs if output.request_id == "b"][-1] == expected[1]
-
-
-def test_completions_without_a_seed_are_all_different_and_repeat(bytes_model: Model) -> None:
-    params = replace(DRAWN, seed=None)
-
-    def run() -> list[list[int]]:
-        engine = bytes_model.engine(**SMALL)
-        for name in "ab":
-            engine.add_request(name, PROMPTS[0], params)
-        ends = finish(engine)
-        return [completion.token_ids for name in "ab" for completion in ends[name].outputs]
-
-    first = run()
-    assert len({tuple(tokens) for tokens in first}) == 6
-    assert run() == first
 
 
 def test_bad_logits_end_one_completion(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,33 +225,6 @@ def test_ends(needle: Model, case: str, kind: str) -> None:
     assert outputs[-1].metrics.num_output_tokens == len(ids)
 
 
-@pytest.mark.parametrize("field", ["eos", "stop_token_ids"])
-def test_min_tokens_holds_end_ids_back(bytes_model: Model, field: str) -> None:
-    """The likeliest first token is an end id: it may come only as the fourth token or later."""
-    prompt = PROMPTS[0]
-    reference = bytes_model.reference
-    end_id = int(reference_logits(reference, prompt)[-1].argmax())
-    ids = list(prompt)
-    for _ in range(3):
-        first, second = reference_logits(reference, ids)[-1].topk(2).indices.tolist()
-        ids.append(second if first == end_id else first)
-    for _ in range(3):
-        if ids[-1] != end_id:
-            ids.append(int(reference_logits(reference, ids)[-1].argmax()))
-    engine = bytes_model.engine(eos=(end_id,) if field == "eos" else ())
-    stop_ids = [end_id] if field == "stop_token_ids" else None
-    params = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=3, stop_token_ids=stop_ids)
-    assert serve_one(engine, prompt, params).outputs[0].token_ids == ids[len(prompt) :]
-    assert serve_one(engine, prompt, replace(params, min_tokens=0)).outputs[0].token_ids == [end_id]
-
-
-def test_only_allowed_ids_come_out(bytes_model: Model) -> None:
-    params = SamplingParams(
-        temperature=1.0, seed=3, max_tokens=12, allowed_token_ids=[65, 66, 67], logit_bias={67: -100}
-    )
-    assert set(serve_one(bytes_model.engine(), PROMPTS[0], params).outputs[0].token_ids) == {65, 66}
-
-
 def test_max_tokens_is_capped_to_the_room(bytes_model: Model, caplog: pytest.LogCaptureFixture) -> None:
     engine = bytes_model.engine(max_model_len=45)
     with caplog.at_level("INFO", logger="medha"):
@@ -323,13 +250,15 @@ def test_no_text(bytes_model: Model, expected: list[list[int]], how: str) -> Non
 # Aborts
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("options", [{"depth": 1}, {"depth": 2}, {"depth": 4}, {"async_scheduling": True}], ids=str)
 @pytest.mark.parametrize("victim", ["0", "2", "3"])
-def test_abort_at_any_step_harms_nobody(bytes_model: Model, expected: list[list[int]], depth: int, victim: str) -> None:
+def test_abort_at_any_step_harms_nobody(
+    bytes_model: Model, expected: list[list[int]], options: dict[str, int], victim: str
+) -> None:
     """Queued, between chunks, while decoding, and after the end; with one request waiting for a place."""
     reasons = []
-    for abort_step in range(0, 36, 2 if depth == 2 else 5):
-        engine = bytes_model.engine(depth=depth, max_num_seqs=3, num_blocks=16, **SMALL)
+    for abort_step in range(0, 36, 2 if options == {"depth": 2} else 5):
+        engine = bytes_model.engine(max_num_seqs=3, num_blocks=16, **options, **SMALL)
         add_all(engine)
         finished: dict[str, RequestOutput] = {}
         step = 0
@@ -378,18 +307,6 @@ def test_id_of_an_aborted_request_may_be_used_while_it_is_in_flight(
     assert [o.finish_reason for o in outputs] == ["abort", "length"]
     assert outputs[1].token_ids == expected[2]
     assert_empty(engine)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-
-
-def test_what_a_block_held_before_does_not_matter(bytes_model: Model, expected: list[list[int]]) -> None:
-    engine = bytes_model.engine(**SMALL)
-    for pool in engine.runner.cache.k + engine.runner.cache.v:
-        pool.fill_(torch.nan)
-    add_all(engine)
-    assert tokens_of(finish(engine)) == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,22 +362,6 @@ def test_metrics(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 # Where the TTFT went
 
 
-def check_explained(output: RequestOutput) -> None:
-    """The parts are a TTFT, or the time until an end without a first token."""
-    metrics, explained = output.metrics, output.metrics.explanation
-    assert explained is not None
-    assert explained.request_id == output.request_id
-    assert explained.has_first_token == (metrics.ttft is not None)
-    assert min(explained.parts_s.values()) >= 0
-    assert sum(explained.parts_s.values()) == pytest.approx(explained.total_s, abs=1e-6)
-    if metrics.ttft is not None:
-        assert explained.total_s == pytest.approx(metrics.ttft, abs=1e-6)
-        assert explained.own_s > 0
-    else:
-        assert metrics.e2e is not None and explained.total_s <= metrics.e2e
-    assert sum(seconds for _, seconds in explained.others) <= explained.others_s + 1e-6
-
-
 def test_an_explanation_comes_with_the_first_token_and_stays(bytes_model: Model) -> None:
     engine = bytes_model.engine(**SMALL)
     engine.add_request("0", PROMPTS[0], PARAMS)
@@ -504,22 +405,6 @@ def test_a_request_that_cannot_be_in_time_is_refused(bytes_model: Model, expecte
     assert {i: o.outputs[0].token_ids for i, o in outputs.items()} == {"fine": expected[1], "hopeless": expected[0]}
 
 
-def test_a_request_that_cannot_be_in_time_is_relegated(bytes_model: Model, expected: list[list[int]]) -> None:
-    engine = admitting_engine(bytes_model, "relegate")
-    engine.add_request("hopeless", PROMPTS[2], PARAMS, slo=SLO(ttft_s=1e-3))
-    engine.add_request("fine", PROMPTS[0], PARAMS, slo=SLO(ttft_s=600.0))
-    engine.add_request("derived", PROMPTS[3], PARAMS)
-    outputs = finish(engine)
-    metrics = {name: output.metrics for name, output in outputs.items()}
-    assert {name: m.is_relegated for name, m in metrics.items()} == {"hopeless": True, "fine": False, "derived": False}
-    hopeless, fine, derived = (metrics[name] for name in ("hopeless", "fine", "derived"))
-    assert (hopeless.deadline_s, hopeless.deadline_is_derived, hopeless.met_slo) == (None, False, False)
-    assert (fine.deadline_s, fine.met_slo, derived.deadline_is_derived) == (600.0, True, True)
-    assert hopeless.first_token > max(fine.first_token, derived.first_token)
-    tokens = {name: output.outputs[0].token_ids for name, output in outputs.items()}
-    assert tokens == {"hopeless": expected[2], "fine": expected[0], "derived": expected[3]}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling
 
@@ -546,19 +431,6 @@ def test_logprobs_are_those_of_transformers(bytes_model: Model, temperature: flo
     assert [[*step] for step in alone.logprobs or []] == [[token] for token in tokens]
 
 
-SAMPLED = SamplingParams(temperature=0.8, seed=1234, max_tokens=NUM_TOKENS)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
-def test_seeded_sampling_is_the_same_in_any_company(bytes_model: Model, chunk_size: int, depth: int) -> None:
-    alone = [serve_one(bytes_model.engine(), prompt, SAMPLED).outputs[0].token_ids for prompt in PROMPTS]
-    engine = bytes_model.engine(chunk_size=chunk_size, depth=depth, max_batch_tokens=32, block_size=16)
-    engine.add_request("stranger", PROMPTS[2], SamplingParams(temperature=2.0, max_tokens=9))
-    add_all(engine, SAMPLED)
-    assert tokens_of(finish(engine)) == alone
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Failures
 
@@ -579,14 +451,16 @@ def poison(patch: pytest.MonkeyPatch, *, seed: int, index: int, value: float) ->
     return logits
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("value", "is_async"), [(torch.nan, False), (torch.nan, True), (torch.inf, False)])
 @pytest.mark.parametrize("index", [0, 2, NUM_TOKENS - 1])
-def test_bad_logits_of_one_request(bytes_model: Model, expected: list[list[int]], index: int, value: float) -> None:
+def test_bad_logits_of_one_request(
+    bytes_model: Model, expected: list[list[int]], index: int, value: float, is_async: bool
+) -> None:
     runs = []
     for victim in (2, -1):
         with pytest.MonkeyPatch.context() as patch:
             logits = poison(patch, seed=victim, index=index, value=value)
-            engine = bytes_model.engine(**SMALL)
+            engine = bytes_model.engine(**SMALL, async_scheduling=is_async)
             add_all(engine)
             runs.append((finish(engine), logits))
     (outputs, bad), (_, good) = runs
@@ -600,19 +474,6 @@ def test_bad_logits_of_one_request(bytes_model: Model, expected: list[list[int]]
         if index == NUM_TOKENS - 1:  # the batches were the same in both runs
             assert all(torch.equal(a, b) for a, b in zip(bad[i], good[i], strict=True))
     assert serve_one(engine, PROMPTS[0], PARAMS).outputs[0].token_ids == expected[0]
-
-
-def fail_in_run(engine: Engine, patch: pytest.MonkeyPatch, *, at: int, error: BaseException) -> None:
-    """Let the ``at``-th batch raise."""
-    run = engine.runner.run
-    calls = iter(range(10**9))
-
-    def failing(step: Any) -> Any:
-        if next(calls) == at:
-            raise error
-        return run(step)
-
-    patch.setattr(engine.runner, "run", failing)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -674,33 +535,6 @@ def test_a_scheduler_that_runs_nothing_is_an_error_and_not_a_hang(
     monkeypatch.setattr(engine.scheduler, "schedule", lambda now_s: Decision())
     with pytest.raises(EngineDeadError, match="the scheduler runs none of the unfinished requests:\n1 unfinished"):
         engine.step()
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_an_interrupt_aborts_everything_and_the_engine_goes_on(
-    bytes_model: Model, expected: list[list[int]], depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = bytes_model.engine(depth=depth, max_num_seqs=3, **SMALL)
-    fail_in_run(engine, monkeypatch, at=8, error=KeyboardInterrupt())
-    add_all(engine)
-    outputs: dict[str, RequestOutput] = {}
-    with pytest.raises(KeyboardInterrupt):
-        step_forever(engine, outputs)
-    assert_empty(engine)
-    aborted = finish(engine)
-    assert aborted
-    assert {o.outputs[0].finish_reason for o in aborted.values()} == {"abort"}
-    for output in aborted.values():
-        check_explained(output)
-    outputs.update(aborted)
-    assert any(o.outputs[0].token_ids for o in outputs.values())
-    for i, output in outputs.items():
-        assert output.outputs[0].token_ids == expected[int(i)][: len(output.outputs[0].token_ids)]
-    add_all(engine)
-    outputs = finish(engine)
-    assert tokens_of(outputs) == expected
-    for output in outputs.values():
-        check_explained(output)
 
 
 def test_duplicate_id_in_flight(bytes_model: Model, expected: list[list[int]]) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import medha.engine.build
 from medha.__main__ import app
 from medha.cli.command import run_app
-from medha.models.needle import make_haystack, write_needle
-from medha.worker.runner import Runner
+from medha.models.needle import make_haystack
+from tests.serving import Model
 
 ADA = "The code of Ada is 31-plum.\nThe code of Ada is"
 ROWS = [
@@ -21,11 +19,6 @@ ROWS = [
     {"id": "wrong", "prompt": ""},
     {"id": "later", "prompt": ADA, "arrival_s": 0.3, "priority": "high"},
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_needle(tmp_path_factory.mktemp("models") / "needle")
 
 
 def generate(folder: Path, tmp_path: Path, *options: str | Path) -> int:
@@ -49,11 +42,11 @@ def calls_of(path: Path) -> list[str | None]:
     ids=["medha", "sarathi"],
 )
 def test_a_recorded_run_replays(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+    needle: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     journal = tmp_path / "run.journal"
     journal.write_text("what an earlier run left\n")
-    assert generate(folder, tmp_path, "--journal", journal, *options) == 3  # a line is wrong
+    assert generate(needle.folder, tmp_path, "--journal", journal, *options) == 3  # a line is wrong
     calls = calls_of(journal)
     assert calls[0] is None
     assert calls.count("add") == 3
@@ -96,30 +89,3 @@ def test_a_bad_file_is_one_line(
     assert captured.out == ""
     assert captured.err.startswith(message.format(path=path))
     assert captured.err.count("\n") == 1
-
-
-def test_a_journal_that_cannot_be_written_is_found_before_the_model_is_loaded(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
-    assert generate(folder, tmp_path, "--journal", tmp_path / "gone" / "run.journal") == 2
-    assert "run.journal: No such file or directory" in capsys.readouterr().err
-    assert generate(folder, tmp_path, "--journal", tmp_path / "in.jsonl") == 2
-    assert "which is read; accepted: another file" in capsys.readouterr().err
-
-
-def test_an_engine_that_dies_leaves_a_journal_to_its_end(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Runner.run
-
-    def run_three(self: Runner, step: Any) -> Any:
-        if step.batch.batch_id == 3:
-            raise RuntimeError("the device fell off")
-        return original(self, step)
-
-    monkeypatch.setattr(Runner, "run", run_three)
-    journal = tmp_path / "run.journal"
-    assert generate(folder, tmp_path, "--journal", journal, "--chunk-size", "64") == 4
-    assert calls_of(journal)[-1] == "schedule"
-    assert replay(journal) == 0

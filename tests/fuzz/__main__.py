@@ -7,10 +7,8 @@ python -m tests.fuzz mutations [NAME ...]
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -47,45 +45,24 @@ def recorded() -> Iterator[tuple[int, int]]:
             yield int(fields[0]), int(fields[1])
 
 
-def left_to_run(log: Path, commit: str, seeds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The (seed, ranks) that a log has no line of at a commit; a torn last line, which no newline ends, is no line."""
-    text = log.read_text() if log.exists() else ""
-    entries = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    done = {(entry["seed"], entry["ranks"]) for entry in entries if entry["commit"] == commit}
-    return [pair for pair in seeds if pair not in done]
-
-
-def run(seeds: Sequence[tuple[int, int]], log: Path, failures: Path) -> int:
-    """Run what is left of the seeds; a failure is shrunk, written down and recorded. Returns how many failed."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    commit = _commit()
-    left = left_to_run(log, commit, seeds)
-    print(f"{len(seeds)} runs at {commit}, {len(left)} of them left; log {log}", flush=True)
-    text = log.read_text() if log.exists() else ""
+def run(seeds: Sequence[tuple[int, int]], failures: Path) -> int:
+    """Run (seed, ranks); a failure is shrunk, written down and recorded. Returns how many failed."""
     num_failed = 0
     workers = WorkerPool()
-    with log.open("w") as file:
-        file.write(text[: text.rfind("\n") + 1])
-        try:
-            for number, (seed, ranks) in enumerate(left, start=1):
-                begin_s = time.monotonic()
-                failure = failure_of(draw(seed, ranks), workers)
-                seconds = round(time.monotonic() - begin_s, 2)
-                result = "ok" if failure is None else failure.kind
-                entry = {"seed": seed, "ranks": ranks, "commit": commit, "result": result, "seconds": seconds}
-                file.write(json.dumps(entry) + "\n")
-                file.flush()
-                if failure is not None:
-                    num_failed += 1
-                    _keep(seed, ranks, failure, workers, failures)
-                if number % 20 == 0 or number == len(left):
-                    print(f"{number} of {len(left)}, {num_failed} failed", flush=True)
-                if number % _RENEWED_AFTER == 0:
-                    workers.close()
-        except KeyboardInterrupt:
-            print("stopped; the same command goes on from here", flush=True)
-        finally:
-            workers.close()
+    try:
+        for number, (seed, ranks) in enumerate(seeds, start=1):
+            failure = failure_of(draw(seed, ranks), workers)
+            if failure is not None:
+                num_failed += 1
+                _keep(seed, ranks, failure, workers, failures)
+            if number % 20 == 0 or number == len(seeds):
+                print(f"{number} of {len(seeds)}, to seed {seed}, {num_failed} failed", flush=True)
+            if number % _RENEWED_AFTER == 0:
+                workers.close()
+    except KeyboardInterrupt:
+        print(f"stopped; --first {seed} goes on from here", flush=True)
+    finally:
+        workers.close()
     return num_failed
 
 
@@ -124,11 +101,6 @@ def find(name: str, workers: WorkerPool, *, first: int, limit_s: float) -> str:
     return f"NOT found in {seed - first} runs on {ranks} ranks, {seconds:.0f} s"
 
 
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def _range(text: str) -> range:
     """``N`` or ``N-M`` ranks."""
     first, _, last = text.partition("-")
@@ -139,13 +111,12 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    long = commands.add_parser("run", help="run seeds; what the log has at this commit is skipped")
+    long = commands.add_parser("run", help="run seeds")
     long.add_argument("--runs", type=int, default=100)
     long.add_argument(
         "--ranks", type=_range, default=range(1, 2), help="a number, or two as in 2-8: one after the other"
     )
     long.add_argument("--first", type=int, default=0, help="the first seed")
-    long.add_argument("--log", type=Path, default=Path("runs/fuzz/log.jsonl"))
     long.add_argument("--failures", type=Path, default=Path("runs/fuzz"), help="where failing cases are written")
     search = commands.add_parser("mutations", help="put defects in and look for them")
     search.add_argument("names", nargs="*", default=list(MUTATIONS))
@@ -156,7 +127,7 @@ def main() -> None:
     disable_progress_bar()
     if given.command == "run":
         seeds = [(seed, given.ranks[seed % len(given.ranks)]) for seed in range(given.first, given.first + given.runs)]
-        raise SystemExit(run(seeds, given.log, given.failures) > 0)
+        raise SystemExit(run(seeds, given.failures) > 0)
     first = random.SystemRandom().randrange(2**32) if given.first is None else given.first
     workers = WorkerPool()
     for name in given.names:

@@ -9,14 +9,11 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import medha.models.decoder as decoder
 import medha.parallel.kvp as kvp
-from medha.attention.interface import AttentionRows
-from medha.batch import Batch
 from medha.engine.engine import Engine
 from medha.models.layers import LinearFn, TensorShard
 from medha.sched.decision import Decision
@@ -26,7 +23,7 @@ from medha.sched.queue import Queue
 from medha.sched.scheduler import Scheduler
 from medha.text import StopChecker
 from medha.worker.runner import Runner
-from medha.worker.step_input import Slots, StepInput
+from medha.worker.step_input import StepInput
 from medha.worker.swap import HostCache, Run, SwapCopies
 
 Patch = pytest.MonkeyPatch
@@ -58,23 +55,6 @@ def merge_without_lse(patch: Patch) -> None:
         return outs.mean(dim=0), parts[0][1]
 
     patch.setattr(kvp, "merge_partials", mean)
-
-
-def shard_off_by_a_block(patch: Patch) -> None:
-    """A shard that is not the first is read from its second block on."""
-    prepare = Slots.prepare
-
-    def later(self: Slots, batch: Batch) -> StepInput:
-        step = prepare(self, batch)
-        if (rows := step.shared) is not None and self.group > 0:
-            drops = rows.kv_len > rows.q_len + rows.page_size
-            tables = np.split(rows.pages, rows.page_indptr[1:-1])
-            kept = [table[1:] if drop else table for table, drop in zip(tables, drops, strict=True)]
-            kv_len = rows.kv_len - drops * rows.page_size
-            step.shared = AttentionRows.of(rows.q_len, kv_len, rows.causal, kept, rows.page_size)
-        return step
-
-    patch.setattr(Slots, "prepare", later)
 
 
 def output_ids_not_moved(patch: Patch) -> None:
@@ -160,7 +140,6 @@ def stop_string_lost(patch: Patch) -> None:
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "block-not-freed": (block_not_freed, 1),
     "merge-without-lse": (merge_without_lse, 2),
-    "shard-off-by-a-block": (shard_off_by_a_block, 2),
     "output-ids-not-moved": (output_ids_not_moved, 3),
     "draw-index-reset": (draw_index_reset, 1),
     "stale-page": (stale_page, 1),

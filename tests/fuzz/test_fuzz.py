@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.__main__ import failure_of, find, left_to_run, recorded
+from tests.fuzz.__main__ import failure_of, find, recorded
 from tests.fuzz.cases import Ask, draw
 from tests.fuzz.drive import check_case
 from tests.fuzz.shrink import as_test, shrink
@@ -37,7 +36,7 @@ def test_fresh_seeds(ranks: int, workers: WorkerPool, capsys: pytest.CaptureFixt
         print(f"\nfuzz: seeds {first} to {seed - 1} on {ranks} ranks")
 
 
-# The seed of seeds.txt by which a defect shows; two of those that need several ranks are left to the command.
+# The seed of seeds.txt by which a defect shows; "output-ids-not-moved" is left to the command.
 SHOWN_BY = {
     "block-not-freed": 3,
     "draw-index-reset": 4,
@@ -69,12 +68,3 @@ def test_shrinking_leaves_what_fails(tmp_path: Path) -> None:
     scope: dict[str, object] = {}
     exec(as_test(small, "A title."), scope)
     assert scope["CASE"] == small
-
-
-def test_a_run_goes_on_behind_its_log(tmp_path: Path) -> None:
-    lines = [{"seed": seed, "ranks": 2, "commit": "a"} for seed in (0, 1)] + [{"seed": 2, "ranks": 2, "commit": "b"}]
-    log = tmp_path / "log"
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"seed": 3, "ra')
-    seeds = [(seed, 2) for seed in range(5)]
-    assert left_to_run(log, "a", seeds) == seeds[2:]
-    assert left_to_run(tmp_path / "none", "a", seeds) == seeds

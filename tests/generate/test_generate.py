@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import gzip
 import json
-import math
 import os
 import pty
 import re
@@ -15,8 +14,8 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import medha.engine.build
 import medha.verify.demo
 from medha.cli.command import first_interrupt, run_app
 from medha.cli.options import ENGINE, SAMPLING
-from medha.config import OPTION_ALIASES, EngineConfig
+from medha.config import EngineConfig
 from medha.engine.journal import replay
 from medha.errors import ConfigError
 from medha.generate.__main__ import app
@@ -111,10 +110,17 @@ def write_lines(path: Path, *rows: dict[str, Any] | str) -> Path:
     return path
 
 
-def spawn(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
+@contextmanager
+def spawn(*arguments: str | Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process of its own, which ends with the block."""
     command = [sys.executable, "-m", "medha.generate", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, text=True, **options)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 # -- what it prints ----------------------------------------------------------------------------------------------
@@ -153,15 +159,13 @@ def test_standard_input(folder: Path) -> None:
         (["--prompt-file", "-"], ADA),
         (["--requests", "-", "--output", "/dev/stdout"], json.dumps({"prompt": ADA}) + "\n"),
     ):
-        process = spawn(
-            folder, "--num-kv-blocks", "8", "--log-level", "warning", *options,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        out, err = process.communicate(given, timeout=60)
+        arguments = [folder, "--num-kv-blocks", "8", "--log-level", "warning", *options]
+        with spawn(*arguments, stdin=subprocess.PIPE) as process:
+            out, err = process.communicate(given, timeout=60)
         assert (process.returncode, err) == (0, "")
         assert " 31-plum." in out
-    nothing = spawn(folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert "neither of prompts and --requests given; accepted" in nothing.communicate(timeout=60)[1]
+    with spawn(folder, stdin=subprocess.DEVNULL) as nothing:
+        assert "neither of prompts and --requests given; accepted" in nothing.communicate(timeout=60)[1]
 
 
 def test_json_lines_on_stdout(run: Command) -> None:
@@ -202,6 +206,11 @@ def test_request_file_to_output_file(run: Command, tmp_path: Path) -> None:
         assert row["error"] is None
 
 
+def test_what_greedy_ignores_is_said(run: Command) -> None:
+    said = "medha: --top-p, --top-k and --min-p change nothing at temperature 0, the default; see --temperature\n"
+    assert run("--prompt", ADA, "--max-tokens", "1", "--log-level", "warning", "--top-p", "0.9").err == said
+
+
 def test_explain_says_on_stderr_where_each_ttft_went(run: Command, tmp_path: Path) -> None:
     rows = [{"id": "document", "prompt": make_haystack(3000).prompt}, {"id": "a\nb", "prompt": ADA}, {"prompt": ""}]
     requests = write_lines(tmp_path / "in.jsonl", *rows)
@@ -209,15 +218,11 @@ def test_explain_says_on_stderr_where_each_ttft_went(run: Command, tmp_path: Pat
     found = {row["id"]: row for row in done.rows}
     assert {line.split(":")[0] for line in done.err.splitlines() if line[0] != " "} == {"document", "a⏎b"}
     assert re.search(r"^a⏎b: TTFT \d+\.\d{3} s\n  own compute .*, other prefills .* \(document .*\)\n", done.err, re.M)
-    for row in found.values():
-        if row["error"] is None:
-            assert sum(row["ttft_parts_s"].values()) == pytest.approx(row["ttft_s"], abs=1e-6)
+    assert sum(found["a\nb"]["ttft_parts_s"].values()) == pytest.approx(found["a\nb"]["ttft_s"], abs=1e-6)
     assert found["a\nb"]["held_up_by"][0][0] == "document"
     assert (found["line-3"]["ttft_parts_s"], found["line-3"]["held_up_by"]) == (None, None)
     single = run("--prompt", ADA, "--explain", "--log-level", "error")
-    assert single.out == " 31-plum.\n"
-    assert single.err.startswith("prompt-0: TTFT ")
-    assert run("--prompt", ADA, "--log-level", "error").err == ""
+    assert single.out == " 31-plum.\n" and single.err.startswith("prompt-0: TTFT ")
 
 
 def test_a_model_without_tokenizer_prints_ids(bare: Command, folder: Path, tmp_path: Path) -> None:
@@ -245,18 +250,6 @@ def test_several_completions(run: Command, tmp_path: Path) -> None:
     assert [len(one["logprobs"]) for one in found["outputs"]] == [9] * 3
     shown = run("--requests", requests).out
     assert shown.startswith("line-1  ") and shown.count("\n") == 1 and texts[1] not in shown
-
-
-def test_the_log_says_what_a_batch_may_take(run: Command, tmp_path: Path) -> None:
-    assert "medha: a batch may take 0.25 s (quantum_s, as there is no TPOT objective)" in run("--prompt", ADA).err
-    requests = write_lines(tmp_path / "in.jsonl", {"prompt": ADA, "slo": {"tpot_s": 0.5}})
-    assert "medha: a batch may take what its decodes' TPOT objectives leave" in run("--requests", requests).err
-
-
-def test_what_greedy_ignores_is_said(run: Command) -> None:
-    said = "medha: --top-p, --top-k and --min-p change nothing at temperature 0, the default; see --temperature\n"
-    for options, err in ((["--top-p", "0.9"], said), (["--top-k", "5", "--temperature", "1"], "")):
-        assert run("--prompt", ADA, "--max-tokens", "1", "--log-level", "warning", *options).err == err
 
 
 def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
@@ -293,15 +286,6 @@ def test_text_that_a_model_cannot_take_is_found_before_it_is_loaded(
     assert "medha: 2 of 3 requests cannot be run; the first: prompt needs a tokenizer" in done.err
 
 
-def test_requests_start_when_they_arrive(run: Command, tmp_path: Path) -> None:
-    rows = [{"id": "late", "prompt": ADA, "arrival_s": 0.8}, {"id": "early", "prompt": ADA}]
-    start = time.perf_counter()
-    done = run("--requests", write_lines(tmp_path / "in.jsonl", *rows), "--json")
-    assert time.perf_counter() - start > 0.8
-    assert [row["id"] for row in done.rows] == ["early", "late"]
-    assert done.rows[1]["queue_s"] < 0.4
-
-
 def test_timeline(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "t.json.gz"
     assert run("--prompt", ADA * 9, "--max-tokens", "4", "--timeline", path).code == 0
@@ -312,36 +296,6 @@ def test_timeline(run: Command, tmp_path: Path) -> None:
 
 # -- options -----------------------------------------------------------------------------------------------------
 
-OPTIONS: list[tuple[str, str, Any]] = [
-    ("spp", "2", 2),
-    ("dist-timeout", "30", 30.0),
-    ("device", "cuda:1", "cuda:1"),
-    ("max-model-len", "512", 512),
-    ("patience-s", "inf", math.inf),
-    ("depth", "3", 3),
-    ("swap-space", "4GiB", 4 << 30),
-    ("rope-scaling", "yarn", "yarn"),
-    ("rope-scaling", '{"rope_type": "linear", "factor": 2}', {"rope_type": "linear", "factor": 2}),
-    ("hf-overrides", '{"a": 1}', {"a": 1}),
-]
-
-
-def found(config: EngineConfig, name: str) -> Any:
-    name = {"swap_space": "swap_bytes", "num_kv_blocks": "num_blocks", "dist_timeout": "dist_timeout_s"}.get(name, name)
-    sections = (config.cache, config.scheduler, config.parallel, config)
-    section = next(part for part in sections if hasattr(part, name))
-    return getattr(section, name)
-
-
-@pytest.mark.parametrize(("option", "text", "value"), OPTIONS)
-def test_engine_options_in_both_spellings(
-    configured: Callable[..., EngineConfig], option: str, text: str, value: Any
-) -> None:
-    """That each field of the configuration is an option: tests/cli/test_options.py."""
-    name = option.replace("-", "_")
-    assert found(configured(f"--{option}", text), name) == value
-    assert found(configured(f"--{name}={text}"), name) == value
-
 
 def test_flags(configured: Callable[..., EngineConfig], folder: Path) -> None:
     assert (
@@ -349,14 +303,6 @@ def test_flags(configured: Callable[..., EngineConfig], folder: Path) -> None:
     )
     config = configured("--enforce-eager", "--no-stream", "--overcommit")  # the first as vLLM calls it
     assert (config.cuda_graphs, config.scheduler.stream, config.scheduler.overcommit) == (False, False, True)
-
-
-def test_other_names_of_options(configured: Callable[..., EngineConfig]) -> None:
-    for alias, name in OPTION_ALIASES.items():
-        if name != "kv_memory":
-            text = {"policy": "edf", "gpu_memory_utilization": "0.5"}.get(name, "32")
-            for spelling in (alias, alias.replace("_", "-")):
-                assert str(found(configured(f"--{spelling}", text), name)) == text
 
 
 def test_kv_memory_and_model_path(bare: Command, configured: Callable[..., EngineConfig], folder: Path) -> None:
@@ -372,6 +318,8 @@ def test_options_of_vllm(configured: Callable[..., EngineConfig], capsys: pytest
     lengths = (config.max_model_len, config.scheduler.max_batch_tokens, config.scheduler.long_threshold)
     assert lengths == (2048, 1000, 10 << 20)
     assert config.cache.swap_bytes == 4 << 30
+    config = configured('--rope_scaling={"rope_type": "linear", "factor": 2}', "--hf-overrides", '{"a": 1}')
+    assert (config.rope_scaling, config.hf_overrides) == ({"rope_type": "linear", "factor": 2}, {"a": 1})
     idle = ["--trust-remote-code", "--no-enable-prefix-caching", "--served-model-name", "x", "--kv_cache_dtype=auto"]
     assert configured(*idle) == configured()
 
@@ -425,13 +373,10 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
         ),
         (["{model}", "--prompt", "x", "--output", "{tmp}/o", "--timeline", "{tmp}/./o"], "which is written too"),
         (["{model}", "--prompt", "x", "--hf-overrides", "[1]"], "ConfigError: hf_overrides"),
-        (["{model}", "--prompt", "x", "--max-num-seqs", "0"], "ConfigError: max_num_seqs=0; accepted"),
         (["{model}", "--prompt", "x", "--journal", "{tmp}/gone/j"], "gone/j: No such file or directory"),
         (["{model}", "--prompt", "x", "--log-level", "bogus"], "ConfigError: log_level='bogus'; accepted: debug, info"),
         (["{model}", "--requests", "{requests}", "--top-p", "7"], "ValidationError: top_p=7.0; accepted"),
         (["{model}", "--prompt", "x", "--max-tokens", "many"], "Invalid value for '--max-tokens': "),
-        (["{model}", "--prompt", "x", "--bogus"], "No such option"),
-        (["{model}", "--prompt", "x", "--port=80"], "ConfigError: --port=80 is not among medha's options: there is no"),
         (["{model}", "--prompt", "x", "-q", "awq"], "ConfigError: -q awq is not among medha's options: quantised"),
         (["{model}", "--prompt"], "--prompt"),
     ],
@@ -458,7 +403,6 @@ def test_bad_usage_is_one_line_before_the_model_is_loaded(
     ("arguments", "message"),
     [
         (["{tmp}/gone", "--prompt", "x"], "error: ModelLoadError: model '{tmp}/gone': no such folder"),
-        (["{tmp}/other", "--prompt", "x"], "error: UnsupportedModelError: "),
         (["{model}", "--prompt", "x", "--hf-overrides", '{{"hiden_size": 1}}'], "did you mean hidden_size?"),
         (["{model}", "--prompt", "x", "--max-model-len", "99999999"], "error: ConfigError: max_model_len=99999999"),
         pytest.param(
@@ -469,9 +413,6 @@ def test_bad_usage_is_one_line_before_the_model_is_loaded(
 def test_a_model_that_cannot_be_served(
     bare: Command, folder: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    (tmp_path / "other").mkdir()
-    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["OtherForCausalLM"]}
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
     output = tmp_path / "out.jsonl"
     output.write_text(EARLIER)
     names = {"model": folder, "tmp": tmp_path}
@@ -490,37 +431,29 @@ def test_a_trace_is_no_request_file(run: Command, tmp_path: Path) -> None:
     assert re.search(r"is a trace \(format mooncake\).* serve --dataset-path .*r\.jsonl", done.err)
 
 
-@pytest.mark.parametrize("admission", ["all", "refuse", "relegate"])
-def test_who_cannot_be_in_time(run: Command, tmp_path: Path, admission: str) -> None:
+@pytest.mark.parametrize(
+    ("admission", "code", "ends"),
+    [("all", 0, (None, False)), ("refuse", 3, ("DeadlineError", False)), ("relegate", 0, (None, True))],
+)
+def test_who_cannot_be_in_time(run: Command, tmp_path: Path, admission: str, code: int, ends: Any) -> None:
     """An objective of a microsecond."""
     rows = [{"id": "hopeless", "prompt": ADA, "slo": {"ttft_s": 1e-6}}, {"id": "fine", "prompt": ADA}]
     requests = write_lines(tmp_path / "in.jsonl", *rows)
     done = run("--requests", requests, "--json", "--admission", admission, "--log-level", "error")
-    assert done.code == (3 if admission == "refuse" else 0)
     found = {row["id"]: row for row in done.rows}
-    assert (found["fine"]["text"], found["fine"]["met_slo"], found["fine"]["error"]) == (" 31-plum.", None, None)
     hopeless = found["hopeless"]
-    assert (hopeless["met_slo"], hopeless["is_relegated"]) == (False, admission == "relegate")
-    if admission != "refuse":
-        assert hopeless["text"] == " 31-plum."
-        return
-    assert hopeless["error"]["type"] == "DeadlineError"
-    assert re.match(
-        r"slo.ttft_s=1e-06: its first token is predicted \d\.\d+ s after its arrival", hopeless["error"]["message"]
-    )
+    assert (done.code, hopeless["error"] and hopeless["error"]["type"], hopeless["is_relegated"]) == (code, *ends)
+    assert (found["fine"]["text"], found["fine"]["met_slo"], hopeless["met_slo"]) == (" 31-plum.", None, False)
 
 
 BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     ("{not json", "ValidationError"),
     ({"prompt": ADA, "suffix": "x"}, "UnsupportedFeatureError"),
-    ({"prompt": ADA, "temperature": 3}, "ValidationError"),
     ({"prompt": ""}, "ValidationError"),
-    ({"prompt_token_ids": [1, 256]}, "ValidationError"),
     ({"prompt": "x" * 256}, "ContextLengthError"),
     ({"id": "twice", "prompt": "x"}, "ValidationError"),
     ({"messages": [{"role": "user", "content": "hi"}]}, "ValidationError"),
     ({"id": "\ud800", "prompt": ""}, "ValidationError"),
-    ({"prompt": "x", "stop_token_ids": [256]}, "ValidationError"),
 ]
 
 
@@ -532,8 +465,8 @@ def test_a_bad_line_is_an_error_line_and_the_others_run(run: Command, tmp_path: 
     assert done.code == 3
     wrong, ignored, text = done.err.splitlines()
     assert ignored == "medha: request fields ignored (with how many lines): {'user': 1, 'metadata': 1}"
-    assert re.fullmatch(rf"medha: \d of 12 requests in {path} cannot be run; the first is line 2: not JSON: .*", wrong)
-    assert text == "medha: 3 of 12 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
+    assert re.fullmatch(rf"medha: \d of 9 requests in {path} cannot be run; the first is line 2: not JSON: .*", wrong)
+    assert text == "medha: 3 of 9 requests cannot be run; the first: the prompt is empty; accepted: at least one token"
     rows = parse(output.read_text())
     assert len(rows) == len(BAD_LINES) + 2
     served = [row for row in rows if row["error"] is None]
@@ -569,8 +502,11 @@ def test_an_engine_that_dies_leaves_every_request_a_line(
     monkeypatch.setattr(Runner, "run", run_three)
     rows = [{"id": "short", "prompt": ADA, "max_tokens": 2}, {"id": "a", "prompt": ADA}]
     rows += [{"id": "late", "prompt": ADA, "arrival_s": 100}]
-    done = run("--requests", write_lines(tmp_path / "in.jsonl", *rows), "--json", "--timeline", tmp_path / "t.json")
+    files = ["--timeline", tmp_path / "t.json", "--journal", tmp_path / "run.journal"]
+    done = run("--requests", write_lines(tmp_path / "in.jsonl", *rows), "--json", *files)
     assert done.code == 4
+    recorded = replay(tmp_path / "run.journal")
+    assert (recorded.mismatch, recorded.num_batches, recorded.is_truncated) == (None, 4, False)
     assert done.err.endswith("error: EngineDeadError: a step failed: RuntimeError: the device fell off\n")
     assert done.err.count("Traceback") == 1
     ends = {row["id"]: (row["finish_reason"], row["text"], row["error"] and row["error"]["type"]) for row in done.rows}
@@ -621,12 +557,8 @@ def test_a_signal_ends_the_run_and_keeps_what_was_written(
         {"id": "late", "prompt": ADA, "arrival_s": 1000},
     ]
     requests, output = write_lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
-    process = spawn(
-        folder, "--requests", requests, "--output", output, "--num-kv-blocks", "600", "--timeline", tmp_path / "t.json",
-        "--journal", tmp_path / "run.journal",
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
+    files = ["--output", output, "--timeline", tmp_path / "t.json", "--journal", tmp_path / "run.journal"]
+    with spawn(folder, "--requests", requests, "--num-kv-blocks", "600", *files, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
         while not (output.exists() and output.read_text().endswith("\n")):
             assert process.poll() is None, process.stderr and process.stderr.read()
@@ -637,8 +569,6 @@ def test_a_signal_ends_the_run_and_keeps_what_was_written(
             process.send_signal(number)
             time.sleep(0.05)
         _, err = process.communicate(timeout=20)
-    finally:
-        process.kill()
     assert time.monotonic() - start < 10
     assert "Traceback" not in err
     ends = {row["id"]: row for row in parse(output.read_text())}
@@ -662,19 +592,12 @@ def test_a_signal_ends_the_run_and_keeps_what_was_written(
 
 
 def test_a_closed_pipe_ends_quietly(folder: Path) -> None:
-    process = spawn(
-        folder, "--num-kv-blocks", "8", "--prompt", "hello", "--ignore-eos", "--max-tokens", "2000",
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        assert process.stderr is not None
+    with spawn(folder, "--num-kv-blocks", "8", "--prompt", "hello", "--ignore-eos", "--max-tokens", "2000") as process:
+        assert process.stdout is not None and process.stderr is not None
         process.stdout.read(3)
         process.stdout.close()
         err = process.stderr.read()
         assert process.wait(20) == 1
-    finally:
-        process.kill()
     assert "Traceback" not in err
 
 
@@ -682,20 +605,13 @@ def test_answers_go_on_into_the_file_when_nobody_reads_the_others(folder: Path, 
     """The readers of stdout and of stderr go away in the middle of a run."""
     rows = [{"id": str(i), "prompt": ADA, "max_tokens": 30 + 10 * i, "ignore_eos": True} for i in range(4)]
     requests, output = write_lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
-    process = spawn(
-        folder, "--num-kv-blocks", "8", "--requests", requests, "--output", output, "--json", "--explain",
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stderr.readline()
-        process.stderr.close()
-        process.stdout.readline()
-        process.stdout.close()
+    what = ["--requests", requests, "--output", output, "--json", "--explain"]
+    with spawn(folder, "--num-kv-blocks", "8", *what) as process:
+        for stream in (process.stderr, process.stdout):
+            assert stream is not None
+            stream.readline()
+            stream.close()
         assert process.wait(20) == 0
-    finally:
-        process.kill()
     assert sorted(row["id"] for row in parse(output.read_text())) == ["0", "1", "2", "3"]
 
 
@@ -703,10 +619,10 @@ def test_answers_go_on_into_the_file_when_nobody_reads_the_others(folder: Path, 
 def test_a_full_disk_behind_stdout(folder: Path, tmp_path: Path) -> None:
     answers = [folder, "--num-kv-blocks", "8", "--prompt", ADA, "--prompt", BRUNO, "--log-level", "warning"]
     output = tmp_path / "out.jsonl"
-    with Path("/dev/full").open("w") as full:
-        lost = spawn(*answers, stdout=full, stderr=subprocess.PIPE)
-        kept = spawn(*answers, "--output", output, stdout=full, stderr=subprocess.PIPE)
-        ends = [(process.communicate(timeout=200)[1], process.returncode) for process in (lost, kept)]
+    ends = []
+    for more in ([], ["--output", output]):
+        with Path("/dev/full").open("w") as full, spawn(*answers, *more, stdout=full) as process:
+            ends.append((process.communicate(timeout=200)[1], process.returncode))
     assert ends == [
         ("error: RequestError: output file stdout: No space left on device; what was written before is kept\n", 3),
         ("medha: stdout could not be written (No space left on device); all answers are in the output file\n", 0),
@@ -726,19 +642,14 @@ def test_a_terminal_shows_bar_rate_time_left_and_streaming_answers(folder: Path,
     requests = write_lines(tmp_path / "in.jsonl", *rows)
     master, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
-    process = spawn(
-        folder, "--num-kv-blocks", "64", "--chunk-size", "256", "--requests", requests,
-        stdin=terminal, stdout=terminal, stderr=terminal,
-    )  # fmt: skip
-    os.close(terminal)
-    seen = b""
-    try:
+    what = ["--num-kv-blocks", "64", "--chunk-size", "256", "--requests", requests]
+    with spawn(folder, *what, stdin=terminal, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
+        seen = b""
         while data := read_terminal(master):
             seen += data
         assert process.wait(20) == 0
-    finally:
-        process.kill()
-        os.close(master)
+    os.close(master)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
     assert re.search(r"document +[━╸╺]+ [\d,]+/5,000 +[\d,]+ tok/s +\d\d:\d\d", text)
     assert re.search(r"talker {11}\S+ *\r?\n", text)  # an answer as it streams

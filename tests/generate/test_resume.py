@@ -18,17 +18,10 @@ from medha.cli.command import run_app
 from medha.engine.jsonl import read_requests
 from medha.errors import ConfigError
 from medha.generate.__main__ import app
-from medha.generate.resume import read_earlier
-from tests.serving import write_byte_model
+from medha.generate.work import read_earlier
+from tests.serving import Model
 
 ROWS = [{"id": f"r{i}", "prompt": f"Question {i}", "max_tokens": 10 + i % 7, "temperature": 1.0} for i in range(24)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "bytes"
-    write_byte_model(path)
-    return path
 
 
 def write_lines(path: Path, rows: list[Any]) -> Path:
@@ -52,12 +45,20 @@ def generate(*arguments: str | Path) -> int:
     return run_app(app, "medha", [*map(str, arguments), "--log-level", "error", "--num-kv-blocks", "32"])
 
 
-def test_a_run_that_was_killed_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_goes_on(bytes_model: Model, tmp_path: Path) -> None:
     requests = write_lines(tmp_path / "in.jsonl", ROWS)
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     options = ["--requests", requests, "--max-num-seqs", "3", "--seed", "7"]
-    assert generate(folder, *options, "--output", whole) == 0
-    command = [sys.executable, "-m", "medha.generate", str(folder), *map(str, options), "--num-kv-blocks", "32"]
+    assert generate(bytes_model.folder, *options, "--output", whole) == 0
+    command = [
+        sys.executable,
+        "-m",
+        "medha.generate",
+        str(bytes_model.folder),
+        *map(str, options),
+        "--num-kv-blocks",
+        "32",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(medha.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, "--output", str(output)], env=environment, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -70,17 +71,17 @@ def test_a_run_that_was_killed_goes_on(folder: Path, tmp_path: Path) -> None:
     before = output.read_bytes()
     assert 4 <= before.count(b"\n") < len(ROWS)
     output.write_bytes(before + b'{"id": "r23", "text": "half a')  # as a kill within a write would leave it
-    assert generate(folder, *options, "--output", output, "--resume") == 0
+    assert generate(bytes_model.folder, *options, "--output", output, "--resume") == 0
     assert output.read_bytes().startswith(before)
     assert len(parse(output.read_text())) == len(ROWS)
     assert tokens(output) == tokens(whole)
 
 
-def test_what_is_run_again(folder: Path, tmp_path: Path) -> None:
+def test_what_is_run_again(bytes_model: Model, tmp_path: Path) -> None:
     """Whatever was lost with the run, and nothing that was the request's own doing."""
     requests = write_lines(tmp_path / "in.jsonl", [*ROWS[:6], {"id": "wrong"}])
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert generate(folder, "--requests", requests, "--output", whole) == 3
+    assert generate(bytes_model.folder, "--requests", requests, "--output", whole) == 3
     own = {"type": "ContextLengthError", "message": "too long"}
     earlier = [
         line("r1", "abort", token_ids=[1]),
@@ -92,7 +93,7 @@ def test_what_is_run_again(folder: Path, tmp_path: Path) -> None:
     ]
     write_lines(output, earlier)
     output.chmod(0o640)
-    assert generate(folder, "--requests", requests, "--output", output, "--resume") == 3
+    assert generate(bytes_model.folder, "--requests", requests, "--output", output, "--resume") == 3
     rows = parse(output.read_text())
     assert rows[:2] == [earlier[1], earlier[2]]
     assert sorted(row["id"] for row in rows[2:]) == ["r0", "r1", "r3", "r5", "wrong"]
@@ -102,14 +103,16 @@ def test_what_is_run_again(folder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "whole.jsonl"]
 
 
-def test_nothing_is_loaded_when_nothing_is_left(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_loaded_when_nothing_is_left(
+    bytes_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
     requests = write_lines(tmp_path / "in.jsonl", ROWS[:2])
     own = {"type": "NonFiniteLogitsError"}  # of another completion of the request
     for last, code in ((line("r1"), 0), (line("r1", "error", error=own), 3), (line("r1", error=own), 3)):
         output = write_lines(tmp_path / "out.jsonl", [line("r0"), last])
         before = output.read_bytes()
-        assert generate(folder, "--requests", requests, "--output", output, "--resume") == code
+        assert generate(bytes_model.folder, "--requests", requests, "--output", output, "--resume") == code
         assert output.read_bytes() == before
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from medha.config import ModelConfig, RopeConfig
@@ -177,30 +175,6 @@ def test_not_a_file_of_tensors(tmp_path: Path, make: Any) -> None:
         Checkpoint(tmp_path)
 
 
-def exercise(folder: Path) -> None:
-    message = FILE
-    try:
-        with Checkpoint(folder) as checkpoint:
-            for name in checkpoint.tensors:
-                checkpoint.read(name)
-    except WeightsError as error:
-        message = str(error)
-    assert message.startswith(FILE)
-
-
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@FUZZ
-@given(position=st.integers(0, 400), value=st.integers(0, 255))
-def test_fuzz_one_byte_of_a_good_file(tmp_path: Path, position: int, value: int) -> None:
-    save_file({"a": torch.zeros(4), "b": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / "good")
-    raw = bytearray((tmp_path / "good").read_bytes())
-    raw[position % len(raw)] = value
-    (tmp_path / FILE).write_bytes(raw)
-    exercise(tmp_path)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Folders and the index (A10, A11, A12, A14)
 
@@ -255,7 +229,7 @@ def test_other_formats_are_refused_unopened(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(WeightsError) as caught:
         Checkpoint(tmp_path)
-    for part in (file, str(tmp_path), "never opened", "safe_serialization=True"):
+    for part in (file, str(tmp_path), "never opened", "model.save_pretrained(folder)"):
         assert part in str(caught.value)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.faults import Job
-from tests.serving import write_byte_model
+from tests.serving import Model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,11 +16,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_byte_model(folder)
-    return folder
+@pytest.fixture(scope="session")
+def model(bytes_model: Model) -> Path:
+    return bytes_model.folder
 
 
 @pytest.fixture

@@ -40,9 +40,6 @@ PAIRS = [
     ("qwen3", True, (2, 2, "local")),
     ("llama-bias", True, (2, 2, "dtensor")),
 ]
-EVERYTHING = [
-    case for case in itertools.product(FAMILIES, (False, True), LAYOUTS) if case not in {(f, t, x) for f, t, x in PAIRS}
-]
 
 
 def generate(folder: str, options: dict[str, Any], prompts: list[list[int]], num_tokens: int) -> Any:
@@ -66,11 +63,10 @@ def check_layout(
     **options: Any,
 ) -> None:
     tp, spp, tp_forward = layout
-    kvp = options.get("kvp", 1)
     prompts, expected = reference(folder, family, tied, lengths, num_layers=max(3, spp))
     options = {"chunk_size": 97, "max_batch_tokens": 160, "block_size": 64, "num_kv_blocks": 40} | options
     options |= {"tp": tp, "spp": spp, "tp_forward": tp_forward}
-    world_size = tp * spp * kvp
+    world_size = tp * spp
     answers = workers.run(generate, world_size, str(folder), options, prompts, NUM_TOKENS)
     assert [tokens for tokens, _ in answers] == [expected] + [[]] * (world_size - 1)
     assert [left for _, left in answers] == [0] * world_size
@@ -89,16 +85,14 @@ def reference(
     raise AssertionError("no seed gives gaps that rounding cannot close")
 
 
-@pytest.mark.parametrize(("family", "tied", "layout"), PAIRS)
+@pytest.mark.parametrize(
+    ("family", "tied", "layout"),
+    [
+        pytest.param(*case, marks=() if case in PAIRS else pytest.mark.slow)
+        for case in itertools.product(FAMILIES, (False, True), LAYOUTS)
+    ],
+)
 def test_layout_matches_transformers(
-    workers: WorkerPool, tmp_path: Path, family: str, tied: bool, layout: tuple[int, int, str]
-) -> None:
-    check_layout(workers, tmp_path, family, tied, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "tied", "layout"), EVERYTHING)
-def test_every_layout_matches_transformers(
     workers: WorkerPool, tmp_path: Path, family: str, tied: bool, layout: tuple[int, int, str]
 ) -> None:
     check_layout(workers, tmp_path, family, tied, layout)
@@ -113,18 +107,3 @@ def test_two_stages_say_the_same_without_a_stream(workers: WorkerPool, tmp_path:
     """Micro-batches in a pipeline (``stream=False``)."""
     options = {"scheduler": "sarathi", "chunk_size": 32, "max_batch_tokens": 64, "stream": False}
     check_layout(workers, tmp_path, "llama", False, (1, 2, "local"), (1, 33, 200), **options)
-
-
-# (kvp, spp, tp, tokens a group): the longest prompt needs every group.
-@pytest.mark.parametrize(
-    ("kvp", "spp", "tp", "share"),
-    [
-        (3, 1, 1, 256),
-        (2, 2, 2, 384),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 1, 1, 192), (2, 2, 1, 384), (2, 1, 2, 384))),
-    ],
-)
-def test_kvp_matches_transformers(workers: WorkerPool, tmp_path: Path, kvp: int, spp: int, tp: int, share: int) -> None:
-    """Growth inside a prefill, inside a decode, several long requests at once on different runs, short ones beside."""
-    lengths = (1, share - 3, 700, 2, share + 1, 33, 2 * share - 7, share - 1, 129)
-    check_layout(workers, tmp_path, "llama", False, (tp, spp, "local"), lengths, kvp=kvp, max_kv_per_group=share)

@@ -9,7 +9,7 @@ import pytest
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from tests.parallel.workers import WorkerPool
-from tests.serving import Model, finish, make_byte_model, random_ids
+from tests.serving import Model, finish, random_ids
 
 LENGTHS = (40, 3, 70, 25, 90)
 SMALL = {"chunk_size": 16, "max_batch_tokens": 40, "block_size": 16, "num_blocks": 10}
@@ -22,13 +22,8 @@ PARAMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return make_byte_model(tmp_path_factory.mktemp("bytes"))
-
-
-def serve(model: Model, params: SamplingParams, **options: int) -> dict[str, RequestOutput]:
-    engine = model.engine(**(SMALL | options))
+def serve(bytes_model: Model, params: SamplingParams, **options: int) -> dict[str, RequestOutput]:
+    engine = bytes_model.engine(**(SMALL | options))
     for i, length in enumerate(LENGTHS):
         engine.add_request(str(i), random_ids(length, seed=4), params)
     return finish(engine)
@@ -42,9 +37,11 @@ def chosen(output: RequestOutput) -> list[float]:
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_outputs_are_those_of_a_run_in_which_nobody_gives_way(model: Model, params: SamplingParams, depth: int) -> None:
-    undisturbed = serve(model, params, num_blocks=64)
-    disturbed = serve(model, params, overcommit=True, depth=depth)
+def test_outputs_are_those_of_a_run_in_which_nobody_gives_way(
+    bytes_model: Model, params: SamplingParams, depth: int
+) -> None:
+    undisturbed = serve(bytes_model, params, num_blocks=64)
+    disturbed = serve(bytes_model, params, overcommit=True, depth=depth)
     assert sum(output.metrics.num_preemptions for output in undisturbed.values()) == 0
     assert sum(output.metrics.num_preemptions for output in disturbed.values()) >= 3
     assert sum(output.metrics.work_lost_s for output in disturbed.values()) > 0
@@ -54,25 +51,6 @@ def test_outputs_are_those_of_a_run_in_which_nobody_gives_way(model: Model, para
         assert output.outputs[0].text == expected.text
         if expected.logprobs is not None:
             assert chosen(output) == pytest.approx(chosen(undisturbed[name]), abs=1e-4)
-
-
-def test_a_request_that_gave_way_can_be_aborted(model: Model) -> None:
-    engine = model.engine(**(SMALL | {"overcommit": True}))
-    for i, length in enumerate(LENGTHS):
-        engine.add_request(str(i), random_ids(length, seed=4), PARAMS["greedy"])
-    aborted: set[str] = set()
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.finished:
-                outputs[output.request_id] = output
-        for request_id, live in list(engine._live.items()):
-            if live.first.metrics.num_preemptions and not aborted:
-                aborted.add(request_id)
-                engine.abort(request_id)
-    assert aborted and all(outputs[request_id].outputs[0].finish_reason == "abort" for request_id in aborted)
-    assert engine.scheduler.memory.num_used == 0
-    assert {len(outputs[i].outputs[0].token_ids) for i in outputs if i not in aborted} == {50}
 
 
 def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], int, int, int]:
@@ -93,12 +71,12 @@ def generate(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> 
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"kvp": 2, "max_kv_per_group": 80}], ids=str)
-def test_every_layout_says_the_same(workers: WorkerPool, model: Model, layout: dict[str, int]) -> None:
+def test_every_layout_says_the_same(workers: WorkerPool, bytes_model: Model, layout: dict[str, int]) -> None:
     """Computed again, and swapped: every rank moves its own layers and heads to host memory and back."""
     prompts = [random_ids(length, seed=4) for length in LENGTHS]
     options = {"scheduler": "sarathi", "chunk_size": 16, "max_batch_tokens": 40, "block_size": 16} | layout
     tight = options | {"num_kv_blocks": 10 if "kvp" not in layout else 7, "overcommit": True}
-    folder = str(model.folder)
+    folder = str(bytes_model.folder)
     runs = (options | {"num_kv_blocks": 64}, tight, tight | {"swap_space": "8MiB"})
     undisturbed, computed, swapped = (workers.run(generate, 2, folder, each, prompts)[0] for each in runs)
     assert undisturbed[0] == computed[0] == swapped[0] and len(swapped[0]) == len(prompts)
@@ -109,11 +87,11 @@ def test_every_layout_says_the_same(workers: WorkerPool, model: Model, layout: d
         assert swapped[1] == swapped[2] and swapped[3] == undisturbed[3]
 
 
-def test_a_request_that_comes_back_on_another_group_draws_as_before(workers: WorkerPool, model: Model) -> None:
+def test_a_request_that_comes_back_on_another_group_draws_as_before(workers: WorkerPool, bytes_model: Model) -> None:
     """Penalties count the tokens that another rank has drawn."""
     prompts = [random_ids(20 + 5 * i, seed=i) for i in range(10)]
     options: dict[str, Any] = {"kvp": 2, "block_size": 4, "max_kv_per_group": 200, "max_batch_tokens": 64}
     runs = (options | {"num_kv_blocks": 500}, options | {"num_kv_blocks": 50, "overcommit": True})
-    undisturbed, disturbed = (workers.run(generate, 2, str(model.folder), each, prompts)[0] for each in runs)
+    undisturbed, disturbed = (workers.run(generate, 2, str(bytes_model.folder), each, prompts)[0] for each in runs)
     assert undisturbed[1] == 0 and disturbed[1] >= 5
     assert disturbed[0] == undisturbed[0] and len(disturbed[0]) == len(prompts)

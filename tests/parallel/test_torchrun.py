@@ -15,16 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from medha.cli.command import run_app
 from medha.config import EngineConfig
-from medha.generate.__main__ import app
 from medha.generate.layout import choose_layout
 from medha.models.needle import write_needle
 from medha.parallel.launch import Launch, reserved_port
 from tests.parallel.faults import Job, command
 from tests.parallel.faults import start as forked
-from tests.parallel.test_faults import arguments, written
-from tests.serving import write_byte_model
 
 pytestmark = pytest.mark.ranks
 
@@ -116,36 +112,6 @@ def test_a_programs_own_error_is_no_failed_engine(tmp_path: Path) -> None:
     assert re.findall(r"rank +: 0 .*\n +exitcode +: (\d+)", err) == ["1"], err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("who", ["rank 1", "agent", "interrupt"])
-def test_a_job_that_ends_early(model: Path, tmp_path: Path, who: str) -> None:
-    """D4, D14 and Ctrl-C: a rank or the agent is killed, or the terminal interrupts all; nothing is left behind."""
-    options = arguments(tmp_path, model)
-    rows = [{"id": "short", "prompt": "a", "max_tokens": 1}]
-    rows.append({"id": "long", "prompt": "b" * 200, "max_tokens": 3500, "ignore_eos": True})
-    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    process = start("--standalone", "--nproc-per-node", "2", "-m", "medha.generate", *options)
-    output = tmp_path / "out.jsonl"
-    wait_for(lambda: output.exists() and '"short"' in output.read_text())
-    (rank_1,) = (pid for pid, environment in running(str(tmp_path)).items() if b"\0RANK=1\0" in environment)
-    begin = time.monotonic()
-    if who == "rank 1":
-        os.kill(rank_1, signal.SIGKILL)
-    else:
-        process.send_signal(signal.SIGKILL if who == "agent" else signal.SIGINT)
-    code, _, said = finish(process)  # when nobody writes any more
-    wait_for(lambda: not running(str(tmp_path)), 1.0)
-    assert time.monotonic() - begin < 10.0
-    assert code != 0
-    assert written(tmp_path)["short"]["finish_reason"] == "length"
-    if who == "rank 1":
-        assert "RankFailedError: rank 1 (stage 1) has died" in said
-    elif who == "agent":
-        assert "died" in said
-    else:
-        assert written(tmp_path)["long"]["finish_reason"] == "abort"
-
-
 def own_ranks(*arguments: str | Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "medha.generate", "--max-model-len", "4096", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
@@ -199,26 +165,3 @@ def test_own_ranks_end_with_the_first(tmp_path: Path, number: signal.Signals, co
     assert [(row["id"], row["finish_reason"]) for row in lines] == [("a", "stop"), ("b", "abort")][: len(lines)]
     assert len(lines) == (2 if code == 130 else 1)
     assert lines[0]["text"] == " 31."
-
-
-def test_a_batch_that_was_killed_goes_on(tmp_path: Path, jobs: list[Job]) -> None:
-    """On two ranks: the first is killed; what was written stays, and the rest is as one rank would have it."""
-    write_byte_model(model := tmp_path / "bytes")
-    rows = [{"id": f"r{i}", "prompt": f"Question {i}", "max_tokens": 10 + i, "temperature": 1.0} for i in range(16)]
-    requests, whole, output = (tmp_path / name for name in ("requests.jsonl", "whole.jsonl", "out.jsonl"))
-    requests.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    what = [str(model), "--max-num-seqs", "3", "--num-kv-blocks", "32", "--requests", str(requests), "--output"]
-    assert run_app(app, "medha", [*what, str(whole), "--log-level", "error"]) == 0
-    jobs.append(job := forked(tmp_path, 2, command, ["--spp", "2", *what, str(output)]))
-    wait_for(lambda: output.exists() and output.read_text().count("\n") >= 3)
-    job.processes[0].kill()
-    assert job.wait()[1] != 0
-    before = output.read_bytes()
-    assert before.count(b"\n") < len(rows)
-    jobs.append(again := forked(tmp_path, 2, command, ["--spp", "2", *what, str(output), "--resume"]))
-    assert again.wait() == [0, 0], again.stderr(0)
-    assert output.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(lines) == len(rows)
-    expected = {row["id"]: row["token_ids"] for row in map(json.loads, whole.read_text().splitlines())}
-    assert {row["id"]: row["token_ids"] for row in lines} == expected

@@ -51,7 +51,7 @@ def test_all_is_well(tmp_path: Path, jobs: list[Job], options: list[str], layout
     assert (tmp_path / "stdout-1").read_text() == ""  # one rank speaks
     assert {row["check"] for row in rows if row["verdict"] == "not run"} == absent
     assert {row["verdict"] for row in rows if row["check"] not in absent} == {"pass"}
-    assert {"attention", "merge", "control", "parity", "needle", "KV bytes"} <= {row["check"] for row in rows}
+    assert {"attention", "merge", "parity", "needle", "KV bytes"} <= {row["check"] for row in rows}
 
 
 @pytest.mark.parametrize(

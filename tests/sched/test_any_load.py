@@ -20,7 +20,7 @@ class Bounded(Watched):
 
     def on_schedule(self, batch: Batch | None) -> None:
         super().on_schedule(batch)
-        config, sent = self.config, [row for sent in self.scheduler.in_flight for row in sent.rows]
+        config, sent = self.scheduler.config, [row for sent in self.scheduler.in_flight for row in sent.rows]
         if not config.stream:
             chunks = [row.slot for row in sent if not row.is_decode]
             assert len(chunks) == len(set(chunks))

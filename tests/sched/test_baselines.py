@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from medha.batch import Batch, Row
+from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.params import SLO
 from medha.sched.baselines import TokenBudgetPacker
@@ -14,61 +14,33 @@ from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 from tests.sched.test_scheduler import Play
 
-
-class Classical(Play):
-    """A play under a given scheduler."""
-
-    def __init__(
-        self,
-        scheduler: str,
-        *,
-        rows: int = 8,
-        tokens: int = 16,
-        chunk: int = 8,
-        num_blocks: int = 16,
-        num_groups: int = 1,
-        share: int | None = None,
-    ) -> None:
-        super().__init__()
-        config = SchedulerConfig(
-            scheduler, max_num_seqs=rows, max_batch_tokens=tokens, chunk_size=chunk, depth=1, max_kv_per_group=share
-        )
-        self.sched = Scheduler(config, num_blocks=num_blocks, block_size=4, num_groups=num_groups)
-
-    def steps(self) -> list[str]:
-        """Play to the end; the rows of each batch."""
-        steps = []
-        while True:
-            while (batch := self.sched.schedule(0.0).batch) is not None:
-                steps.append(" ".join(map(shown, batch.rows)))
-            if not self.sched.in_flight:
-                return steps
-            self.complete()
-
-
-def shown(row: Row) -> str:
-    """``slot@position`` of a decode, ``slot[from:to]`` of a chunk, with a point if it ends its prompt; the groups."""
-    span = f"/{row.group}-{row.writer}" if row.is_shared else ""
-    if row.is_decode:
-        return f"{row.slot}@{row.position}{span}"
-    return f"{row.slot}[{row.position}:{row.kv_len}]{'.' * row.samples}{span}"
-
-
 # -- static -----------------------------------------------------------------------------------------------
 
 
 def test_static_starts_together_with_whole_prompts_and_lets_nobody_join() -> None:
-    play = Classical("static", rows=2)
+    play = Play("static", rows=2)
     play.add((0, 20, 3), (1, 2, 1), (2, 5, 2), (3, 1, 1))
     # 22 tokens in the first batch, though a batch has 16 elsewhere. Slot 1 ends at once, and its place stays empty.
     assert play.steps() == ["0[0:20]. 1[0:2].", "0@20", "0@21", "2[0:5]. 3[0:1].", "2@5"]
+
+
+# -- sarathi ----------------------------------------------------------------------------------------------
+
+
+def test_sarathi_decodes_first_and_prefills_share_what_is_left() -> None:
+    play = Play("sarathi", tokens=10)
+    play.add((0, 12, 3))
+    assert play.fill() == ["0[0:8]"]
+    play.complete()
+    play.add((1, 12, 1), (2, 3, 1))
+    assert play.steps() == ["0[8:12]. 1[0:6]", "0@12 1[6:12]. 2[0:3].", "0@13"]
 
 
 # -- orca -------------------------------------------------------------------------------------------------
 
 
 def test_orca_lets_requests_join_and_never_cuts_a_prompt() -> None:
-    play = Classical("orca")
+    play = Play("orca")
     play.add((0, 4, 4))
     play.fill()
     play.complete()
@@ -80,7 +52,7 @@ def test_orca_lets_requests_join_and_never_cuts_a_prompt() -> None:
 
 @pytest.mark.parametrize("name", ["static", "orca"])
 def test_a_whole_prompt_is_cut_at_the_end_of_a_shard_only(name: str) -> None:
-    play = Classical(name, num_groups=2, share=24)
+    play = Play(name, num_groups=2, share=24)
     play.add((0, 40, 2))
     assert play.steps() == ["0[0:24]", "0[24:40]./0-1", "0@40/0-1"]
 
@@ -89,7 +61,7 @@ def test_a_whole_prompt_is_cut_at_the_end_of_a_shard_only(name: str) -> None:
 
 
 def test_vllm_serves_who_started_first_first() -> None:
-    play = Classical("vllm", tokens=10, chunk=9)
+    play = Play("vllm", tokens=10, chunk=9)
     play.add((0, 30, 1), (1, 1, 4), (2, 5, 1))
     # The prompt that started first takes nine of ten tokens; the decode that started after it has the tenth, and what
     # waits has none until it is through. (Sarathi counts the decode first: the same here.)
@@ -101,13 +73,13 @@ def test_vllm_serves_who_started_first_first() -> None:
 
 def test_token_budget_aligns_chunks_to_64_and_finishes_the_tail() -> None:
     """A published reference rounds the last 52 tokens of slot 1 down to 0 and never finishes it."""
-    play = Classical("token-budget", tokens=2048, chunk=256, num_blocks=400)
+    play = Play("token-budget", tokens=2048, chunk=256, num_blocks=400)
     play.add((0, 600, 2), (1, 180, 1))
     assert play.steps() == ["0[0:256]", "0[256:512]", "0[512:600]. 1[0:128]", "0@600 1[128:180]."]
 
 
 def run_steps(packer: TokenBudgetPacker, busy_s: float, *, num_tokens: int, count: int) -> None:
-    play = Classical("orca", num_blocks=1000)
+    play = Play("orca", num_blocks=1000)
     play.add((0, num_tokens, 1))
     batch = play.sched.schedule(0.0).batch
     assert isinstance(batch, Batch)

@@ -31,26 +31,13 @@ def chunk(slot: int, position: int, q_len: int, memory: KVMemory, *, samples: bo
 
 @pytest.mark.parametrize(
     ("num_tokens", "blocks", "num_firsts"),
-    [
-        (1, [1], 3),
-        (24, [6], 3),
-        (25, [6, 1], 2),
-        (28, [6, 1], 2),
-        (48, [6, 6], 2),
-        (49, [6, 6, 1], 1),
-        (72, [6] * 3, 1),
-    ],
+    [(1, [1], 3), (24, [6], 3), (25, [6, 1], 2), (49, [6, 6, 1], 1), (72, [6] * 3, 1), (73, [6, 6, 6, 1], 0)],
 )
 def test_reservations(num_tokens: int, blocks: list[int], num_firsts: int) -> None:
     memory = three_groups()
     assert memory.reservation(num_tokens) == blocks
     assert memory.first_groups(num_tokens) == range(num_firsts)
-
-
-def test_what_can_never_fit_may_begin_nowhere() -> None:
-    memory = three_groups()
     assert memory.max_request_tokens == 72
-    assert len(memory.first_groups(73)) == 0
     assert KVMemory(num_blocks=8, block_size=4, num_groups=3).max_request_tokens == 96
 
 

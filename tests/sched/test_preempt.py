@@ -34,13 +34,9 @@ class Watched(Drive):
             live = self.live[preempted.slot]
             self.gave_way.append(live.job)
             self.num_decodes += live.num_tokens > 0
-            assert self.config.overcommit or by_class
+            assert self.scheduler.config.overcommit or by_class
             if not by_class:
                 assert live is not first, "the oldest never gives way"
-
-    @property
-    def config(self) -> SchedulerConfig:
-        return self.scheduler.config
 
 
 def make(num_blocks: int, *, scheduler: str = "medha", num_groups: int = 1, **options: Any) -> Scheduler:

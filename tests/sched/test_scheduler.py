@@ -1,4 +1,4 @@
-"""The baseline scheduler: small scenarios whose batches are compared whole; where requests begin; wrong calls."""
+"""What all schedulers share: where requests begin, and what wrong calls do."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from dataclasses import replace
 
 import pytest
 
+from medha.batch import Row
 from medha.config import SchedulerConfig
 from medha.sched.decision import SchedulerRequest
 from medha.sched.queue import prefill_work
 from medha.sched.scheduler import Scheduler
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Scenarios
 
 
 class Play:
     """A scheduler and a pretended engine: a row that samples yields a token, a request ends at ``max_new_tokens``."""
 
     def __init__(
-        self, *, rows: int = 8, tokens: int = 16, chunk: int = 8, depth: int = 1, num_blocks: int = 16
-    ) -> None:
-        config = SchedulerConfig("sarathi", max_num_seqs=rows, max_batch_tokens=tokens, chunk_size=chunk, depth=depth)
-        self.sched = Scheduler(config, num_blocks=num_blocks, block_size=4)
+        self, scheduler: str = "sarathi", *, rows: int = 8, tokens: int = 16, chunk: int = 8, depth: int = 1,
+        num_blocks: int = 16, num_groups: int = 1, share: int | None = None,
+    ) -> None:  # fmt: skip
+        config = SchedulerConfig(
+            scheduler, max_num_seqs=rows, max_batch_tokens=tokens, chunk_size=chunk, depth=depth, max_kv_per_group=share
+        )
+        self.sched = Scheduler(config, num_blocks=num_blocks, block_size=4, num_groups=num_groups)
         self.ends: dict[int, int] = {}
-        self.cancelled: set[int] = set()
 
     def add(self, *requests: tuple[int, int, int]) -> None:
         """Queue requests given as (slot, prompt tokens, new tokens)."""
@@ -32,69 +32,34 @@ class Play:
             self.sched.add(SchedulerRequest(slot, num_prompt, num_new, arrival_s=0.0))
             self.ends[slot] = num_prompt + num_new - 1
 
-    def fill(self) -> str:
-        """Schedule until nothing can enter."""
-        lines = []
+    def fill(self) -> list[str]:
+        """Schedule until nothing can enter; the rows of each batch."""
+        steps = []
         while (batch := self.sched.schedule(0.0).batch) is not None:
-            lines.append(f"{batch}\n")
-        return "".join(lines)
+            steps.append(" ".join(map(shown, batch.rows)))
+        return steps
 
-    def complete(self) -> str:
-        """Complete the oldest batch."""
+    def complete(self) -> tuple[int, ...]:
+        """Complete the oldest batch; the slots closed by that."""
         batch = self.sched.in_flight[0]
-        results = [
-            (r.slot, 1, r.kv_len == self.ends[r.slot]) for r in batch.rows if r.samples and r.slot not in self.cancelled
-        ]
-        closed = self.sched.complete(batch, 0.0, results, 0.0)
-        return f"batch {batch.batch_id} complete" + "".join(f", slot {slot} closed" for slot in closed) + "\n"
+        results = [(row.slot, 1, row.kv_len == self.ends[row.slot]) for row in batch.rows if row.samples]
+        return self.sched.complete(batch, 0.0, results, 0.0)
 
-    def run(self) -> str:
-        """Fill the pipeline and complete its oldest batch, over and over."""
-        lines = self.fill()
+    def steps(self) -> list[str]:
+        """Play to the end; the rows of each batch."""
+        steps = self.fill()
         while self.sched.in_flight:
-            lines += self.complete() + self.fill()
-        return lines
+            self.complete()
+            steps += self.fill()
+        return steps
 
 
-def test_a_prompt_is_read_in_chunks_then_decoded() -> None:
-    play = Play()
-    play.add((0, 20, 3))
-    assert (
-        play.run()
-        == """\
-batch 0: 1 rows, 8 tokens
-  slot 0 prefill [0:8]
-  slot 0 + blocks [0:2]
-batch 0 complete
-batch 1: 1 rows, 8 tokens
-  slot 0 prefill [8:16]
-  slot 0 + blocks [2:4]
-batch 1 complete
-batch 2: 1 rows, 4 tokens
-  slot 0 prefill [16:20] last
-  slot 0 + blocks [4:5]
-batch 2 complete
-batch 3: 1 rows, 1 tokens
-  slot 0 decode [20]
-  slot 0 + blocks [5:6]
-batch 3 complete
-batch 4: 1 rows, 1 tokens
-  slot 0 decode [21]
-batch 4 complete, slot 0 closed
-"""
-    )
-
-
-def test_decodes_come_first_and_prefills_share_what_is_left() -> None:
-    play = Play(tokens=10)
-    play.add((0, 4, 3))
-    assert play.fill() + play.complete() == (
-        "batch 0: 1 rows, 4 tokens\n  slot 0 prefill [0:4] last\n  slot 0 + blocks [0:1]\nbatch 0 complete\n"
-    )
-    play.add((1, 12, 1), (2, 3, 1))
-    rows = [line.strip() for line in play.run().splitlines() if "slot" in line and "blocks" not in line]
-    assert rows[:4] == ["slot 0 decode [4]", "slot 1 prefill [0:8]", "slot 2 prefill [0:1]", "slot 0 decode [5]"]
-    assert rows[4:6] == ["slot 1 prefill [8:12] last", "slot 2 prefill [1:3] last"]
+def shown(row: Row) -> str:
+    """``slot@position`` of a decode, ``slot[from:to]`` of a chunk, with a point if it ends its prompt; the groups."""
+    span = f"/{row.group}-{row.writer}" if row.is_shared else ""
+    if row.is_decode:
+        return f"{row.slot}@{row.position}{span}"
+    return f"{row.slot}[{row.position}:{row.kv_len}]{'.' * row.samples}{span}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,7 +124,7 @@ def test_complete_out_of_order_is_refused() -> None:
     assert play.sched.complete(first, 0.0, [], 0.0) == ()
     with pytest.raises(ValueError, match=r"^batch 0 completed, but the oldest of its groups is 1$"):
         play.sched.complete(first, 0.0, [], 0.0)
-    assert play.complete() == "batch 1 complete, slot 0 closed\n"
+    assert play.complete() == (0,)
     with pytest.raises(ValueError, match=r"^batch 1 completed, but it is not in flight$"):
         play.sched.complete(second, 0.0, [], 0.0)
 
@@ -218,4 +183,4 @@ def test_cancel_unknown_or_twice_does_nothing() -> None:
     assert play.sched.complete(play.sched.in_flight[0], 0.0, [], 0.0) == (0,)
     assert play.sched.cancel(0) == ()
     assert (play.sched.num_running, play.sched.num_waiting, play.sched.memory.num_used) == (0, 0, 0)
-    assert play.fill() == ""
+    assert play.fill() == []

@@ -12,10 +12,9 @@ from medha.config import SCHEDULERS, ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Work
 from medha.sched.scheduler import Scheduler
-from medha.sim.known_models import find_model
 from medha.sim.outcome import Outcome
 from medha.sim.pipeline import Segment
-from medha.sim.replica import Replica
+from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 from tests.sched.virtual import Drive, Job, make_predictor

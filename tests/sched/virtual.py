@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -150,16 +150,13 @@ class Live:
 
     job: int
     request: SchedulerRequest
+    num_prefill: int
     num_tokens: int = 0
     num_scheduled: int = 0
     num_in_flight: int = 0
     num_preempted: int = 0
     on_host: bool = False
-    num_prefill: int = 0
     ended: bool = False
-
-    def __post_init__(self) -> None:
-        self.num_prefill = self.request.num_prompt_tokens
 
 
 class Drive:
@@ -171,12 +168,6 @@ class Drive:
         seconds: how long a batch takes; None is as long as predicted.
         busy: what the stage reports of a batch that took so long; by default the truth.
         observers: are told of every call.
-
-    Attributes:
-        first_token_s, finish_s: by job.
-        log: batches, and what closed, as text.
-        batches: number of batches.
-        decision: the last one.
     """
 
     def __init__(
@@ -192,13 +183,15 @@ class Drive:
         self.jobs = jobs
         self.now_s = 0.0
         self.live: dict[int, Live] = {}
-        self.first_token_s: dict[int, float] = {}
+        self.first_token_s: dict[int, float] = {}  # by job
         self.finish_s: dict[int, float] = {}
-        self.log: list[str] = []
+        self.log: list[str] = []  # batches, and what closed
         self.num_batches = 0
         self.decision = Decision()
         self._seconds, self._busy, self._observers = seconds or self._predicted, busy, observers
-        self._events = sorted(self._all_events())
+        arrivals = [(job.arrival_s, False, index) for index, job in enumerate(jobs)]
+        cancels = [(max(j.cancel_s, j.arrival_s), True, i) for i, j in enumerate(jobs) if j.cancel_s is not None]
+        self._events = sorted([*arrivals, *cancels])
         self._in_flight: deque[tuple[Batch, float, float]] = deque()  # batch, its end, its seconds
         self._owner: dict[tuple[int, int], int] = {}  # slot that holds each (group, block)
         self._to_free: list[int] = []
@@ -207,10 +200,8 @@ class Drive:
         self._swaps: dict[int, list[Extent]] = {}  # host blocks of those swapped out
         self._to_swap: set[int] = set()  # slots whose blocks go with the next batch
 
-    # What a test looks at, in a subclass.
-
     def on_schedule(self, batch: Batch | None) -> None:
-        """A batch was scheduled, or nothing could be."""
+        """A batch was scheduled, or nothing could be; what a test looks at, in a subclass."""
 
     def on_complete(self, batch: Batch, busy_s: float) -> None:
         """A batch is done."""
@@ -236,21 +227,11 @@ class Drive:
         self._check_end()
         return self.log
 
-    def slots(self) -> Iterator[int]:
-        """Slots not in use, smallest first."""
-        return (slot for slot in range(len(self.jobs) + 1) if slot not in self.live)
-
-    def _all_events(self) -> Iterator[tuple[float, bool, int]]:
-        for index, job in enumerate(self.jobs):
-            yield job.arrival_s, False, index
-            if job.cancel_s is not None:
-                yield max(job.cancel_s, job.arrival_s), True, index
-
     def _add(self, index: int) -> None:
-        job, slot = self.jobs[index], next(self.slots())
+        job, slot = self.jobs[index], next(slot for slot in range(len(self.jobs)) if slot not in self.live)
         request = SchedulerRequest(slot, job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority)
         admitted = self.scheduler.add(request)
-        self.live[slot] = Live(index, request)
+        self.live[slot] = Live(index, request, job.num_prompt)
         for observer in self._observers:
             observer.added(request, None, admitted, f"job {index}")
 

@@ -20,7 +20,7 @@ import pytest
 import medha
 from medha.cost.hardware import SPECS
 from medha.sim.cli import BARE_TEXT
-from medha.sim.known_models import KNOWN_MODELS
+from medha.sim.replica import KNOWN_MODELS
 from medha.sim.simulator import Simulation
 from medha.sim.study import NUM_REQUESTS
 from medha.workload.io import write_trace

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from medha.errors import ConfigError
-from medha.sim.known_models import KNOWN_MODELS, find_model
+from medha.sim.replica import KNOWN_MODELS, find_model
 
 
 def test_names_and_aliases() -> None:
@@ -18,22 +18,6 @@ def test_names_and_aliases() -> None:
         assert find_model(name) is find_model(name.upper()) is model
     assert find_model("meta-llama/Meta-Llama-3-70B-Instruct") is find_model("llama3-70b") is KNOWN_MODELS["llama-3-70b"]
     assert find_model("Qwen/Qwen2.5-14B-Instruct-1M") is KNOWN_MODELS["qwen2.5-14b-1m"]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("llama-3-8b", (128256, 4096, 14336, 32, 32, 8, 128, 500000.0)),
-        ("llama-3-70b", (128256, 8192, 28672, 80, 64, 8, 128, 500000.0)),
-        ("llama-3.1-8b", (128256, 4096, 14336, 32, 32, 8, 128, 500000.0)),
-        ("qwen2.5-14b-1m", (152064, 5120, 13824, 48, 40, 8, 128, 10000000.0)),
-    ],
-)
-def test_shapes(name: str, shape: tuple[float, ...]) -> None:
-    m = find_model(name)
-    found = (m.vocab_size, m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim)
-    assert (*found, m.rope.theta) == shape
-    assert m.qkv_bias == (m.architecture == "Qwen2ForCausalLM")
 
 
 def test_a_folder_or_its_config(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from medha.config import ParallelConfig, SchedulerConfig
 from medha.cost.hardware import load_spec
-from medha.sim.known_models import find_model
 from medha.sim.outcome import Gaps, Outcome, Requests, Series, System, alone_seconds, report
-from medha.sim.replica import Replica
+from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.sim.study import remarks, shown
 from medha.workload.synth import synthesize
@@ -130,7 +129,7 @@ def test_nothing_arrived() -> None:
 
 
 @pytest.mark.parametrize(("tp", "spp"), [(8, 1), (4, 2), (2, 4)])
-@pytest.mark.parametrize("num_prompt", [1, 700, 60_000])
+@pytest.mark.parametrize("num_prompt", [1, 60_000])
 def test_alone_is_what_a_request_alone_takes(tp: int, spp: int, num_prompt: int) -> None:
     replica = replace(REPLICA, parallel=ParallelConfig(tp=tp, spp=spp))
     trace = Trace(np.zeros(1), np.array([num_prompt]), np.ones(1, np.int64))

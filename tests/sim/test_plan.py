@@ -12,8 +12,8 @@ from medha.__main__ import app
 from medha.cli.command import run_app
 from medha.cost.hardware import load_spec
 from medha.errors import ConfigError
-from medha.sim.known_models import find_model
 from medha.sim.plan import Goal, Layout, Planner
+from medha.sim.replica import find_model
 from medha.workload.synth import synthesize
 
 SPEC = load_spec("a100-80g")

@@ -24,10 +24,9 @@ from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor, Work
 from medha.sched.memory import KVMemory
 from medha.sched.scheduler import Scheduler
-from medha.sim.known_models import find_model
 from medha.sim.outcome import Outcome, Requests
 from medha.sim.pipeline import Passage, Pipeline, Segment
-from medha.sim.replica import Replica
+from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.synth import arrival_times, generators, synthesize
 from medha.workload.trace import Trace

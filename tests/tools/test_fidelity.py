@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from medha.cli.command import run_app
-from medha.cli.table import print_report
+from medha.cli.report import print_report
 from medha.config import EngineConfig
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, ProfileKey
 from medha.cost.predictor import Predictor, Work

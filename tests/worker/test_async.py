@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.batch import Batch
-from medha.config import EngineConfig, SchedulerConfig
-from medha.engine.build import build_engine
+from medha.config import SchedulerConfig
 from medha.engine.engine import Engine
-from medha.errors import ConfigError, NonFiniteLogitsError
 from medha.params import SamplingParams
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
-from tests.checkpoints import make_checkpoint, random_prompt
-from tests.engines import Preemptions, make_engine, run_to_end
+from tests.engines import make_engine, run_to_end
 from tests.test_parity import NUM_TOKENS, Case, case  # noqa: F401
 
 Rows = list[tuple[int, int]]
@@ -117,13 +112,6 @@ def test_a_decode_comes_round_after_a_batch_for_each_stage(stages: int) -> None:
     assert all(1 in slots for slots in found)
 
 
-def test_one_token_is_never_decoded() -> None:
-    scheduler = make_scheduler()
-    scheduler.add(SchedulerRequest(0, 2, 1, 0.0))
-    scheduler.schedule(0.0)
-    assert scheduler.schedule(0.0).batch is None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The engine
 
@@ -191,59 +179,12 @@ def test_an_end_by_token_drops_the_row_that_was_sent_after_it(case: Case) -> Non
     assert sum(row.samples for batch in batches for row in batch.rows) == length + 1
 
 
-def test_aborted_between_two_tokens(case: Case) -> None:  # noqa: F811
-    engine = lagging(case)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, output_kind="final_only")
-    for name, i in (("kept", 3), ("gone", 2)):
-        engine.add_request(name, case.prompts[i], params)
-    while not engine._live["gone"].first.token_ids:
-        engine.step()
-    engine.abort("gone")
-    ends = drained(engine)
-    assert ends["kept"] == (case.expected[3], "length")
-    assert ends["gone"][1] == "abort" and ends["gone"][0] == case.expected[2][: len(ends["gone"][0])]
-
-
-def test_what_gave_way_to_overcommitted_memory_goes_on_with_the_same_tokens(case: Case) -> None:  # noqa: F811
-    engine = lagging(case, overcommit=True, num_blocks=33, block_size=4, chunk_size=200, max_batch_tokens=256)
-    # 16 blocks each: one of them gets the last block with its first decode, and the other's with its fifth.
-    prompts = [case.prompts[2]] * 2
-    counts = Preemptions.of(engine)
-    assert run_to_end(engine, prompts, NUM_TOKENS) == [case.expected[2]] * 2
-    assert counts.num_preemptions > 0
-
-
 def test_slots_beyond_the_first_tokens_kept(case: Case) -> None:  # noqa: F811
     """More requests than the device's list of last tokens begins with; it grows."""
     engine = lagging(case, max_num_seqs=16)
     begun = len(engine.runner.last_tokens)  # type: ignore[attr-defined]
     prompts = [case.prompts[i % 3] for i in range(begun + 6)]
     assert run_to_end(engine, prompts, NUM_TOKENS) == [case.expected[i % 3] for i in range(begun + 6)]
-
-
-def test_logits_that_are_not_finite_end_their_request_alone(
-    case: Case,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = lagging(case)
-    logits = engine.runner.model.logits  # type: ignore[attr-defined]
-    calls = iter(range(100))
-
-    def poisoned(x: torch.Tensor) -> torch.Tensor:
-        out = logits(x)
-        if next(calls) == 2:
-            out[0] = torch.nan
-        return out
-
-    monkeypatch.setattr(engine.runner.model, "logits", poisoned)  # type: ignore[attr-defined]
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, output_kind="final_only")
-    engine.add_request("a", case.prompts[0], params)
-    engine.add_request("b", case.prompts[1], params)
-    done = {}
-    while engine.has_unfinished:
-        done |= {output.request_id: output for output in engine.step()}
-    assert isinstance(done["a"].error, NonFiniteLogitsError)
-    assert done["b"].outputs[0].token_ids == case.expected[1]
 
 
 def test_an_interrupted_engine_serves_again(case: Case) -> None:  # noqa: F811
@@ -258,17 +199,3 @@ def test_an_interrupted_engine_serves_again(case: Case) -> None:  # noqa: F811
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Options
-
-
-def test_options(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"async_scheduling=1; accepted: True or False"):
-        SchedulerConfig(async_scheduling=1)  # type: ignore[arg-type]
-    make_checkpoint(tmp_path, "llama-llama3")
-    prompt = random_prompt(30, seed=1)
-    found = []
-    for wanted in (None, False, True):
-        config = EngineConfig.from_flat(str(tmp_path), async_scheduling=wanted, num_kv_blocks=4, device="cpu")
-        engine = build_engine(config)
-        assert engine.scheduler.depth == (2 if wanted else 1)
-        found.append(run_to_end(engine, [prompt], 5))
-    assert found[0] == found[1] == found[2]

@@ -188,14 +188,6 @@ def test_buffers_stay_where_they_are(case: Case) -> None:  # noqa: F811
     assert places() == before
 
 
-def test_attention_is_planned_anew_before_each_replay(case: Case) -> None:  # noqa: F811
-    engine, maker = with_graphs(case, sizes=(4,))
-    (fixed,) = [w for w in engine.runner.backend.api.made if w.buffers is not None]  # type: ignore[attr-defined]
-    planned = fixed.num_plans
-    run_to_end(engine, case.prompts[:2], NUM_TOKENS)
-    assert len(maker.replayed) == fixed.num_plans - planned > 0
-
-
 @pytest.mark.parametrize(
     ("most", "want"),
     [

@@ -6,12 +6,10 @@ are.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from medha.attention.flashinfer_backend import paged
-from medha.attention.staging import to_device
 from medha.batch import Batch, Extent, Row
 from medha.worker.kv_cache import KVCache
 from medha.worker.step_input import DeviceStep, Slots
@@ -69,12 +67,6 @@ def test_blocks_on_both_sides_of_the_borders(head_major: bool, backend: str) -> 
     for one, q_len in ((rows, 1), (step.own, length)):
         qkv = torch.randn(q_len, 4, DIM, generator=generator).half(), pool_k, pool_v
         assert_rows_close(run(qkv, one, BACKENDS[backend]()), qkv, one)
-
-
-def test_pool_tokens_travel_as_64_bits() -> None:
-    tokens = np.array([2**31 - 1, 2**31, 2**40], np.int64)
-    (sent,) = to_device([tokens], CPU)
-    assert sent.dtype == torch.int64 and sent.tolist() == tokens.tolist()
 
 
 def test_pages_of_a_pool_are_where_its_tokens_are() -> None:

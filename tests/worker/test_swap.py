@@ -26,7 +26,7 @@ from medha.worker.step_input import StepInput
 from medha.worker.swap import CopyStream, HostCache, SwapCopies
 from tests.attention.test_torch_backend import make_flashinfer
 from tests.engines import Preemptions
-from tests.serving import Model, finish, make_byte_model, random_ids
+from tests.serving import Model, finish, random_ids
 from tests.worker.late import Late
 from tests.worker.test_graphs import Repeating
 from tests.worker.test_kv_cache import make_cache
@@ -36,11 +36,6 @@ SMALL = {"chunk_size": 16, "max_batch_tokens": 40, "block_size": 16, "num_blocks
 SWAP = {"overcommit": True, "num_swap_blocks": 60}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 PENALTIES = SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, max_tokens=50, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return make_byte_model(tmp_path_factory.mktemp("bytes"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,9 +84,9 @@ def run(engine: Engine, params: SamplingParams) -> tuple[list[list[int]], list[B
     return [outputs[str(i)].outputs[0].token_ids for i in range(len(LENGTHS))], batches
 
 
-def undisturbed(model: Model, params: SamplingParams) -> list[list[int]]:
+def undisturbed(bytes_model: Model, params: SamplingParams) -> list[list[int]]:
     """Tokens of a run in which nobody gives way."""
-    engine = model.engine(**(SMALL | {"num_blocks": 64}))
+    engine = bytes_model.engine(**(SMALL | {"num_blocks": 64}))
     counts = Preemptions.of(engine)
     tokens, _ = run(engine, params)
     assert counts.num_preemptions == 0
@@ -102,12 +97,12 @@ def undisturbed(model: Model, params: SamplingParams) -> list[list[int]]:
 @pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
 @pytest.mark.parametrize("options", [{}, {"depth": 2}, {"async_scheduling": True}], ids=str)
 def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
-    model: Model, params: SamplingParams, options: dict[str, Any], stream: Callable[[], CopyStream]
+    bytes_model: Model, params: SamplingParams, options: dict[str, Any], stream: Callable[[], CopyStream]
 ) -> None:
-    engine = model.engine(**(SMALL | SWAP | options), stream=stream())
+    engine = bytes_model.engine(**(SMALL | SWAP | options), stream=stream())
     counts = Preemptions.of(engine)
     tokens, batches = run(engine, params)
-    assert tokens == undisturbed(model, params)
+    assert tokens == undisturbed(bytes_model, params)
     assert counts.num_swaps == counts.num_preemptions >= 3
     assert sum(batch.num_tokens for batch in batches) == sum(LENGTHS) + 49 * len(LENGTHS)
     num_out, num_in = (sum(e.count for b in batches for e in getattr(b, way)) for way in ("swaps_out", "swaps_in"))
@@ -115,15 +110,15 @@ def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
     assert engine.scheduler.memory.host_pools[0].num_used == 0
 
 
-def test_a_host_that_is_too_small_for_all_swaps_some(model: Model) -> None:
-    engine = model.engine(**(SMALL | {"overcommit": True, "num_swap_blocks": 4}))
+def test_a_host_that_is_too_small_for_all_swaps_some(bytes_model: Model) -> None:
+    engine = bytes_model.engine(**(SMALL | {"overcommit": True, "num_swap_blocks": 4}))
     counts = Preemptions.of(engine)
-    assert run(engine, GREEDY)[0] == undisturbed(model, GREEDY)
+    assert run(engine, GREEDY)[0] == undisturbed(bytes_model, GREEDY)
     assert 0 < counts.num_swaps < counts.num_preemptions
 
 
-def test_a_request_in_host_memory_can_be_aborted(model: Model) -> None:
-    engine = model.engine(**(SMALL | SWAP))
+def test_a_request_in_host_memory_can_be_aborted(bytes_model: Model) -> None:
+    engine = bytes_model.engine(**(SMALL | SWAP))
     for i, length in enumerate(LENGTHS):
         engine.add_request(str(i), random_ids(length, seed=4), GREEDY)
     aborted: set[str] = set()
@@ -138,16 +133,18 @@ def test_a_request_in_host_memory_can_be_aborted(model: Model) -> None:
     assert engine.scheduler.memory.num_used == engine.scheduler.memory.host_pools[0].num_used == 0
 
 
-def test_compute_that_does_not_wait_is_noticed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_that_does_not_wait_is_noticed(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwapCopies, "before", lambda self, attend: attend)
     with pytest.raises(Exception, match="comes after all of its copies"):
-        run(model.engine(**(SMALL | SWAP), stream=Late()), GREEDY)
+        run(bytes_model.engine(**(SMALL | SWAP), stream=Late()), GREEDY)
 
 
-def test_what_comes_after_an_interrupt_comes_after_its_copies(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_after_an_interrupt_comes_after_its_copies(
+    bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It struck when copies had begun, and before the compute that would have waited for them."""
     line = Late()
-    engine = model.engine(**(SMALL | SWAP), stream=line)
+    engine = bytes_model.engine(**(SMALL | SWAP), stream=line)
     eager = Runner._eager
 
     def interrupted(runner: Runner, step: StepInput, copies: SwapCopies | None) -> Any:
@@ -162,16 +159,18 @@ def test_what_comes_after_an_interrupt_comes_after_its_copies(model: Model, monk
             run(engine, GREEDY)
     assert not line.queued
     engine.step()  # returns what was aborted
-    assert run(engine, GREEDY)[0] == undisturbed(model, GREEDY)
+    assert run(engine, GREEDY)[0] == undisturbed(bytes_model, GREEDY)
 
 
-def test_a_graph_comes_after_all_copies(model: Model) -> None:
+def test_a_graph_comes_after_all_copies(bytes_model: Model) -> None:
     """FlashInfer's substitute below the engine; decodes alone are replayed, also beside blocks that go out."""
-    engine = model.engine(**(SMALL | SWAP), backend=make_flashinfer(block_size=16), has_scratch=True, stream=Late())
+    engine = bytes_model.engine(
+        **(SMALL | SWAP), backend=make_flashinfer(block_size=16), has_scratch=True, stream=Late()
+    )
     maker = Repeating()
     engine.runner.capture(maker, (1, 2, 4, 8), lambda done, total: None)  # type: ignore[attr-defined]
     tokens, batches = run(engine, GREEDY)
-    assert tokens == undisturbed(model, GREEDY)
+    assert tokens == undisturbed(bytes_model, GREEDY)
     assert any(batch.moves and batch.num_decodes == len(batch.rows) for batch in batches)
     assert len(maker.replayed) == sum(batch.num_decodes == len(batch.rows) for batch in batches)
 
@@ -180,20 +179,20 @@ def test_a_graph_comes_after_all_copies(model: Model) -> None:
 # Configuration
 
 
-def build(model: Model, **options: Any) -> Engine:
-    return build_engine(EngineConfig.from_flat(str(model.folder), block_size=16, **options))
+def build(bytes_model: Model, **options: Any) -> Engine:
+    return build_engine(EngineConfig.from_flat(str(bytes_model.folder), block_size=16, **options))
 
 
 BLOCK_BYTES = 2 * 3 * 2 * 16 * 4 * 16  # keys and values, layers, KV heads, head dimension, float32, tokens
 
 
-def test_swap_space_is_host_memory_of_a_rank(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swap_space_is_host_memory_of_a_rank(bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCache, "measure_block_s", lambda self: 0.125)
-    engine = build(model, num_kv_blocks=8, overcommit=True, swap_space=f"{5 * BLOCK_BYTES + 1}B")
+    engine = build(bytes_model, num_kv_blocks=8, overcommit=True, swap_space=f"{5 * BLOCK_BYTES + 1}B")
     config = engine.scheduler.config
     assert (config.num_swap_blocks, config.swap_block_s) == (5, 0.125)
     assert engine.runner.host.num_blocks == 5  # type: ignore[attr-defined]
-    engine = build(model, num_kv_blocks=8)
+    engine = build(bytes_model, num_kv_blocks=8)
     assert engine.scheduler.config.num_swap_blocks == 0
     assert engine.runner.host is None  # type: ignore[attr-defined]
 
@@ -205,17 +204,17 @@ def test_swap_space_is_host_memory_of_a_rank(model: Model, monkeypatch: pytest.M
         (2**30, r"^swap_space of \d+ blocks takes \d+ bytes of host memory"),  # GiB, which no system has
     ],
 )
-def test_swap_space_that_cannot_be(model: Model, size: Any, reason: str) -> None:
+def test_swap_space_that_cannot_be(bytes_model: Model, size: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        build(model, num_kv_blocks=8, overcommit=True, swap_space=size)
+        build(bytes_model, num_kv_blocks=8, overcommit=True, swap_space=size)
 
 
 @pytest.mark.parametrize(("policy", "is_said"), [("lars", True), ("priority", False)])
 def test_swap_space_without_use_is_said(
-    model: Model, policy: str, is_said: bool, caplog: pytest.LogCaptureFixture
+    bytes_model: Model, policy: str, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="medha"):
-        build(model, num_kv_blocks=8, policy=policy, swap_space=f"{8 * BLOCK_BYTES}B")
+        build(bytes_model, num_kv_blocks=8, policy=policy, swap_space=f"{8 * BLOCK_BYTES}B")
     assert any("swap_space has no use" in record.getMessage() for record in caplog.records) == is_said
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from rich.table import Table
 
-from medha.cli.report import STDOUT, check_writable, deliver, machine_line, stamp
-from medha.cli.table import print_report, report_console, text_of
+from medha.cli.report import STDOUT, check_writable, deliver, machine_line, print_report, stamp, text_of
 from medha.errors import ConfigError
 from tests.parallel.workers import launch_environment
 
@@ -106,21 +104,3 @@ def test_ranks_of_other_nodes_leave_the_report_to_rank_0(tmp_path: Path, monkeyp
 )
 def test_a_figure_by_its_name(name: str, value: object, text: str) -> None:
     assert text_of(name, value) == text
-
-
-def test_text_in_a_file_has_80_columns_and_tables_what_they_need(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    console = report_console()
-    table = Table()
-    for i in range(10):
-        table.add_column(f"column {i}", no_wrap=True)
-    table.add_row(*["1,234,567.89"] * 10)
-    console.print("word " * 40)
-    console.print(table)
-    console.print("word " * 40)
-    text, row, _ = capsys.readouterr().out.partition("1,234,567.89 │" + " 1,234,567.89 │" * 9)
-    assert row
-    lines = [line for line in text.splitlines() if "word" in line]
-    assert 60 < max(map(len, lines)) <= 80
