@@ -264,8 +264,10 @@ class BatchBuilder:
 
     def _shortened(self, num_tokens: int, fits: Callable[[int], bool]) -> int:
         """The most tokens of a chunk, fewer than these, that find memory; 0 where that is no efficient chunk."""
-        sizes = range(self.config.min_chunk, num_tokens)
-        return sizes[count - 1] if (count := bisect_left(sizes, True, key=lambda size: not fits(size))) else 0
+        least = self.config.min_chunk
+        if least >= num_tokens or not fits(least):
+            return 0
+        return least - 1 + bisect_left(range(least, num_tokens), True, key=lambda size: not fits(size))
 
     def _can_start(self, state: State, first: int, q_len: int, gone: Collection[int] = ()) -> bool:
         """Whether a request finds memory for its first chunk on the span that begins at ``first``."""
