@@ -8,6 +8,7 @@ among the spans that have the memory (the "just-in-time" load balancer of arXiv 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -50,14 +51,25 @@ class BatchBuilder:
         has_chunk: whether a group has a prefill chunk.
         chunked: index of the row of each slot with a prefill chunk.
         refused: slots of prefills that were refused for want of memory.
+        is_idle: no batch is in flight.
+        is_closed: nobody may start any more: memory that comes free is kept for one that waits for it.
     """
 
     def __init__(
-        self, config: SchedulerConfig, queue: Queue, preemption: Preemption, *, batch_id: int, now_s: float
+        self,
+        config: SchedulerConfig,
+        queue: Queue,
+        preemption: Preemption,
+        *,
+        batch_id: int,
+        now_s: float,
+        is_idle: bool = True,
     ) -> None:
         self.config = config
         self.memory = memory = preemption.memory
         self.now_s = now_s
+        self.is_idle = is_idle
+        self.is_closed = False
         self.preemption = preemption
         self.rows: list[Row] = []
         self.extents: list[Extent] = []
@@ -92,15 +104,16 @@ class BatchBuilder:
             for group in range(first, first + count):
                 num_decoding[group] += 1
         shares = [min(-(-n // self._period), left) for n, left in zip(num_decoding, self.tokens_left, strict=True)]
-        due = []
-        for state, first, count in placed:
+        due = set()
+        # The widest first: one on several groups would wait for ever for narrow ones that come round in turns.
+        for state, first, count in sorted(placed, key=lambda place: -place[2]):
             groups = range(first, first + count)
             is_known = not state.num_in_flight or self._batch_id - state.last_batch >= self._period  # its last token
             if is_known and state.can_decode and all(shares[group] > 0 for group in groups):
                 for group in groups:
                     shares[group] -= 1
-                due.append(state)
-        return due
+                due.add(state.slot)
+        return [state for state in decoding if state.slot in due]
 
     def add_decode(self, state: State) -> bool:
         """The next token of a request that can decode; False if a group of its has no token left, or no block."""
@@ -131,6 +144,14 @@ class BatchBuilder:
     def is_held(self, state: State) -> bool:
         """Whether a prefill gets no chunk as one of a batch before is in flight: pipelined micro-batches."""
         return not self.config.stream and state.num_in_flight > (state.slot in self.chunked)
+
+    def has_place(self, state: State) -> bool:
+        """Whether a prefill has started, or may."""
+        if state.has_started:
+            return True
+        if self.preemption.by_class and state.num_preempted and self._queue.has_prefill_above(state.request.priority):
+            return False  # it would be in the way again
+        return not self.is_closed and len(self._queue.running) < self.config.max_num_seqs
 
     def chunk_tokens(self, slot: int) -> int:
         """Tokens of the chunk that a request has in the batch; 0 for none."""
@@ -196,8 +217,13 @@ class BatchBuilder:
         if index is not None and self.rows[index].span != row.span:
             return 0  # it would be the first chunk of another shard
         if not self._has_blocks(state, row):
-            self.refused.append(state.slot)
-            return 0
+            q_len = self._shortened(
+                q_len, lambda most: self.memory.can_take(self._chunk_row(state, most, first, count))
+            )
+            if not q_len:
+                self.refused.append(state.slot)
+                return 0
+            row = self._chunk_row(state, q_len, first, count)
         self._append_row(state, row)
         if index is not None:  # one row of the former chunk and this one
             before, after = self.rows[index], self.rows.pop()
@@ -207,10 +233,8 @@ class BatchBuilder:
         return q_len
 
     def _start(self, state: State, size: SizeFn, is_whole: bool) -> int:
-        if len(self._queue.running) >= self.config.max_num_seqs:
+        if not self.has_place(state):
             return 0
-        if self.preemption.by_class and state.num_preempted and self._queue.has_prefill_above(state.request.priority):
-            return 0  # it would be in the way again
         num_tokens = state.request.num_kv_tokens
         room = self.memory.max_kv_per_group - state.num_scheduled_tokens
         sizes = {first: self._tokens(state, first, 1, size, is_whole, room) for first in self._firsts(state)}
@@ -221,6 +245,10 @@ class BatchBuilder:
             open_firsts.sort(key=lambda g: (max(work[g : g + width]), sum(work[g : g + width])))
         chosen = next((first for first in open_firsts if self._can_start(state, first, sizes[first])), None)
         if chosen is None:
+            for first in open_firsts:
+                sizes[first] = self._shortened(sizes[first], partial(self._can_start, state, first))
+            chosen = max(open_firsts, key=lambda first: sizes[first], default=None)
+        if chosen is None or not sizes[chosen]:
             if open_firsts:
                 self.refused.append(state.slot)
             return 0
@@ -233,6 +261,13 @@ class BatchBuilder:
             self.memory.start(state.slot, chosen, num_tokens)
         self._append_row(state, self._chunk_row(state, sizes[chosen], chosen, 1))
         return sizes[chosen]
+
+    def _shortened(self, num_tokens: int, fits: Callable[[int], bool]) -> int:
+        """The most tokens of a chunk, fewer than these, that find memory; 0 where that is no efficient chunk."""
+        least = self.config.min_chunk
+        if least >= num_tokens or not fits(least):
+            return 0
+        return least - 1 + bisect_left(range(least, num_tokens), True, key=lambda size: not fits(size))
 
     def _can_start(self, state: State, first: int, q_len: int, gone: Collection[int] = ()) -> bool:
         """Whether a request finds memory for its first chunk on the span that begins at ``first``."""

@@ -41,8 +41,8 @@ from medha.sched.decision import Prediction
 from medha.sched.policy import SHORTEST_S, load_policy, order, sort_rows
 from medha.sched.queue import Queue, State
 
-# Requests of the order that are looked at in one round, and the most rounds of a batch that has something, and of an
-# empty one: there every request is tried, so that whatever can run does.
+# Requests of the order that are looked at in one round, and the most rounds of a batch; of an empty one with none in
+# flight every request is tried, so that whatever can run does.
 _FIRST = 64
 _ROUNDS = 2
 _MAX_ROUNDS = 1 << 20
@@ -129,12 +129,15 @@ class MedhaPacker(Packer):
         may_be_long = is_whole or np.count_nonzero(columns.num_prompt_tokens >= self.config.long_threshold) < 2
         rows = sort_rows((columns.arrival_s, queue.column("slot")), first=_FIRST, among=guarded)
         for state in queue.states_of_rows(rows):
-            if builder.is_held(state):
+            if builder.is_held(state) or not builder.has_place(state):
                 continue
             if self._is_long(state) and not may_be_long:
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
-            if not self._give(state, queue, builder, may_exceed=False) and state.slot not in builder.refused:
+            if self._give(state, queue, builder, may_exceed=False):
+                continue
+            if state.slot not in builder.refused:
                 break
+            builder.is_closed = True
         self._owed_s = [
             max(0.0, limit - (group.tick.seconds - group.decodes_s))
             for group, limit in zip(self._groups, limits, strict=True)
@@ -143,7 +146,7 @@ class MedhaPacker(Packer):
     def _serve_in_order(self, queue: Queue, builder: BatchBuilder) -> None:
         """Everybody in the policy's order, some at a time; who cannot enter now is not looked at."""
         tried: set[int] = set()
-        for _ in range(_ROUNDS if builder.rows else _MAX_ROUNDS):
+        for _ in range(_MAX_ROUNDS if builder.is_idle and not builder.rows else _ROUNDS):
             may_enter = self._candidates(queue, builder, tried)
             rows = order(
                 self._ranking,

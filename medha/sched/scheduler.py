@@ -178,7 +178,14 @@ class Scheduler:
         """Decide the next batch; there is none where nothing can enter, or ``depth`` batches are in flight."""
         if len(self._in_flight) >= self.depth:
             return Decision()
-        builder = BatchBuilder(self.config, self._queue, self._preemption, batch_id=self._next_batch_id, now_s=now_s)
+        builder = BatchBuilder(
+            self.config,
+            self._queue,
+            self._preemption,
+            batch_id=self._next_batch_id,
+            now_s=now_s,
+            is_idle=not self._in_flight,
+        )
         self.packer.fill(self._queue, builder)
         preempted, refused = tuple(self._preemption.preempted), tuple(builder.refused)
         self._preemption.preempted.clear()

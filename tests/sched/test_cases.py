@@ -115,7 +115,7 @@ def test_a_full_pool_for_an_hour_corrupts_and_stalls_nothing(overcommit: bool) -
         assert np.mean(drive.held) > 0.8 * NUM_BLOCKS and max(drive.held) == NUM_BLOCKS
         assert drive.num_preempted > 20
     else:
-        assert np.mean(drive.reserved) > 0.9 * NUM_BLOCKS
+        assert np.mean(drive.reserved) > 0.85 * NUM_BLOCKS  # some is kept free for who was passed over
         assert drive.num_preempted == 0
     ends_s = np.sort(list(drive.finish_s.values()))
     assert np.diff(ends_s, prepend=0.0).max() < 300 * STEP_S  # the longest output, and some

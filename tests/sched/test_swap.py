@@ -70,7 +70,7 @@ def test_who_does_not_fit_the_host_is_computed_again() -> None:
 def test_who_lies_on_several_groups_is_computed_again_and_others_come_back_to_theirs() -> None:
     """That a request comes back to its group is checked by every drive."""
     grown = [Job(0.0, 16, 60), Job(0.01, 90, 40), Job(0.02, 90, 40)]
-    drive = play(grown, num_blocks=7, num_groups=2, max_kv_per_group=5 * BLOCK, num_swap_blocks=50)
+    drive = play(grown, num_blocks=8, num_groups=2, max_kv_per_group=5 * BLOCK, num_swap_blocks=50)
     shared = {row.slot for batch in drive.kept for row in batch.rows if row.is_shared}
     assert shared and len(drive.gave_way) > drive.num_swapped
     many = [*DECODES, *(Job(0.03 + i / 100, 16, 64) for i in range(5))]

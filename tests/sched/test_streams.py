@@ -1,0 +1,75 @@
+"""Streams without end that could starve somebody: who waits, waits no longer where the stream is twice as long."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from medha.batch import Batch
+from medha.config import SchedulerConfig
+from medha.sched.decision import SchedulerRequest
+from medha.sched.scheduler import Scheduler
+from tests.sched.virtual import Drive, Job, make_predictor
+
+
+def make_scheduler(config: SchedulerConfig, *, num_blocks: int, num_groups: int = 1) -> Scheduler:
+    predictor = make_predictor(max_tokens=config.max_batch_tokens, kvp=num_groups)
+    return Scheduler(config, num_blocks=num_blocks, block_size=16, num_groups=num_groups, predictor=predictor)
+
+
+class Tokens(Drive):
+    """Notes when each job had its tokens."""
+
+    def on_complete(self, batch: Batch, busy_s: float) -> None:
+        for row in batch.rows:
+            if row.samples:
+                self.token_s.setdefault(self.live[row.slot].job, []).append(self.now_s)
+
+    token_s: dict[int, list[float]]
+
+
+@pytest.mark.parametrize("num_tokens", [150, 300])
+@pytest.mark.parametrize("first_s", [0.0, 0.3, 0.7])
+def test_a_decode_over_two_groups_beside_one_on_each(first_s: float, num_tokens: int) -> None:
+    """The neighbours come round in turns, so that in no batch both groups are free of them."""
+    config = SchedulerConfig(max_batch_tokens=512, depth=2, max_kv_per_group=1024)
+    jobs = [Job(0.0, 700, num_tokens), Job(first_s, 700, num_tokens), Job(0.0, 1500, 100)]
+    drive = Tokens(make_scheduler(config, num_blocks=200, num_groups=2), jobs, None)
+    drive.token_s = {}
+    drive.run()
+    gaps = {job: np.diff(times) for job, times in drive.token_s.items()}
+    assert gaps[2].max() <= 3 * gaps[2].min()
+
+
+@pytest.mark.parametrize("num_waiting", [500, 4000])
+def test_a_decision_while_nothing_can_enter(num_waiting: int) -> None:
+    """One request holds the pool and is in flight: only the first of the order are looked at."""
+    scheduler = make_scheduler(SchedulerConfig(max_batch_tokens=512, depth=2), num_blocks=100)
+    scheduler.add(SchedulerRequest(0, 1000, 600, 0.0))
+    now_s, rows = 0.0, []
+    while not any(row.is_decode for row in rows):
+        now_s += 0.1
+        batch = scheduler.schedule(now_s).batch
+        assert batch is not None
+        rows = list(batch.rows)
+        if not rows[0].is_decode:
+            scheduler.complete(batch, now_s, [(row.slot, 1, False) for row in rows if row.samples], 0.1)
+    for slot in range(1, num_waiting + 1):
+        scheduler.add(SchedulerRequest(slot, 1000, 100, now_s))
+    asked = []
+    scheduler.memory.can_start = lambda *args, **options: asked.append(args) and False  # type: ignore[method-assign]
+    assert scheduler.schedule(now_s).batch is None and len(asked) < 1000
+
+
+@pytest.mark.parametrize("overcommit", [False, True])
+def test_a_long_prompt_in_a_pool_full_of_chats(overcommit: bool) -> None:
+    """Once it is guarded what comes free is kept for it."""
+
+    def waited_s(chats_s: float) -> float:
+        config = SchedulerConfig(max_batch_tokens=512, depth=1, overcommit=overcommit)
+        chats = [Job(at_s, 200, 30) for at_s in np.arange(0.0, chats_s, 0.25).tolist()]
+        drive = Drive(make_scheduler(config, num_blocks=200), [Job(1.0, 2900, 4), *chats], None)
+        drive.run()
+        return drive.first_token_s[0] - 1.0
+
+    assert waited_s(120.0) == waited_s(60.0) < 40.0
