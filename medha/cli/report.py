@@ -176,7 +176,11 @@ def _print_entry(console: Console, name: str, value: Any) -> None:
     if isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in value.values()):
         rows = [{"": key, **inside} for key, inside in value.items()]
     if isinstance(rows, list) and rows and all(isinstance(one, Mapping) for one in rows):
+        width = console.width
+        if not console.is_terminal:  # a table in a file takes what it needs
+            console.width = max(width, _FILE_WIDTH)
         console.print(_rows_table(_spoken(name), rows))
+        console.width = width
     elif text := text_of(name, value):
         console.print(f"{_heading_of(name, [value])}: {text}", highlight=False, markup=False)
 
