@@ -156,6 +156,7 @@ class TokenLine:
     def _num_needed(self, step: StepInput) -> int:
         """How many of the oldest receives are to be waited for before a step."""
         wanted = set(step.decode_slots.tolist())
+        # A copy: the thread that receives messages posts more meanwhile.
         before = (
             at
             for at, (batch_id, slots, _) in enumerate(list(self._receives), start=1)

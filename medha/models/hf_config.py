@@ -174,7 +174,11 @@ def _family(reader: Fields) -> _Family:
     if not isinstance(value, str) or value not in families:
         what = f"{reader.where}: {given}={short_repr(value)} is not supported"
         raise UnsupportedModelError(f"{what}; supported: {', '.join(families)}")
-    return families[value]
+    family = families[value]
+    if isinstance(model_type, str) and _FAMILIES.get(model_type, family) is not family:
+        what = f"{reader.where}: architectures={short_repr(names)} and model_type={model_type!r} name different models"
+        raise ConfigError(f"{what}; accepted: two that agree, or one of them")
+    return family
 
 
 def _refuse_unimplemented(reader: Fields) -> None:
@@ -207,7 +211,8 @@ def _head_dim(reader: Fields, family: _Family, num_heads: int) -> int:
 
 def _dtype(reader: Fields) -> str:
     name = "torch_dtype" if reader.raw.get("dtype") is None else "dtype"
-    dtype = str(reader.raw.get(name) or "float32").removeprefix("torch.")
+    value = reader.raw.get(name)
+    dtype = "float32" if value is None else str(value).removeprefix("torch.")
     if dtype not in DTYPES:
         raise reader.wrong(name, ", ".join(DTYPES))
     return dtype
@@ -219,7 +224,9 @@ def _refuse_windows(reader: Fields, family: _Family, num_layers: int, *, max_len
     if "sliding_window" not in reader.raw:
         window = family.sliding_window
     causes = [(_window_cause(reader, family, num_layers, window), window)]
-    if isinstance(chunks := reader.raw.get("dual_chunk_attention_config"), Mapping):
+    if (chunks := reader.raw.get("dual_chunk_attention_config")) is not None:
+        if not isinstance(chunks, Mapping):
+            raise reader.wrong("dual_chunk_attention_config", "an object or null")
         chunk = Fields(chunks, reader.where).number("chunk_size", integer(1, 2**62), 262144)
         causes.append((f"dual_chunk_attention_config (chunk_size={chunk})", chunk))
     for cause, limit in causes:

@@ -81,7 +81,10 @@ def _flat_rope(reader: Fields, name: str) -> dict[str, Any]:
     # yarn's null factor means something (see _build_rope), and so does null truncate
     flat = {key: value for key, value in raw.items() if value is not None or key in ("factor", "truncate")}
     if "type" in flat:
-        flat.setdefault("rope_type", flat.pop("type"))
+        old_name = flat.pop("type")
+        if flat.setdefault("rope_type", old_name) != old_name:
+            what = f"{reader.where}: {name}: type={short_repr(old_name)} and rope_type={short_repr(flat['rope_type'])}"
+            raise ConfigError(f"{what} disagree; accepted: one of them, or the same value")
     return flat
 
 

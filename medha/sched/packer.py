@@ -184,9 +184,11 @@ class MedhaPacker(Packer):
     def _candidates(self, queue: Queue, builder: BatchBuilder, tried: set[int]) -> NDArray[np.bool_] | None:
         """Which rows may enter the batch; None is all.
 
-        No new ones where all places are taken, no long ones where each group has one, none a second time.
+        No new ones where all places are taken or nobody may start, no long ones where each group has one, none a
+        second time.
         """
-        may_enter = queue.column("started") if len(queue.running) >= self.config.max_num_seqs else None
+        is_full = builder.is_closed or len(queue.running) >= self.config.max_num_seqs
+        may_enter = queue.column("started") if is_full else None
         if all(group.long_slot is not None for group in self._groups):
             is_short = queue.column("num_prompt_tokens") < self.config.long_threshold
             may_enter = is_short if may_enter is None else may_enter & is_short

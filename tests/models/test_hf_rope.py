@@ -99,6 +99,7 @@ def test_wrong_factor(tmp_path: Path, rope: dict[str, Any]) -> None:
         ({**YARN, "truncate": 1}, ["truncate=1"]),
         ({**YARN, "beta_fst": 1}, ["unknown key 'beta_fst'=1", "accepted: ", "beta_fast"]),
         ({"rope_theta": 0}, ["rope_theta=0", "above 1"]),
+        ({**YARN, "type": "linear"}, ["type='linear'", "rope_type='yarn'", "disagree"]),
         ("yarn", ["rope_scaling='yarn'", "an object or null"]),
     ],
 )
