@@ -43,7 +43,6 @@ class Requests:
     Attributes:
         first_scheduled_s, first_token_s, finish_s: times.
         deadline_s: seconds from arrival to when the first token was due, given or derived; inf for none.
-        max_gap_s: longest wait between two of its tokens.
         num_tokens: produced.
         num_preemptions: how often it gave up its KV memory.
         is_refused: it never fits.
@@ -53,7 +52,6 @@ class Requests:
     first_token_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]
     deadline_s: NDArray[np.float64]
-    max_gap_s: NDArray[np.float64]
     num_tokens: NDArray[np.int64]
     num_preemptions: NDArray[np.int64]
     is_refused: NDArray[np.bool_]
@@ -64,7 +62,7 @@ class Requests:
         first_scheduled_s, first_token_s, finish_s, deadline_s = np.full((4, count), np.nan)
         num_tokens, num_preemptions = np.zeros((2, count), np.int64)
         times = first_scheduled_s, first_token_s, finish_s, deadline_s
-        return cls(*times, np.zeros(count), num_tokens, num_preemptions, np.zeros(count, np.bool_))
+        return cls(*times, num_tokens, num_preemptions, np.zeros(count, np.bool_))
 
 
 @dataclass(slots=True)
