@@ -97,7 +97,7 @@ class Ran:
     @property
     def kv_range(self) -> str:
         """By the longest KV cache in it."""
-        return kv_range(max(part.kv_before for part in self.step))
+        return kv_range(max(part.position for part in self.step))
 
 
 def kv_range(kv: int) -> str:
@@ -270,9 +270,9 @@ def chunks_of(ran: Sequence[Ran]) -> dict[str, tuple[float, int]]:
     """By KV range, the median tokens of chunks that had what the decodes left to themselves, and their number."""
     by_range: dict[str, list[int]] = defaultdict(list)
     chunks = [[part for part in one.step if not part.is_decode] for one in ran]
-    for part in sorted((alone[0] for alone in chunks if len(alone) == 1), key=lambda part: part.kv_before):
+    for part in sorted((alone[0] for alone in chunks if len(alone) == 1), key=lambda part: part.position):
         if not part.samples:  # the end of a prompt is as long as it is
-            by_range[kv_range(part.kv_before)].append(part.q_len)
+            by_range[kv_range(part.position)].append(part.q_len)
     return {name: (statistics.median(sizes), len(sizes)) for name, sizes in by_range.items()}
 
 

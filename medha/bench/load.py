@@ -72,8 +72,7 @@ class Workload:
 
     def _timed(self, reading: Reading) -> Trace:
         """A trace that was read, at the rate that is asked for."""
-        trace, rate = reading.trace, self.request_rate
-        trace = trace if self.num_prompts is None else trace.head(self.num_prompts)
+        trace, rate = reading.trace.first(self.num_prompts), self.request_rate
         if rate is None and reading.has_arrivals:
             return trace
         if rate is None or math.isinf(rate):

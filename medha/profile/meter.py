@@ -7,15 +7,13 @@ seconds of a part are those from when the device comes to it until it has passed
 from __future__ import annotations
 
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from medha.attention.staging import record_event
 from medha.parallel.mesh import Ranks
@@ -23,8 +21,6 @@ from medha.timeline import BatchRecord
 from medha.worker.runner import Runner
 from medha.worker.step import PendingStep
 from medha.worker.step_input import StepInput
-
-_REDUCE_CALLS = 5
 
 Mark = float | torch.cuda.Event
 
@@ -146,20 +142,3 @@ def gathered(ranks: Ranks, mine: Mapping[int, StageTime]) -> list[dict[int, Stag
         return []
     others = [json.loads(store.get(f"profile/{rank}")) for rank in range(1, ranks.config.world_size)]
     return [dict(mine), *({int(row[0]): StageTime(*row[1:]) for row in rows} for rows in others)]
-
-
-def all_reduce_seconds(
-    group: dist.ProcessGroup, sizes: Iterable[int], *, dim: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[int, float]]:
-    """Median seconds of an all-reduce of [tokens, dim], for each number of tokens; every rank of ``group`` calls it."""
-    found = []
-    for size in sizes:
-        x_TD, seconds = torch.zeros(size, dim, dtype=dtype, device=device), []
-        for _ in range(1 + _REDUCE_CALLS):
-            start = time.perf_counter()
-            dist.all_reduce(x_TD, group=group)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - start)
-        found.append((size, statistics.median(seconds[1:])))
-    return found

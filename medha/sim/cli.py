@@ -139,13 +139,9 @@ def simulate(
 def _print_wall(runs: list[Run]) -> None:
     """How fast this machine was, on stderr."""
     wall_s = max(sum(run.wall_s for run in runs), 1e-9)
-    requests, batches = (sum(run.report[name] for run in runs) for name in ("num_prompts", "num_batches"))
-    skipped, virtual_s = (sum(getattr(run.outcome, name) for run in runs) for name in ("num_skipped", "duration_s"))
-    print(
-        f"simulated {virtual_s:,.0f} s in {wall_s:,.1f} s: {requests / wall_s:,.0f} requests/s, "
-        f"{batches / wall_s:,.0f} batches/s ({skipped / max(batches, 1):.0%} of {batches:,} stepped over)",
-        file=sys.stderr,
-    )
+    batches, virtual_s = (sum(getattr(run.outcome, name) for run in runs) for name in ("num_batches", "duration_s"))
+    speed = f"{batches / wall_s:,.0f} batches/s"
+    print(f"simulated {virtual_s:,.0f} s in {wall_s:,.1f} s: {speed}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,7 +215,7 @@ def _rate_of(name: str, duration_s: float, seed: int) -> tuple[planning.Rate, in
 
     if Path(name).is_file():
         trace = read_trace(Path(name)).trace.from_zero()
-        return lambda qps: trace.scaled(qps).window(duration_s), trace.longest
+        return lambda qps: trace.first(None, duration_s, qps), trace.longest
 
     def drawn(qps: float) -> Trace:
         return synthesize(name, qps=qps, duration_s=duration_s, seed=seed)

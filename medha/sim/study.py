@@ -179,19 +179,17 @@ def _traces(given: Mapping[str, Any]) -> dict[float | None, Trace]:
     if path is not None and given["workload"] is not None:
         raise ConfigError(f"workload={given['workload']!r} and trace={str(path)!r}; accepted: one of the two")
     reading = None if path is None else read_trace(path)
-    arrivals = {name: given[name] for name in ("burstiness", "seed")}
+    if reading is None and number is None and duration_s is None:
+        number = NUM_REQUESTS
+    drawn = {"burstiness": given["burstiness"], "seed": given["seed"], "num_requests": number, "duration_s": duration_s}
     traces = {}
     for rate in _rates(given["qps"]):
         if reading is not None:
-            trace = retimed(reading, given["arrivals"], qps=rate, **arrivals)
-            trace = trace if duration_s is None else trace.window(duration_s)
-            trace = trace if number is None else trace.head(number)
+            trace = retimed(reading, given["arrivals"], qps=rate, **drawn)
             if not len(trace):
                 raise ConfigError(f"no request of {path} arrives within duration={duration_s} s")
         else:
-            few = NUM_REQUESTS if number is None and duration_s is None else number
-            drawn = {"qps": rate, "num_requests": few, "duration_s": duration_s, **arrivals}
-            trace = synthesize(given["workload"] or "medha-mix", given["arrivals"], **drawn)
+            trace = synthesize(given["workload"] or "medha-mix", given["arrivals"], qps=rate, **drawn)
         for name in ("ttft_slo_s", "tpot_slo_s"):  # the objectives of the command are for requests that bring none
             own, value = getattr(trace, name), given[f"slo_{name.replace('_slo', '')}"]
             if value is not None:

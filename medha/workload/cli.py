@@ -78,9 +78,8 @@ def convert(
     reading = _read(source, from_format, skip_invalid)
     if from_zero:
         reading = replace(reading, trace=reading.trace.from_zero())
-    trace = retimed(reading, arrivals, qps=qps, burstiness=burstiness, seed=seed)
-    trace = trace if duration is None else trace.window(duration)
-    trace = trace if num_requests is None else trace.head(num_requests)
+    limits: dict[str, Any] = {"num_requests": num_requests, "duration_s": duration}
+    trace = retimed(reading, arrivals, qps=qps, burstiness=burstiness, seed=seed, **limits)
     write_trace(target, trace)
     _say_written(target, trace)
     return 0

@@ -82,13 +82,22 @@ def _sums(gaps: Callable[[int], NDArray[np.float64]], count: int, duration_s: fl
     return np.cumsum(drawn)  # one sum from the first gap on, so that a shorter trace has the same bits
 
 
-def retimed(reading: Reading, process: str, *, qps: float | None, burstiness: float = 1.0, seed: int = 0) -> Trace:
-    """The requests of a file at a rate: its own gaps by one factor, or arrivals drawn where it has none."""
-    trace = reading.trace
-    if reading.has_arrivals:
-        return trace if qps is None else trace.scaled(qps)
-    rng, _ = generators(seed)
-    return trace.with_arrivals(arrival_times(process, rng, qps=qps, burstiness=burstiness, num_requests=len(trace)))
+def retimed(
+    reading: Reading,
+    process: str,
+    *,
+    qps: float | None,
+    burstiness: float = 1.0,
+    num_requests: int | None = None,
+    duration_s: float | None = None,
+    seed: int = 0,
+) -> Trace:
+    """The first requests of a file at a rate: its own gaps by one factor, or arrivals drawn where it has none."""
+    trace, (rng, _) = reading.trace, generators(seed)
+    if not reading.has_arrivals:
+        times = arrival_times(process, rng, qps=qps, burstiness=burstiness, num_requests=len(trace))
+        trace = trace.with_arrivals(times)
+    return trace.first(num_requests, duration_s, qps if reading.has_arrivals else None)
 
 
 def synthesize(
@@ -116,9 +125,7 @@ def synthesize(
         limits: dict[str, Any] = {"num_requests": num_requests, "duration_s": duration_s}
         times = arrival_times(arrivals, for_arrivals, qps=qps, burstiness=burstiness, **limits)
     else:
-        trace = arrivals if qps is None else arrivals.scaled(qps)
-        trace = trace if duration_s is None else trace.window(duration_s)
-        times = trace.arrival_s[:num_requests]
+        times = arrivals.first(num_requests, duration_s, qps).arrival_s
     if not len(times):
         raise ConfigError(f"duration_s={duration_s}: no request arrives; accepted: longer, or a higher qps")
     return Trace(times, *distribution.sample(for_lengths, len(times)))
@@ -161,22 +168,17 @@ class Lengths:
 
     def sample(self, rng: np.random.Generator, num_requests: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Draw prompt and output tokens, int64; the first n requests are the same however many follow."""
-        prompts, outputs = (np.empty(num_requests, np.int64) for _ in range(2))
-        for start in range(0, num_requests, _BLOCK):
-            part = slice(start, min(start + _BLOCK, num_requests))
-            levels = rng.random((part.stop - start, 3)).T
-            prompts[part], outputs[part] = self._at(levels)
-            if self.long is not None:
-                is_long = levels[2] < self.long_share
-                for column, drawn in zip((prompts, outputs), self.long._at(levels), strict=True):
-                    column[part][is_long] = drawn[is_long]
+        levels = rng.random((num_requests, 3)).T
+        lengths = self._at(levels)
+        if self.long is not None:
+            lengths = np.where(levels[2] < self.long_share, self.long._at(levels), lengths)
+        prompts, outputs = lengths.astype(np.int64)
         return prompts, outputs
 
-    def _at(self, levels: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _at(self, levels: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[2, n]: prompts and outputs."""
         prompts, outputs = np.rint(self.prompt(levels[0])), np.rint(self.output(levels[1]))
-        if self.max_total is not None:
-            outputs = np.minimum(outputs, self.max_total - prompts)
-        return prompts, outputs
+        return np.stack([prompts, outputs if self.max_total is None else np.minimum(outputs, self.max_total - prompts)])
 
 
 def knots(values: tuple[float, ...], levels: tuple[float, ...] = _LEVELS) -> Quantile:

@@ -132,15 +132,13 @@ class Trace:
         """Tokens of the longest request, prompt and output; of at least one."""
         return int((self.prompt_tokens + self.output_tokens).max())
 
-    def head(self, num_requests: int) -> Trace:
-        """The first requests, all if there are no more."""
-        return self[:num_requests]
-
-    def window(self, duration_s: float, start_s: float = 0.0) -> Trace:
-        """The requests that arrive from ``start_s`` on, before ``start_s + duration_s``; ``start_s`` becomes 0."""
-        first, last = np.searchsorted(self.arrival_s, [start_s, start_s + duration_s])
-        part = self[int(first) : int(last)]
-        return part.with_arrivals(part.arrival_s - start_s)
+    def first(
+        self, num_requests: int | None = None, duration_s: float | None = None, qps: float | None = None
+    ) -> Trace:
+        """The first requests, so many at most and those that arrive before ``duration_s``, at a rate or their own."""
+        trace = self if qps is None else self.scaled(qps)
+        most = len(self) if duration_s is None else int(np.searchsorted(trace.arrival_s, duration_s))
+        return trace[:most][:num_requests]
 
     def scaled(self, qps: float) -> Trace:
         """The same requests at another mean rate: all gaps, and the time of the first arrival, by one factor."""

@@ -6,13 +6,14 @@ import json
 
 import pytest
 
+from medha.batch import Row
 from medha.bench.accuracy import AccuracyOptions, Ran, accuracy, chunks_of, lines_of, repeats_of, shown
 from medha.bench.cli import app
 from medha.bench.harness import Subject
 from medha.cli.command import run_app
 from medha.cost.predictor import Kind
 from medha.profile.calibrate import Effort
-from medha.profile.steps import Part, Step, chunk, decodes
+from medha.profile.steps import FIRST_SLOT, Step, chunk, decodes
 from tests.bench.shapes import ON_TINY, TINY
 
 SMALL = AccuracyOptions(
@@ -103,7 +104,7 @@ def test_chunks_that_had_the_step_to_themselves() -> None:
         ran(chunk(512, 0), 1.0, 1.0),
         ran((*decodes(2, 50), *chunk(256, 2000)), 1.0, 1.0),
         ran((*chunk(128, 2000), *chunk(64, 0)), 1.0, 1.0),
-        ran((Part(7, 3000, samples=True),), 1.0, 1.0),
+        ran((Row(FIRST_SLOT, 3000, 7, False, True),), 1.0, 1.0),
         ran(decodes(3, 9000), 1.0, 1.0),
     ]
     assert chunks_of(steps) == {"0K-1K": (512.0, 1), "1K-4K": (256.0, 1)}

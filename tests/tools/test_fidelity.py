@@ -260,8 +260,8 @@ def test_a_simulation_of_known_costs_and_its_comparison() -> None:
     assert figures["TTFT, long"]["P90"]["error"] == 0
     assert figures["TPOT, all"]["median"]["simulated_s"] == pytest.approx(0.01, rel=0.3)
     assert figures["TPOT, short"]["median"]["error"] == pytest.approx(-0.5)
-    twice = simulate(config, coefficients, trace.head(1), dict.fromkeys(("prefill", "decode", "mixed"), (2.0, 10)))
-    assert twice.e2e_s == pytest.approx(2 * simulate(config, coefficients, trace.head(1)).e2e_s)
+    twice = simulate(config, coefficients, trace[:1], dict.fromkeys(("prefill", "decode", "mixed"), (2.0, 10)))
+    assert twice.e2e_s == pytest.approx(2 * simulate(config, coefficients, trace[:1]).e2e_s)
 
 
 def test_a_toy_run_on_the_engine() -> None:
