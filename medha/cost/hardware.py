@@ -117,8 +117,9 @@ class HardwareSpec(JsonFile):
             return replace(part, **{name: getattr(part, name) * count for name in rates})
 
         gemm = replace(self.gemm, flops_per_s=tuple(rate * count for rate in self.gemm.flops_per_s))
+        machine: HardwareSpec = scaled(self, "peak_flops_per_s", "hbm_bytes_per_s", "num_sms")
         return replace(
-            scaled(self, "peak_flops_per_s", "hbm_bytes_per_s", "num_sms"),
+            machine,
             gemm=scaled(gemm, "bytes_per_s"),
             attention=scaled(self.attention, "flops_per_s", "bytes_per_s"),
             elementwise=scaled(self.elementwise, "bytes_per_s"),

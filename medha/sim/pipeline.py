@@ -21,7 +21,7 @@ class Segment:
     """One batch on one stage of one group, seconds of the virtual clock.
 
     Attributes:
-        num_tokens, num_decodes: query tokens of the batch, over all groups, and those of them that are decodes.
+        num_tokens: query tokens of the batch, over all groups.
     """
 
     batch_id: int
@@ -30,7 +30,6 @@ class Segment:
     start_s: float
     end_s: float
     num_tokens: int
-    num_decodes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,7 @@ class Pipeline:
                     self._free_s[group][stage] = ready_s
                     self.busy_s[group][stage] += stage_s
                     if self.on_segment is not None:
-                        place = (batch.batch_id, group, stage)
-                        self.on_segment(Segment(*place, start_s, ready_s, batch.num_tokens, batch.num_decodes))
+                        self.on_segment(Segment(batch.batch_id, group, stage, start_s, ready_s, batch.num_tokens))
                 if stage == 0 and 0 in groups:
                     first_end_s = ready_s
             for group, from_s in zip(groups, begins_s, strict=True):
