@@ -139,8 +139,9 @@ def simulate(
 def _print_wall(runs: list[Run]) -> None:
     """How fast this machine was, on stderr."""
     wall_s = max(sum(run.wall_s for run in runs), 1e-9)
-    batches, virtual_s = (sum(getattr(run.outcome, name) for run in runs) for name in ("num_batches", "duration_s"))
-    speed = f"{batches / wall_s:,.0f} batches/s"
+    virtual_s = sum(run.outcome.duration_s for run in runs)
+    requests, batches = (sum(run.report[name] for run in runs) / wall_s for name in ("num_prompts", "num_batches"))
+    speed = f"{requests:,.0f} requests/s, {batches:,.0f} batches/s"
     print(f"simulated {virtual_s:,.0f} s in {wall_s:,.1f} s: {speed}", file=sys.stderr)
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from medha.cost.predictor import slowest_of
 from medha.cost.prefill_time import budgeted_chunk
 from medha.sim.replica import Replica
-from medha.workload.metrics import Floats, Times, by_length, percentile, serving_fields
+from medha.workload.metrics import Floats, Times, by_length, counted, percentile, serving_fields
 from medha.workload.trace import Trace
 
 PERCENTILES = (50, 90, 99)
@@ -67,11 +67,7 @@ class Requests:
 
 @dataclass(slots=True)
 class Series:
-    """Samples over time, thinned out where they are many: every other goes, and fewer come.
-
-    Attributes:
-        rows: (seconds, share of KV blocks in use).
-    """
+    """Samples (seconds, share of KV blocks in use), thinned out where they are many: every other goes, fewer come."""
 
     rows: list[tuple[float, float]] = field(default_factory=list)
     _every: int = 1
@@ -178,19 +174,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What one run simulates.
+    """What one run simulates."""
 
-    Attributes:
-        name: of the scheduler, or of the policy where that tells more.
-        replica: hardware, model, layout, scheduler.
-        trace: what arrives.
-        qps: requests a second that were asked for; None is what the trace has.
-    """
-
-    name: str
+    name: str  # of the scheduler, or of the policy where that tells more
     replica: Replica
     trace: Trace
-    qps: float | None = None
+    qps: float | None = None  # requests a second that were asked for; None is what the trace has
 
     @property
     def label(self) -> str:
@@ -199,14 +188,12 @@ class System:
 
 
 def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bool = False) -> dict[str, Any]:
-    """The figures of a run, as plain values; the same for the same seed. Nothing here was measured with a clock.
-
-    ``alone_s`` is, of each request of the trace, the predicted TTFT on the idle replica: :func:`alone_seconds`.
-    """
+    """The figures of a run, as plain values; ``alone_s`` are the :func:`alone_seconds` of the trace's prompts."""
     times, config = outcome.times, system.replica.scheduler
     first_s = float(times.arrival_s[0]) if len(times) else 0.0
     end_s, span_s = first_s + outcome.duration_s, max(outcome.duration_s, 1e-12)
     slowdown = (times.ttft_s / alone_s[: len(times)])[~times.is_refused]
+    columns = times.arrival_s, times.first_scheduled_s, times.finish_s
     policy = config.policy if isinstance(config.policy, str) else system.name
     samples = [np.array(column) for column in zip(*outcome.series.rows, strict=True)] or [np.zeros(0)] * 2
     return {
@@ -221,18 +208,13 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
         "ttft_by_length": by_length(times, PERCENTILES),
         "p50_slowdown": percentile(slowdown, 50),
         "p99_slowdown": percentile(slowdown, 99),
-        "waiting": _mean_and_most(*times.waiting(), first_s, end_s),
-        "active": _mean_and_most(*times.active(), first_s, end_s),
+        "waiting": _mean_and_most(*counted(*columns[:2], ~times.is_refused), first_s, end_s),
+        "active": _mean_and_most(*counted(*columns[1:], ~np.isnan(columns[1])), first_s, end_s),
         "kv_cache_usage": _mean_and_most(samples[0], samples[1], first_s, end_s),
         "stages": [
-            {
-                "group": group,
-                "stage": stage,
-                "occupancy": busy_s / span_s,
-                "bubble": max(bubble_s, 0.0) / span_s * (len(busy) > 1),
-            }
+            {"group": group, "stage": stage, "occupancy": busy_s / span_s, "bubble": idle_s / span_s * (len(busy) > 1)}
             for group, (busy, bubbles) in enumerate(zip(outcome.stage_busy_s, outcome.stage_bubble_s, strict=True))
-            for stage, (busy_s, bubble_s) in enumerate(zip(busy, bubbles, strict=True))
+            for stage, (busy_s, idle_s) in enumerate(zip(busy, np.maximum(bubbles, 0.0).tolist(), strict=True))
         ],
         "num_preemptions": int(outcome.requests.num_preemptions.sum()),
         "work_lost_s": outcome.work_lost_s,
@@ -283,17 +265,15 @@ def saturation_of(times: Times, end_s: float) -> dict[str, Any]:
     - those in the queue at the last arrival need more than 10 % of the time of arrivals until the last of them has its
       first token, or never get there.
 
-    Returns:
-        ``is_over``: both hold. ``growth``: requests by which the line rises; None where all arrive at once.
-        ``num_late``: arrivals of the second half. ``drain_s``: seconds from the last arrival; None is never.
-        ``arrivals_s``: from the first arrival to the last.
+    Returns ``is_over`` (both hold), ``growth`` (requests by which the line rises; None where all arrive at once),
+    ``num_late`` (arrivals of the second half), ``drain_s`` (from the last arrival; None is never) and ``arrivals_s``.
     """
     if not len(times) or times.arrival_s[0] == times.arrival_s[-1]:
         return {"is_over": False, "growth": None, "num_late": 0, "drain_s": None, "arrivals_s": 0.0}
     first_s, last_s = float(times.arrival_s[0]), float(times.arrival_s[-1])
     arrivals_s = last_s - first_s
     at_s = np.linspace(first_s + arrivals_s / 2, last_s, _NUM_SAMPLES)
-    changed_s, numbers = times.queue()
+    changed_s, numbers = counted(times.arrival_s, times.first_token_s, ~times.is_refused)
     queue = np.append(0.0, numbers)[np.searchsorted(changed_s, at_s, side="right")]
     growth = float(np.polynomial.polynomial.polyfit(at_s - at_s[0], queue, 1)[1]) * arrivals_s / 2
     num_late = int((times.arrival_s >= at_s[0]).sum())

@@ -34,41 +34,22 @@ OnFault = Callable[[TraceFormatError], None]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a file held.
+    """What a file held."""
 
-    Attributes:
-        trace: its requests, sorted by arrival.
-        format: the format's name.
-        has_arrivals: whether the file has arrival times; without, all are 0.
-        num_dropped: requests that the format tells to leave out (failed, or without both texts).
-        num_faults: wrong requests that were handed to ``on_fault`` and left out.
-    """
-
-    trace: Trace
+    trace: Trace  # sorted by arrival
     format: str
-    has_arrivals: bool
-    num_dropped: int
-    num_faults: int
+    has_arrivals: bool  # without, all times are 0
+    num_dropped: int  # requests that the format tells to leave out (failed, or without both texts)
+    num_faults: int  # wrong requests that were handed to ``on_fault`` and left out
 
 
-def read_trace(
-    path: Path | str,
-    format: str | None = None,
-    *,
-    on_fault: OnFault | None = None,
-) -> Reading:
+def read_trace(path: Path | str, format: str | None = None, *, on_fault: OnFault | None = None) -> Reading:
     """Read a trace file into columns; some 40 bytes of memory a request, more with ids and prefix hashes.
 
     Arrivals out of order are sorted (stably) with a warning. A JSON array (ShareGPT) is read whole.
 
-    Args:
-        path: plain or gzip.
-        format: a name of :data:`medha.workload.formats.FORMATS`; by default seen from the content.
-        on_fault: called for each wrong request, which is then left out; by default the first is raised.
-
-    Raises:
-        ConfigError: the file cannot be read, or an argument is not accepted.
-        TraceFormatError: a request is wrong, none is right, or the file as a whole is damaged.
+    ``format`` is a name of :data:`medha.workload.formats.FORMATS`, by default seen from the content. ``on_fault`` is
+    called for each wrong request, which is then left out; by default the first is raised.
     """
     path = Path(path)
     if format is not None and format not in FORMATS:
@@ -251,11 +232,7 @@ def _cells(data: bytes) -> list[str]:
 
 
 def write_trace(path: Path | str, trace: Trace) -> None:
-    """Write a trace in medha's own format, gzip if the name ends in ``.gz``; the same trace gives the same bytes.
-
-    Raises:
-        ConfigError: the trace is empty, which readers refuse, or the file cannot be written.
-    """
+    """Write a trace in medha's own format, gzip if the name ends in ``.gz``; the same trace gives the same bytes."""
     path = Path(path)
     if not len(trace):
         raise ConfigError(f"{path}: the trace has no requests; accepted: at least 1")
