@@ -32,7 +32,6 @@ class MeasuredRun:
     Attributes:
         model_name: as its settings say.
         model: its shape.
-        tp: tensor-parallel degree.
         config: of the scheduler that stands for the engine's.
         block_size, num_blocks: of the KV pool; ``num_blocks`` is None where the settings do not say.
         trace: the requests as they were queued.
@@ -41,7 +40,6 @@ class MeasuredRun:
 
     model_name: str
     model: ModelConfig
-    tp: int
     config: SchedulerConfig
     block_size: int
     num_blocks: int | None
@@ -70,13 +68,13 @@ def read_run(folder: Path, *, model: str | None = None) -> MeasuredRun:
     name = model or meta.get("model") or settings.get("model")
     if not isinstance(name, str):
         raise ConfigError(f"{path} names no model; accepted: a field model, or the option model")
-    if _setting(path, settings, "data_parallel_size", 1) != 1:
-        raise ConfigError(f"{path}: data_parallel_size={settings['data_parallel_size']}; accepted: 1")
+    for degree in ("data_parallel_size", "tensor_parallel_size"):  # all-reduces are in no kernel table
+        if _setting(path, settings, degree, 1) != 1:
+            raise ConfigError(f"{path}: {degree}={settings[degree]}; accepted: 1")
     trace, times = _requests(find_file(folder, "requests.csv", "requests.csv.gz"))
     return MeasuredRun(
         model_name=name,
         model=find_model(name),
-        tp=_setting(path, settings, "tensor_parallel_size", 1),
         config=_config(path, settings),
         block_size=_setting(path, settings, "block_size", _BLOCK_SIZE),
         num_blocks=_setting(path, meta, "num_gpu_blocks", 0) or None,

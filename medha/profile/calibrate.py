@@ -40,22 +40,14 @@ _SMALLEST = 1e-7  # seconds; a part that was not noticed at all
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
-
-    Attributes:
-        chunks, batches: sizes.
-        lengths: tokens cached before them, besides none for chunks and the most that is asked for.
-        limit_s: steps that take longer are left out.
-        total_s: seconds that the repeats of all steps may take together.
-        min_repeats, max_repeats: of each step; the first run of each is for warming up and does not count.
-    """
+    """How much is measured."""
 
     chunks: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
     batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # kernels jump at few rows
-    lengths: tuple[int, ...] = (256, 1024, 4096, 16384, 65536, 131072, 262144, 524288, 1048576)
-    limit_s: float = 1.0
-    total_s: float = 120.0
-    min_repeats: int = 5
+    lengths: tuple[int, ...] = (256, 1024, 4096, 16384, 65536, 131072, 262144, 524288, 1048576)  # cached before them
+    limit_s: float = 1.0  # steps that take longer are left out
+    total_s: float = 120.0  # that the repeats of all steps may take together
+    min_repeats: int = 5  # of each step, after one for warming up
     max_repeats: int = 15
 
 
@@ -146,12 +138,8 @@ def fit(
 ) -> Coefficients:
     """Coefficients of the stage that was measured.
 
-    Args:
-        rows: steps on one group.
-        key, model, parallel: what they were measured for.
-        num_layers, has_head: of the stage; whether it ends in the vocabulary projection.
-        dtype_bytes: of a weight.
-        merges: (tokens, groups, seconds) of steps that several groups shared.
+    ``rows`` are steps on one group; ``num_layers``, ``has_head`` (it ends in the vocabulary projection) and
+    ``dtype_bytes`` (of a weight) are the stage's; ``merges`` are (tokens, groups, seconds) of shared steps.
     """
     chunk_rows = [row for row in rows if not row.step[0].is_decode]
     decode_rows = [row for row in rows if row.step[0].is_decode]
@@ -219,10 +207,6 @@ def measure(
 
     ``max_kv`` is the longest KV cache in tokens, by default 131,072 or what model and memory allow; ``on_progress`` is
     called with the share done.
-
-    Raises:
-        ConfigError: ``max_kv`` is too long, the device cannot be measured, or something is wrong with the engine.
-        RankFailedError: another rank failed.
     """
     scheduler = dataclasses.replace(config.scheduler, async_scheduling=False)
     role = build_role(dataclasses.replace(config, scheduler=scheduler, cuda_graphs=False))  # step by step
@@ -265,10 +249,8 @@ def _bounded(role: RankHandle, effort: Effort, max_kv: int | None) -> tuple[Effo
     effort = dataclasses.replace(effort, chunks=tuple(size for size in effort.chunks if size <= positions) or (1,))
     most = min(positions, runner.cache.num_blocks * runner.cache.block_size - effort.chunks[-1])
     if most < 1 or (max_kv is not None and not 1 <= max_kv <= most):
-        raise ConfigError(
-            f"max_kv={max_kv}; accepted: 1 to {most}, what the model's {positions} positions and half of the free "
-            "memory allow"
-        )
+        why = f"what the model's {positions} positions and half of the free memory allow"
+        raise ConfigError(f"max_kv={max_kv}; accepted: 1 to {most}, {why}")
     return effort, min(most, MAX_KV) if max_kv is None else max_kv
 
 

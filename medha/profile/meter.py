@@ -27,26 +27,18 @@ Mark = float | torch.cuda.Event
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """Seconds of one batch on one rank; they add up to its busy time.
+    """Seconds of one batch on one rank; they add up to its busy time."""
 
-    Attributes:
-        attention_s: attending over the keys that lie here.
-        merge_s: packing the parts of shared rows, waiting for the other groups' and merging them.
-        linear_s: the rest of the layers, with the all-reduces of a tensor-parallel group.
-        head_s: vocabulary projection and sampling; 0 where nothing is sampled.
-        host_s: before the layers: block tables, the attention plan, rotations, the embedding.
-    """
-
-    attention_s: float
-    merge_s: float
-    linear_s: float
-    head_s: float
-    host_s: float
+    attention_s: float  # attending over the keys that lie here
+    merge_s: float  # packing the parts of shared rows, waiting for the other groups' and merging them
+    linear_s: float  # the rest of the layers, with the all-reduces of a tensor-parallel group
+    head_s: float  # vocabulary projection and sampling; 0 where nothing is sampled
+    host_s: float  # before the layers: block tables, the attention plan, rotations, the embedding
 
     @property
     def busy_s(self) -> float:
         """Their sum."""
-        return self.attention_s + self.merge_s + self.linear_s + self.head_s + self.host_s
+        return float(sum(astuple(self)))
 
 
 @dataclass(slots=True)
@@ -61,12 +53,9 @@ class _Marks:
 
 
 class StageMeter:
-    """Notes where a rank's time goes, by wrapping what it consists of, in place.
+    """Notes where a rank's time goes, by wrapping what its runner consists of, in place.
 
     Batches run one after the other, one kernel after the other: neither async scheduling nor CUDA graphs.
-
-    Args:
-        runner: this rank's own.
     """
 
     def __init__(self, runner: Runner) -> None:

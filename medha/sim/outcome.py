@@ -38,23 +38,15 @@ _GAP_EDGES = [10.0 ** ((size + 0.5) / _GAP_BINS_PER_DECADE) for size in range(_F
 
 @dataclass(slots=True)
 class Requests:
-    """What became of each request of a trace, by its row; seconds of the virtual clock, NaN for what did not happen.
-
-    Attributes:
-        first_scheduled_s, first_token_s, finish_s: times.
-        deadline_s: seconds from arrival to when the first token was due, given or derived; inf for none.
-        num_tokens: produced.
-        num_preemptions: how often it gave up its KV memory.
-        is_refused: it never fits.
-    """
+    """What became of each request of a trace, by its row; seconds of the virtual clock, NaN for what did not happen."""
 
     first_scheduled_s: NDArray[np.float64]
     first_token_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]
-    deadline_s: NDArray[np.float64]
-    num_tokens: NDArray[np.int64]
-    num_preemptions: NDArray[np.int64]
-    is_refused: NDArray[np.bool_]
+    deadline_s: NDArray[np.float64]  # from arrival to when the first token was due, given or derived; inf for none
+    num_tokens: NDArray[np.int64]  # produced
+    num_preemptions: NDArray[np.int64]  # how often it gave up its KV memory
+    is_refused: NDArray[np.bool_]  # it never fits
 
     @classmethod
     def empty(cls, count: int) -> Requests:
@@ -121,31 +113,20 @@ class Gaps:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a simulation came to.
+    """What a simulation came to."""
 
-    Attributes:
-        trace, requests: what was asked, and what became of each row.
-        duration_s: from the first arrival to the last token, or to where it was stopped.
-        series, gaps: over time, and between tokens.
-        stage_busy_s, stage_bubble_s: by group and stage; a bubble is without work while another stage had some.
-        num_batches, num_skipped: batches in all, and those of them that were stepped over in one go.
-        work_lost_s: predicted seconds of what was computed again, or moved to host memory and back.
-        is_stopped: it did not run to the end.
-        num_swaps: how many of the preemptions moved what was computed to host memory.
-    """
-
-    trace: Trace
+    trace: Trace  # what was asked
     requests: Requests
-    duration_s: float = 0.0
+    duration_s: float = 0.0  # from the first arrival to the last token, or to where it was stopped
     series: Series = field(default_factory=Series)
     gaps: Gaps = field(default_factory=Gaps)
-    stage_busy_s: list[list[float]] = field(default_factory=list)
-    stage_bubble_s: list[list[float]] = field(default_factory=list)
+    stage_busy_s: list[list[float]] = field(default_factory=list)  # by group and stage
+    stage_bubble_s: list[list[float]] = field(default_factory=list)  # without work while another stage had some
     num_batches: int = 0
-    num_skipped: int = 0
-    work_lost_s: float = 0.0
-    is_stopped: bool = False
-    num_swaps: int = 0
+    num_skipped: int = 0  # of them, stepped over in one go
+    work_lost_s: float = 0.0  # predicted, of what was computed again, or moved to host memory and back
+    is_stopped: bool = False  # it did not run to the end
+    num_swaps: int = 0  # preemptions that moved what was computed to host memory
 
     @property
     def times(self) -> Times:

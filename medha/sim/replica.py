@@ -23,24 +23,16 @@ DTYPE_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A model instance that can be simulated.
-
-    Attributes:
-        model, parallel: what runs on the accelerators, and how.
-        max_model_len: tokens of the longest request.
-        block_size: tokens of a KV block.
-        utilization: share of an accelerator's memory that may be used.
-        num_blocks: KV blocks of each group; None is what the memory holds beside weights and activations.
-    """
+    """A model instance that can be simulated."""
 
     spec: HardwareSpec
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    max_model_len: int = 1 << 20
+    max_model_len: int = 1 << 20  # tokens of the longest request
     block_size: int = 256
-    utilization: float = 0.9
-    num_blocks: int | None = None
+    utilization: float = 0.9  # share of an accelerator's memory that may be used
+    num_blocks: int | None = None  # KV blocks of each group; None is what the memory holds
 
     def kv_blocks(self) -> int:
         """KV blocks of each group; ConfigError if the model does not fit, or the layout does not split it."""

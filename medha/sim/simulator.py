@@ -35,44 +35,28 @@ class _Live:
 
 @dataclass(slots=True)
 class _Round:
-    """A batch of decodes that goes round: completed and scheduled again with the next tokens.
-
-    Attributes:
-        num_left: tokens until one of its requests ends, at least 1.
-        total_kv, max_kv: of its rows, cached tokens in all and at most.
-        passage, predicted_s, factor: of it as it is in flight; ``prediction`` when it was first sent.
-        new_blocks: how many rows take a block when it is scheduled again, by the number of times modulo the block size.
-        last_token_s: of all its requests; NaN before the first round.
-        num_tokens: how often it was scheduled again.
-    """
+    """A batch of decodes that goes round: completed and scheduled again with the next tokens."""
 
     lives: list[_Live]
-    num_left: int
-    total_kv: int
-    max_kv: int
-    passage: Passage
-    prediction: Prediction | None
+    num_left: int  # tokens until one of its requests ends, at least 1
+    total_kv: int  # cached tokens of its rows
+    max_kv: int  # of one of them at most
+    passage: Passage  # as it is in flight, like predicted_s and factor
+    prediction: Prediction | None  # when it was first sent
     predicted_s: float
     factor: float
-    new_blocks: Counter[int]
-    last_token_s: float = math.nan
-    num_tokens: int = 0
+    new_blocks: Counter[int]  # rows that take a block when it is scheduled again, by how often, modulo the block size
+    last_token_s: float = math.nan  # of all its requests; NaN before the first round
+    num_tokens: int = 0  # how often it was scheduled again
 
 
 class Simulation:
-    """One run of a trace.
+    """One run of a trace, whose :attr:`outcome` is that of all requests once :meth:`run` has ended.
 
-    Args:
-        scheduler, pipeline: fresh, and of as many groups.
-        trace: in order of arrival.
-        stop_s: virtual time at which to stop; None is the end.
-        driver_waits: whether rank 0 decides the next batch only when its own stage is done with this one, as an engine
-            does that computes on the CPU.
-        skips: whether stretches of steady decoding are stepped over in one go; the outcome is the same.
-        on_progress: told now and then how many more requests are closed.
-
-    Attributes:
-        outcome: what has become of the requests so far; of those that are not closed once :meth:`run` has ended.
+    Scheduler and pipeline are fresh, and of as many groups. ``stop_s`` is the virtual time at which to stop. An engine
+    on the CPU ``driver_waits``: rank 0 decides the next batch only when its own stage is done with this one. With
+    ``skips`` stretches of steady decoding are stepped over in one go; the outcome is the same. ``on_progress`` is told
+    now and then how many more requests are closed.
     """
 
     def __init__(

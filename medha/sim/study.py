@@ -34,20 +34,13 @@ LIVE_ONLY = ("scheduler", "policy", "admission", "async_scheduling")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One system and what it came to.
-
-    Attributes:
-        report: figures, see :func:`medha.sim.outcome.report`.
-        segments: batches on the stages, where they are kept.
-        wall_s: seconds that the simulation took on this machine; no part of the report.
-        interrupted: it was broken off.
-    """
+    """One system and what it came to."""
 
     system: System
-    report: dict[str, Any]
+    report: dict[str, Any]  # of medha.sim.outcome.report
     outcome: Outcome
-    segments: list[Segment]
-    wall_s: float
+    segments: list[Segment]  # batches on the stages, where they are kept
+    wall_s: float  # that the simulation took on this machine; no part of the report
     interrupted: bool = False
 
 
@@ -234,15 +227,8 @@ def shown(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         latency.append({**who, **{name: one[name] for name in _LATENCY}, **rest})
         busy, bubble = (fmean(stage[name] for stage in one["stages"]) for name in ("occupancy", "bubble"))
         kv_use = {f"{name} share": share for name, share in one["kv_cache_usage"].items()}
-        load.append(
-            {
-                **who,
-                **{short: one[name] for short, name in _LOAD.items()},
-                "KV use": kv_use,
-                "busy share": busy,
-                "bubble share": bubble,
-            }
-        )
+        rest = {"KV use": kv_use, "busy share": busy, "bubble share": bubble}
+        load.append({**who, **{short: one[name] for short, name in _LOAD.items()}, **rest})
         for bucket in one["ttft_by_length"]:
             figures = {name: bucket[name] for name in bucket if name.startswith("p")}
             share = {"in time share": bucket["slo_attainment"]}

@@ -89,25 +89,17 @@ def percentile(values: ArrayLike, percent: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What became of requests, a column each, in order of arrival; seconds of one clock, NaN for what did not happen.
-
-    Attributes:
-        arrival_s, first_scheduled_s, first_token_s, finish_s: when.
-        prompt_tokens, num_tokens: of the prompt, and produced.
-        is_in_time: finished, and met every objective.
-        is_refused: it was not served.
-        has_objective: some objective was set.
-    """
+    """What became of requests, in order of arrival; seconds of one clock, NaN for what did not happen."""
 
     arrival_s: Floats
     first_scheduled_s: Floats
     first_token_s: Floats
     finish_s: Floats
     prompt_tokens: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
-    is_in_time: Flags
-    is_refused: Flags
-    has_objective: Flags
+    num_tokens: NDArray[np.int64]  # produced
+    is_in_time: Flags  # finished, and met every objective
+    is_refused: Flags  # it was not served
+    has_objective: Flags  # some objective was set
 
     def __len__(self) -> int:
         return len(self.arrival_s)

@@ -110,14 +110,10 @@ def synthesize(
     duration_s: float | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Generate a trace.
+    """Generate a trace of lengths of :func:`parse_lengths`; the rest is as of :func:`arrival_times`.
 
-    Args:
-        lengths: a name or a specification of :func:`parse_lengths`.
-        arrivals: a process of ARRIVALS, or a trace whose arrivals are taken: then ``qps`` scales them, and
-            ``num_requests`` or ``duration_s``, if any, keeps the first of them.
-        qps, burstiness, num_requests, duration_s: as of :func:`arrival_times`.
-        seed: 0 or more.
+    ``arrivals`` may be a trace whose arrivals are taken: then ``qps`` scales them, and ``num_requests`` or
+    ``duration_s``, if any, keeps the first of them.
     """
     distribution = parse_lengths(lengths)
     for_arrivals, for_lengths = generators(seed)
@@ -152,18 +148,12 @@ _SHAREGPT_OUTPUT = (
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of a kind of request, or of two kinds.
-
-    Attributes:
-        prompt, output: their quantile functions; draws are independent.
-        max_total: outputs are cut so that prompt and output together have at most so many tokens.
-        long: another kind, of which ``long_share`` of the requests are, each by its own draw.
-    """
+    """Lengths of a kind of request, or of two kinds; draws of prompts and outputs are independent."""
 
     prompt: Quantile
     output: Quantile
-    max_total: int | None = None
-    long: Lengths | None = None
+    max_total: int | None = None  # outputs are cut so that prompt and output together have at most so many tokens
+    long: Lengths | None = None  # another kind, of which a share of the requests are, each by its own draw
     long_share: float = 0.0
 
     def sample(self, rng: np.random.Generator, num_requests: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

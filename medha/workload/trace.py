@@ -54,26 +54,16 @@ class Row(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """Columns of one length, read-only; types, lengths and arrivals are checked, the values of others are the
-    reader's affair. An array that can be written is copied.
+    reader's affair. An array that can be written is copied."""
 
-    Args:
-        arrival_s: float64, seconds from 0, finite, non-decreasing.
-        prompt_tokens, output_tokens: int64, 1 to MAX_TOKENS.
-        request_ids: different strings (a numpy StringDType column); by default the requests are numbered from 0.
-        prefix_hashes: object column, an ``array("q")`` a request, or None: ids of the blocks of the prompt, equal
-            where two prompts begin alike. The length of a block (512 tokens in Mooncake's) is the file's affair.
-        ttft_slo_s, tpot_slo_s: float64, seconds above 0; NaN is no objective.
-        priority: int8, index of :data:`medha.params.PRIORITIES`; None is normal for all.
-    """
-
-    arrival_s: NDArray[np.float64]
-    prompt_tokens: NDArray[np.int64]
+    arrival_s: NDArray[np.float64]  # seconds from 0, finite, non-decreasing
+    prompt_tokens: NDArray[np.int64]  # 1 to MAX_TOKENS, as outputs
     output_tokens: NDArray[np.int64]
-    request_ids: NDArray[Any] = None  # type: ignore[assignment]  # it becomes their numbers
-    prefix_hashes: NDArray[np.object_] | None = None
-    ttft_slo_s: NDArray[np.float64] | None = None
+    request_ids: NDArray[Any] = None  # type: ignore[assignment]  # different strings (StringDType); numbers from 0
+    prefix_hashes: NDArray[np.object_] | None = None  # an array("q") of ids of blocks of the prompt, or None, a request
+    ttft_slo_s: NDArray[np.float64] | None = None  # above 0; NaN is no objective
     tpot_slo_s: NDArray[np.float64] | None = None
-    priority: NDArray[np.int8] | None = None
+    priority: NDArray[np.int8] | None = None  # index of medha.params.PRIORITIES; None is normal for all
 
     def __post_init__(self) -> None:
         ids = np.arange(len(self.arrival_s)) if self.request_ids is None else self.request_ids
@@ -166,13 +156,10 @@ LONG_PROMPTS = (8_192, 32_768, 131_072)
 
 
 def trace_stats(trace: Trace) -> dict[str, Any]:
-    """The figures of a trace with at least one request.
+    """The figures of a trace with at least one request; ``qps`` is None where all arrive at once.
 
-    Returns:
-        ``first_arrival_s``, ``duration_s`` (first arrival to last); ``qps``, None where all arrive at once;
-        ``gap_cv``: coefficient of variation of the gaps between arrivals, 1 for Poisson, None for fewer than 2 gaps;
-        ``burstiness``: 1 / gap_cv**2, with which gamma arrivals have such gaps, None also for equal gaps;
-        tokens of prompts and outputs (percentiles by linear interpolation); and the share of long prompts.
+    ``gap_cv`` is the coefficient of variation of the gaps between arrivals, 1 for Poisson, and ``burstiness``
+    1 / gap_cv**2, with which gamma arrivals have such gaps; both are None for fewer than 2 gaps.
     """
     gaps = np.diff(trace.arrival_s)
     mean = float(gaps.mean()) if len(gaps) else 0.0
