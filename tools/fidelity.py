@@ -22,7 +22,8 @@ from medha.errors import ConfigError
 from medha.sched.scheduler import Scheduler
 from medha.sim.pipeline import Pipeline
 from medha.sim.simulator import Simulation
-from tools.comparison import METRICS, Times, against_aims, compared, pair, request_error
+from medha.workload.metrics import TokenTimes
+from tools.comparison import METRICS, against_aims, compared, makespan_s, pair, request_error
 from tools.kernels import fit_kernels, read_kernels
 from tools.vllm_run import MeasuredRun, read_run
 
@@ -80,7 +81,7 @@ def fidelity(
     }
 
 
-def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> Times:
+def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> TokenTimes:
     """Simulate the requests of a run."""
     stage = Predictor(coefficients, max_tokens=run.config.max_batch_tokens)
     scheduler = Scheduler(run.config, num_blocks=num_blocks, block_size=run.block_size)
@@ -92,7 +93,7 @@ def _replay(run: MeasuredRun, coefficients: Coefficients, num_blocks: int) -> Ti
             f"num_kv_tokens={num_blocks * run.block_size}; accepted: at least the {tokens} tokens of request "
             f"{run.trace.request_ids[row]}"
         )
-    return Times(run.times.arrival_s, outcome.first_token_s, outcome.finish_s, run.times.num_tokens)
+    return TokenTimes(run.times.arrival_s, outcome.first_token_s, outcome.finish_s, run.times.num_tokens)
 
 
 def _num_blocks(run: MeasuredRun, num_kv_tokens: int | None) -> int:
@@ -105,10 +106,10 @@ def _num_blocks(run: MeasuredRun, num_kv_tokens: int | None) -> int:
     return int(np.ceil((run.trace.prompt_tokens + run.trace.output_tokens) / run.block_size).sum())
 
 
-def _figures(run: MeasuredRun, simulated: Times) -> dict[str, Any]:
+def _figures(run: MeasuredRun, simulated: TokenTimes) -> dict[str, Any]:
     """Figures of the run, errors of each request, and which of both are as small as aimed at."""
-    spreads = {metric: compared(run.times, simulated, metric) for metric in METRICS}
-    makespan = pair(run.times.makespan_s, simulated.makespan_s)
+    spreads = {metric: compared(getattr(run.times, name), getattr(simulated, name)) for metric, name in METRICS.items()}
+    makespan = pair(makespan_s(run.times), makespan_s(simulated))
     each = {metric: request_error(run.times, simulated, metric) for metric in METRICS}
     errors = {
         "makespan": makespan["error"],

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from medha.cost.coefficients import Floats
 from medha.cost.hardware import AttentionRates, ElementwiseRates, GemmRates, HardwareSpec, LinkRates, load_spec
-from medha.cost.roofline import Floats, chunk_slope_s, decode_lines, elementwise_s, first_chunk_s, gemm_s
+from medha.cost.roofline import chunk_slope_s, decode_lines, elementwise_s, first_chunk_s, gemm_s
 from medha.errors import ConfigError
 from tools.tables import FitError, read_records
 

@@ -17,8 +17,8 @@ import numpy as np
 from medha.config import ModelConfig, SchedulerConfig
 from medha.errors import ConfigError
 from medha.sim.replica import find_model
+from medha.workload.metrics import TokenTimes
 from medha.workload.trace import Trace
-from tools.comparison import Times
 from tools.tables import columns_of, find_file
 
 _COLUMNS = ("input_tokens", "output_tokens", "queued_s", "first_token_s", "last_token_s")
@@ -44,7 +44,7 @@ class MeasuredRun:
     block_size: int
     num_blocks: int | None
     trace: Trace
-    times: Times
+    times: TokenTimes
 
 
 def read_run(folder: Path, *, model: str | None = None) -> MeasuredRun:
@@ -104,7 +104,7 @@ def _setting(path: Path, settings: Mapping[str, Any], name: str, default: int | 
     return value
 
 
-def _requests(path: Path) -> tuple[Trace, Times]:
+def _requests(path: Path) -> tuple[Trace, TokenTimes]:
     """Lengths and times, in the order in which requests were queued; the first at 0."""
     records, columns = columns_of(path, _COLUMNS)
     if not np.isfinite(columns).all():
@@ -114,4 +114,4 @@ def _requests(path: Path) -> tuple[Trace, Times]:
     arrival_s, first_s, last_s = (column - times_s[0][0] for column in times_s)
     ids = np.array([records[row].get("request_id") or str(row) for row in order.tolist()])
     trace = Trace(arrival_s, prompts.astype(np.int64), outputs.astype(np.int64), ids)
-    return trace, Times(arrival_s, first_s, last_s, outputs)
+    return trace, TokenTimes(arrival_s, first_s, last_s, trace.output_tokens)

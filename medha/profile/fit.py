@@ -12,9 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention
-
-Floats = NDArray[np.float64]
+from medha.cost.coefficients import ChunkAttention, Curve, DecodeAttention, Floats
 
 SHORT_KV = (64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)  # where short decodes may part from long ones
 _GAIN = 0.8  # two lines must reduce the error to this share of one line's

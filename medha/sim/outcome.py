@@ -142,11 +142,11 @@ class Outcome:
             in_time &= np.isnan(trace.tpot_slo_s[rows]) | (tpot_s <= trace.tpot_slo_s[rows])
         return Times(
             arrival_s,
-            requests.first_scheduled_s[rows],
             first_token_s,
             finish_s,
-            trace.prompt_tokens[rows],
             num_tokens,
+            trace.prompt_tokens[rows],
+            requests.first_scheduled_s[rows],
             in_time,
             requests.is_refused[rows],
             np.ones(len(arrival_s), np.bool_),  # the scheduler derives a deadline where none is given

@@ -102,10 +102,8 @@ def systems_of(given: Mapping[str, Any]) -> list[System]:
     for system in systems:
         try:
             system.replica.build()
-        except ConfigError:
-            raise
-        except ValueError as error:  # what the pool does not hold
-            raise ConfigError(f"{system.name}: {error}") from error
+        except ValueError as error:  # also what the pool does not hold
+            raise ConfigError(str(error)) from error
     return systems
 
 

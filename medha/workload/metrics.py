@@ -88,18 +88,13 @@ def percentile(values: ArrayLike, percent: float) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """What became of requests, in order of arrival; seconds of one clock, NaN for what did not happen."""
+class TokenTimes:
+    """When requests got their tokens, in order of arrival; seconds of one clock, NaN for what did not happen."""
 
     arrival_s: Floats
-    first_scheduled_s: Floats
     first_token_s: Floats
     finish_s: Floats
-    prompt_tokens: NDArray[np.int64]
     num_tokens: NDArray[np.int64]  # produced
-    is_in_time: Flags  # finished, and met every objective
-    is_refused: Flags  # it was not served
-    has_objective: Flags  # some objective was set
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -119,6 +114,17 @@ class Times:
     def e2el_s(self) -> Floats:
         """From arrival to the last token."""
         return self.finish_s - self.arrival_s
+
+
+@dataclass(frozen=True, slots=True)
+class Times(TokenTimes):
+    """The same with what else became of them."""
+
+    prompt_tokens: NDArray[np.int64]
+    first_scheduled_s: Floats
+    is_in_time: Flags  # finished, and met every objective
+    is_refused: Flags  # it was not served
+    has_objective: Flags  # some objective was set
 
     @property
     def has_finished(self) -> Flags:
@@ -188,11 +194,11 @@ class Served:
         arrival_s = times(one.start_s for one in rows)
         return Times(
             arrival_s,
-            arrival_s + times(one.queue_s for one in rows),
             arrival_s + times(one.ttft_s for one in rows),
             times(one.end_s if one.is_completed else None for one in rows),
-            np.array([one.input_len for one in rows], np.int64),
             np.array([one.output_len for one in rows], np.int64),
+            np.array([one.input_len for one in rows], np.int64),
+            arrival_s + times(one.queue_s for one in rows),
             np.array([meets(one, goodput) for one in rows], np.bool_),
             np.array([not one.is_completed for one in rows], np.bool_),
             np.array([any(limit is not None for _, limit in _aims(one, goodput)) for one in rows], np.bool_),

@@ -23,12 +23,15 @@ MAX_TOKENS = 100_000_000
 
 NORMAL = PRIORITIES.index("normal")
 _BLOCK = 65_536
-_DTYPES = (np.float64, np.int64, np.int64, np.dtypes.StringDType(), np.object_, np.float64, np.float64, np.int8)
+DTYPES: tuple[Any, ...] = (
+    *(np.float64, np.int64, np.int64, np.dtypes.StringDType()),
+    *(np.object_, np.float64, np.float64, np.int8),
+)
 COLUMNS = (
     *("arrival_s", "prompt_tokens", "output_tokens", "request_ids"),
     *("prefix_hashes", "ttft_slo_s", "tpot_slo_s", "priority"),
 )
-"""Of a trace, in the order of the fields of a :class:`Row`."""
+"""Of a trace, with these types, in the order of the fields of a :class:`Row`."""
 
 
 class TraceFormatError(ConfigError):
@@ -68,25 +71,23 @@ class Trace:
     def __post_init__(self) -> None:
         ids = np.arange(len(self.arrival_s)) if self.request_ids is None else self.request_ids
         object.__setattr__(self, "request_ids", np.asarray(ids).astype(np.dtypes.StringDType(), copy=False))
-        for name, dtype in zip(COLUMNS, _DTYPES, strict=True):
-            if getattr(self, name) is not None:
-                self._set(name, dtype)
+        for name, dtype in zip(COLUMNS, DTYPES, strict=True):
+            if getattr(self, name) is None:
+                continue
+            given = np.asarray(getattr(self, name))
+            try:
+                column = given.astype(dtype, casting="same_kind", copy=bool(given.flags.writeable))
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"{name}: {error}; accepted: an array of {np.dtype(dtype)}") from error
+            if column.ndim != 1 or (name != "arrival_s" and len(column) != len(self)):
+                raise ConfigError(f"{name} has shape {column.shape}; accepted: one dimension, as long as arrival_s")
+            column.flags.writeable = False
+            object.__setattr__(self, name, column)
         late = np.diff(self.arrival_s, prepend=0.0)
         if not (late >= 0).all() or not np.isfinite(self.arrival_s).all():
             row = int(np.argmin((late >= 0) & np.isfinite(self.arrival_s)))
             accepted = "finite seconds from 0, no less than the one before"
             raise ConfigError(f"arrival_s[{row}]={self.arrival_s[row].item()!r}; accepted: {accepted}")
-
-    def _set(self, name: str, dtype: Any) -> None:
-        try:
-            given = np.asarray(getattr(self, name))
-            column = given.astype(dtype, casting="same_kind", copy=bool(given.flags.writeable))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{name}: {error}; accepted: an array of {np.dtype(dtype)}") from error
-        if column.ndim != 1 or (name != "arrival_s" and len(column) != len(self)):
-            raise ConfigError(f"{name} has shape {column.shape}; accepted: one dimension, as long as arrival_s")
-        column.flags.writeable = False
-        object.__setattr__(self, name, column)
 
     def __len__(self) -> int:
         return len(self.arrival_s)

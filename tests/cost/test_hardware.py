@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.config import ModelConfig, ParallelConfig
-from medha.cost.coefficients import Coefficients
+from medha.cost.coefficients import Coefficients, Floats
 from medha.cost.hardware import SPECS, HardwareSpec, load_spec
 from medha.cost.predictor import Predictor, Work
-from medha.cost.roofline import Floats, Shard, chunk_slope_s, first_chunk_s, gemm_s, linear_layer_s, stage_coefficients
+from medha.cost.roofline import Shard, chunk_slope_s, first_chunk_s, gemm_s, linear_layer_s, stage_coefficients
 from medha.errors import ConfigError
 from medha.sim.replica import KNOWN_MODELS, activation_bytes, kv_bytes_per_token, kv_pool_tokens, weights_bytes
 from medha.worker.shard import ModelShard

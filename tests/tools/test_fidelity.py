@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigError
 from tests.bench.shapes import TINY
 from tests.tools import write
-from tools.comparison import Times
 from tools.fidelity import app, fidelity
 from tools.kernels import fit_kernels, read_kernels
 from tools.live_fidelity import LiveOptions, figures_of, live_fidelity, make_mix, simulate, spread
@@ -248,14 +248,14 @@ def test_a_simulation_of_known_costs_and_its_comparison() -> None:
     mix, is_long = make_mix(TOY)
     trace = spread(mix, 10.0, seed=0)
     found = simulate(config, coefficients, trace)
-    measured = Times(found.arrival_s, found.first_token_s, 2 * found.finish_s - found.first_token_s, found.num_tokens)
+    measured = replace(found, finish_s=2 * found.finish_s - found.first_token_s)
     figures = figures_of(measured, found, is_long)
     assert list(figures) == [f"{metric}, {whose}" for whose in ("all", "long", "short") for metric in ("TTFT", "TPOT")]
     assert figures["TTFT, long"]["P90"]["error"] == 0
     assert figures["TPOT, all"]["median"]["simulated_s"] == pytest.approx(0.01, rel=0.3)
     assert figures["TPOT, short"]["median"]["error"] == pytest.approx(-0.5)
     twice = simulate(config, coefficients, trace[:1], dict.fromkeys(("prefill", "decode", "mixed"), (2.0, 10)))
-    assert twice.e2e_s == pytest.approx(2 * simulate(config, coefficients, trace[:1]).e2e_s)
+    assert twice.e2el_s == pytest.approx(2 * simulate(config, coefficients, trace[:1]).e2el_s)
 
 
 def test_a_toy_run_on_the_engine() -> None:
