@@ -20,8 +20,7 @@ from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
 from medha.worker.step import BatchRunner
 
-FIRST_SLOT = 1 << 20
-"""Slots from here on are for hand-made batches, out of the way of an engine's."""
+FIRST_SLOT = 1 << 20  # slots from here on are for hand-made batches, out of the way of an engine's
 
 
 Step = tuple[Row, ...]

@@ -25,8 +25,7 @@ from medha.sim.replica import Replica, spec_fields
 from medha.sim.simulator import Simulation
 from medha.workload.trace import Trace
 
-Rate = Callable[[float], Trace]
-"""(requests a second) -> the requests of a workload at that rate."""
+Rate = Callable[[float], Trace]  # (requests a second) -> the requests of a workload at that rate
 
 ATTAINMENT = 0.9  # share of requests that meet their objectives at the capacity
 NO_OBJECTIVE_S = 1e9  # in place of an objective

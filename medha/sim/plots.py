@@ -57,8 +57,7 @@ def draw(runs: Sequence[Run], folder: Path, long_threshold: int) -> Path:
     return path
 
 
-MAX_SEGMENTS = 200_000
-"""Batches on a stage that a trace holds; those that come later are left out, with a warning."""
+MAX_SEGMENTS = 200_000  # batches on a stage that a trace holds; those that come later are left out, with a warning
 
 
 def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> None:

@@ -17,8 +17,7 @@ from medha.models.hf_config import load_model_config
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.sim.pipeline import Pipeline, Segment
 
-DTYPE_BYTES = 2
-"""Of a weight, and of a key or value element."""
+DTYPE_BYTES = 2  # of a weight, and of a key or value element
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +178,7 @@ KNOWN_MODELS = {
 }
 
 
-_AROUND = re.compile(r"^(meta-llama|qwen)/(meta-)?|-instruct")
-"""What ids on the hub have around or in these names."""
+_AROUND = re.compile(r"^(meta-llama|qwen)/(meta-)?|-instruct")  # what ids on the hub have around or in these names
 
 
 def find_model(name_or_path: str | Path) -> ModelConfig:

@@ -26,8 +26,7 @@ from medha.workload.metrics import Floats
 from medha.workload.synth import retimed, synthesize
 from medha.workload.trace import Trace
 
-NUM_REQUESTS = 200
-"""Of a workload where neither a number nor a duration is given."""
+NUM_REQUESTS = 200  # of a workload where neither a number nor a duration is given
 LIVE_ONLY = ("scheduler", "policy", "admission", "async_scheduling")
 """Fields of a scheduler's configuration that a simulation does not take from its options as they are."""
 

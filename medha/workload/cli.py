@@ -49,8 +49,7 @@ _In = Annotated[Path, typer.Argument(metavar="IN", help="Plain or gzip.")]
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; gzip if it ends in .gz.")]
 
 _From = Annotated[str | None, typer.Option("--from", help=f"{FORMATS}; by default seen from the content.")]
-_SHOWN = 20
-"""Faults that are printed."""
+_SHOWN = 20  # faults that are printed
 _Skip = Annotated[bool, typer.Option("--skip-invalid", help="Leave wrong requests out and count them.")]
 
 

@@ -41,8 +41,7 @@ from medha.workload.trace import MAX_TOKENS, Row
 MAX_SECONDS = 1e10
 """A later arrival is taken for a mistake of unit: seconds since 1970 are below it, milliseconds above."""
 
-CHARS_PER_TOKEN = 4.0
-"""An estimate for English text and vocabularies of 32K to 128K tokens."""
+CHARS_PER_TOKEN = 4.0  # an estimate for English text and vocabularies of 32K to 128K tokens
 
 _START = datetime(1970, 1, 1, tzinfo=UTC)
 _COUNT = re.compile(r"([0-9]{1,18})(?:\.0*)?")
@@ -210,8 +209,7 @@ _ALL = (
     Format("sharegpt", ("conversations",), _sharegpt),
     Format("medha", ("num_prompt_tokens",), _medha),
 )
-FORMATS = {one.name: one for one in _ALL}
-"""The formats by name."""
+FORMATS = {one.name: one for one in _ALL}  # the formats by name
 
 
 def recognised(head: str) -> Format | None:

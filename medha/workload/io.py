@@ -25,8 +25,7 @@ from medha.workload.trace import COLUMNS, DTYPES, NORMAL, Row, Trace, TraceForma
 
 logger = logging.getLogger("medha")
 
-MAX_LINE_BYTES = 1 << 27
-"""A longer line is taken for a damaged file; a 10M-token prompt as ids is 70 MB."""
+MAX_LINE_BYTES = 1 << 27  # A longer line is taken for a damaged file; a 10M-token prompt as ids is 70 MB
 _HEAD_BYTES = 1 << 16
 
 OnFault = Callable[[TraceFormatError], None]

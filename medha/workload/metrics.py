@@ -21,11 +21,9 @@ from medha.params import SLO
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-Counted = tuple[Floats, NDArray[np.int64]]
-"""Times, and a number of requests from each of them on."""
+Counted = tuple[Floats, NDArray[np.int64]]  # times, and a number of requests from each of them on
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
-"""vLLM's names of what percentiles are taken of."""
+METRICS = ("ttft", "tpot", "itl", "e2el")  # vLLM's names of what percentiles are taken of
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 BUCKET_ENDS = tuple(4**power for power in range(4, 11))

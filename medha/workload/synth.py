@@ -127,8 +127,7 @@ def synthesize(
     return Trace(times, *distribution.sample(for_lengths, len(times)))
 
 
-Quantile = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""From levels in [0, 1) to lengths."""
+Quantile = Callable[[NDArray[np.float64]], NDArray[np.float64]]  # from levels in [0, 1) to lengths
 
 LONG_SHARE = 0.05
 

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from medha.errors import ConfigError
 from medha.params import PRIORITIES
 
-MAX_TOKENS = 100_000_000
-"""A longer prompt or output is taken for a mistake."""
+MAX_TOKENS = 100_000_000  # A longer prompt or output is taken for a mistake
 
 NORMAL = PRIORITIES.index("normal")
 _BLOCK = 65_536
@@ -152,8 +151,7 @@ def _given(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else value
 
 
-LONG_PROMPTS = (8_192, 32_768, 131_072)
-"""Prompt lengths of which the share at or above is stated, in tokens."""
+LONG_PROMPTS = (8_192, 32_768, 131_072)  # prompt lengths of which the share at or above is stated, in tokens
 
 
 def trace_stats(trace: Trace) -> dict[str, Any]:
