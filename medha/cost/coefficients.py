@@ -5,9 +5,9 @@ The form follows from public kernel measurements. Attention of a chunk of c quer
 of queries (on an A100, 672 and 704 tokens cost the same, and so do 544 and 576). This form stays right beyond the KV it
 was fitted on; random forests (Vidur) and quadratics in the chunk (Tetris, SGLang) do not.
 
-Coefficients come from a hardware spec (:mod:`medha.cost.roofline`), or from a profile that was measured and fitted
-(:mod:`medha.profile.fit`). Every time is in seconds for all layers of the stage. Look-ups are in plain Python lists:
-the packer asks for one number at a time, where numpy costs more than the arithmetic.
+Coefficients come from a hardware spec (:mod:`medha.cost.roofline`) or a measured profile (:mod:`medha.profile.fit`).
+Times are seconds for all layers of the stage. Look-ups are in plain Python lists: the packer asks for one number at a
+time, where numpy costs more than the arithmetic.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """What a request looks like in each trace format, and the unit traps of each. All are read, ours alone is written.
 
 ``mooncake``
-    JSON lines ``{"timestamp", "input_length", "output_length", "hash_ids"}`` (kvcache-ai/Mooncake, FAST'25 release).
-    The timestamp is in **milliseconds**. ``hash_ids`` name blocks of 512 prompt tokens (other publishers of the format
-    use other sizes), and may be missing.
+    JSON lines ``{"timestamp", "input_length", "output_length", "hash_ids"}`` (kvcache-ai/Mooncake, FAST'25 release), in
+    **milliseconds**. ``hash_ids`` name blocks of 512 prompt tokens (others use other sizes), and may be missing.
 ``azure``
     CSV ``TIMESTAMP,ContextTokens,GeneratedTokens`` (Azure/AzurePublicDataset, 2023 and 2024). ISO date and time, read
     to the microsecond; without a time zone UTC is taken. Times count from the earliest request.
 ``burstgpt``
-    CSV ``Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`` (HPMLL/BurstGPT); later releases add
-    ``Session ID`` and ``Elapsed time``. Seconds from midnight of the first day, not from the first request. A row with
-    0 response tokens failed, and is dropped and counted.
+    CSV ``Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`` and more (HPMLL/BurstGPT). Seconds from
+    midnight of the first day. A row with 0 response tokens failed, and is dropped and counted.
 ``vidur``
     CSV ``arrived_at,num_prefill_tokens,num_decode_tokens`` (microsoft/vidur, sarathi-serve). Seconds; files of lengths
     alone lack ``arrived_at``.
@@ -18,8 +16,8 @@
     JSON ``[{"conversations": [{"value"}, ...]}]``, text: prompt and output are the first two turns, as in vLLM. Shorter
     conversations and empty turns are dropped and counted. Tokens are estimated from characters. No arrival times.
 ``medha``
-    JSON lines, as far as lengths go those of ``medha generate --requests``: ``id``, ``arrival_s`` (seconds; missing is
-    0), ``num_prompt_tokens`` or ``prompt_token_ids``, ``num_output_tokens`` or ``max_tokens``, ``slo`` {``ttft_s``,
+    JSON lines, as far as lengths go those of ``medha generate --requests``: ``id``, ``arrival_s`` (missing is 0),
+    ``num_prompt_tokens`` or ``prompt_token_ids``, ``num_output_tokens`` or ``max_tokens``, ``slo`` {``ttft_s``,
     ``tpot_s``}, ``priority``, and ``hash_ids`` as Mooncake's. Other fields are ignored.
 """
 

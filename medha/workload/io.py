@@ -21,7 +21,7 @@ import numpy as np
 
 from medha.errors import ConfigError
 from medha.workload.formats import CHARS_PER_TOKEN, FORMATS, Fields, Format, RowError, medha_line, recognised
-from medha.workload.trace import COLUMNS, DTYPES, NORMAL, Row, Trace, TraceFormatError
+from medha.workload.trace import COLUMNS, NORMAL, Row, Trace, TraceFormatError
 
 logger = logging.getLogger("medha")
 
@@ -84,9 +84,11 @@ def read_trace(path: Path | str, format: str | None = None, *, on_fault: OnFault
 
 def _trace(path: Path, kind: Format, columns: list[Any]) -> tuple[Trace, bool]:
     """The requests in order of arrival, and whether the file has arrival times."""
+    # a string type of its own, as arrays that share one can share their memory
+    dtypes: tuple[Any, ...] = (float, np.int64, np.int64, np.dtypes.StringDType(), object, float, float, np.int8)
     found = {
         name: np.frombuffer(column, dtype) if isinstance(column, array) else np.fromiter(column, dtype, len(column))
-        for name, column, dtype in zip(COLUMNS, columns, DTYPES, strict=False)
+        for name, column, dtype in zip(COLUMNS, columns, dtypes, strict=False)
         if not isinstance(column, list) or any(value is not None for value in column)
     }
     times, priority = found["arrival_s"], found.get("priority", np.array(-1))

@@ -22,15 +22,15 @@ MAX_TOKENS = 100_000_000  # A longer prompt or output is taken for a mistake
 
 NORMAL = PRIORITIES.index("normal")
 _BLOCK = 65_536
-DTYPES: tuple[Any, ...] = (
-    *(np.float64, np.int64, np.int64, np.dtypes.StringDType()),
-    *(np.object_, np.float64, np.float64, np.int8),
+_DTYPES: tuple[Any, ...] = (
+    *(np.float64, np.int64, np.int64, np.dtypes.StringDType(), np.object_),
+    *(np.float64, np.float64, np.int8),
 )
 COLUMNS = (
     *("arrival_s", "prompt_tokens", "output_tokens", "request_ids"),
     *("prefix_hashes", "ttft_slo_s", "tpot_slo_s", "priority"),
 )
-"""Of a trace, with these types, in the order of the fields of a :class:`Row`."""
+"""Of a trace, in the order of the fields of a :class:`Row`."""
 
 
 class TraceFormatError(ConfigError):
@@ -70,7 +70,7 @@ class Trace:
     def __post_init__(self) -> None:
         ids = np.arange(len(self.arrival_s)) if self.request_ids is None else self.request_ids
         object.__setattr__(self, "request_ids", np.asarray(ids).astype(np.dtypes.StringDType(), copy=False))
-        for name, dtype in zip(COLUMNS, DTYPES, strict=True):
+        for name, dtype in zip(COLUMNS, _DTYPES, strict=True):
             if getattr(self, name) is None:
                 continue
             given = np.asarray(getattr(self, name))
