@@ -13,7 +13,7 @@ import random
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -108,7 +108,7 @@ def kv_range(kv: int) -> str:
     return f"{KV_RANGES[-1] // 1024}K-"
 
 
-def accuracy(options: AccuracyOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def accuracy(options: AccuracyOptions) -> Report:
     """Predicted against real step times of the engine, beside the machine's own repeatability; one process.
 
     Without --profile, what steps cost is measured first.
@@ -122,19 +122,16 @@ def accuracy(options: AccuracyOptions, *, on_run: Callable[[], None] = lambda: N
             assert found is not None, "one process measures"
             engine["profile"] = str(Path(folder) / "profile.json")
             Path(engine["profile"]).write_text(found.to_json())
-        on_run()
-        report = on_ranks(
-            subject, lambda local: _measure(local, options, on_run), longest=longest, fills=True, **engine
-        )
+        report = on_ranks(subject, lambda local: _measure(local, options), longest=longest, fills=True, **engine)
     assert report is not None, "one process has the engine"
     return report
 
 
-def _measure(local: Local, options: AccuracyOptions, on_run: Callable[[], None]) -> Report:
+def _measure(local: Local, options: AccuracyOptions) -> Report:
     predictor = local.engine.scheduler.predictor
     if local.config.parallel.world_size > 1 or predictor is None or local.config.scheduler.scheduler != "medha":
         raise ConfigError("accuracy is of the medha scheduler's predictions on one rank; accepted: no other")
-    ran, repeated = _run(local, options, on_run)
+    ran, repeated = _run(local, options)
     return local.report("accuracy", asdict(options)) | {
         "tolerance": TOLERANCE,
         "lines": lines_of(ran, repeated),
@@ -143,9 +140,7 @@ def _measure(local: Local, options: AccuracyOptions, on_run: Callable[[], None])
     }
 
 
-def _run(
-    local: Local, options: AccuracyOptions, on_run: Callable[[], None]
-) -> tuple[list[Ran], list[tuple[Step, Kind, float]]]:
+def _run(local: Local, options: AccuracyOptions) -> tuple[list[Ran], list[tuple[Step, Kind, float]]]:
     """All rounds; the steps of the counted ones, and the runs of identical steps."""
     hand, ran = local.hand, list[Ran]()
     repeated: list[tuple[Step, Kind, float]] = []
@@ -163,7 +158,6 @@ def _run(
         if number == 0:
             turns = cycle(_shapes(ran, options.shapes, seed=options.seed))
             ran.clear()
-        on_run()
     return ran, repeated
 
 

@@ -2,8 +2,7 @@
 
 A verb's module has a frozen dataclass of options, whose fields are the options of the command, a function that
 measures, one that says what to print of its report, and at its end :func:`verb`. The function that measures gets the
-options and ``on_run``, which it calls after each of ``options.num_runs`` parts; it returns the report on rank 0, None
-on the others, and its docstring is the help.
+options and returns the report on rank 0, None on the others; its docstring is the help.
 """
 
 from __future__ import annotations
@@ -150,10 +149,10 @@ def _run(path: Any, options: Any, measure: Callable[..., Report | None], shown: 
 
     check_writable(path)
     if not is_first_rank():
-        measure(options, on_run=lambda: None)
+        measure(options)
         return 0
-    with progress("measuring", getattr(options, "num_runs", None)) as advance:
-        report = measure(options, on_run=advance)
+    with progress("measuring", None):
+        report = measure(options)
     assert report is not None, "rank 0 has the report"
     write_report(path, report)
     if path != STDOUT:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -87,7 +87,7 @@ class _Case(NamedTuple):
         return (seconds - float(first["seconds"])) / (self.num_outputs[0] - 1)
 
 
-def compare(options: CompareOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def compare(options: CompareOptions) -> Report:
     """The same weights and prompts through medha and through another engine at its best; ratios of medians.
 
     A ratio above 1 means that medha is faster. Exit code 3: tokens differ that rounding cannot be blamed for.
@@ -102,7 +102,7 @@ def compare(options: CompareOptions, *, on_run: Callable[[], None] = lambda: Non
     with options.subject.checkpoint(longest, dtype=options.dtype, seed=options.seed) as folder, ExitStack() as stack:
         settings |= {"model": folder, "max_model_len": longest}
         workers = {name: stack.enter_context(start_peer(name, at, settings)) for name, at in pythons.items()}
-        results = [line for one in cases for line in _results(one, workers, options, on_run)]
+        results = [line for one in cases for line in _results(one, workers, options)]
     engines = {name: {key: one.ready[key] for key in ("versions", "options")} for name, one in workers.items()}
     num_wrong = sum(one["num_requests"] - one["num_equal"] for one in results if one["is_exact"])
     found = {"engines": engines, "results": results, "num_wrong": num_wrong}
@@ -130,9 +130,7 @@ def _cases(options: CompareOptions, vocab_size: int) -> list[_Case]:
     return cases
 
 
-def _results(
-    case: _Case, workers: Mapping[str, Worker], options: CompareOptions, on_run: Callable[[], None]
-) -> list[Report]:
+def _results(case: _Case, workers: Mapping[str, Worker], options: CompareOptions) -> list[Report]:
     """A line for each way in which the peer runs a case; one run of medha's stands against all of them."""
     peer, is_even = workers[options.peer], len(set(case.lengths)) == 1
     ways = peer.ready["ways"][:1] if is_even else peer.ready["ways"]
@@ -141,7 +139,7 @@ def _results(
     tokens: dict[str, Prompts] = {}
     for one, runs in ((few, options.warmup), (case, options.runs)):
         contestants = {way: partial(one.run, worker, way, tokens) for way, worker in of_way.items()}
-        seconds = in_turn(contestants, warmup=0, runs=runs, on_run=on_run)
+        seconds = in_turn(contestants, warmup=0, runs=runs)
     medha = timing_of(seconds.pop("medha"))
     return [
         {

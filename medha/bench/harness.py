@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from medha.batch import Batch
 from medha.bench.cli import Report
 from medha.cli.command import end_process, ignore_signals, run_guarded, state_on_signal
 from medha.cli.report import DEFINITIONS, stamp
@@ -39,7 +38,6 @@ from medha.parallel.launch import own_ranks, read_launch
 from medha.profile.steps import StepRunner, fill_pools
 from medha.sched.scheduler import Scheduler
 from medha.worker.shard import TORCH_DTYPES
-from medha.worker.step import BatchRunner, PendingStep
 
 RANDOM_LLAMA = Path(__file__).with_name("random_llama")
 """Its folder; there is no more in it than a ``config.json``."""
@@ -157,28 +155,16 @@ class Local:
     def engine_with(self, **scheduler: Any) -> Engine:
         """Another engine over the same weights and KV pool, with other fields of :class:`SchedulerConfig`.
 
-        It begins with what the first one's predictor has learned. Only one of the engines may have requests at a time,
-        and :meth:`take_over` is called before it gets them.
+        It begins with what the first one's predictor has learned. Only one of the engines may have requests at a time.
         """
         known = self.engine.scheduler
         assert known.predictor is not None, "an engine that was built predicts"
-        config, memory = replace(known.config, **scheduler), known.memory
+        config = replace(known.config, **scheduler)
         predictor = Predictor(known.predictor.coefficients, max_tokens=config.max_batch_tokens)
         predictor.correction.restore(known.predictor.correction.learned)
-        other = Scheduler(
-            config,
-            num_blocks=memory.num_blocks,
-            block_size=memory.block_size,
-            num_groups=memory.num_groups,
-            predictor=predictor,
-            max_prompt_tokens=known.max_prompt_tokens,
-        )
+        other = Scheduler(config, predictor=predictor, **known.sizes)
+        other.memory.frees = known.memory.frees  # what one has left in the block tables goes with the next batch of any
         return Engine(self.engine.runner, other, self.role.limits, tokenizer=self.role.tokenizer)
-
-    def take_over(self, engine: Engine) -> None:
-        """Have every rank forget what other engines left in its block tables: their last frees never came."""
-        assert not engine.has_unfinished, "it is about to begin"
-        cast(_SharedRunner, self.engine.runner).forget()
 
     def report(self, benchmark: str, options: Mapping[str, Any]) -> Report:
         """What every report begins with."""
@@ -188,32 +174,6 @@ class Local:
             "num_ranks": self.config.parallel.world_size,
             "engine": plain({name: value for name, value in asdict(self.config).items() if name != "model"}),
         }
-
-
-class _SharedRunner:
-    """A runner that several engines have in turn."""
-
-    def __init__(self, runner: BatchRunner) -> None:
-        self._runner = runner
-        self._slots: set[int] = set()
-        self._frees: tuple[int, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def forget(self) -> None:
-        """With the next batch every slot is freed that was ever used."""
-        self._frees = tuple(sorted(self._slots))
-
-    def open(self, slot: int, *args: Any, **options: Any) -> None:
-        self._slots.add(slot)
-        self._runner.open(slot, *args, **options)
-
-    def submit(self, batch: Batch) -> PendingStep:
-        if self._frees:
-            batch = replace(batch, frees=tuple({*self._frees, *batch.frees}))
-            self._frees = ()
-        return self._runner.submit(batch)
 
 
 def on_ranks(
@@ -256,7 +216,6 @@ def on_ranks(
             with state_on_signal(role.describe):
                 role.close()
             return None
-        role.engine.runner = cast(BatchRunner, _SharedRunner(role.engine.runner))
         try:
             report = work(Local(subject, config, role, subject.model_config(longest=longest), load_before))
         except BaseException as error:

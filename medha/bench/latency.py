@@ -53,23 +53,18 @@ class LatencyOptions:
         if len(set(self.input_lens)) < len(self.input_lens):
             raise ConfigError(f"input_len={','.join(map(str, self.input_lens))}; accepted: different lengths")
 
-    @property
-    def num_runs(self) -> int:
-        """Runs of all lines, warm-up included."""
-        return (2 * len(self.input_lens) + 1 if self.whole else len(self.input_lens)) * (self.warmup + self.runs)
 
-
-def latency(options: LatencyOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
+def latency(options: LatencyOptions) -> Report | None:
     """One request at a time, over prompt lengths: time to the first token, between tokens, end to end.
 
     TTFT: arrival to first token, queueing included. TPOT: (last - first token) / (tokens - 1). Under torchrun, or with
     --tp, --spp or --kvp alone, the engine runs on several ranks.
     """
     longest = max(options.input_lens) + options.output_len
-    return on_ranks(options.subject, lambda local: _measure(local, options, on_run), longest=longest)
+    return on_ranks(options.subject, lambda local: _measure(local, options), longest=longest)
 
 
-def _measure(local: Local, options: LatencyOptions, on_run: Callable[[], None]) -> Report:
+def _measure(local: Local, options: LatencyOptions) -> Report:
     engines = {CHUNKED: local.engine}
     if options.whole:
         one_chunk = {"chunk_size": max(options.input_lens), "max_batch_tokens": max(options.input_lens)}
@@ -86,8 +81,8 @@ def _measure(local: Local, options: LatencyOptions, on_run: Callable[[], None]) 
         )
         for way, engine in engines.items():
             outcomes[length, way] = []
-            contestants[f"{length} {way}"] = _request(local, engine, arrival, outcomes[length, way])
-    seconds = in_turn(contestants, warmup=options.warmup, runs=options.runs, on_run=on_run)
+            contestants[f"{length} {way}"] = _request(engine, arrival, outcomes[length, way])
+    seconds = in_turn(contestants, warmup=options.warmup, runs=options.runs)
     lines: list[Report] = [
         {"input_len": length, "way": way} | latency_fields(found[options.warmup :])
         for (length, way), found in outcomes.items()
@@ -104,11 +99,10 @@ def _measure(local: Local, options: LatencyOptions, on_run: Callable[[], None]) 
     return report | (lines[0] if len(lines) == 1 else {})
 
 
-def _request(local: Local, engine: Engine, arrival: Arrival, found: list[Outcome]) -> Callable[[], float]:
+def _request(engine: Engine, arrival: Arrival, found: list[Outcome]) -> Callable[[], float]:
     """Serves the request alone and notes what became of it; returns its seconds."""
 
     def run() -> float:
-        local.take_over(engine)
         (outcome,) = serve_load(engine, [arrival]).outcomes
         if not outcome.is_completed:
             raise ConfigError(f"a request of {outcome.input_len} tokens has failed: {outcome.error}")

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product as pairs
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,6 +68,7 @@ from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
 
 _BLOCK_SIZE = 256
 _YARDSTICK = "yardstick"
+_FIGURES = ("median_ms", "p99_ms", "max_ms")
 _MAX_NEW_TOKENS = 1 << 16  # more than anybody decodes before it ends
 _LONG_TOKENS = 100_000
 _LONG_SHARE = 0.01
@@ -93,31 +95,29 @@ class AttentionOptions:
             raise ConfigError(f"kv_lens={self.kv_lens} with chunks={self.chunks}; accepted: none below every chunk")
 
 
-def attention(options: AttentionOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def attention(options: AttentionOptions) -> Report:
     """Attention of one layer, chunks over KV lengths: its rate, against the matrix products of this machine."""
     load, device, dtype = os.getloadavg()[0], _device(options.subject), TORCH_DTYPES[options.dtype]
     model = options.subject.model_config(longest=max(options.kv_lens))
     backend, attend = _attention(options, model, dtype, device)
     product = matrix_product(dtype, device)
+    runs: dict[Any, Callable[[], float]] = {_YARDSTICK: product.seconds}
+    for kv_len, chunk in pairs(sorted(set(options.kv_lens)), sorted(set(options.chunks))):
+        if chunk <= kv_len:
+            runs[kv_len, chunk] = partial(timed, attend(chunk, kv_len))
+    seconds = in_turn(runs, warmup=options.warmup, runs=options.runs)
+    rate = product.rate(seconds.pop(_YARDSTICK))
     results: list[Report] = []
-    rates: list[Report] = []
-    for kv_len in sorted(set(options.kv_lens)):
-        chunks = [chunk for chunk in sorted(set(options.chunks)) if chunk <= kv_len]
-        runs = {_YARDSTICK: product.seconds}
-        runs |= {str(chunk): partial(timed, attend(chunk, kv_len)) for chunk in chunks}
-        seconds = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
-        rate = product.rate(seconds.pop(_YARDSTICK))
-        rates.append({"kv_len": kv_len, **rate})
-        lines: list[Report] = []
-        for chunk, timing in zip(chunks, map(timing_of, seconds.values()), strict=True):
-            flops = attention_flops(model, chunk, kv_len)
-            per_s = flops / timing["median_s"]
-            cell = {"kv_len": kv_len, "chunk": chunk, "timing": timing, "flops": flops, "flops_per_s": per_s}
-            lines.append(cell | {"share": per_s / rate["per_s"]})
-        results += [one | {"overhead": lines[-1]["flops_per_s"] / one["flops_per_s"] - 1} for one in lines]
+    for (kv_len, chunk), found in seconds.items():
+        timing, flops = timing_of(found), attention_flops(model, chunk, kv_len)
+        per_s = flops / timing["median_s"]
+        cell = {"kv_len": kv_len, "chunk": chunk, "timing": timing, "flops": flops, "flops_per_s": per_s}
+        results.append(cell | {"share": per_s / rate["per_s"]})
+    largest = {one["kv_len"]: one["flops_per_s"] for one in results}
+    results = [one | {"overhead": largest[one["kv_len"]] / one["flops_per_s"] - 1} for one in results]
     head = options.subject.head("micro attention", asdict(options), load, model)
     head |= {"dtype": options.dtype, "device": str(device), "backend": backend}
-    return head | {"results": results, "matrix_rates": rates}
+    return head | {"results": results, "matrix_product": rate}
 
 
 def attention_flops(model: ModelConfig, chunk: int, kv_len: int) -> float:
@@ -139,9 +139,7 @@ def _attention(
         dtype=dtype, device=device,
     )  # fmt: skip
     fill_pools(cache, max(options.kv_lens), seed=0)
-    wanted = options.subject.engine.get("attention_backend") or "auto"
-    layer = LayerShape(model.num_heads, *shape, dtype)
-    backend = choose_backend(wanted, layer, device, block_size=_BLOCK_SIZE)[0]
+    backend = choose_backend("auto", LayerShape(model.num_heads, *shape, dtype), device, block_size=_BLOCK_SIZE)[0]
 
     def attend(chunk: int, kv_len: int) -> Callable[[], None]:
         generator = torch.Generator(device).manual_seed(chunk)
@@ -174,32 +172,28 @@ class DecodeOptions:
         return max(batch * -(-(context + 1) // _BLOCK_SIZE) for context, batch in self.cells)
 
 
-def decode(options: DecodeOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
+def decode(options: DecodeOptions) -> Report | None:
     """A step of decodes, batch sizes over contexts: its time, and the share of the memory's rate (MBU)."""
     longest, sizes = max(options.contexts) + 1, {"block_size": _BLOCK_SIZE, "num_kv_blocks": options.num_blocks}
-    return on_ranks(
-        options.subject, lambda local: _decode(local, options, on_run), longest=longest, fills=True, **sizes
-    )
+    return on_ranks(options.subject, lambda local: _decode(local, options), longest=longest, fills=True, **sizes)
 
 
-def _decode(local: Local, options: DecodeOptions, on_run: Callable[[], None]) -> Report:
+def _decode(local: Local, options: DecodeOptions) -> Report:
     memory, hand, size = memory_read(local.device), local.hand, local.dtype.itemsize
-    runs: dict[str, Callable[[], float]] = {_YARDSTICK: memory.seconds}
+    runs: dict[Any, Callable[[], float]] = {_YARDSTICK: memory.seconds}
     for context, batch in options.cells:
         step = decodes(batch, context)
-        runs[f"{batch} at {context}"] = lambda step=step: hand.run(step)[1]  # type: ignore[misc]
-    seconds = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
+        runs[context, batch] = lambda step=step: hand.run(step)[1]  # type: ignore[misc]
+    seconds = in_turn(runs, warmup=options.warmup, runs=options.runs)
     rate = memory.rate(seconds.pop(_YARDSTICK))
     weight_bytes, is_whole = step_parameters(local.model) * size, local.config.parallel.world_size == 1
     cells = []
-    for (context, batch), timing in zip(options.cells, map(timing_of, seconds.values()), strict=True):
-        kv_bytes = batch * (context + 1) * local.model.kv_bytes_per_token(size)
-        per_s = (weight_bytes + kv_bytes) / timing["median_s"]
+    for (context, batch), found in seconds.items():
+        timing, kv_bytes = timing_of(found), batch * (context + 1) * local.model.kv_bytes_per_token(size)
+        mbu = (weight_bytes + kv_bytes) / timing["median_s"] / rate["per_s"] if is_whole else None
         cell = {"batch_size": batch, "context": context, "timing": timing, "weight_bytes": weight_bytes}
-        cell |= {"kv_bytes": kv_bytes, "bytes_per_s": per_s, "mbu": per_s / rate["per_s"] if is_whole else None}
-        cells.append(cell | {"tokens_per_s": batch / timing["median_s"]})
-    head = local.report("micro decode", asdict(options))
-    return head | {"memory_read": rate, "results": cells}
+        cells.append(cell | {"kv_bytes": kv_bytes, "mbu": mbu})
+    return local.report("micro decode", asdict(options)) | {"memory_read": rate, "results": cells}
 
 
 def step_parameters(model: ModelConfig) -> int:
@@ -229,21 +223,18 @@ class SamplingOptions:
     runs: int = counted(10)
 
 
-def sampling(options: SamplingOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def sampling(options: SamplingOptions) -> Report:
     """From random logits to tokens on the host, over batch sizes and ways of drawing."""
     load, device = os.getloadavg()[0], _device(options.subject)
     model = options.subject.model_config(longest=1)
-    prompt, cells = torch.arange(min(1024, model.vocab_size)), list(pairs(options.batch_sizes, WAYS))
-    runs: dict[str, Callable[[], float]] = {}
-    for batch, way in cells:
+    prompt = torch.arange(min(1024, model.vocab_size))
+    runs: dict[Any, Callable[[], float]] = {}
+    for batch, way in pairs(options.batch_sizes, WAYS):
         logits_SV = torch.randn(batch, model.vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
         slots = [SlotSampling.of(WAYS[way].resolve({}), i, (), len(prompt), prompt) for i in range(batch)]
-        runs[f"{batch} {way}"] = partial(timed, waited(partial(draw, logits_SV, slots, [0] * batch), device))
-    found = in_turn(runs, warmup=options.warmup, runs=options.runs, on_run=on_run)
-    results = [
-        {"batch_size": batch, "way": way, "timing": timing, "per_token_s": timing["median_s"] / batch}
-        for (batch, way), timing in zip(cells, map(timing_of, found.values()), strict=True)
-    ]
+        runs[batch, way] = partial(timed, waited(partial(draw, logits_SV, slots, [0] * batch), device))
+    found = in_turn(runs, warmup=options.warmup, runs=options.runs)
+    results = [{"batch_size": key[0], "way": key[1], "timing": timing_of(one)} for key, one in found.items()]
     head = options.subject.head("micro sampling", asdict(options), load, model)
     return head | {"dtype": "float32", "device": str(device), "vocab_size": model.vocab_size, "results": results}
 
@@ -279,21 +270,18 @@ class SchedulerOptions:
             load_policy(policy)  # an unknown one is an error before anything is measured
 
 
-def scheduler(options: SchedulerOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def scheduler(options: SchedulerOptions) -> Report:
     """Time of one scheduling decision as the queue grows; no model runs."""
     results, load = [], os.getloadavg()[0]
     for policy, waiting in pairs(options.policies, options.waiting):
         queue = Queue(policy, waiting, options)
-        steps = [queue.step() for _ in range(options.warmup + options.runs)][options.warmup :]
-        schedule_s, complete_s, decoding, prefilling = np.array(steps).T
-        calls = {"schedule": schedule_s, "complete": complete_s, "both": schedule_s + complete_s}
+        steps = [queue.step()[:2] for _ in range(options.warmup + options.runs)][options.warmup :]
+        schedule_s, complete_s = np.array(steps).T
         line: Report = {"policy": policy, "waiting": queue.scheduler.num_waiting, "decisions": options.runs}
-        line |= {"decoding": float(decoding.mean()), "prefilling": float(prefilling.mean())}
-        for call, seconds in calls.items():
-            found = (np.percentile(seconds, [50, 90, 99, 100]) * 1e3).tolist()
-            line[call] = dict(zip(("median_ms", "p90_ms", "p99_ms", "max_ms"), found, strict=True))
+        for call, seconds in {"schedule": schedule_s, "complete": complete_s, "both": schedule_s + complete_s}.items():
+            found = (np.percentile(seconds, [50, 99, 100]) * 1e3).tolist()
+            line[call] = dict(zip(_FIGURES, found, strict=True))
         results.append(line)
-        on_run()
     return report_head("micro scheduler", asdict(options), load) | {"results": results}
 
 
@@ -373,7 +361,7 @@ def _attention_shown(report: Report) -> Shown:
 
 
 def _decode_shown(report: Report) -> Shown:
-    columns = ("context", "batch_size", "timing", "weight_bytes", "kv_bytes", "mbu", "tokens_per_s")
+    columns = ("context", "batch_size", "timing", "weight_bytes", "kv_bytes", "mbu")
     entries = {"memory_read": report["memory_read"], "results": rows_of(report["results"], columns)}
     mbu = "bytes that a step has to read (weights and KV) over its time, of the memory's rate"
     timed = "a step of the runner, from the batch to its tokens; without scheduler and engine"
@@ -388,9 +376,8 @@ def _sampling_shown(report: Report) -> Shown:
 def _scheduler_shown(report: Report) -> Shown:
     calls, options = ("schedule", "complete", "both"), report["options"]
     rows = [line | {"call": call, **line[call]} for line in report["results"] for call in calls]
-    columns = ("policy", "waiting", "call", "median_ms", "p90_ms", "p99_ms", "max_ms")
     notes = [f"{options['warmup']} decisions of warm-up, {options['runs']} counted"]
-    return {"decisions": rows_of(rows, columns)}, notes
+    return {"decisions": rows_of(rows, ("policy", "waiting", "call", *_FIGURES))}, notes
 
 
 verb("attention", AttentionOptions, attention, _attention_shown, ALONE)

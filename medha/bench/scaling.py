@@ -18,7 +18,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -91,15 +91,15 @@ def parse_layout(text: str) -> ParallelConfig:
     return ParallelConfig(tp=degrees.get("tp", 1), spp=degrees.get("spp", 1), kvp=degrees.get("kvp", 1))
 
 
-def scaling(options: ScalingOptions, *, on_run: Callable[[], None] = lambda: None) -> Report:
+def scaling(options: ScalingOptions) -> Report:
     """Several ranks against one, one thread a rank; starts its processes itself, without torchrun."""
     load = os.getloadavg()[0]
-    results = [line for length in options.lengths for line in _one_length(options, length, on_run)]
+    results = [line for length in options.lengths for line in _one_length(options, length)]
     given = asdict(options) | {"threads_a_rank": 1}
     return options.subject.head(f"scaling, {options.mode}", given, load) | {"results": results}
 
 
-def _one_length(options: ScalingOptions, length: int, on_run: Callable[[], None]) -> list[Report]:
+def _one_length(options: ScalingOptions, length: int) -> list[Report]:
     """Every layout over one prompt, or one context."""
     is_decode = options.mode == "decode"
     q_len = 1 if is_decode else options.chunk_size or 0
@@ -112,7 +112,7 @@ def _one_length(options: ScalingOptions, length: int, on_run: Callable[[], None]
             for name, layout in options.all_layouts.items()
         }
         turns = {name: partial(job.ask, **work) for name, job in jobs.items()}
-        answers = in_turn(turns, warmup=options.warmup, runs=options.runs, on_run=on_run)
+        answers = in_turn(turns, warmup=options.warmup, runs=options.runs)
     lines: list[Report] = []
     for name, found in answers.items():
         seconds = [second for answer in found for second in answer["seconds"]]

@@ -15,7 +15,7 @@ predictor of step times, all schedulers begin with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -128,15 +128,8 @@ class ServeOptions:
         """Of the preset: short requests."""
         return self.workload.num_prompts or _NUM_SHORT
 
-    @property
-    def num_runs(self) -> int:
-        """Requests, of the preset under all schedulers and at once."""
-        if self.preset is None:
-            return len(self.workload.trace)
-        return (1 + len(systems_of(self.long_len))) * (_NUM_LONG + self.num_short)
 
-
-def serve(options: ServeOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
+def serve(options: ServeOptions) -> Report | None:
     """Requests arrive at a live engine: TTFT, TPOT, ITL, E2EL, goodput; on one rank or several.
 
     TTFT: arrival to first token, queueing included. TPOT: (last - first token) / (tokens - 1). ITL: gap between
@@ -144,18 +137,18 @@ def serve(options: ServeOptions, *, on_run: Callable[[], None] = lambda: None) -
     SLO attainment: their share of the requests with one. Exit code 3: some requests failed.
     """
     if options.preset is not None:
-        return convoy(options, on_run)
+        return convoy(options)
     longest = max(longest_of(options.workload.trace), options.probe_input_len + options.probe_output_len)
-    return on_ranks(options.subject, lambda local: _serve(local, options, on_run), longest=longest)
+    return on_ranks(options.subject, lambda local: _serve(local, options), longest=longest)
 
 
-def _serve(local: Local, options: ServeOptions, on_run: Callable[[], None]) -> Report:
+def _serve(local: Local, options: ServeOptions) -> Report:
     vocab_size, workload, goals = local.model.vocab_size, options.workload, options.goals
     arrivals = arrivals_of(workload.trace, vocab_size, seed=workload.seed, slo=goals.slo)
     warm_up(local.engine, arrivals[: options.num_warmups])
     probes, limit = probe_stream(options, vocab_size), options.max_concurrency
     with errors_counted(local.engine) as errors:
-        served = serve_load(local.engine, arrivals, probes=probes, max_concurrency=limit, on_end=on_run)
+        served = serve_load(local.engine, arrivals, probes=probes, max_concurrency=limit)
     given = asdict(options) | {"workload": described(workload), "goodput": asdict(goals)}
     rate = workload.trace.qps if workload.request_rate is None else workload.request_rate
     found = {
@@ -246,7 +239,7 @@ def stream_of(mix: Sequence[Arrival], span_s: float, seed: int) -> list[Arrival]
     return [replace(one, arrival_s=at) for one, at in zip(mix, [0.0] * _NUM_LONG + times, strict=True)]
 
 
-def convoy(options: ServeOptions, on_run: Callable[[], None]) -> Report | None:
+def convoy(options: ServeOptions) -> Report | None:
     """Measure the capacity, serve the stream under every system, and draw it; every rank calls it."""
     check_writable(options.plot)
     subject, given = options.subject, options.subject.engine
@@ -256,7 +249,7 @@ def convoy(options: ServeOptions, on_run: Callable[[], None]) -> Report | None:
     sizes = (_NUM_LONG, longest), (options.num_short, _SHORT_LENS[1] + _OUTPUT_LEN)
     report = on_ranks(
         subject,
-        lambda local: _convoy(local, options, on_run),
+        lambda local: _convoy(local, options),
         longest=longest,
         num_kv_blocks=given.get("num_kv_blocks") or sum(n * -(-length // block_size) for n, length in sizes),
         max_num_seqs=_NUM_LONG + options.num_short,
@@ -269,21 +262,20 @@ def convoy(options: ServeOptions, on_run: Callable[[], None]) -> Report | None:
     return report
 
 
-def _convoy(local: Local, options: ServeOptions, on_run: Callable[[], None]) -> Report:
+def _convoy(local: Local, options: ServeOptions) -> Report:
     mix = mix_of(options, local.model.vocab_size)
     first = replace(mix[0], prompt=mix[0].prompt[: options.long_len // 4])  # type: ignore[index]
     warm = [first, *mix[_NUM_LONG:][:_WARM_SHORT]]
     warm_up(local.engine, warm)
-    capacity_s = serve_load(local.engine, mix, on_end=on_run).duration_s
+    capacity_s = serve_load(local.engine, mix).duration_s
     stream = stream_of(mix, capacity_s / options.load, options.workload.seed)
     options_of = systems_of(options.long_len)
     engines = {name: local.engine_with(**scheduler) for name, scheduler in options_of.items()}
     systems = []
     for name, engine in engines.items():
-        local.take_over(engine)
         warm_up(engine, warm)
         with errors_counted(engine) as errors:
-            served = serve_load(engine, stream, on_end=on_run)
+            served = serve_load(engine, stream)
         figures = convoy_figures(served) | {"prediction_error": errors}
         systems.append({"system": name, "options": options_of[name]} | figures)
     found: Report = {"capacity_s": capacity_s, "span_s": capacity_s / options.load, "systems": systems}

@@ -7,7 +7,7 @@ one step's tokens to those of the next: completing the step, outputs, the next d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 
@@ -36,19 +36,14 @@ class ThroughputOptions:
         """Whether requests may have a TPOT objective; those of a trace may."""
         return self.workload.dataset_path is not None
 
-    @property
-    def num_runs(self) -> int:
-        """Requests of all passes."""
-        return (self.warmup + self.runs) * len(self.workload.trace)
 
-
-def throughput(options: ThroughputOptions, *, on_run: Callable[[], None] = lambda: None) -> Report | None:
+def throughput(options: ThroughputOptions) -> Report | None:
     """A number of requests, all there from the start: requests and tokens a second; on one rank or several."""
     longest = longest_of(options.workload.trace)
-    return on_ranks(options.subject, lambda local: _measure(local, options, on_run), longest=longest)
+    return on_ranks(options.subject, lambda local: _measure(local, options), longest=longest)
 
 
-def _measure(local: Local, options: ThroughputOptions, on_run: Callable[[], None]) -> Report:
+def _measure(local: Local, options: ThroughputOptions) -> Report:
     trace = options.workload.trace
     arrivals = arrivals_of(trace, local.model.vocab_size, seed=options.workload.seed)
     arrivals = [replace(one, arrival_s=0.0) for one in arrivals]
@@ -64,7 +59,7 @@ def _measure(local: Local, options: ThroughputOptions, on_run: Callable[[], None
         nonlocal last_s
         last_s = now()
         passes.append([])
-        served = serve_load(local.engine, arrivals, on_end=on_run)
+        served = serve_load(local.engine, arrivals)
         failed = next((one for one in served.outcomes if not one.is_completed), None)
         if failed is not None:
             raise ConfigError(f"{failed.request_id} of {failed.input_len} tokens has failed: {failed.error}")

@@ -118,25 +118,15 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def in_turn(
-    contestants: Mapping[str, Callable[[], T]], *, warmup: int, runs: int, on_run: Callable[[], None] = lambda: None
-) -> dict[str, list[T]]:
+def in_turn(contestants: Mapping[Any, Callable[[], T]], *, warmup: int, runs: int) -> dict[Any, list[T]]:
     """Let several callables take turns (a b c a b c ...), so that a slow spell of the machine hits all alike.
 
-    Args:
-        contestants: by name; each call is one run, and returns its seconds or what else it found.
-        warmup: turns that do not count.
-        runs: turns that count.
-        on_run: called after each run, warm-up included.
-
-    Returns:
-        What the runs that count returned, in order, by name.
+    By its key, what each returned in so many runs, after those of the warm-up: its seconds, or what else it found.
     """
-    found: dict[str, list[T]] = {name: [] for name in contestants}
+    found: dict[Any, list[T]] = {name: [] for name in contestants}
     for _ in range(warmup + runs):
         for name, run in contestants.items():
             found[name].append(run())
-            on_run()
     return {name: ran[warmup:] for name, ran in found.items()}
 
 

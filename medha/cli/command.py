@@ -71,6 +71,13 @@ class _Command(typer.core.TyperCommand):
         super().__init__(*args, **options)
         self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help or "")  # a docstring's lines are not those of a terminal
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """With columns so close together that the longest names are whole at 80 columns."""
+        from typer import rich_utils  # here because it takes a while
+
+        rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]
+        super().format_help(ctx, formatter)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As click does, without the options of another engine that change nothing.
 

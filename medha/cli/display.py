@@ -1,4 +1,4 @@
-"""What a person sees while requests run: progress of long prefills, answers as they stream, a table at the end.
+"""What a person sees while requests run: progress of long prefills, answers as they stream.
 
 Answers go to stdout. The part that is redrawn (bars, streaming text, a count) is drawn on stderr, and only if that is a
 terminal.
@@ -10,13 +10,13 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from medha.outputs import CompletionOutput, RequestOutput
@@ -27,7 +27,6 @@ _REFRESH_S = 0.125
 _MAX_ROWS = 8
 _MAX_CHARS = 400
 _ID_WIDTH = 16
-_ANSWER_WIDTH = 16
 
 
 class Display:
@@ -85,7 +84,7 @@ class Display:
         self._tails.pop(whole.request_id, None)
         self._num_done += 1
         if self._lines is not None:
-            name, text, note = map(_one_line, (whole.request_id, shown_text(whole.outputs[0]), _note(whole)))
+            name, text, note = map(one_line, (whole.request_id, shown_text(whole.outputs[0]), _note(whole)))
             line = Text.assemble((name, "cyan"), "  ", text, (f"  [{note}]", "red" if whole.error else "dim"))
             self._lines.print(line, soft_wrap=True)
 
@@ -175,7 +174,7 @@ class StreamedText:
         if whole.outputs[0].token_ids:
             self._out.write("\n")
             self._out.flush()
-        logger.log(logging.ERROR if whole.error else logging.INFO, "%s", _one_line(_note(whole)))
+        logger.log(logging.ERROR if whole.error else logging.INFO, "%s", one_line(_note(whole)))
 
     def refresh(self) -> None:
         """Redraw the bar while there is one."""
@@ -183,38 +182,10 @@ class StreamedText:
             self._bars.refresh()
 
 
-def results_table(outputs: Iterable[RequestOutput], *, expected: Mapping[str, str]) -> Table:
-    """A table of finished requests: prompt tokens, arrival, TTFT, TPOT, answer, right or wrong.
-
-    Args:
-        outputs: whole, in the order of the rows.
-        expected: right answer of each request.
-    """
-    table = Table()
-    table.add_column("request")
-    for name in ("prompt\ntokens", "arrived at", "TTFT", "TPOT"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("answer", overflow="fold", min_width=_ANSWER_WIDTH)
-    table.add_column("")
-    for output in outputs:
-        metrics, answer = output.metrics, shown_text(output.outputs[0])
-        right = output.outputs[0].text == expected[output.request_id]
-        table.add_row(
-            output.request_id,
-            f"{len(output.prompt_token_ids):,}",
-            f"{metrics.arrival:.1f} s",
-            seconds_text(metrics.ttft),
-            seconds_text(metrics.tpot),
-            Text(str(output.error), "red") if output.error else Text(_one_line(answer).strip()),
-            Text("right", "green") if right else Text("wrong", "red"),
-        )
-    return table
-
-
 def print_explanation(output: RequestOutput) -> None:
     """Say on stderr where the TTFT of a finished request went, if it was served."""
     if output.metrics.explanation is not None:
-        print(output.metrics.explanation.text(_one_line), file=sys.stderr)
+        print(output.metrics.explanation.text(one_line), file=sys.stderr)
 
 
 def shown_text(completion: CompletionOutput) -> str:
@@ -224,7 +195,7 @@ def shown_text(completion: CompletionOutput) -> str:
     return "".join(f"{token} " for token in completion.token_ids)
 
 
-def seconds_text(value: float | None) -> str:
+def _seconds_text(value: float | None) -> str:
     """Seconds or milliseconds, with the unit."""
     if value is None:
         return "-"
@@ -237,15 +208,15 @@ def _note(output: RequestOutput) -> str:
         return f"{type(output.error).__name__}: {output.error}"
     completion, metrics = output.outputs[0], output.metrics
     words = [f"{completion.finish_reason} after {len(completion.token_ids)} tokens"]
-    words += [f"TTFT {seconds_text(metrics.ttft)}"] if metrics.ttft is not None else []
-    words += [f"TPOT {seconds_text(metrics.tpot)}"] if metrics.tpot is not None else []
+    words += [f"TTFT {_seconds_text(metrics.ttft)}"] if metrics.ttft is not None else []
+    words += [f"TPOT {_seconds_text(metrics.tpot)}"] if metrics.tpot is not None else []
     return ", ".join(words)
 
 
 def _tail_line(request_id: str, tail: str, width: int) -> Text:
     """The end of a request's text, on one line of a terminal."""
     room = width - _ID_WIDTH - 1
-    tail = _one_line(tail)[-room:]
+    tail = one_line(tail)[-room:]
     while cell_len(tail) > room:  # characters of two columns
         tail = tail[1:]
     return Text.assemble((f"{_short_id(request_id):<{_ID_WIDTH}} ", "cyan"), tail, no_wrap=True)
@@ -254,9 +225,9 @@ def _tail_line(request_id: str, tail: str, width: int) -> Text:
 def _short_id(request_id: str) -> str:
     """Cut in the middle: names of one kind differ at their ends."""
     half = _ID_WIDTH // 2
-    return _one_line(request_id if len(request_id) <= _ID_WIDTH else request_id[: half - 1] + "…" + request_id[-half:])
+    return one_line(request_id if len(request_id) <= _ID_WIDTH else request_id[: half - 1] + "…" + request_id[-half:])
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Text without line breaks, and without control characters, which a terminal would obey."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", "·", text.replace("\n", "⏎"))

@@ -84,8 +84,9 @@ def environment() -> dict[str, Any]:
 @contextmanager
 def progress(what: str, total: int | None) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr while this is open; yields what is to be called as one or more of ``total`` parts are
-    done, with their number."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    done, with their number; None: it is not known."""
+    counts = () if total is None else (MofNCompleteColumn(),)
+    columns = TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count=1: bar.advance(task, count)
@@ -179,13 +180,13 @@ def _print_entry(console: Console, name: str, value: Any) -> None:
         width = console.width
         if not console.is_terminal:  # a table in a file takes what it needs
             console.width = max(width, _FILE_WIDTH)
-        console.print(_rows_table(_spoken(name), rows))
+        console.print(rows_table(_spoken(name), rows))
         console.width = width
     elif text := text_of(name, value):
         console.print(f"{_heading_of(name, [value])}: {text}", highlight=False, markup=False)
 
 
-def _rows_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def rows_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """A table of mappings: a column for each name that some of them have; lists, such as raw samples, are left out."""
     flat = [_flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import medha.cli.display
-from medha.cli.display import Display, StreamedText, results_table
+from medha.cli.display import Display, StreamedText
 from medha.errors import ValidationError
 from medha.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
@@ -158,20 +158,3 @@ def test_streamed_text_alone_is_on_the_stream(caplog: pytest.LogCaptureFixture) 
         streamed.finish(output(text="one two", finished=True))
     assert out.getvalue() == "one two\n"
     assert [r.getMessage() for r in caplog.records] == ["stop after 4 tokens, TTFT 250 ms, TPOT 1.00 s"]
-
-
-def test_results_table_folds_answers_at_80_columns() -> None:
-    screen = Screen(80)
-    rows = [output("document", "word " * 40, finished=True), output("b", "x", finished=True)]
-    rows += [output("c", "", finished=True, error=ValidationError("no such thing"))]
-    expected = {"document": "word " * 40, "b": "y", "c": "z"}
-    screen.console.print(results_table(rows, expected=expected))
-    drawn = screen.lines()
-    assert all(len(line) <= 80 for line in drawn)
-    assert sum(line.count("word") for line in drawn) == 40
-    assert [re.findall("right|wrong", line) for line in drawn if re.search("right|wrong", line)] == [
-        ["right"],
-        ["wrong"],
-        ["wrong"],
-    ]
-    assert any("250 ms" in line and "1.00 s" in line for line in drawn)
