@@ -15,7 +15,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,9 @@ class Ran:
         return abs(self.busy_s / self.expected_s - 1.0) <= TOLERANCE
 
     @property
-    def kv_range(self) -> str:
-        """By the longest KV cache in it."""
-        return kv_range(max(part.kv_before for part in self.step))
+    def cell(self) -> tuple[Kind, str]:
+        """Its kind, and the range of the longest KV cache in it."""
+        return self.kind, kv_range(max(part.kv_before for part in self.step))
 
 
 def kv_range(kv: int) -> str:
@@ -167,13 +167,12 @@ def _round(engine: Engine, options: AccuracyOptions, number: int) -> Iterator[No
     lens = [dice.randint(*options.short_lens) for _ in range(options.num_short)]
     lens += [dice.randint(*options.middle_lens) for _ in range(options.num_middle)]
     dice.shuffle(lens)
-    due = 0.0
+    due, num_steps = 0.0, 0
     waiting = []
     for length in [options.long_len, *lens]:
         waiting.append((due, length))
         due += dice.expovariate(1 / options.steps_between)
     waiting.append((math.inf, options.long_len))
-    num_steps = 0
     while waiting or engine.has_unfinished:
         while waiting and (waiting[0][0] <= num_steps or not engine.has_unfinished):
             _, length = waiting.pop(0)
@@ -189,11 +188,9 @@ def _shapes(ran: Sequence[Ran], number: int, *, seed: int) -> list[tuple[Step, K
     """A few steps of each kind and KV range, in mixed order."""
     cells: dict[tuple[Kind, str], list[Step]] = defaultdict(list)
     for one in ran:
-        cells[one.kind, one.kv_range].append(one.step)
+        cells[one.cell].append(one.step)
     dice = random.Random(seed)
-    chosen = [
-        (step, kind) for (kind, _), steps in cells.items() for step in dice.sample(steps, min(number, len(steps)))
-    ]
+    chosen = [(step, cell[0]) for cell, of in cells.items() for step in dice.sample(of, min(number, len(of)))]
     dice.shuffle(chosen)
     return chosen
 
@@ -225,29 +222,18 @@ def lines_of(ran: Sequence[Ran], repeated: Sequence[tuple[Step, Kind, float]]) -
     ``mean_signed`` is above 0 where predictions are too long.
     """
     repeats = repeats_of(repeated)
-    ends = [kv_range(end - 1) for end in KV_RANGES] + [kv_range(KV_RANGES[-1])]
     lines: list[Report] = []
-    wanted = [(_ALL, _ALL), *((one, end) for one in KINDS for end in (_ALL, *ends))]
-    for kind, kv in wanted:
-        steps = [one for one in ran if kind in (_ALL, one.kind) and kv in (_ALL, one.kv_range)]
+    for kind, kv in [(_ALL, _ALL), *product(KINDS, (_ALL, *map(kv_range, (0, *KV_RANGES))))]:
+        steps = [one for one in ran if kind in (_ALL, one.kind) and kv in (_ALL, one.cell[1])]
         if not steps:
             continue
         within = statistics.fmean(one.is_within for one in steps)
-        share = _repeatability(steps, repeats)
-        cells = {(one.kind, one.kv_range) for one in steps}
-        lines.append(
-            {
-                "kind": kind,
-                "kv": kv,
-                "steps": len(steps),
-                "within": within,
-                "repeats": sum((one.kind, one.kv_range) in cells for one in repeats),
-                "repeatability": share,
-                "ratio": within / share if share else None,
-                "mean_abs": statistics.fmean(abs(one.error) for one in steps),
-                "mean_signed": statistics.fmean(one.error for one in steps),
-            }
-        )
+        share, cells = _repeatability(steps, repeats), {one.cell for one in steps}
+        line = {"kind": kind, "kv": kv, "steps": len(steps), "within": within}
+        line |= {"repeats": sum(one.cell in cells for one in repeats), "repeatability": share}
+        line |= {"ratio": within / share if share else None}
+        line |= {"mean_abs": statistics.fmean(abs(one.error) for one in steps)}
+        lines.append(line | {"mean_signed": statistics.fmean(one.error for one in steps)})
     return lines
 
 
@@ -255,8 +241,8 @@ def _repeatability(steps: Sequence[Ran], same: Sequence[Ran]) -> float | None:
     """Share of repeats within the tolerance, kinds and KV ranges weighing as they do among ``steps``."""
     shares: dict[tuple[Kind, str], list[bool]] = defaultdict(list)
     for one in same:
-        shares[one.kind, one.kv_range].append(one.is_within)
-    known = [statistics.fmean(found) for one in steps if (found := shares.get((one.kind, one.kv_range)))]
+        shares[one.cell].append(one.is_within)
+    known = [statistics.fmean(found) for one in steps if (found := shares.get(one.cell))]
     return statistics.fmean(known) if known else None
 
 

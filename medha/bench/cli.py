@@ -64,15 +64,6 @@ def lengths(name: str, default: str, help: str) -> Any:
     return asked(read(default), help, name=name, kind=str, shown=default, read=read)
 
 
-def words(default: str, help: str, **more: Any) -> Any:
-    """A field of words, which users give comma separated."""
-
-    def read(text: str) -> tuple[str, ...]:
-        return tuple(word.strip() for word in text.split(",") if word)
-
-    return asked(read(default), help, kind=str, read=read, **{"shown": default, **more})
-
-
 def warmups(default: int, what: str = "Runs") -> Any:
     """The field ``warmup``."""
     return asked(default, f"{what} that do not count.", ANY_COUNT, name="num_iters_warmup")

@@ -8,7 +8,6 @@ GQA 4.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -87,23 +86,29 @@ class Subject:
 
     @contextmanager
     def checkpoint(self, longest: int, *, dtype: str, seed: int) -> Iterator[str]:
-        """A folder with weights: the model's, or one in which a random Llama's are for the time being.
-
-        Matrices have a spread of 0.2, which makes greedy tokens distinct; norms are 1.
+        """A folder that any engine reads: the model's, or for the time being one in which it has what overrides it, or
+        in which a random Llama's weights are. Those have a spread of 0.2, which makes greedy tokens distinct.
         """
-        if self.model is not None:
+        if self.model is not None and not self.hf_overrides:
             yield self.model
             return
+        source = resolve_model(self.folder)
         with tempfile.TemporaryDirectory(prefix="medha-bench-") as name:
-            folder = Path(name)
-            shape = json.loads((RANDOM_LLAMA / "config.json").read_text()) | self.overrides(longest)
-            (folder / "config.json").write_text(json.dumps(shape | {"torch_dtype": dtype}))
-            generator = torch.Generator().manual_seed(seed)
-            tensors = {}
-            for tensor, size in expected_tensors(load_model_config(folder)).items():
-                drawn = torch.ones(size) if len(size) == 1 else 0.2 * torch.randn(size, generator=generator)
-                tensors[tensor] = drawn.to(TORCH_DTYPES[dtype])
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            folder, shape = Path(name), json.loads((source / "config.json").read_text())
+            for key, value in self.overrides(longest).items():
+                is_inside = isinstance(value, Mapping) and isinstance(shape.get(key), dict)
+                shape[key] = {**shape[key], **value} if is_inside else value
+            (folder / "config.json").write_text(json.dumps(shape))
+            if self.model is not None:
+                for file in source.iterdir():
+                    if file.name != "config.json":
+                        (folder / file.name).symlink_to(file.resolve())
+            else:
+                generator, tensors = torch.Generator().manual_seed(seed), {}
+                for tensor, size in expected_tensors(load_model_config(folder)).items():
+                    drawn = torch.ones(size) if len(size) == 1 else 0.2 * torch.randn(size, generator=generator)
+                    tensors[tensor] = drawn.to(TORCH_DTYPES[dtype])
+                save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
             yield name
 
     def head(
@@ -115,7 +120,7 @@ class Subject:
         return report_head(benchmark, options, load_before) | {
             "title": f"{benchmark}: {name}, {model.num_layers} layers, {model.hidden_size:,} wide, GQA {sharing}",
             "model_id": name,
-            "model": plain(asdict(model)),
+            "model": asdict(model),
         }
 
 
@@ -172,7 +177,7 @@ class Local:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "num_ranks": self.config.parallel.world_size,
-            "engine": plain({name: value for name, value in asdict(self.config).items() if name != "model"}),
+            "engine": {name: value for name, value in asdict(self.config).items() if name != "model"},
         }
 
 
@@ -231,7 +236,7 @@ def report_head(benchmark: str, options: Mapping[str, Any], load_before: float) 
         "benchmark": benchmark,
         "environment": stamp(),
         "load_before_after": [load_before, os.getloadavg()[0]],
-        "options": plain(options),
+        "options": options,
         "definitions": DEFINITIONS,
     }
 
@@ -259,15 +264,6 @@ def count_parameters(model: ModelConfig, is_counted: Callable[[str], bool]) -> i
 def random_prompt(length: int, vocab_size: int, chance: np.random.Generator) -> Prompt:
     """Token ids drawn evenly, as an array."""
     return cast(Prompt, chance.integers(0, vocab_size, length, dtype=np.int32))
-
-
-def plain(value: Any) -> Any:
-    """A value of a configuration as JSON has it: no infinity, no path."""
-    if isinstance(value, Mapping):
-        return {name: plain(inside) for name, inside in value.items()}
-    if isinstance(value, Path):
-        return str(value)
-    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def _follow() -> int:

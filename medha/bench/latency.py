@@ -16,6 +16,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from medha.bench.load import fixed_output, serve_load
 from medha.bench.timing import in_turn, matrix_product, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING
 from medha.config import ModelConfig
+from medha.engine.admission import Prompt
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
@@ -49,10 +52,6 @@ class LatencyOptions:
     runs: int = counted(5)
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if len(set(self.input_lens)) < len(self.input_lens):
-            raise ConfigError(f"input_len={','.join(map(str, self.input_lens))}; accepted: different lengths")
-
 
 def latency(options: LatencyOptions) -> Report | None:
     """One request at a time, over prompt lengths: time to the first token, between tokens, end to end.
@@ -71,17 +70,15 @@ def _measure(local: Local, options: LatencyOptions) -> Report:
         engines[WHOLE] = local.engine_with(scheduler="orca", policy="fcfs", **one_chunk)
     chance = np.random.default_rng(options.seed)
     outcomes: dict[tuple[int, str], list[Outcome]] = {}
-    contestants: dict[str, Callable[[], float]] = {}
+    contestants: dict[Any, Callable[[], float]] = {}
     product = matrix_product(local.dtype, local.device) if options.whole else None
     if product is not None:
         contestants[_PRODUCT] = product.seconds
-    for length in options.input_lens:
-        arrival = Arrival(
-            "request", random_prompt(length, local.model.vocab_size, chance), fixed_output(options.output_len)
-        )
+    for length in dict.fromkeys(options.input_lens):
+        prompt = random_prompt(length, local.model.vocab_size, chance)
         for way, engine in engines.items():
-            outcomes[length, way] = []
-            contestants[f"{length} {way}"] = _request(engine, arrival, outcomes[length, way])
+            found = outcomes[length, way] = []
+            contestants[length, way] = partial(_request, engine, prompt, options.output_len, found)
     seconds = in_turn(contestants, warmup=options.warmup, runs=options.runs)
     lines: list[Report] = [
         {"input_len": length, "way": way} | latency_fields(found[options.warmup :])
@@ -99,17 +96,13 @@ def _measure(local: Local, options: LatencyOptions) -> Report:
     return report | (lines[0] if len(lines) == 1 else {})
 
 
-def _request(engine: Engine, arrival: Arrival, found: list[Outcome]) -> Callable[[], float]:
-    """Serves the request alone and notes what became of it; returns its seconds."""
-
-    def run() -> float:
-        (outcome,) = serve_load(engine, [arrival]).outcomes
-        if not outcome.is_completed:
-            raise ConfigError(f"a request of {outcome.input_len} tokens has failed: {outcome.error}")
-        found.append(outcome)
-        return outcome.e2el_s
-
-    return run
+def _request(engine: Engine, prompt: Prompt, output_len: int, found: list[Outcome]) -> float:
+    """Serve a request alone and note what became of it; returns its seconds."""
+    (outcome,) = serve_load(engine, [Arrival("request", prompt, fixed_output(output_len))]).outcomes
+    if not outcome.is_completed:
+        raise ConfigError(f"a request of {outcome.input_len} tokens has failed: {outcome.error}")
+    found.append(outcome)
+    return outcome.e2el_s
 
 
 def latency_fields(outcomes: Sequence[Outcome]) -> Report:

@@ -1,22 +1,20 @@
 """``medha bench micro attention``, ``decode``, ``sampling`` and ``scheduler``: one part alone.
 
-``attention`` is one layer's, called as the engine calls it: its backend, planned once, over the paged pool of one
-layer, the chunk's own keys at its end. Chunking is free where a small chunk costs no more for each product than a large
-one (arXiv:2409.17264 v4 section 3.2), so ``overhead`` compares seconds for each useful operation with those of the
-largest chunk over the same KV cache. A chunk of ``c`` tokens that ends a context of ``S`` has
-``c * (S - c) + c * (c + 1) / 2`` useful scores a head, of ``4 * H`` operations.
+``attention`` is one layer's: the engine's backend over one layer's paged pool, planned once, the chunk's own keys at
+its end. Chunking is free where a small chunk costs no more for each product than a large one (arXiv:2409.17264 v4
+section 3.2), so ``overhead`` compares seconds for each useful operation with those of the largest chunk over the same
+KV cache. A chunk of ``c`` tokens that ends a context of ``S`` has ``c * (S - c) + c * (c + 1) / 2`` useful scores a
+head, of ``4 * H`` operations.
 
 A step of a ``decode`` is bound by memory: it reads all weights once and the keys and values of every request. These
-bytes over its time, as a share of the rate at which memory can be read, are its MBU (what a cache holds between steps
-makes small models look faster than that). Timed is a step of the runner, from the batch to its tokens, made by hand
-over a KV cache of random numbers (:mod:`medha.profile.steps`), in which no two requests share a block. It runs on any
-layout; with several ranks the seconds are those of the ranks that sample, and there is no MBU.
+bytes over its time, as a share of the rate at which memory can be read, are its MBU (caches make small models look
+faster than that). Timed is a step of the runner by hand (:mod:`medha.profile.steps`) over a KV cache of random numbers,
+in which no two requests share a block. With several ranks there is no MBU.
 
-``scheduler`` is what the engine pays for a batch beside computing it:
-:meth:`~medha.sched.scheduler.Scheduler.schedule`, and :meth:`~medha.sched.scheduler.Scheduler.complete` when it is
-done, with the predictor of an 8B model on one A100. No model runs: a batch takes the seconds that were predicted of it
-on a clock of its own. The engine is overloaded: so many requests decode, prefills are under way, one in a hundred of a
-long prompt, and so many wait. Who has decoded longest ends when one more would decode, and another one arrives.
+``scheduler`` is what the engine pays for a batch beside computing it: ``schedule`` and ``complete`` of
+:class:`~medha.sched.scheduler.Scheduler`, with the predictor of an 8B model on one A100. No model runs: a batch takes
+the seconds predicted of it. The engine is overloaded: so many requests decode, prefills are under way, one in a hundred
+of a long prompt, and so many wait. Who has decoded longest ends when one more would decode, and another one arrives.
 """
 
 from __future__ import annotations
@@ -55,11 +53,9 @@ from medha.config.fields import choice, integer
 from medha.cost.hardware import load_spec
 from medha.cost.predictor import Predictor
 from medha.cost.roofline import stage_coefficients
-from medha.errors import ConfigError
 from medha.params import SLO, SamplingParams
 from medha.profile.steps import decodes, fill_pools
 from medha.sched.decision import SchedulerRequest
-from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler
 from medha.sim.replica import KNOWN_MODELS
 from medha.worker.kv_cache import KVCache
@@ -89,10 +85,6 @@ class AttentionOptions:
     dtype: str = asked("float32", "float32, bfloat16 or float16.", choice(*TORCH_DTYPES))
     warmup: int = warmups(1)
     runs: int = counted(3)
-
-    def __post_init__(self) -> None:
-        if min(self.kv_lens) < min(self.chunks):
-            raise ConfigError(f"kv_lens={self.kv_lens} with chunks={self.chunks}; accepted: none below every chunk")
 
 
 def attention(options: AttentionOptions) -> Report:
@@ -264,10 +256,6 @@ class SchedulerOptions:
     runs: int = counted(500, "Decisions")
     seed: int = asked(0, "Of lengths, arrivals, objectives and classes.", ANY_COUNT)
     backlog_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for policy in self.policies:
-            load_policy(policy)  # an unknown one is an error before anything is measured
 
 
 def scheduler(options: SchedulerOptions) -> Report:

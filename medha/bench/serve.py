@@ -32,7 +32,6 @@ from medha.bench.load import ArrivingWorkload, arrivals_of, described, fixed_out
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
 from medha.cli.report import check_writable
 from medha.config.fields import choice, finite
-from medha.cost.predictor import KINDS
 from medha.engine.arrivals import Arrival
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
@@ -43,11 +42,8 @@ from medha.workload.metrics import (
     Goodput,
     Served,
     detailed,
-    latency_fields,
-    meets,
     parse_metrics,
     parse_percentiles,
-    seconds_of,
     serving_figures,
 )
 
@@ -186,25 +182,22 @@ def probe_stream(options: ServeOptions, vocab_size: int) -> Iterator[Arrival]:
 
 @contextmanager
 def errors_counted(engine: Engine) -> Iterator[Report]:
-    """How far predicted step times are off while this is open: count, mean absolute and mean signed error as shares, of
-    all steps and by kind; the report that is yielded has them at the end."""
-    errors: dict[str, list[float]] = {"all": [], **{kind: [] for kind in KINDS}}
+    """How far predicted step times are off while this is open: count, mean absolute and mean signed error as shares;
+    the report that is yielded has them at the end."""
+    errors: list[float] = []
     report: Report = {}
 
     def note(batch: Batch, prediction: Prediction | None, busy_s: float) -> None:
         if prediction is not None and prediction.seconds > 0 and busy_s > 0:
-            for kind in ("all", prediction.kind):
-                errors[kind].append(prediction.seconds / busy_s - 1.0)
+            errors.append(prediction.seconds / busy_s - 1.0)
 
     engine.on_step = note
     try:
         yield report
     finally:
-        engine.on_step = None
-        for kind, row in errors.items():
-            number = max(len(row), 1)
-            mean_abs, mean_signed = sum(map(abs, row)) / number, sum(row) / number
-            report[kind] = {"count": len(row), "mean_abs": mean_abs, "mean_signed": mean_signed}
+        engine.on_step, number = None, max(len(errors), 1)
+        mean_abs, mean_signed = sum(map(abs, errors)) / number, sum(errors) / number
+        report |= {"count": len(errors), "mean_abs_error": mean_abs, "mean_signed_error": mean_signed}
 
 
 def systems_of(longest: int) -> dict[str, dict[str, Any]]:
@@ -222,11 +215,8 @@ def systems_of(longest: int) -> dict[str, dict[str, Any]]:
 
 def mix_of(options: ServeOptions, vocab_size: int) -> list[Arrival]:
     """The requests of the preset, all at once: long ones first."""
-    chance, params, goal = (
-        np.random.default_rng(options.workload.seed),
-        fixed_output(_OUTPUT_LEN),
-        SLO(ttft_s=_SHORT_TTFT_S),
-    )
+    chance = np.random.default_rng(options.workload.seed)
+    params, goal = fixed_output(_OUTPUT_LEN), SLO(ttft_s=_SHORT_TTFT_S)
     lens = chance.integers(*_SHORT_LENS, options.num_short, endpoint=True).tolist()
     prompts = [random_prompt(length, vocab_size, chance) for length in [options.long_len] * _NUM_LONG + lens]
     longs = [Arrival(f"long-{i}", prompt, params) for i, prompt in enumerate(prompts[:_NUM_LONG])]
@@ -289,16 +279,8 @@ def convoy_figures(served: Served) -> Report:
     """What one system made of the stream: figures of the short requests and of the long ones; times in seconds."""
     figures: Report = {"duration": served.duration_s, "failed": sum(not one.is_completed for one in served.outcomes)}
     for kind in ("short", "long"):
-        outcomes = [one for one in served.outcomes if one.request_id.startswith(kind)]
-        completed = [one for one in outcomes if one.is_completed]
-        aimed = [one for one in outcomes if one.slo.ttft_s is not None]
-        figures[kind] = {
-            "num_requests": len(outcomes),
-            "completed": len(completed),
-            **latency_fields("ttft", seconds_of("ttft", completed), (90.0, 99.0)),
-            **latency_fields("tpot", seconds_of("tpot", completed), (99.0,)),
-            "slo_attainment": sum(meets(one, Goodput()) for one in aimed) / len(aimed) if aimed else None,
-        }
+        part = replace(served, outcomes=tuple(one for one in served.outcomes if one.request_id.startswith(kind)))
+        figures[kind] = serving_figures(part, goodput=Goodput(), metrics=("ttft", "tpot"), percentiles=(90.0, 99.0))
     figures["requests"] = [
         {"request_id": one.request_id, "arrival_s": one.start_s, "input_len": one.input_len, "ttft_s": one.ttft_s}
         for one in served.outcomes

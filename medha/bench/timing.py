@@ -31,14 +31,10 @@ from medha.errors import ConfigError, RankFailedError
 _END_S = 30.0
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-_CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 4096))
+_CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 4096))  # (m, k, n) of those that are tried
 _CUDA_PRODUCTS = ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192))
-"""(m, k, n) of products that are tried."""
-
-_CPU_BUFFER_BYTES = 256 << 20
+_CPU_BUFFER_BYTES = 256 << 20  # of what is read; more than any cache holds
 _CUDA_BUFFER_BYTES = 2 << 30
-"""What is read; more than any cache holds."""
-
 _ROW = 4096
 _TRIALS = 3
 

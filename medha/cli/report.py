@@ -244,12 +244,14 @@ def text_of(name: str, value: Any, beside: Sequence[Any] = ()) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as mappings and tuples as lists, all the way down."""
+    """Dataclasses as mappings, tuples as lists and infinity, which JSON lacks, as a word, all the way down."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

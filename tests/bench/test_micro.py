@@ -123,7 +123,6 @@ def test_the_queue_stays_as_long_as_it_was(policy: str) -> None:
     ("arguments", "message"),
     [
         (["attention", "--dtype", "float64"], "dtype='float64'; accepted"),
-        (["attention", "--chunk-size", "64", "--kv-lens", "32"], "kv_lens=(32,) with chunks=(64,)"),
         (["attention", "--device", "cuda:99"], "device='cuda:99'; accepted"),
         (["attention", "--output-json", "absent/attention.json"], "absent/attention.json cannot be written"),
         (["decode", "--batch-size", "x"], "batch_size='x'; accepted"),
