@@ -135,7 +135,6 @@ def _measure(local: Local, options: AccuracyOptions) -> Report:
     return local.report("accuracy", asdict(options)) | {
         "tolerance": TOLERANCE,
         "lines": lines_of(ran, repeated),
-        "chunks": [{"kv": kv, "median_tokens": size, "chunks": count} for kv, (size, count) in chunks_of(ran).items()],
         "factors": {kind: predictor.factor(kind) for kind in KINDS},
     }
 
@@ -246,20 +245,10 @@ def _repeatability(steps: Sequence[Ran], same: Sequence[Ran]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def chunks_of(ran: Sequence[Ran]) -> dict[str, tuple[float, int]]:
-    """By KV range, the median tokens of chunks that had what the decodes left to themselves, and their number."""
-    by_range: dict[str, list[int]] = defaultdict(list)
-    chunks = [[part for part in one.step if not part.is_decode] for one in ran]
-    for part in sorted((alone[0] for alone in chunks if len(alone) == 1), key=lambda part: part.kv_before):
-        if not part.samples:  # the end of a prompt is as long as it is
-            by_range[kv_range(part.kv_before)].append(part.q_len)
-    return {name: (statistics.median(sizes), len(sizes)) for name, sizes in by_range.items()}
-
-
 def shown(report: Report) -> Shown:
     """What is printed of the report."""
     options = report["options"]
-    return {name: report[name] for name in ("factors", "lines", "chunks")}, [
+    return {name: report[name] for name in ("factors", "lines")}, [
         f"within: steps within {report['tolerance']:.0%} of their prediction, made before dispatch; repeatability: "
         "identical steps within that of the median of their four runs nearest in time; KV: the longest in a step",
         f"steps of {options['t_target_s']:g} s, seed {options['seed']}, {options['num_rounds']} rounds after one "

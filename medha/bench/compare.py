@@ -7,7 +7,6 @@ of the machine hits both alike and nobody's idle threads cost the other. The fig
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -92,7 +91,7 @@ def compare(options: CompareOptions) -> Report:
 
     A ratio above 1 means that medha is faster. Exit code 3: tokens differ that rounding cannot be blamed for.
     """
-    load, model = os.getloadavg()[0], options.subject.model_config(longest=1)
+    model = options.subject.model_config(longest=1)
     cases = _cases(options, model.vocab_size)
     longest, names = max(max(one.lengths) for one in cases), ("dtype", "num_threads", "enable_prefix_caching", "seed")
     settings = {name: getattr(options, name) for name in names}
@@ -106,7 +105,7 @@ def compare(options: CompareOptions) -> Report:
     engines = {name: {key: one.ready[key] for key in ("versions", "options")} for name, one in workers.items()}
     num_wrong = sum(one["num_requests"] - one["num_equal"] for one in results if one["is_exact"])
     found = {"engines": engines, "results": results, "num_wrong": num_wrong}
-    return options.subject.head("compare", asdict(options), load, model) | found
+    return options.subject.head("compare", asdict(options), model) | found
 
 
 def start_peer(name: str, python: str, settings: Mapping[str, object]) -> Worker:

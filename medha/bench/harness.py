@@ -111,13 +111,11 @@ class Subject:
                 save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
             yield name
 
-    def head(
-        self, benchmark: str, options: Mapping[str, Any], load_before: float, model: ModelConfig | None = None
-    ) -> Report:
-        """What a report begins with: the verb, its options, the load average before the run, the model's shape."""
+    def head(self, benchmark: str, options: Mapping[str, Any], model: ModelConfig | None = None) -> Report:
+        """What a report begins with: the verb, its options, the model's shape."""
         model, name = model or self.model_config(longest=1), self.model or "random Llama"
         sharing = model.num_heads // model.num_kv_heads
-        return report_head(benchmark, options, load_before) | {
+        return report_head(benchmark, options) | {
             "title": f"{benchmark}: {name}, {model.num_layers} layers, {model.hidden_size:,} wide, GQA {sharing}",
             "model_id": name,
             "model": asdict(model),
@@ -132,7 +130,6 @@ class Local:
     config: EngineConfig
     role: RankHandle
     model: ModelConfig
-    load_before: float
 
     @property
     def engine(self) -> Engine:
@@ -173,7 +170,7 @@ class Local:
 
     def report(self, benchmark: str, options: Mapping[str, Any]) -> Report:
         """What every report begins with."""
-        return self.subject.head(benchmark, options, self.load_before, self.model) | {
+        return self.subject.head(benchmark, options, self.model) | {
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "num_ranks": self.config.parallel.world_size,
@@ -184,9 +181,9 @@ class Local:
 def on_ranks(
     subject: Subject, work: Callable[[Local], Report], *, longest: int, fills: bool = False, **engine: Any
 ) -> Report | None:
-    """Load a model on every rank of its layout and do some work on rank 0; every rank calls it.
+    """Load a model on every rank of its layout and do some work on rank 0; returns its report, None on the others.
 
-    Where no launcher has started this process, the other ranks of the layout are started on this machine.
+    Every rank calls it; where no launcher has started this process, the other ranks are started on this machine.
 
     Args:
         subject: what to load.
@@ -194,15 +191,7 @@ def on_ranks(
         longest: tokens of the longest request, prompt and output.
         fills: put random numbers into the whole KV pool of every rank.
         engine: flat names of :class:`EngineConfig` that the benchmark itself decides.
-
-    Returns:
-        The report; None on the other ranks.
-
-    Raises:
-        ConfigError: something about the model or an option is wrong.
-        RankFailedError: another rank failed.
     """
-    load_before = os.getloadavg()[0]
     with ExitStack() as stack:
         config = subject.config(longest=longest, **engine)
         size = config.parallel.world_size
@@ -222,7 +211,7 @@ def on_ranks(
                 role.close()
             return None
         try:
-            report = work(Local(subject, config, role, subject.model_config(longest=longest), load_before))
+            report = work(Local(subject, config, role, subject.model_config(longest=longest)))
         except BaseException as error:
             role.give_up(error)
             raise
@@ -230,15 +219,9 @@ def on_ranks(
         return report
 
 
-def report_head(benchmark: str, options: Mapping[str, Any], load_before: float) -> Report:
+def report_head(benchmark: str, options: Mapping[str, Any]) -> Report:
     """What every report begins with."""
-    return {
-        "benchmark": benchmark,
-        "environment": stamp(),
-        "load_before_after": [load_before, os.getloadavg()[0]],
-        "options": options,
-        "definitions": DEFINITIONS,
-    }
+    return {"benchmark": benchmark, "environment": stamp(), "options": options, "definitions": DEFINITIONS}
 
 
 def rows_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -100,31 +100,13 @@ def arrivals_of(trace: Trace, vocab_size: int, *, seed: int, slo: SLO = NO_SLO) 
     ]
 
 
-def described(workload: Workload) -> Mapping[str, object]:
-    """The workload for a report."""
-    trace = workload.trace
-    return {
-        "dataset_path": None if workload.dataset_path is None else str(workload.dataset_path),
-        "lengths": workload.lengths,
-        "num_prompts": len(trace),
-        "input_len": {"min": int(trace.prompt_tokens.min()), "max": int(trace.prompt_tokens.max())},
-        "output_len": {"min": int(trace.output_tokens.min()), "max": int(trace.output_tokens.max())},
-        "burstiness": workload.burstiness,
-        "seed": workload.seed,
-    }
-
-
 def fixed_output(num_tokens: int) -> SamplingParams:
     """Greedy, exactly so many tokens, each reported as it comes."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, output_kind="delta")
 
 
 def serve_load(
-    engine: Engine,
-    arrivals: Sequence[Arrival],
-    *,
-    probes: Iterable[Arrival] = (),
-    max_concurrency: int | None = None,
+    engine: Engine, arrivals: Sequence[Arrival], *, probes: Iterable[Arrival] = (), max_concurrency: int | None = None
 ) -> Served:
     """Serve arrivals to the end of the last one.
 

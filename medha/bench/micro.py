@@ -14,16 +14,16 @@ in which no two requests share a block. With several ranks there is no MBU.
 ``scheduler`` is what the engine pays for a batch beside computing it: ``schedule`` and ``complete`` of
 :class:`~medha.sched.scheduler.Scheduler`, with the predictor of an 8B model on one A100. No model runs: a batch takes
 the seconds predicted of it. The engine is overloaded: so many requests decode, prefills are under way, one in a hundred
-of a long prompt, and so many wait. Who has decoded longest ends when one more would decode, and another one arrives.
+of a long prompt, and so many wait; the decodes go on, and for each prompt that has been read another one arrives.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import count
 from itertools import product as pairs
 from typing import Any
 
@@ -31,20 +31,7 @@ import numpy as np
 import torch
 
 from medha.attention.interface import AttentionRows, LayerShape
-from medha.batch import Batch
-from medha.bench.cli import (
-    ALONE,
-    ANY_COUNT,
-    COUNT,
-    SUBJECT,
-    Report,
-    Shown,
-    asked,
-    counted,
-    lengths,
-    verb,
-    warmups,
-)
+from medha.bench.cli import ALONE, ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, counted, lengths, verb, warmups
 from medha.bench.harness import Local, Subject, count_parameters, median_text, on_ranks, report_head, rows_of
 from medha.bench.timing import in_turn, matrix_product, memory_read, timed, timing_of, waited
 from medha.cli.options import PARALLEL
@@ -65,7 +52,7 @@ from medha.worker.shard import TORCH_DTYPES, choose_backend, pick_device
 _BLOCK_SIZE = 256
 _YARDSTICK = "yardstick"
 _FIGURES = ("median_ms", "p99_ms", "max_ms")
-_MAX_NEW_TOKENS = 1 << 16  # more than anybody decodes before it ends
+_MAX_NEW_TOKENS = 1 << 16  # more than are decoded here
 _LONG_TOKENS = 100_000
 _LONG_SHARE = 0.01
 _LONGEST_SHORT = SchedulerConfig().long_threshold - 1  # tokens of a prompt that is not long
@@ -73,7 +60,7 @@ _LONGEST_SHORT = SchedulerConfig().long_threshold - 1  # tokens of a prompt that
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What is measured: chunks over KV lengths. Of the engine's options only those of :data:`ALONE`."""
+    """What is measured: chunks over KV lengths."""
 
     subject: Subject = field(default_factory=Subject)
     chunks: tuple[int, ...] = lengths(
@@ -89,7 +76,7 @@ class AttentionOptions:
 
 def attention(options: AttentionOptions) -> Report:
     """Attention of one layer, chunks over KV lengths: its rate, against the matrix products of this machine."""
-    load, device, dtype = os.getloadavg()[0], _device(options.subject), TORCH_DTYPES[options.dtype]
+    device, dtype = _device(options.subject), TORCH_DTYPES[options.dtype]
     model = options.subject.model_config(longest=max(options.kv_lens))
     backend, attend = _attention(options, model, dtype, device)
     product = matrix_product(dtype, device)
@@ -107,7 +94,7 @@ def attention(options: AttentionOptions) -> Report:
         results.append(cell | {"share": per_s / rate["per_s"]})
     largest = {one["kv_len"]: one["flops_per_s"] for one in results}
     results = [one | {"overhead": largest[one["kv_len"]] / one["flops_per_s"] - 1} for one in results]
-    head = options.subject.head("micro attention", asdict(options), load, model)
+    head = options.subject.head("micro attention", asdict(options), model)
     head |= {"dtype": options.dtype, "device": str(device), "backend": backend}
     return head | {"results": results, "matrix_product": rate}
 
@@ -206,8 +193,7 @@ WAYS: dict[str, SamplingParams] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """What is measured: every way of drawing at every batch size. Of the engine's options only those of
-    :data:`ALONE`."""
+    """What is measured: every way of drawing at every batch size."""
 
     subject: Subject = field(default_factory=Subject)
     batch_sizes: tuple[int, ...] = lengths("batch_size", "1,16,64", "Rows of logits, comma separated.")
@@ -217,7 +203,7 @@ class SamplingOptions:
 
 def sampling(options: SamplingOptions) -> Report:
     """From random logits to tokens on the host, over batch sizes and ways of drawing."""
-    load, device = os.getloadavg()[0], _device(options.subject)
+    device = _device(options.subject)
     model = options.subject.model_config(longest=1)
     prompt = torch.arange(min(1024, model.vocab_size))
     runs: dict[Any, Callable[[], float]] = {}
@@ -227,7 +213,7 @@ def sampling(options: SamplingOptions) -> Report:
         runs[batch, way] = partial(timed, waited(partial(draw, logits_SV, slots, [0] * batch), device))
     found = in_turn(runs, warmup=options.warmup, runs=options.runs)
     results = [{"batch_size": key[0], "way": key[1], "timing": timing_of(one)} for key, one in found.items()]
-    head = options.subject.head("micro sampling", asdict(options), load, model)
+    head = options.subject.head("micro sampling", asdict(options), model)
     return head | {"dtype": "float32", "device": str(device), "vocab_size": model.vocab_size, "results": results}
 
 
@@ -260,21 +246,22 @@ class SchedulerOptions:
 
 def scheduler(options: SchedulerOptions) -> Report:
     """Time of one scheduling decision as the queue grows; no model runs."""
-    results, load = [], os.getloadavg()[0]
+    results: list[Report] = []
     for policy, waiting in pairs(options.policies, options.waiting):
         queue = Queue(policy, waiting, options)
         steps = [queue.step()[:2] for _ in range(options.warmup + options.runs)][options.warmup :]
         schedule_s, complete_s = np.array(steps).T
-        line: Report = {"policy": policy, "waiting": queue.scheduler.num_waiting, "decisions": options.runs}
+        line: Report = {"policy": policy, "waiting": queue.scheduler.num_waiting}
         for call, seconds in {"schedule": schedule_s, "complete": complete_s, "both": schedule_s + complete_s}.items():
             found = (np.percentile(seconds, [50, 99, 100]) * 1e3).tolist()
             line[call] = dict(zip(_FIGURES, found, strict=True))
         results.append(line)
-    return report_head("micro scheduler", asdict(options), load) | {"results": results}
+    return report_head("micro scheduler", asdict(options)) | {"results": results}
 
 
 class Queue:
-    """Requests on a scheduler, whose numbers stay as they are."""
+    """Requests on a scheduler, whose numbers stay as they are: the first go on decoding, and of the others one arrives
+    for each that ends with its first token."""
 
     def __init__(self, policy: str, waiting: int, options: SchedulerOptions) -> None:
         config = SchedulerConfig(policy=policy, max_num_seqs=options.num_decoding + options.num_prefilling)
@@ -287,17 +274,13 @@ class Queue:
             predictor=Predictor(coefficients, max_tokens=config.max_batch_tokens),
         )
         self._num_decoding, self._num_waiting = options.num_decoding, 0
-        self._random = np.random.default_rng(options.seed)
-        self._now_s = options.backlog_s
-        self._free: list[int] = []
-        self._num_slots = 0
-        self._decoding: dict[int, None] = {}  # who decodes longest first
+        self._random, self._now_s = np.random.default_rng(options.seed), options.backlog_s
+        self._slots, self._free = count(), list[int]()
         for _ in range(options.num_decoding):
-            self._add(self._now_s, may_be_long=False)
-        while self.scheduler.num_waiting or len(self._decoding) < self.scheduler.num_running:
-            self.step()
-        arrivals = np.sort(self._now_s - self._random.uniform(0.0, options.backlog_s, waiting))
-        for arrival_s in arrivals.tolist():
+            self._add(self._now_s)
+        while self.step()[2] < options.num_decoding:
+            pass
+        for arrival_s in np.sort(self._now_s - self._random.uniform(0.0, options.backlog_s, waiting)).tolist():
             self._add(arrival_s)
         self._num_waiting = waiting
 
@@ -310,7 +293,8 @@ class Queue:
         batch, prediction = decision.batch, decision.prediction
         assert batch is not None and prediction is not None, "an overloaded scheduler always has a batch"
         self._now_s += prediction.seconds
-        results = self._results(batch)
+        sampling = dict.fromkeys(row.slot for row in batch.rows if row.samples)
+        results = [(slot, 1, slot >= self._num_decoding) for slot in sampling]
         start_s = time.perf_counter()
         self._free += self.scheduler.complete(batch, self._now_s, results, prediction.seconds)
         completed_s = time.perf_counter() - start_s
@@ -318,26 +302,16 @@ class Queue:
             self._add(self._now_s)
         return scheduled_s, completed_s, batch.num_decodes, len(batch.rows) - batch.num_decodes
 
-    def _results(self, batch: Batch) -> list[tuple[int, int, bool]]:
-        """A token for each row that samples; who has decoded longest ends where one more would decode."""
-        sampling = dict.fromkeys(row.slot for row in batch.rows if row.samples)
-        self._decoding |= sampling
-        surplus = max(len(self._decoding) - self._num_decoding, 0)
-        ended = [slot for slot in self._decoding if slot in sampling][:surplus]
-        for slot in ended:
-            del self._decoding[slot]
-        return [(slot, 1, slot in ended) for slot in sampling]
-
-    def _add(self, arrival_s: float, *, may_be_long: bool = True) -> None:
-        """One request arrives: most are chats, one in a hundred is a document."""
-        slot = self._free.pop() if self._free else self._num_slots
-        self._num_slots = max(self._num_slots, slot + 1)
-        random = self._random
+    def _add(self, arrival_s: float) -> None:
+        """One request arrives: those that go on decoding and most others are chats, one in a hundred is a document."""
+        slot, random = self._free.pop() if self._free else next(self._slots), self._random
+        goes_on = slot < self._num_decoding
         length = int(np.clip(random.lognormal(6.9, 0.8), 16, _LONGEST_SHORT))  # 1,000 tokens in the median
-        if may_be_long and random.random() < _LONG_SHARE:
+        if not goes_on and random.random() < _LONG_SHARE:
             length = int(random.uniform(0.2, 1.0) * _LONG_TOKENS)
         slo = SLO(ttft_s=float(random.uniform(0.5, 300.0)), tpot_s=0.5) if random.random() < 0.3 else None
-        self.scheduler.add(SchedulerRequest(slot, length, _MAX_NEW_TOKENS, arrival_s, slo, int(random.integers(0, 4))))
+        tokens, priority = _MAX_NEW_TOKENS if goes_on else 1, int(random.integers(0, 4))
+        self.scheduler.add(SchedulerRequest(slot, length, tokens, arrival_s, slo, priority))
 
 
 def _attention_shown(report: Report) -> Shown:

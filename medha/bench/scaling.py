@@ -14,7 +14,6 @@ merges.
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 import sys
@@ -96,10 +95,9 @@ def parse_layout(text: str) -> ParallelConfig:
 
 def scaling(options: ScalingOptions) -> Report:
     """Several ranks against one, one thread a rank; starts its processes itself, without torchrun."""
-    load = os.getloadavg()[0]
     results = [line for length in options.lengths for line in _one_length(options, length)]
     given = asdict(options) | {"threads_a_rank": 1}
-    return options.subject.head(f"scaling, {options.mode}", given, load) | {"results": results}
+    return options.subject.head(f"scaling, {options.mode}", given) | {"results": results}
 
 
 def _one_length(options: ScalingOptions, length: int) -> list[Report]:

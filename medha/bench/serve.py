@@ -28,7 +28,7 @@ import typer
 from medha.batch import Batch
 from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, of_load, verb
 from medha.bench.harness import Local, Subject, on_ranks, random_prompt, terms
-from medha.bench.load import ArrivingWorkload, arrivals_of, described, fixed_output, longest_of, serve_load
+from medha.bench.load import ArrivingWorkload, arrivals_of, fixed_output, longest_of, serve_load
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
 from medha.cli.report import check_writable
 from medha.config.fields import choice, finite
@@ -37,15 +37,7 @@ from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SLO
 from medha.sched.decision import Prediction
-from medha.workload.metrics import (
-    METRICS,
-    Goodput,
-    Served,
-    detailed,
-    parse_metrics,
-    parse_percentiles,
-    serving_figures,
-)
+from medha.workload.metrics import METRICS, Goodput, Served, detailed, parse_metrics, parse_percentiles, serving_figures
 
 CONVOY_MODEL: dict[str, Any] = {
     "vocab_size": 2048,
@@ -115,11 +107,6 @@ class ServeOptions:
         return Goodput.parse([*self.goodput, *self.more_goodput])
 
     @property
-    def has_tpot(self) -> bool:
-        """Whether requests may have a TPOT objective; those of a trace may."""
-        return self.goals.tpot_s is not None or self.workload.dataset_path is not None
-
-    @property
     def num_short(self) -> int:
         """Of the preset: short requests."""
         return self.workload.num_prompts or _NUM_SHORT
@@ -145,7 +132,7 @@ def _serve(local: Local, options: ServeOptions) -> Report:
     probes, limit = probe_stream(options, vocab_size), options.max_concurrency
     with errors_counted(local.engine) as errors:
         served = serve_load(local.engine, arrivals, probes=probes, max_concurrency=limit)
-    given = asdict(options) | {"workload": described(workload), "goodput": asdict(goals)}
+    given = asdict(options) | {"goodput": asdict(goals)}
     rate = workload.trace.qps if workload.request_rate is None else workload.request_rate
     found = {
         "backend": "medha",
@@ -289,11 +276,7 @@ def convoy_figures(served: Served) -> Report:
 
 
 def plot_convoy(report: Mapping[str, Any], path: Path) -> None:
-    """Draw a report of the preset into a file, whose ending says in which format: a convoy is a slope.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw a report of the preset into a file, whose ending says in which format: a convoy is a slope."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -14,7 +14,7 @@ from itertools import chain
 from medha.batch import Batch
 from medha.bench.cli import SUBJECT, Report, Shown, counted, verb, warmups
 from medha.bench.harness import Local, Subject, median_text, on_ranks, rows_of
-from medha.bench.load import Workload, arrivals_of, described, longest_of, serve_load
+from medha.bench.load import Workload, arrivals_of, longest_of, serve_load
 from medha.bench.timing import in_turn, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING
 from medha.errors import ConfigError
@@ -30,11 +30,6 @@ class ThroughputOptions:
     workload: Workload = field(default_factory=Workload)
     warmup: int = warmups(1, "Passes over all requests")
     runs: int = counted(3, "Passes over all requests")
-
-    @property
-    def has_tpot(self) -> bool:
-        """Whether requests may have a TPOT objective; those of a trace may."""
-        return self.workload.dataset_path is not None
 
 
 def throughput(options: ThroughputOptions) -> Report | None:
@@ -67,9 +62,8 @@ def _measure(local: Local, options: ThroughputOptions) -> Report:
 
     local.engine.on_step = note
     seconds = in_turn({"pass": run}, warmup=options.warmup, runs=options.runs)["pass"]
-    fields = asdict(options) | {"workload": described(options.workload)}
     found = throughput_fields(trace, seconds) | {"host": host_fields([*chain.from_iterable(passes[options.warmup :])])}
-    return local.report("throughput", fields) | found
+    return local.report("throughput", asdict(options)) | found
 
 
 def throughput_fields(trace: Trace, seconds: Sequence[float]) -> Report:

@@ -28,14 +28,7 @@ from typer.models import OptionInfo
 from medha.config import OPTION_ALIASES, parse_size
 from medha.config.engine_config import FOREIGN_OPTIONS, is_flag, note_foreign
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
-from medha.parallel.launch import (
-    exit_at_once,
-    has_agent,
-    is_first_rank,
-    is_launched,
-    tell_launcher,
-    write_state,
-)
+from medha.parallel.launch import exit_at_once, has_agent, is_first_rank, is_launched, tell_launcher, write_state
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -79,11 +72,7 @@ class _Command(typer.core.TyperCommand):
         super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As click does, without the options of another engine that change nothing.
-
-        Raises:
-            ConfigError: one of them asks for what medha does not do.
-        """
+        """As click does, without the options of another engine that change nothing; others raise ConfigError."""
         while True:
             try:
                 return super().parse_args(ctx, list(args))
@@ -154,10 +143,7 @@ def make_app(*, help: str | None = None) -> typer.Typer:
         add_completion=False,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
-        context_settings={
-            "help_option_names": ["-h", "--help"],
-            "token_normalize_func": _canonical,
-        },
+        context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _canonical},
     )
 
 
@@ -216,10 +202,8 @@ class _Lossy(io.FileIO):
 
 
 def lossy(stream: TextIO) -> tuple[TextIO, Callable[[], OSError | None]]:
-    """A stream like ``stdout`` or ``stderr`` that never fails, and what tells the reason since when all is lost.
-
-    What is no file of the process (the stand-in of a test, None where it was closed) is returned as it is.
-    """
+    """A stream like ``stdout`` or ``stderr`` that never fails, and what tells the reason since when all is lost; what
+    is no file of the process is returned as it is."""
     try:
         raw = _Lossy(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
