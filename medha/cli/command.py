@@ -92,7 +92,7 @@ def _is_foreign(typed: str, unknown: str) -> bool:
 
 
 def _drop_foreign(args: list[str], at: int) -> bool:
-    """Say that an option of another engine changes nothing, and take it from the arguments with its value."""
+    """Take an option of another engine from the arguments, with its value, and say that it changes nothing."""
     typed = args.pop(at)
     head, _, value = typed.partition("=")
     given = _SHORT_FOREIGN.get(head, head).removeprefix("--").replace("-", "_")
@@ -187,8 +187,7 @@ def run_guarded(run: Callable[[], int]) -> int:
 
 
 class _Lossy(io.FileIO):
-    """A stream of this process that takes everything, also when its reader has gone or its disk is full; ``failure`` is
-    why what is written is lost."""
+    """Takes everything, also when its reader has gone or its disk is full; ``failure`` is why it is lost then."""
 
     failure: OSError | None = None
 
@@ -208,10 +207,9 @@ def lossy(stream: TextIO) -> tuple[TextIO, Callable[[], OSError | None]]:
         raw = _Lossy(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
         return stream, lambda: None
-    buffer = io.BufferedWriter(raw)
-    return io.TextIOWrapper(
-        buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=stream is sys.stderr or raw.isatty()
-    ), lambda: raw.failure
+    by_line = stream is sys.stderr or raw.isatty()
+    text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=by_line)
+    return text, lambda: raw.failure
 
 
 def end_process(code: int) -> NoReturn:

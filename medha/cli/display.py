@@ -23,6 +23,7 @@ logger = logging.getLogger("medha")
 
 _REFRESH_S = 0.125
 _MAX_ROWS = 8
+_LONG_PROMPT = 4096  # tokens of those that get a bar
 _ID_WIDTH = 16
 
 
@@ -31,10 +32,9 @@ class Display:
 
     Args:
         prefills: (request id, tokens read, tokens in all) of each prompt under way of at least so many tokens.
-        lines: where a line for each finished request is printed; None prints none.
-        live: where bars are drawn, if it is a terminal; None draws nothing.
+        lines: where a line for each finished request is printed, if anywhere.
+        live: where bars are drawn, if it is a terminal.
         num_requests: how many there will be; more than one are counted.
-        long_prompt: prompts of at least so many tokens get a bar.
     """
 
     def __init__(
@@ -44,10 +44,8 @@ class Display:
         lines: Console | None,
         live: Console | None,
         num_requests: int,
-        long_prompt: int = 4096,
     ) -> None:
-        self._prefills, self._long_prompt = prefills, long_prompt
-        self._lines = lines
+        self._prefills, self._lines = prefills, lines
         self._tasks: dict[str, TaskID] = {}
         self._last_refresh = 0.0
         self._bars: Progress | None = None
@@ -84,7 +82,7 @@ class Display:
         if bars is None or now - self._last_refresh < _REFRESH_S:
             return
         self._last_refresh = now
-        shown = {name: (done, total) for name, done, total in self._prefills(self._long_prompt)[:_MAX_ROWS]}
+        shown = {name: (done, total) for name, done, total in self._prefills(_LONG_PROMPT)[:_MAX_ROWS]}
         for name in self._tasks.keys() - shown.keys():
             bars.remove_task(self._tasks.pop(name))
         for name, (done, total) in shown.items():

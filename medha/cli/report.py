@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
@@ -48,7 +49,7 @@ _PACKAGES = (
 
 _FILE_WIDTH = 160  # the least, of what goes to no terminal
 
-# Entries of a report that say what was asked for and where: in the file, not on the screen.
+# Entries of a report that are in the file, not on the screen.
 _UNPRINTED = ("benchmark", "title", "notes", "environment", "format", "version", "options", "config", "model")
 
 _STYLES = {"FAIL": "bold red", "wrong": "bold red", "not run": "yellow", "pass": "green", "right": "green"}
@@ -90,19 +91,12 @@ def progress(what: str, total: int | None) -> Iterator[Callable[..., None]]:
     columns = TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda count=1: bar.advance(task, count)
+        yield partial(bar.advance, task)
 
 
 def stamp() -> dict[str, Any]:
     """Date, hardware and versions of a run."""
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), **environment()}
-
-
-def machine_line(facts: Mapping[str, Any] | None = None) -> str:
-    """Hardware and versions on one line, for below a table: those of a :func:`stamp`, or of this machine."""
-    facts = facts or environment()
-    versions = ", ".join(f"{name} {facts['packages'][name]}" for name in ("torch", "transformers"))
-    return f"{facts['cpu']}, {facts['cpus']} cores, medha {facts['medha']}, {versions}"
 
 
 def peak_memory_bytes() -> int:
@@ -130,9 +124,9 @@ def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
     if path == STDOUT:
         sys.stdout.write(text)
     elif path is not None:
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text)
-        partial.replace(path)
+        unfinished = path.with_name(path.name + ".partial")
+        unfinished.write_text(text)
+        unfinished.replace(path)
 
 
 def deliver(report: Mapping[str, Any], path: Path | None, *, title: str = "") -> None:
@@ -162,8 +156,10 @@ def print_report(report: Mapping[str, Any], *, title: str = "") -> None:
             _print_entry(console, name, _plain(value))
     for note in report.get("notes", ()):
         console.print(str(note), highlight=False, markup=False)
-    if "environment" in report:
-        console.print(machine_line(report["environment"]), highlight=False)
+    if facts := report.get("environment"):
+        versions = ", ".join(f"{name} {facts['packages'][name]}" for name in ("torch", "transformers"))
+        line = f"{facts['cpu']}, {facts['cpus']} cores, medha {facts['medha']}, {versions}"
+        console.print(line, highlight=False)
 
 
 def _print_entry(console: Console, name: str, value: Any) -> None:
