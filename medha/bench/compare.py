@@ -76,14 +76,14 @@ class _Case(NamedTuple):
         """Prompts and outputs; where all are equal nobody pads, and sums run in the same order."""
         return [len(ids) + number for ids, number in zip(self.prompts, self.num_outputs, strict=True)]
 
-    def run(self, worker: Worker, way: str, tokens: dict[str, Prompts]) -> float:
-        """Run once; returns its seconds and notes the tokens."""
+    def run(self, worker: Worker, way: str) -> tuple[float, Prompts]:
+        """Run once; returns its seconds and the tokens."""
         answer = worker.ask(prompts=self.prompts, num_outputs=self.num_outputs, way=way)
-        tokens[way], seconds = answer["tokens"], float(answer["seconds"])
-        if not self.is_step:
-            return seconds
-        first = worker.ask(prompts=self.prompts, num_outputs=[1] * len(self.prompts), way=way)
-        return (seconds - float(first["seconds"])) / (self.num_outputs[0] - 1)
+        seconds = float(answer["seconds"])
+        if self.is_step:
+            first = worker.ask(prompts=self.prompts, num_outputs=[1] * len(self.prompts), way=way)
+            seconds = (seconds - float(first["seconds"])) / (self.num_outputs[0] - 1)
+        return seconds, answer["tokens"]
 
 
 def compare(options: CompareOptions) -> Report:
@@ -135,23 +135,23 @@ def _results(case: _Case, workers: Mapping[str, Worker], options: CompareOptions
     ways = peer.ready["ways"][:1] if is_even else peer.ready["ways"]
     of_way = {"medha": workers["medha"], **dict.fromkeys(ways, peer)}
     few = case if is_even else _Case(case.name, case.prompts[:_WARM_MIXED], case.num_outputs[:_WARM_MIXED])
-    tokens: dict[str, Prompts] = {}
     for one, runs in ((few, options.warmup), (case, options.runs)):
-        contestants = {way: partial(one.run, worker, way, tokens) for way, worker in of_way.items()}
-        seconds = in_turn(contestants, warmup=0, runs=runs)
-    medha = timing_of(seconds.pop("medha"))
+        contestants = {way: partial(one.run, worker, way) for way, worker in of_way.items()}
+        found = in_turn(contestants, warmup=0, runs=runs)
+    timing = {way: timing_of([seconds for seconds, _ in ran]) for way, ran in found.items()}
+    tokens = {way: ran[-1][1] for way, ran in found.items()}
     return [
         {
             "name": case.name,
             "way": way if len(ways) > 1 else options.peer,
-            "medha": medha,
-            "peer": timing_of(found),
-            "ratio": timing_of(found)["median_s"] / medha["median_s"],
+            "medha": timing["medha"],
+            "peer": timing[way],
+            "ratio": timing[way]["median_s"] / timing["medha"]["median_s"],
             "num_requests": len(case.prompts),
             "num_equal": sum(ours == theirs for ours, theirs in zip(tokens["medha"], tokens[way], strict=True)),
             "is_exact": options.dtype == "float32" and is_even and options.peer == "transformers",
         }
-        for way, found in seconds.items()
+        for way in ways
     ]
 
 

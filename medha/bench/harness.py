@@ -115,7 +115,11 @@ class Subject:
         """What a report begins with: the verb, its options, the model's shape."""
         model, name = model or self.model_config(longest=1), self.model or "random Llama"
         sharing = model.num_heads // model.num_kv_heads
-        return report_head(benchmark, options) | {
+        return {
+            "benchmark": benchmark,
+            "environment": stamp(),
+            "options": options,
+            "definitions": DEFINITIONS,
             "title": f"{benchmark}: {name}, {model.num_layers} layers, {model.hidden_size:,} wide, GQA {sharing}",
             "model_id": name,
             "model": asdict(model),
@@ -217,11 +221,6 @@ def on_ranks(
             raise
         role.close()
         return report
-
-
-def report_head(benchmark: str, options: Mapping[str, Any]) -> Report:
-    """What every report begins with."""
-    return {"benchmark": benchmark, "environment": stamp(), "options": options, "definitions": DEFINITIONS}
 
 
 def rows_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[dict[str, Any]]:

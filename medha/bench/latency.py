@@ -69,24 +69,22 @@ def _measure(local: Local, options: LatencyOptions) -> Report:
         one_chunk = {"chunk_size": max(options.input_lens), "max_batch_tokens": max(options.input_lens)}
         engines[WHOLE] = local.engine_with(scheduler="orca", policy="fcfs", **one_chunk)
     chance = np.random.default_rng(options.seed)
-    outcomes: dict[tuple[int, str], list[Outcome]] = {}
-    contestants: dict[Any, Callable[[], float]] = {}
+    contestants: dict[Any, Callable[[], Any]] = {}
     product = matrix_product(local.dtype, local.device) if options.whole else None
     if product is not None:
         contestants[_PRODUCT] = product.seconds
     for length in dict.fromkeys(options.input_lens):
         prompt = random_prompt(length, local.model.vocab_size, chance)
         for way, engine in engines.items():
-            found = outcomes[length, way] = []
-            contestants[length, way] = partial(_request, engine, prompt, options.output_len, found)
-    seconds = in_turn(contestants, warmup=options.warmup, runs=options.runs)
+            contestants[length, way] = partial(_request, engine, prompt, options.output_len)
+    found = in_turn(contestants, warmup=options.warmup, runs=options.runs)
+    product_s = found.pop(_PRODUCT, [])
     lines: list[Report] = [
-        {"input_len": length, "way": way} | latency_fields(found[options.warmup :])
-        for (length, way), found in outcomes.items()
+        {"input_len": length, "way": way} | latency_fields(outcomes) for (length, way), outcomes in found.items()
     ]
     report = local.report("latency", asdict(options)) | {"results": lines}
     if product is not None:
-        rate = product.rate(seconds[_PRODUCT])
+        rate = product.rate(product_s)
         report["matrix_product"] = rate
         best = rate["per_s"] * local.config.parallel.world_size
         whole_s = {line["input_len"]: line["ttft"]["median_s"] for line in lines if line["way"] == WHOLE}
@@ -96,13 +94,12 @@ def _measure(local: Local, options: LatencyOptions) -> Report:
     return report | (lines[0] if len(lines) == 1 else {})
 
 
-def _request(engine: Engine, prompt: Prompt, output_len: int, found: list[Outcome]) -> float:
-    """Serve a request alone and note what became of it; returns its seconds."""
+def _request(engine: Engine, prompt: Prompt, output_len: int) -> Outcome:
+    """Serve a request alone."""
     (outcome,) = serve_load(engine, [Arrival("request", prompt, fixed_output(output_len))]).outcomes
     if not outcome.is_completed:
         raise ConfigError(f"a request of {outcome.input_len} tokens has failed: {outcome.error}")
-    found.append(outcome)
-    return outcome.e2el_s
+    return outcome
 
 
 def latency_fields(outcomes: Sequence[Outcome]) -> Report:

@@ -79,11 +79,6 @@ class ArrivingWorkload(Workload):
     burstiness: float = of_load(1.0, "Of the gaps: 1 is Poisson, less is burstier.")
 
 
-def longest_of(trace: Trace) -> int:
-    """Tokens of the longest request, prompt and output."""
-    return int((trace.prompt_tokens + trace.output_tokens).max())
-
-
 def arrivals_of(trace: Trace, vocab_size: int, *, seed: int, slo: SLO = NO_SLO) -> list[Arrival]:
     """The requests of a trace with random prompts, for :func:`serve_load`; ``slo`` is for those without their own."""
     chance = np.random.default_rng(seed)

@@ -32,9 +32,10 @@ import torch
 
 from medha.attention.interface import AttentionRows, LayerShape
 from medha.bench.cli import ALONE, ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, counted, lengths, verb, warmups
-from medha.bench.harness import Local, Subject, count_parameters, median_text, on_ranks, report_head, rows_of
+from medha.bench.harness import Local, Subject, count_parameters, median_text, on_ranks, rows_of
 from medha.bench.timing import in_turn, matrix_product, memory_read, timed, timing_of, waited
 from medha.cli.options import PARALLEL
+from medha.cli.report import stamp
 from medha.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from medha.config.fields import choice, integer
 from medha.cost.hardware import load_spec
@@ -256,7 +257,8 @@ def scheduler(options: SchedulerOptions) -> Report:
             found = (np.percentile(seconds, [50, 99, 100]) * 1e3).tolist()
             line[call] = dict(zip(_FIGURES, found, strict=True))
         results.append(line)
-    return report_head("micro scheduler", asdict(options)) | {"results": results}
+    head = {"benchmark": "micro scheduler", "environment": stamp(), "options": asdict(options)}
+    return head | {"results": results}
 
 
 class Queue:

@@ -28,7 +28,7 @@ import typer
 from medha.batch import Batch
 from medha.bench.cli import ANY_COUNT, COUNT, SUBJECT, Report, Shown, asked, of_load, verb
 from medha.bench.harness import Local, Subject, on_ranks, random_prompt, terms
-from medha.bench.load import ArrivingWorkload, arrivals_of, fixed_output, longest_of, serve_load
+from medha.bench.load import ArrivingWorkload, arrivals_of, fixed_output, serve_load
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING, Group
 from medha.cli.report import check_writable
 from medha.config.fields import choice, finite
@@ -121,7 +121,7 @@ def serve(options: ServeOptions) -> Report | None:
     """
     if options.preset is not None:
         return convoy(options)
-    longest = max(longest_of(options.workload.trace), options.probe_input_len + options.probe_output_len)
+    longest = max(options.workload.trace.longest, options.probe_input_len + options.probe_output_len)
     return on_ranks(options.subject, lambda local: _serve(local, options), longest=longest)
 
 

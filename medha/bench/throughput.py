@@ -14,7 +14,7 @@ from itertools import chain
 from medha.batch import Batch
 from medha.bench.cli import SUBJECT, Report, Shown, counted, verb, warmups
 from medha.bench.harness import Local, Subject, median_text, on_ranks, rows_of
-from medha.bench.load import Workload, arrivals_of, longest_of, serve_load
+from medha.bench.load import Workload, arrivals_of, serve_load
 from medha.bench.timing import in_turn, timing_of
 from medha.cli.options import MEMORY, PARALLEL, SCHEDULING, SERVING
 from medha.errors import ConfigError
@@ -34,7 +34,7 @@ class ThroughputOptions:
 
 def throughput(options: ThroughputOptions) -> Report | None:
     """A number of requests, all there from the start: requests and tokens a second; on one rank or several."""
-    longest = longest_of(options.workload.trace)
+    longest = options.workload.trace.longest
     return on_ranks(options.subject, lambda local: _measure(local, options), longest=longest)
 
 

@@ -258,11 +258,7 @@ def first_interrupt() -> Iterator[list[int]]:
 
     # a plain process ends on a termination as it always did
     numbers = (signal.SIGINT, signal.SIGTERM) if is_launched() else (signal.SIGINT,)
-    try:
-        before = {number: signal.signal(number, note) for number in numbers}
-    except ValueError:  # not the main thread: there is no Ctrl-C to note
-        yield noted
-        return
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield noted
     finally:
@@ -284,12 +280,8 @@ def state_on_signal(describe: Callable[[], str]) -> Iterator[None]:
             if signal.SIGUSR1 in numbers:
                 write_state(describe)
 
-    try:
-        before = signal.signal(signal.SIGUSR1, lambda *_: None)
-        before_fd = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
-    except ValueError:  # not the main thread, which alone may
-        yield
-        return
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    before_fd = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
     listener = threading.Thread(target=listen, name="medha-state", daemon=True)
     listener.start()
     try:
