@@ -83,8 +83,8 @@ class SchedulerConfig:
     policy: str | Callable[[Any, float], Any] = _scheduling(
         "srpt",
         "Order of prefills of the medha scheduler: srpt, lars, ilrs, lrs, edf, sjf, fcfs, priority (class first, then "
-        "srpt), priority:NAME or package.module:name. Named alone, those of the papers (lars, ilrs, lrs, edf, fcfs) are "
-        "as published: no guard, and sharing with lars only.",
+        "srpt), priority:NAME or package.module:name. Named alone, lars, ilrs, lrs, edf and fcfs are as published: no "
+        "guard, and sharing with lars only.",
         repr=False,
     )
     max_num_seqs: int = _serving(256, "Requests started and not finished at once; rows of a batch.", FEW)

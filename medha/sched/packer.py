@@ -6,12 +6,13 @@ own. With KV parallelism every group has a budget, and a chunk that lies on seve
 
 The guard: a policy alone starves somebody. Under an overload of short requests SRPT and LARS starve a long one for as
 long as it lasts, and LARS can hold a short one for nearly its whole deadline. So a prefill that is late, or that has
-been passed over for ``patience_s``, is guarded until its prefill ends. In each batch the guarded are served first, by arrival, up to ``late_share`` of the
-prefill budget; a share of 0 turns that off. With time counted in seconds of prefill budget, B that of one batch, and s
-the share: a guarded request with w seconds of work left, and W left in the guarded that arrived before it, ends its
-prefill within (W + w) / s + B, whoever comes later; the policy's order runs as on a machine slower by at most
-1 / (1 - s). Where the share is too small for any chunk, or a second long prefill has no place, the oldest keeps its
-turn, and what it did not get is owed to the guarded, up to one budget: the first bound grows by B / s.
+been passed over for ``patience_s``, is guarded until its prefill ends. In each batch the guarded are served first, by
+arrival, up to ``late_share`` of the prefill budget; a share of 0 turns that off. With time counted in seconds of
+prefill budget, B that of one batch, and s the share: a guarded request with w seconds of work left, and W left in the
+guarded that arrived before it, ends its prefill within (W + w) / s + B, whoever comes later; the policy's order runs as
+on a machine slower by at most 1 / (1 - s). Where the share is too small for any chunk, or a second long prefill has no
+place, the oldest keeps its turn, and what it did not get is owed to the guarded, up to one budget: the first bound
+grows by B / s.
 
 Departures from the paper, and why:
 
