@@ -17,6 +17,7 @@ from medha.config import CacheConfig, ParallelConfig, SchedulerConfig, whole_blo
 from medha.cost.hardware import load_spec
 from medha.cost.json_form import check_number
 from medha.errors import ConfigError
+from medha.sched.policy import DEFAULT_POLICY
 from medha.sim.outcome import DRAIN, Outcome, System, alone_seconds, report
 from medha.sim.pipeline import Segment
 from medha.sim.replica import Replica, find_model, spec_fields
@@ -151,7 +152,7 @@ def _schedulers(given: Mapping[str, Any]) -> dict[str, SchedulerConfig]:
     budgets["max_kv_per_group"] = whole_blocks(budgets["max_kv_per_group"], CacheConfig().block_size)
     configs = {}
     for scheduler in schedulers:
-        for policy in (policies or ["lars"]) if scheduler == "medha" else [None]:
+        for policy in (policies or [DEFAULT_POLICY]) if scheduler == "medha" else [None]:
             own: dict[str, Any] = {} if policy is None else {"policy": policy}
             configs[policy or scheduler] = SchedulerConfig(scheduler, **own, **budgets)
     return configs
