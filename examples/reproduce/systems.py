@@ -61,8 +61,8 @@ _ONE_PREFILL = 1
 """``long_threshold`` with which a batch takes one prefill: every prompt is long."""
 
 
-def _medha(**changed: Any) -> SchedulerConfig:
-    return SchedulerConfig(t_target_s=0.02, rho_max=0.4, **changed)
+def _medha(policy: str = "lars", **changed: Any) -> SchedulerConfig:
+    return SchedulerConfig(policy=policy, t_target_s=0.02, rho_max=0.4, late_share=0.1, **changed)
 
 
 def _sarathi(chunk: int) -> SchedulerConfig:
