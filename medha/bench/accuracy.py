@@ -97,7 +97,7 @@ class Ran:
     @property
     def cell(self) -> tuple[Kind, str]:
         """Its kind, and the range of the longest KV cache in it."""
-        return self.kind, kv_range(max(part.kv_before for part in self.step))
+        return self.kind, kv_range(max(part.position for part in self.step))
 
 
 def kv_range(kv: int) -> str:

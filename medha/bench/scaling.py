@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from medha.batch import Row
 from medha.bench.cli import ANY_COUNT, COUNT, Report, Shown, asked, counted, verb, warmups
 from medha.bench.harness import Local, Subject, median_text, on_ranks, random_prompt, rows_of
 from medha.bench.load import fixed_output, serve_load
@@ -35,7 +36,7 @@ from medha.config import ParallelConfig
 from medha.config.fields import choice
 from medha.engine.arrivals import Arrival
 from medha.errors import ConfigError
-from medha.profile.steps import Part, StepRunner
+from medha.profile.steps import FIRST_SLOT, StepRunner
 from medha.timeline import RankRecords, decode_records, encode_records
 
 ONE_RANK = "1 rank"
@@ -175,7 +176,7 @@ def _prefill(local: Local, *, prompt_len: int, seed: int) -> Report:
 def _steps(local: Local, hand: StepRunner, *, q_len: int, context: int, is_decode: bool) -> Report:
     """Equal steps of one row over a context that lies on all groups."""
     groups = local.config.parallel.kvp
-    step = (Part(q_len, context, is_decode=is_decode, num_groups=groups, samples=is_decode),)
+    step = (Row(FIRST_SLOT, context, q_len, is_decode, is_decode, num_groups=groups),)
     ran = [(hand.run(step)[0], hand.last_s) for _ in range(_STEPS)]
     return {"batch_ids": [batch_id for batch_id, _ in ran], "seconds": [seconds for _, seconds in ran]}
 

@@ -113,6 +113,7 @@ def run_demo(*, long_prompt_tokens: int = LONG_PROMPT_TOKENS, console: Console |
             Path(name) / "lars.json",
             lambda engine, display: _serve(engine, asked, display),
             scheduler="medha",
+            policy="lars",
             chunk_size=_CHUNK_SIZE,
             max_batch_tokens=2 * _CHUNK_SIZE,
         )

@@ -207,7 +207,7 @@ def test_request_file_to_output_file(run: Command, tmp_path: Path) -> None:
 
 
 def test_what_greedy_ignores_is_said(run: Command) -> None:
-    said = "medha: --top-p, --top-k and --min-p change nothing at temperature 0, the default; see --temperature\n"
+    said = "medha: at temperature 0, the default, this changes nothing: --top-p; see --temperature\n"
     assert run("--prompt", ADA, "--max-tokens", "1", "--log-level", "warning", "--top-p", "0.9").err == said
 
 

@@ -212,7 +212,7 @@ def test_many_are_served_in_the_order_of_the_policy(policy: str) -> None:
         add(scheduler, slot, draws.choice([3, 40, 60]), slo=slo, arrival_s=-draws.random(), priority=priority)
     queue = scheduler._queue
     columns = queue.columns(1.0)
-    name = policy.removeprefix("priority").removeprefix(":") or "lars"
+    name = policy.removeprefix("priority").removeprefix(":") or "srpt"
     keys = BUILT_IN[name](columns, (scheduler.depth + 1) * 5.0)
     classes = columns.priority * policy.startswith("priority")
     order = sorted(zip(classes, keys, columns.arrival_s, queue.column("slot").tolist(), strict=True))
