@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from medha.bench.cli import Report
 from medha.cli.command import end_process, ignore_signals, run_guarded, state_on_signal
-from medha.cli.report import DEFINITIONS, stamp
+from medha.cli.report import stamp
 from medha.config import EngineConfig, ModelConfig
 from medha.cost.predictor import Predictor
 from medha.engine.admission import Prompt
@@ -40,6 +40,16 @@ from medha.worker.shard import TORCH_DTYPES
 
 RANDOM_LLAMA = Path(__file__).with_name("random_llama")
 """Its folder; there is no more in it than a ``config.json``."""
+
+DEFINITIONS = {
+    "TTFT": "arrival to first token, queueing included",
+    "TPOT": "(last - first token) / (tokens - 1) of a request; does not exist for one token",
+    "ITL": "gap between successive tokens of a request",
+    "E2EL": "arrival to last token",
+    "goodput": "completed requests a second that met every objective they had",
+    "SLO attainment": "share, of the requests with an objective, that completed and met all of theirs",
+}
+"""What the terms of serving mean here; other tools differ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,16 +319,16 @@ def _convoy_shown(report: Report) -> Shown:
     rows = [
         {
             "scheduler": one["system"],
-            **{f"short {name}": one["short"][name] for name in ("median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms")},
+            **{f"short {name}_ms": one["short"][f"{name}_ttft_ms"] for name in ("median", "p90", "p99")},
             "short in SLO_share": one["short"]["slo_attainment"],
-            **{f"long {name}": one["long"][name] for name in ("mean_ttft_ms", "p99_ttft_ms")},
-            "short p99_tpot_ms": one["short"]["p99_tpot_ms"],
+            **{f"long {name}_ms": one["long"][f"{name}_ttft_ms"] for name in ("mean", "p99")},
+            "short p99 TPOT_ms": one["short"]["p99_tpot_ms"],
             "span_s": one["duration"],
         }
         for one in report["systems"]
     ]
     options, (low, high) = report["options"], _SHORT_LENS
-    return {"schedulers": rows}, [
+    return {"TTFT_by_scheduler": rows}, [
         f"{_NUM_LONG} prompts of {options['long_len']:,} tokens queued at 0 s, {options['workload']['num_short']} of "
         f"{low} to {high} (Poisson) within {report['span_s']:.1f} s; {_OUTPUT_LEN} output tokens each",
         f"capacity: the whole mix at once takes {report['capacity_s']:.1f} s under LARS+sharing; load "

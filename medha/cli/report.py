@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,24 +31,13 @@ from medha.cost.hardware import cpu_name
 from medha.errors import ConfigError
 from medha.parallel.launch import read_launch
 
-DEFINITIONS = {
-    "TTFT": "arrival to first token, queueing included",
-    "TPOT": "(last - first token) / (tokens - 1) of a request; does not exist for one token",
-    "ITL": "gap between successive tokens of a request",
-    "E2EL": "arrival to last token",
-    "goodput": "completed requests a second that met every objective they had",
-    "SLO attainment": "share, of the requests with an objective, that completed and met all of theirs",
-}
-"""What the terms of serving mean here; other tools differ."""
-
 _PACKAGES = (
     *("torch", "numpy", "safetensors", "tokenizers", "huggingface-hub", "minijinja", "typer", "rich"),
     *("transformers", "flashinfer-python"),
 )
 
 _FILE_WIDTH = 160  # the least, of what goes to no terminal
-
-# Entries of a report that are in the file, not on the screen.
+# In the file, not on the screen.
 _UNPRINTED = ("benchmark", "title", "notes", "environment", "format", "version", "options", "config", "model")
 
 _STYLES = {"FAIL": "bold red", "wrong": "bold red", "not run": "yellow", "pass": "green", "right": "green"}
@@ -97,12 +85,6 @@ def progress(what: str, total: int | None) -> Iterator[Callable[..., None]]:
 def stamp() -> dict[str, Any]:
     """Date, hardware and versions of a run."""
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), **environment()}
-
-
-def peak_memory_bytes() -> int:
-    """Resident memory of this process at its largest."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 STDOUT = Path("-")

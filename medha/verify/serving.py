@@ -5,6 +5,8 @@ Legend: V vocabulary.
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,6 @@ from typing import Any
 import torch
 
 from medha.batch import Batch
-from medha.cli.report import peak_memory_bytes
 from medha.config import CacheConfig, EngineConfig, ParallelConfig
 from medha.engine.admission import Prompt
 from medha.engine.build import RankHandle, build_role
@@ -147,7 +148,8 @@ def needle_rows(
         start = time.perf_counter()
         row, kv_bytes = find_needle(setting, folder, num_tokens, depth, show)
         seconds = time.perf_counter() - start
-        found: list[tuple[int | None, int]] = everyone((kv_bytes, peak_memory_bytes()))
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        found: list[tuple[int | None, int]] = everyone((kv_bytes, peak_bytes))
         details = {**(row.details or {}), "peak_memory_bytes": max(peak for _, peak in found)}
         yield replace(row, seconds=seconds, details=details)
         yield memory_row(setting.parallel, num_tokens, [size for size, _ in found])
