@@ -24,7 +24,6 @@ from medha.engine.admission import Prompt, check_type, prepare_request
 from medha.engine.explain import Explainer
 from medha.engine.journal import Journal
 from medha.engine.request import Completion, ModelLimits, Request
-from medha.engine.turns import Turns
 from medha.errors import ConfigError, EngineDeadError, ValidationError
 from medha.outputs import Explanation, RequestOutput
 from medha.params import PRIORITIES, SLO, SamplingParams, check_seconds
@@ -36,6 +35,34 @@ from medha.worker.step import BatchRunner, PendingStep, phase
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Turns:
+    """A re-entrant lock. Whoever gives it back and asks again comes after those who wait.
+
+    ``threading.RLock`` promises no order: a thread that steps an engine in a loop would get it back before another one
+    that waits to add a request has woken up.
+    """
+
+    def __init__(self) -> None:
+        self._door = threading.Lock()  # held by the one who is next
+        self._room = threading.RLock()  # an interrupt may strike when it is held and no owner noted
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner != me:
+            with self._door:
+                self._room.acquire()
+            self._owner = me
+        self._depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._room.release()
 
 
 def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:

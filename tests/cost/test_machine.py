@@ -26,7 +26,7 @@ from medha.cost.hardware import load_spec, spec_of_device
 from medha.cost.predictor import Predictor, Work
 from medha.cost.roofline import stage_coefficients
 from medha.engine.build import build_engine
-from medha.engine.journal import replay
+from medha.engine.replay import replay
 from medha.errors import ConfigError
 from medha.params import SamplingParams
 from medha.profile.calibrate import Effort, Measured, families, fit, measure, run_in_turn, slowest_stage

@@ -199,8 +199,8 @@ def test_which_prompts_short_ones_do_not_wait_for(prompt: Any, is_long: bool) ->
 def test_a_stop_returns_every_request(engine: Engine) -> None:
     outputs: list[RequestOutput] = []
     arrivals = [
-        Arrival("short", "hello", DELTA),
         Arrival("long", "hello", SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, output_kind="delta")),
+        Arrival("short", "hello", DELTA),
         Arrival("future", "hello", DELTA, arrival_s=1000.0),
         Arrival("wrong", "", arrival_s=1000.0, error=ValidationError("wrong")),
     ]

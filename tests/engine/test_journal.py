@@ -14,7 +14,8 @@ import pytest
 from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.engine.engine import Engine
-from medha.engine.journal import Journal, replay
+from medha.engine.journal import Journal
+from medha.engine.replay import replay
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder
 from medha.params import SLO, SamplingParams

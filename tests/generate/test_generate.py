@@ -27,7 +27,7 @@ import medha.verify.demo
 from medha.cli.command import first_interrupt, run_app
 from medha.cli.options import ENGINE, SAMPLING
 from medha.config import EngineConfig
-from medha.engine.journal import replay
+from medha.engine.replay import replay
 from medha.errors import ConfigError
 from medha.generate.__main__ import app
 from medha.models.needle import make_haystack, write_needle
