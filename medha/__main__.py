@@ -89,8 +89,6 @@ def replay(
     from medha.engine.replay import replay as replayed
 
     found = replayed(journal)
-    if found.is_truncated:
-        print(f"{journal} is truncated: its last line, which lacks its end, is left out")
     counts = f"{found.num_batches:,} batches and {found.num_calls:,} calls"
     if found.mismatch is None:
         print(f"{counts} compared: every decision is the same")

@@ -430,10 +430,8 @@ class Follower:
 
     def _mismatch(self, name: str, message: Message) -> EngineDeadError:
         theirs = {"call": str(message.fields.get("name")), "stop": "close"}.get(message.kind, message.kind)
-        error = EngineDeadError(
-            f"{self.ranks.monitor.place} called {name} where rank 0 called {theirs}; "
-            "accepted: the same calls on every rank"
-        )
+        what = f"{self.ranks.monitor.place} called {name} where rank 0 called {theirs}"
+        error = EngineDeadError(f"{what}; accepted: the same calls on every rank")
         give_up(self.ranks.monitor, error)
         return error
 
@@ -449,20 +447,19 @@ class Caller:
 
     def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         """Run a call that every rank has joined; what it raises, all of them raise."""
-        with failures_named(self.ranks.monitor, activity="idle"):
-            self._sender.send(Message("call", {"name": name}))
+        self._tell(Message("call", {"name": name}))
         try:
             outputs = run()
         except EngineDeadError as error:  # the others may be gone, and hear of it from the monitor
             give_up(self.ranks.monitor, error)
             raise
         except Exception as error:
-            self._end(error_to_json(error))
+            self._tell(Message("end", {"error": error_to_json(error)}))
             raise
         except BaseException as error:
             give_up(self.ranks.monitor, error)
             raise
-        self._end(None)
+        self._tell(Message("end", {"error": None}))
         return outputs
 
     def close(self) -> None:
@@ -478,9 +475,9 @@ class Caller:
             self._sender.drain()
             leave(self.ranks)
 
-    def _end(self, error: dict[str, Any] | None) -> None:
+    def _tell(self, message: Message) -> None:
         with failures_named(self.ranks.monitor, activity="idle"):
-            self._sender.send(Message("end", {"error": error}))
+            self._sender.send(message)
 
 
 def _records_of(ranks: Ranks, runner: Runner) -> RankRecords:

@@ -179,8 +179,7 @@ class Engine:
     def record(self, journal: TextIO) -> None:
         """Write down what is asked of the scheduler from now on, and what it decides, for ``medha replay``.
 
-        Args:
-            journal: text; a line is written at each call. Left open.
+        The file is text; a line is written at each call. It is left open.
 
         Raises:
             ConfigError: the engine has served requests already, or its policy is a function.
@@ -200,11 +199,10 @@ class Engine:
             ValidationError: no unfinished request has this id.
         """
         with self.turns:
-            live = self._find(request_id)
-            if live is not None:
-                return live.first.metrics.explanation or self._explainer.of(live.first.slot)
-        message = f"request_id={request_id!r:.80} is not running; accepted: an unfinished request"
-        raise ValidationError(message, param="request_id", value=request_id)
+            if (live := self._find(request_id)) is None:
+                message = f"request_id={request_id!r:.80} is not running; accepted: an unfinished request"
+                raise ValidationError(message, param="request_id", value=request_id)
+            return live.first.metrics.explanation or self._explainer.of(live.first.slot)
 
     def now(self) -> float:
         """Seconds since the engine was made, the clock of all metrics."""
@@ -261,10 +259,7 @@ class Engine:
     ) -> None:
         """Queue a request that :meth:`prepare` returned; raises as :meth:`add_request`.
 
-        Args:
-            request: what to queue.
-            arrival_s: when it arrived, on the engine's clock.
-            sink: takes its outputs, whoever steps; None lets :meth:`step` return them.
+        ``sink`` takes its outputs, whoever steps; None lets :meth:`step` return them.
         """
         if self._dead is not None:
             raise self._dead
@@ -303,8 +298,7 @@ class Engine:
     @_in_turn
     def abort(self, request_id: str) -> None:
         """End a request now, keeping what it has produced; the next :meth:`step` returns it. No-op if unknown."""
-        live = self._find(request_id)
-        if live is None:
+        if (live := self._find(request_id)) is None:
             return
         running = [one for one in live.completions if one.finish_reason is None]
         self._abort(live)
@@ -373,8 +367,7 @@ class Engine:
         """Schedule and submit batches until no more may enter."""
         while (decision := self._schedule(start := self.now())).batch is not None:
             batch = decision.batch
-            for slot in [row.slot for row in batch.rows if not row.is_decode]:
-                metrics = self._by_slot[slot].metrics
+            for metrics in [self._by_slot[row.slot].metrics for row in batch.rows if not row.is_decode]:
                 if metrics.first_scheduled is None:
                     metrics.first_scheduled = start
                 metrics.num_chunks += 1

@@ -25,11 +25,9 @@ FORMAT, VERSION = "medha-journal", 1
 
 
 class Journal:
-    """Writes down what a scheduler is asked and what it decides (:class:`medha.sched.decision.Observer`).
+    """Writes down what a scheduler, which has served no request, is asked and decides, a line a call.
 
-    Args:
-        scheduler: which has served no request.
-        file: text; a line is written at each call. Left open.
+    It is a :class:`medha.sched.decision.Observer`. The file, which is text, is left open.
 
     Raises:
         ConfigError: the policy is a function, which cannot be written down, or the predictor has learned already.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,23 +22,19 @@ from medha.params import SLO
 from medha.sched.decision import SchedulerRequest
 from medha.sched.scheduler import Scheduler
 
+logger = logging.getLogger("medha")
+
 _Decision = Batch | float | tuple[int, ...] | str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What became of a replay: how many calls came to the same decisions, and how many batches are among these.
+    """What became of a replay, which ends at the first difference."""
 
-    Attributes:
-        mismatch: the line, the call and both decisions where one differs first, at which the replay ends; None if all
-            are the same. Its batch is the one decided or completed, for another call the next one to be scheduled.
-        is_truncated: the file lacks the end of its last line, which was left out.
-    """
-
-    num_calls: int
-    num_batches: int
+    num_calls: int  # that came to the same decisions
+    num_batches: int  # among these
+    # The line, the call, its batch (that decided or completed, or the next to be scheduled) and both decisions.
     mismatch: str | None = None
-    is_truncated: bool = False
 
 
 def replay(journal: Path | Iterable[str]) -> Replay:
@@ -56,9 +53,7 @@ def replay(journal: Path | Iterable[str]) -> Replay:
                 if not re.match(rf'{{\s*"format"\s*:\s*"{FORMAT}".*\n', head):
                     what = f"{journal} is not a medha journal, or is truncated in its first line"
                     raise ConfigError(f"{what}; accepted: what medha generate --journal wrote")
-                cut: list[str] = []
-                found = replay(_whole_lines(chain([head], file), cut))
-                return replace(found, is_truncated=bool(cut))
+                return replay(_whole_lines(chain([head], file), journal))
         except OSError as error:
             raise ConfigError(f"journal {journal}: {error.strerror}") from error
     entries = ((number, _parsed(number, line, json.loads)) for number, line in enumerate(journal, start=1))
@@ -80,13 +75,12 @@ def replay(journal: Path | Iterable[str]) -> Replay:
     return Replay(num_calls, num_batches)
 
 
-def _whole_lines(lines: Iterable[str], cut: list[str]) -> Iterator[str]:
-    """The lines that have their end; one that lacks it goes into ``cut``."""
+def _whole_lines(lines: Iterable[str], journal: Path) -> Iterator[str]:
     for line in lines:
         if line.endswith("\n"):
             yield line
         else:
-            cut.append(line)
+            logger.warning("%s is truncated: its last line, which lacks its end, is left out", journal)
 
 
 def _scheduler(head: dict[str, Any]) -> Scheduler:

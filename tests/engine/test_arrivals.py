@@ -16,7 +16,6 @@ import medha.engine.arrivals
 from medha.batch import Batch
 from medha.config import EngineConfig
 from medha.engine.arrivals import LONG_PROMPT, Arrival, drive
-from medha.engine.build import build_engine
 from medha.engine.engine import Engine
 from medha.engine.jsonl import OutputLines
 from medha.errors import ContextLengthError, RankFailedError, ValidationError
@@ -24,6 +23,7 @@ from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.text import Tokenizer
 from medha.worker.step import PendingStep
+from tests.engines import build_engine
 from tests.serving import Model
 
 DELTA = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind="delta")
